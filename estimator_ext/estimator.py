@@ -1,0 +1,171 @@
+"""Estimator: the stock one, trained on the ranks of a HostOffloadStrategy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+from estimator_ext import _tf_estimator
+from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext.hooks import BroadcastVariablesHook
+from estimator_ext.host_call import run_on_host
+from estimator_ext.run_config import adopt_cluster
+from estimator_ext.spec import stock_spec
+from estimator_ext.strategy import HostOffloadStrategy
+
+__all__: list[str] = []
+
+_log = tf.get_logger()
+
+
+class _HostOffloadEstimator(_tf_estimator.Estimator):
+    """What `Estimator` does differently.
+
+    The stock class refuses a leaf class that overrides its methods, so they are overridden here,
+    one class above the leaf.
+    """
+
+    def train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Any = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Any = None,
+    ) -> _HostOffloadEstimator:
+        strategy = self._train_distribution
+        arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
+        if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
+            super().train(*arguments)
+            return self
+        with strategy.errors_told():
+            communicator = strategy.communicator
+            if max_steps is not None and self._agreed_start_step() >= max_steps:
+                _log.info("no training: step %d is reached already", max_steps)
+                return self
+            trainer = self if strategy.cluster.is_chief else self._without_files()
+            _tf_estimator.Estimator.train(trainer, *arguments)
+            communicator.finish()
+        return self
+
+    def _agreed_start_step(self) -> int:
+        """global_step of rank 0's newest checkpoint; the ranks need share no file system."""
+        communicator = self._train_distribution.communicator
+        own = _saved_step(self._model_dir) if communicator.rank == 0 else 0
+        return int(communicator.broadcast(np.array(own, np.int64), what="the step to start from"))
+
+    def _without_files(self) -> _HostOffloadEstimator:
+        """This estimator as a rank uses it that neither restores nor writes anything."""
+        trainer = copy.copy(self)
+        trainer._model_dir = None
+        trainer._warm_start_settings = None
+        return trainer
+
+    def _train_model_distributed(
+        self, input_fn: Callable[..., Any], hooks: Any, saving_listeners: Any
+    ) -> Any:
+        strategy = self._train_distribution
+        if not isinstance(strategy, HostOffloadStrategy):
+            return super()._train_model_distributed(input_fn, hooks, saving_listeners)
+        with tf.Graph().as_default() as graph, strategy.extended.training_graph():
+            tf.compat.v1.set_random_seed(self._config.tf_random_seed)
+            features, labels, input_hooks = _tf_estimator.parse_input_fn_result(
+                self._call_input_fn(input_fn, ModeKeys.TRAIN, strategy.extended.input_context())
+            )
+            global_step = self._create_and_assert_global_step(graph)
+            spec = strategy.extended.call_for_each_replica(
+                self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
+            )
+            spec = stock_spec(spec, loss=_reported_loss(strategy, spec.loss))
+            # before the input hooks and all others: they may read what is broadcast
+            first_hooks = [BroadcastVariablesHook(strategy.communicator), *input_hooks]
+            return self._train_with_estimator_spec(
+                spec, first_hooks, hooks, global_step, saving_listeners
+            )
+
+    def _train_with_estimator_spec(
+        self,
+        estimator_spec: Any,
+        worker_hooks: Any,
+        hooks: Any,
+        global_step_tensor: Any,
+        saving_listeners: Any,
+    ) -> Any:
+        trainer = self
+        if self._model_dir is None:  # a rank without files: a chief of its own that saves nothing
+            trainer = copy.copy(self)
+            trainer._config = self._config.replace(
+                save_checkpoints_steps=None, save_checkpoints_secs=None
+            )
+            trainer._config._is_chief = True
+            estimator_spec = stock_spec(estimator_spec, training_chief_hooks=())
+            saving_listeners = ()
+        return _tf_estimator.Estimator._train_with_estimator_spec(
+            trainer, estimator_spec, worker_hooks, hooks, global_step_tensor, saving_listeners
+        )
+
+    def _call_input_fn(
+        self,
+        input_fn: Callable[..., Any],
+        mode: str,
+        input_context: tf.distribute.InputContext | None = None,
+    ) -> Any:
+        # evaluation and prediction read all data: a pipeline of its own for whoever asks for one
+        return super()._call_input_fn(
+            input_fn, mode, input_context or tf.distribute.InputContext(1, 0, 1)
+        )
+
+    def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:
+        return run_on_host(super()._call_model_fn(features, labels, mode, config), mode)
+
+
+class Estimator(_HostOffloadEstimator):
+    """Trains and evaluates a model_fn; takes the arguments of `tf.estimator.Estimator`.
+
+    With a `HostOffloadStrategy` as `RunConfig.train_distribute` every rank trains, gradients are
+    reduced over the ranks on the host, and rank 0 alone restores and writes checkpoints and
+    summaries; the others start from its values. Without one it works like the stock class.
+
+    Args:
+      model_fn: returns an `estimator_ext.EstimatorSpec` or a `tf.estimator.EstimatorSpec`.
+      model_dir: where rank 0 restores and writes, and where evaluators read.
+      config: an `estimator_ext.RunConfig` or `tf.estimator.RunConfig`.
+      params: dict that model_fn and input_fn receive, if they have such an argument.
+      warm_start_from: checkpoint or settings that rank 0 starts a fresh training from.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., Any],
+        model_dir: Any = None,
+        config: Any = None,
+        params: dict[str, Any] | None = None,
+        warm_start_from: Any = None,
+    ) -> None:
+        super().__init__(model_fn, model_dir, config, params, warm_start_from)
+        if isinstance(self._eval_distribution, HostOffloadStrategy):
+            raise hostopt.ConfigError(
+                "RunConfig.eval_distribute is a HostOffloadStrategy, wanted None: one process "
+                "evaluates. Give the strategy as train_distribute only"
+            )
+        if isinstance(self._train_distribution, HostOffloadStrategy):
+            self._config = copy.deepcopy(self._config)
+            adopt_cluster(self._config, self._train_distribution)
+            self._session_config = self._config.session_config
+
+
+def _saved_step(model_dir: str) -> int:
+    path = tf.train.latest_checkpoint(model_dir)
+    return int(tf.train.load_variable(path, "global_step")) if path else 0
+
+
+def _reported_loss(strategy: HostOffloadStrategy, loss: tf.Tensor) -> tf.Tensor:
+    """The mean over the ranks where the optimizer scaled the loss, else the sum, as stock does."""
+    scaled = getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
+    op = tf.distribute.ReduceOp.MEAN if scaled else tf.distribute.ReduceOp.SUM
+    return strategy.reduce(op, loss, axis=None)

@@ -1,0 +1,57 @@
+"""Session hooks that make all ranks begin alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+
+__all__: list[str] = []
+
+_log = tf.get_logger()
+
+
+class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Gives every rank the variables of rank 0, once the session is initialised or restored.
+
+    Put it before hooks that read global_step. All ranks must have the same variables, which is
+    checked first.
+
+    Args:
+      communicator: the ring.
+    """
+
+    def __init__(self, communicator: hostopt.Communicator) -> None:
+        self._communicator = communicator
+        self._variables: list[tf.Variable] = []
+
+    def begin(self) -> None:
+        """Note the variables of the graph, slots and global_step among them."""
+        variables = tf.compat.v1.global_variables()
+        self._variables = sorted(variables, key=lambda variable: variable.op.name)
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Compare the variables' names, shapes and dtypes, then take over their values.
+
+        Args:
+          session: the session of this rank.
+          coord: not used.
+
+        Raises:
+          hostopt.CollectiveMismatchError: two ranks have different variables.
+          hostopt.HostOptError: a rank failed, left or timed out.
+        """
+        del coord
+        facts = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
+        self._communicator.check_same(facts, "the variables")
+        for variable in self._variables:
+            if variable.dtype.base_dtype in (tf.string, tf.resource, tf.variant):
+                _log.warning("%s holds no numbers and is not broadcast", variable.op.name)
+                continue
+            own = session.run(variable)
+            value = self._communicator.broadcast(own, what=f"variable {variable.op.name!r}")
+            if self._communicator.rank != 0:
+                assign = variable.initializer
+                session.run(assign, {assign.inputs[1]: value})

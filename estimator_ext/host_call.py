@@ -1,0 +1,87 @@
+"""The part of a step that runs on the host: gradients arrive, the user's function uses them.
+
+The numbers are those of the way of a gradient in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext.spec import EstimatorSpec, stock_spec
+from hostopt.tensorflow.ops import HOST_DEVICE
+
+__all__: list[str] = []
+
+
+def run_on_host(spec: StockSpec, mode: str) -> StockSpec:
+    """Build the host side of an extended spec into the graph.
+
+    Args:
+      spec: what model_fn returned; a stock spec is returned as it is.
+      mode: a `tf.estimator.ModeKeys`.
+
+    Returns:
+      A stock spec whose train_op runs the host call and increments global_step, or whose
+      eval_metric_ops come from eval_metrics.
+
+    Raises:
+      ValueError: the host call returns nothing that can be run, model_fn increments global_step
+        itself, or there are two kinds of metrics.
+    """
+    if not isinstance(spec, EstimatorSpec):
+        return spec
+    if mode == ModeKeys.TRAIN and spec.host_call is not None:
+        return stock_spec(spec, train_op=_train_op(spec))
+    if mode == ModeKeys.EVAL and spec.eval_metrics is not None:
+        return stock_spec(spec, eval_metric_ops=_eval_metric_ops(spec))
+    return stock_spec(spec)
+
+
+def _train_op(spec: EstimatorSpec) -> tf.Operation:
+    function, tensors = spec.host_call
+    # after the loss, so that a step for which there is no data runs nothing; and in no name scope,
+    # which would become part of the variables' names
+    with tf.device(HOST_DEVICE), tf.control_dependencies([spec.loss]):
+        result = function(*[_to_host(tensor) for tensor in tensors])
+    if isinstance(result, tf.Variable):  # what assign_add returns
+        result = result.op
+    if not isinstance(result, (tf.Operation, tf.Tensor)):
+        raise ValueError(
+            f"the function of host_call must return an Operation or Tensor for the step to run, "
+            f"got {result!r}. Return for example optimizer.apply_gradients(...)"
+        )
+    global_step = tf.compat.v1.train.get_global_step()
+    _check_not_incremented(global_step)
+    with tf.control_dependencies([spec.train_op, result]):
+        return global_step.assign_add(1, read_value=False)
+
+
+def _eval_metric_ops(spec: EstimatorSpec) -> dict[str, Any]:
+    if spec.eval_metric_ops:
+        raise ValueError("EstimatorSpec cannot contain both eval_metrics and eval_metric_ops.")
+    function, tensors = spec.eval_metrics
+    with tf.device(HOST_DEVICE):
+        if isinstance(tensors, dict):
+            return function(**{name: _to_host(tensor) for name, tensor in tensors.items()})
+        return function(*[_to_host(tensor) for tensor in tensors])
+
+
+def _to_host(tensor: Any) -> Any:
+    """2. Receive a tensor on the host, the moment it exists; None stays None."""
+    if tensor is None:
+        return None
+    return tf.nest.map_structure(tf.identity, tensor, expand_composites=True)
+
+
+def _check_not_incremented(global_step: tf.Variable) -> None:
+    for op in global_step.handle.consumers():
+        if "Assign" in op.type and op != global_step.initializer:
+            raise ValueError(
+                "Illegal increment of the `global_step` variable: operation "
+                f"{op.name!r} changes it, but with a host_call the Estimator increments it once a "
+                "step. Call apply_gradients and minimize without global_step"
+            )

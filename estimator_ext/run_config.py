@@ -1,0 +1,56 @@
+"""RunConfig: the stock one, with the cluster as the strategy knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext._tf_estimator import RunConfig as _StockRunConfig
+from estimator_ext.strategy import HostOffloadStrategy
+
+__all__: list[str] = []
+
+
+class RunConfig(_StockRunConfig):
+    """Configuration of an Estimator; takes every argument of `tf.estimator.RunConfig`.
+
+    With a `HostOffloadStrategy` as train_distribute the role of this process (is_chief,
+    task_type, task_id, global_id_in_cluster, num_worker_replicas) comes from the strategy's
+    cluster. cluster_spec shows this task alone, so that no TensorFlow server is started on an
+    address that belongs to the ring; the whole ring is `train_distribute.cluster`.
+
+    Args:
+      *args: as for `tf.estimator.RunConfig`.
+      **fields: as for `tf.estimator.RunConfig`.
+    """
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        if isinstance(self.train_distribute, HostOffloadStrategy):
+            adopt_cluster(self, self.train_distribute)
+
+
+def adopt_cluster(config: _StockRunConfig, strategy: HostOffloadStrategy) -> None:
+    """Give a configuration the role that a strategy's cluster says, in place.
+
+    Args:
+      config: stock or extended; it no longer uses TensorFlow's distribute coordinator.
+      strategy: knows the cluster and what a session needs.
+    """
+    if config._session_config is not None:  # else Estimator sets its default first
+        config._session_config = strategy.update_config_proto(config._session_config)
+    config._distribute_coordinator_mode = None
+    config._experimental_max_worker_delay_secs = 0
+    cluster, task = strategy.cluster, strategy.cluster.task
+    if task is None:
+        return
+    in_ring = cluster.rank is not None
+    config._cluster_spec = tf.train.ClusterSpec({task.type: [task.address]} if in_ring else {})
+    config._task_type = task.type
+    config._task_id = task.index
+    config._is_chief = cluster.is_chief
+    config._global_id_in_cluster = cluster.rank
+    config._num_worker_replicas = cluster.size if in_ring else 0
+    config._num_ps_replicas = 0
+    config._master = config._evaluation_master = ""

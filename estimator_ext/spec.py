@@ -1,0 +1,127 @@
+"""EstimatorSpec: the stock one, with a host call and metrics that are computed on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, Union
+
+import tensorflow as tf
+
+from estimator_ext._tf_estimator import EstimatorSpec as _StockSpec
+
+__all__: list[str] = []
+
+HostCall = tuple[Callable[..., Any], list[Any]]
+EvalMetrics = tuple[Callable[..., dict[str, Any]], Union[list[Any], dict[str, Any]]]
+
+
+class EstimatorSpec(_StockSpec):
+    """What a model_fn returns; has every field of `tf.estimator.EstimatorSpec`, and two more.
+
+    Args:
+      mode: a `tf.estimator.ModeKeys`.
+      predictions: tensor or dict of tensors.
+      loss: scalar tensor, the loss divided by the local batch size.
+      train_op: operation or tensor of the step on the accelerator, such as `tf.identity(loss)`.
+      eval_metric_ops: dict of metrics, as in the stock spec.
+      export_outputs: dict of outputs of a SavedModel, as in the stock spec.
+      training_chief_hooks: hooks of rank 0 in training.
+      training_hooks: hooks of all ranks in training.
+      scaffold: initialisers and saver.
+      evaluation_hooks: hooks of evaluation.
+      prediction_hooks: hooks of prediction.
+      host_call: tuple (function, list of tensors). In training, once a step, the tensors are
+        sent to the host and the function builds the rest of the step from them there: it reduces
+        and applies gradients, and returns an operation or tensor.
+      eval_metrics: tuple (function, list or dict of tensors). In evaluation the function gets
+        the tensors on the host and returns what eval_metric_ops would hold.
+
+    Raises:
+      ValueError: host_call or eval_metrics breaks a rule, or a stock field does.
+    """
+
+    host_call: HostCall | None
+    eval_metrics: EvalMetrics | None
+
+    def __new__(
+        cls,
+        mode: str,
+        predictions: Any = None,
+        loss: tf.Tensor | None = None,
+        train_op: Any = None,
+        eval_metric_ops: dict[str, Any] | None = None,
+        export_outputs: dict[str, Any] | None = None,
+        training_chief_hooks: Any = None,
+        training_hooks: Any = None,
+        scaffold: tf.compat.v1.train.Scaffold | None = None,
+        evaluation_hooks: Any = None,
+        prediction_hooks: Any = None,
+        host_call: HostCall | None = None,
+        eval_metrics: EvalMetrics | None = None,
+    ) -> EstimatorSpec:
+        _check_call("host_call", host_call, (list,))
+        _check_call("eval_metrics", eval_metrics, (list, dict))
+        spec = super().__new__(
+            cls,
+            mode,
+            predictions,
+            loss,
+            train_op,
+            eval_metric_ops,
+            export_outputs,
+            training_chief_hooks,
+            training_hooks,
+            scaffold,
+            evaluation_hooks,
+            prediction_hooks,
+        )
+        spec.host_call = host_call
+        spec.eval_metrics = eval_metrics
+        return spec
+
+    def _replace(self, **changes: Any) -> EstimatorSpec:
+        if changes.get("mode", self.mode) != self.mode:
+            raise ValueError("mode of EstimatorSpec cannot be changed.")
+        fields = {
+            **self._asdict(),
+            "host_call": self.host_call,
+            "eval_metrics": self.eval_metrics,
+            **changes,
+        }
+        return type(self)(**fields)
+
+
+def stock_spec(spec: _StockSpec, **changes: Any) -> _StockSpec:
+    """Turn a spec into a plain `tf.estimator.EstimatorSpec`.
+
+    Args:
+      spec: a spec, stock or extended.
+      **changes: fields to replace.
+
+    Returns:
+      A stock spec with the stock fields of `spec`.
+    """
+    return _StockSpec(**{**spec._asdict(), **changes})
+
+
+def _check_call(name: str, call: Any, containers: tuple[type, ...]) -> None:
+    if call is None:
+        return
+    wanted = f"{name} must be a tuple (function, {' or '.join(c.__name__ for c in containers)})"
+    if not isinstance(call, tuple) or len(call) != 2:
+        raise ValueError(f"{wanted}, got {_describe(call)}.")
+    function, tensors = call
+    if not callable(function):
+        raise ValueError(f"{wanted}: the first element must be callable, got {function!r}.")
+    if not isinstance(tensors, containers):
+        raise ValueError(f"{wanted}: the second element is {_describe(tensors)}.")
+    values: Sequence[Any] = list(tensors.values() if isinstance(tensors, Mapping) else tensors)
+    for index, value in enumerate(values):
+        if value is not None and not tf.is_tensor(value):
+            raise ValueError(f"{wanted} of tensors: element {index} is {_describe(value)}.")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r} of type {type(value).__name__}"

@@ -1,0 +1,373 @@
+"""HostOffloadStrategy: one replica a process, variables on the host, gradients over the ring."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, input_lib
+from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
+from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
+from tensorflow.python.framework.ops import colocate_with as colocate_with_op
+
+import hostopt
+from hostopt.connect import exit_with_error_code
+from hostopt.tensorflow import ops
+from hostopt.tensorflow.ops import HOST_DEVICE
+
+__all__: list[str] = []
+
+VIRTUAL_ACCELERATOR = "/device:CPU:1"
+# Inter-op threads beyond the cores: the waits for the ring and the loss must starve nobody.
+_WAITING_THREADS = 4
+
+
+class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
+    """Synchronous data parallelism in which the host holds variables, slots and reductions.
+
+    Forward and backward run on the accelerator of this process. Gradients are summed over the
+    ranks of the cluster, on the host, while backward goes on, and the optimizer updates the
+    variables there.
+
+    Args:
+      cluster_resolver: names the ring and this task, such as
+        `tf.distribute.cluster_resolver.TFConfigClusterResolver()`; TF_CONFIG by default.
+      variables_on_host: True keeps variables and slots in host memory, with a copy of each
+        trainable variable cached on the accelerator for a step; False keeps them on the
+        accelerator.
+      accelerator: device of forward and backward; the first GPU by default, and where there is
+        none the virtual accelerator, the second CPU device of the session.
+      bucket_mb: size of a gradient bucket in MiB; its bytes are a multiple of 128.
+      rendezvous_timeout_s: how long to wait for all ranks to appear.
+      stall_warning_s: a rank that waits longer says for whom.
+      collective_timeout_s: a rank that waits longer without progress gives up.
+
+    Raises:
+      hostopt.ConfigError: the resolver, TF_CONFIG or an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        variables_on_host: bool = True,
+        accelerator: str | None = None,
+        *,
+        bucket_mb: float = 25.0,
+        rendezvous_timeout_s: float = 300.0,
+        stall_warning_s: float = 30.0,
+        collective_timeout_s: float = 300.0,
+    ) -> None:
+        exit_with_error_code()
+        self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
+        self.options = hostopt.Options(
+            bucket_mb=bucket_mb,
+            rendezvous_timeout_s=rendezvous_timeout_s,
+            stall_warning_s=stall_warning_s,
+            collective_timeout_s=collective_timeout_s,
+        ).with_environment()
+        device = accelerator or _find_accelerator(self.cluster)
+        super().__init__(_HostOffloadExtended(self, device, variables_on_host, cluster_resolver))
+        self._communicator: hostopt.Communicator | None = None
+        self._told: BaseException | None = None
+        self._connecting = threading.Lock()
+
+    @property
+    def communicator(self) -> hostopt.Communicator:
+        """The ring; the first access meets the other ranks and waits for them."""
+        with self._connecting:
+            if self._communicator is None:
+                self._communicator = hostopt.connect(self.cluster, self.options)
+            return self._communicator
+
+    @property
+    def accelerator(self) -> str:
+        """Device of forward and backward."""
+        return self.extended.worker_devices[0]
+
+    def update_config_proto(
+        self, config_proto: tf.compat.v1.ConfigProto
+    ) -> tf.compat.v1.ConfigProto:
+        """Give a session what this strategy needs.
+
+        Args:
+          config_proto: configuration of a session, or None.
+
+        Returns:
+          A copy with the virtual accelerator, where it is used, and with threads enough of its
+          own that waiting for the ring does not hold up backward; an evaluator sees no GPU.
+        """
+        config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
+        if config_proto is not None:
+            config.CopyFrom(config_proto)
+        device = tf.DeviceSpec.from_string(self.accelerator)
+        if device.device_type == "CPU":
+            config.device_count["CPU"] = max(config.device_count["CPU"], device.device_index + 1)
+        if self.cluster.role == "evaluator":
+            config.device_count["GPU"] = 0
+        elif self.cluster.size > 1 and not config.inter_op_parallelism_threads:
+            config.inter_op_parallelism_threads = len(os.sched_getaffinity(0)) + _WAITING_THREADS
+            config.use_per_session_threads = True
+        return config
+
+    @contextlib.contextmanager
+    def errors_told(self) -> Iterator[None]:
+        """Tell the other ranks of an error that leaves the block, and raise what they report.
+
+        TensorFlow turns an error of the ring into one of its own; the error that comes out of
+        this block is the first one, typed.
+
+        Yields:
+          Nothing.
+
+        Raises:
+          hostopt.HostOptError: the ring has failed, whatever TensorFlow made of it.
+        """
+        try:
+            yield
+        except hostopt.HostOptError as error:
+            self._abort(error)
+            raise
+        except BaseException as error:
+            root = self._communicator.transport.error if self._communicator else None
+            if error is self._told:  # by a block inside of this one
+                raise
+            if root is not None and isinstance(error, (tf.errors.OpError, RuntimeError)):
+                raise root from error
+            self._abort(error)
+            raise
+
+    def _abort(self, error: BaseException) -> None:
+        self._told = error
+        if self._communicator is not None:
+            self._communicator.abort(error)
+
+    def close(self) -> None:
+        """Leave the ring in good order; the next access to `communicator` meets it again."""
+        with self._connecting:
+            self.extended.close_reducers()
+            if self._communicator is not None:
+                self._communicator.close()
+                self._communicator = None
+
+    def __deepcopy__(self, memo: object) -> HostOffloadStrategy:
+        return self  # Estimator copies its configuration; a copy still talks over one ring
+
+
+class _HostOffloadExtended(OneDeviceExtended):
+    """One replica on `device`; variables and reductions on the host.
+
+    Args:
+      strategy: the strategy that users hold.
+      device: the accelerator.
+      variables_on_host: False keeps variables on the accelerator.
+      cluster_resolver: what the user named the cluster with.
+    """
+
+    def __init__(
+        self,
+        strategy: HostOffloadStrategy,
+        device: str,
+        variables_on_host: bool,
+        cluster_resolver: Any,
+    ) -> None:
+        super().__init__(strategy, device)
+        self._variables_on_host = variables_on_host
+        self._cluster_resolver = cluster_resolver
+        self._initialise_together = True
+        self._reducers: list[Any] = []
+
+    @property
+    def _strategy(self) -> HostOffloadStrategy:
+        return self._container_strategy()
+
+    @contextlib.contextmanager
+    def training_graph(self) -> Iterator[None]:
+        """Scope of an Estimator's graph: scaled losses, initializers of its own, one life.
+
+        Yields:
+          Nothing.
+        """
+        strategy = self._strategy
+        self._initialise_together = False  # a hook broadcasts, after a restore too
+        try:
+            # an error is told before the reducers are closed, which may be waiting for a peer
+            scaled = strategy._scale_loss_for_estimator_enabled()
+            with strategy.errors_told(), strategy.scope(), scaled:
+                yield
+        finally:
+            self._initialise_together = True
+            self.close_reducers()
+
+    def close_reducers(self) -> None:
+        """End the communication threads of the graphs built so far."""
+        for reducer in self._reducers:
+            reducer.close()
+        self._reducers.clear()
+
+    # -- variables -------------------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = self._place_variable(next_creator, **kwargs)
+        if self._initialise_together and self._num_replicas_in_sync > 1:
+            # only the initializer asks rank 0: TensorFlow also uses initial_value by itself
+            what = f"the initial value of {variable.op.name!r}"
+            value = ops.broadcast(variable.initial_value, self._strategy.communicator, what=what)
+            with tf.device(variable.device):
+                variable._initializer_op = variable.assign(value, read_value=False)
+        return variable
+
+    def _place_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        colocate_with = kwargs.pop("colocate_with", None)
+        if isinstance(colocate_with, (list, tuple)):  # what non_slot_devices returned
+            with tf.device(colocate_with[0]):
+                return next_creator(**kwargs)
+        if colocate_with is not None:  # a slot, beside its variable
+            with tf.device(None), colocate_with_op(colocate_with):
+                return next_creator(**kwargs)
+        dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
+        on_host = self._variables_on_host or dtype.is_integer
+        if on_host and kwargs.get("trainable") is not False and dtype.is_floating:
+            kwargs["caching_device"] = self._device  # 7. read once a step, for the forward pass
+        with tf.device(HOST_DEVICE if on_host else self._device):
+            return next_creator(**kwargs)
+
+    def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
+        return tf.identity(replica_local_var)
+
+    # -- reductions ------------------------------------------------------------------------
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        del destinations, options
+        if self._num_replicas_in_sync == 1:
+            return value
+        tensor = tf.convert_to_tensor(value)
+        total = ops.all_reduce(tensor, self._strategy.communicator)
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            total = tf.math.divide(total, tf.cast(self._num_replicas_in_sync, total.dtype))
+        return total
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
+    ) -> list[tf.Tensor]:
+        """2-5. Gradients to the host, through the ring, and back as sums or means."""
+        del options
+        values, destinations = zip(*value_destination_pairs)
+        tensors = [tf.convert_to_tensor(value) for value in values]  # IndexedSlices become dense
+        names = [_name(destination, i) for i, destination in enumerate(destinations)]
+        sums, reducer = ops.reduce_in_buckets(tensors, names, self._strategy.communicator)
+        if reducer is not None:
+            self._reducers.append(reducer)
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            with tf.device(HOST_DEVICE):
+                return [total / self._num_replicas_in_sync for total in sums]
+        return sums
+
+    def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        """6. The user's optimizer, where the variable is."""
+        return self._on_device(var.device, fn, (var, *args), kwargs, group)
+
+    def _update_non_slot(
+        self, colocate_with: Any, fn: Any, args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        return self._on_device(colocate_with[0], fn, args, kwargs, group)
+
+    def _on_device(self, device: str, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        with tf.device(device), distribute_lib.UpdateContext(device):
+            result = fn(*args, **kwargs)
+            return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str]:
+        del var_list
+        return (HOST_DEVICE if self._variables_on_host else self._device,)
+
+    # -- input -----------------------------------------------------------------------------
+
+    def input_context(self) -> tf.distribute.InputContext:
+        """Which part of the input this rank reads."""
+        size = self._num_replicas_in_sync
+        return tf.distribute.InputContext(size, self._strategy.cluster.rank or 0, size)
+
+    def _input_workers_with_options(self, options: Any = None) -> input_lib.InputWorkers:
+        del options  # batches stay on the host until the accelerator reads them
+        return input_lib.InputWorkers([(HOST_DEVICE, (HOST_DEVICE,))])
+
+    def _make_input_fn_iterator(self, input_fn: Any, replication_mode: Any = None) -> Any:
+        del replication_mode  # one replica a worker: both modes are the same
+        return input_lib_v1.InputFunctionIterator(
+            input_fn, self._input_workers, [self.input_context()], self._container_strategy()
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        return self._distributed(input_lib.DistributedDataset, input_lib_v1.DistributedDatasetV1)(
+            dataset=dataset,
+            input_workers=self._input_workers_with_options(options),
+            strategy=self._container_strategy(),
+            num_replicas_in_sync=self._num_replicas_in_sync,
+            input_context=self.input_context(),
+            options=options,
+        )
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        return self._distributed(
+            input_lib.DistributedDatasetsFromFunction,
+            input_lib_v1.DistributedDatasetsFromFunctionV1,
+        )(
+            input_workers=self._input_workers_with_options(options),
+            strategy=self._container_strategy(),
+            input_contexts=[self.input_context()],
+            dataset_fn=dataset_fn,
+            options=options,
+        )
+
+    @staticmethod
+    def _distributed(eager: Any, graph: Any) -> Any:
+        """The kind of dataset that can be iterated where this is called."""
+        return eager if tf.compat.v1.executing_eagerly_outside_functions() else graph
+
+    # -- facts -----------------------------------------------------------------------------
+
+    def _configure(self, *args: Any, **kwargs: Any) -> None:
+        """Called by the stock Estimator and its coordinator only: not for several ranks."""
+        if self._num_replicas_in_sync > 1:
+            raise hostopt.ConfigError(
+                "tf.estimator.Estimator cannot train with a HostOffloadStrategy of "
+                f"{self._num_replicas_in_sync} ranks. Use estimator_ext.Estimator, which takes "
+                "the same arguments"
+            )
+
+    def _in_multi_worker_mode(self) -> bool:
+        return False  # or TensorFlow would wrap each value, though there is one replica only
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._strategy.cluster.size
+
+    @property
+    def parameter_devices(self) -> tuple[str]:
+        return self.non_slot_devices(None)
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._strategy.cluster.is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self._strategy.cluster.is_chief
+
+
+def _find_accelerator(cluster: hostopt.Cluster) -> str:
+    if cluster.role == "evaluator":  # must not even look for a GPU
+        return HOST_DEVICE
+    return "/device:GPU:0" if tf.config.list_physical_devices("GPU") else VIRTUAL_ACCELERATOR
+
+
+def _name(destination: Any, index: int) -> str:
+    return destination.op.name if isinstance(destination, tf.Variable) else f"value_{index}"

@@ -1,0 +1,195 @@
+"""train_and_evaluate: each process does what its role in the cluster is."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext._tf_estimator import Estimator, EvalSpec, Evaluator, TrainingExecutor, TrainSpec
+from estimator_ext.strategy import HostOffloadStrategy
+
+__all__: list[str] = []
+
+_log = tf.get_logger()
+
+_MARKER = "hostopt-training-ended.json"
+_POLL_S = 0.5
+# A marker that an evaluator finds when it starts may be left from an earlier run, until the chief
+# of this run removes it; one that stays this long is meant.
+_OLD_MARKER_S = 60.0
+
+
+def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> Any:
+    """Train on all ranks and evaluate in parallel; same signature as the stock function.
+
+    The chief and the workers train. An evaluator evaluates and exports each new checkpoint, until
+    the chief has ended, early or not. Where the cluster lists no evaluator the chief evaluates the
+    final checkpoint itself. Without a cluster, one process does everything in turn.
+
+    Args:
+      estimator: an `estimator_ext.Estimator`.
+      train_spec: a `tf.estimator.TrainSpec`.
+      eval_spec: a `tf.estimator.EvalSpec`.
+
+    Returns:
+      (metrics, export results) of the last evaluation in the process that evaluated, an evaluator
+      among them; (None, []) in the others.
+
+    Raises:
+      hostopt.HostOptError: the ring failed.
+      TypeError: an argument is not of the type that it should be.
+    """
+    executor = TrainingExecutor(estimator, train_spec, eval_spec)
+    strategy = estimator.config.train_distribute
+    if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.task is None:
+        return executor.run()
+    if strategy.cluster.role == "evaluator":
+        return _evaluate_until_ended(estimator, train_spec, eval_spec)
+    if not strategy.cluster.is_chief:
+        _train(estimator, train_spec)
+        return None, []
+    marker = _Marker(estimator.model_dir)
+    marker.remove()
+    _train(estimator, train_spec)
+    results = (None, [])
+    if not strategy.cluster.evaluators:
+        _log.info("the cluster has no evaluator: the chief evaluates the final checkpoint")
+        results = _Evaluation(estimator, train_spec, eval_spec).run_final()
+    marker.write(tf.train.latest_checkpoint(estimator.model_dir))
+    return results
+
+
+def _train(estimator: Estimator, train_spec: TrainSpec) -> None:
+    estimator.train(
+        train_spec.input_fn,
+        hooks=train_spec.hooks,
+        max_steps=train_spec.max_steps,
+        saving_listeners=train_spec.saving_listeners,
+    )
+
+
+@dataclass(frozen=True)
+class _Marker:
+    """File that the chief leaves in model_dir when training has ended.
+
+    Args:
+      model_dir: directory that chief and evaluators share.
+    """
+
+    model_dir: str
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self.model_dir, _MARKER)
+
+    def write(self, checkpoint: str | None) -> None:
+        """Say that training has ended, `checkpoint` being the last one."""
+        temporary = f"{self._path}.tmp"
+        tf.io.gfile.makedirs(self.model_dir)
+        with tf.io.gfile.GFile(temporary, "w") as file:
+            last = os.path.basename(checkpoint or "")
+            file.write(json.dumps({"checkpoint": last, "time_ns": time.time_ns()}))
+        tf.io.gfile.rename(temporary, self._path, overwrite=True)
+
+    def remove(self) -> None:
+        """Say that training goes on."""
+        if tf.io.gfile.exists(self._path):
+            tf.io.gfile.remove(self._path)
+
+    def read(self) -> str | None:
+        """What the chief wrote when training ended, a text of that run; None before."""
+        try:
+            with tf.io.gfile.GFile(self._path) as file:
+                return str(file.read())
+        except tf.errors.NotFoundError:
+            return None
+
+
+class _Evaluation:
+    """Evaluates checkpoints of one estimator, each once, and keeps the last result.
+
+    Args:
+      estimator: whose checkpoints.
+      train_spec: says which step is the last.
+      eval_spec: data, hooks and exporters.
+    """
+
+    def __init__(self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
+        self._estimator = estimator
+        self._exports = bool(eval_spec.exporters)
+        self._evaluator = Evaluator(estimator, eval_spec, train_spec.max_steps)
+        self._results: tuple[Any, Any] = (None, [])
+
+    def run(self) -> tuple[Any, Any]:
+        """Evaluate the newest checkpoint, if there is one that was not evaluated yet."""
+        result, exports = self._evaluator.evaluate_and_export()
+        if result.metrics:
+            self._results = (result.metrics, exports)
+        return self._results
+
+    def run_final(self) -> tuple[Any, Any]:
+        """Evaluate the last checkpoint; exporters are told that it is the last."""
+        path = self._estimator.latest_checkpoint()
+        if path:
+            # a run that ended before max_steps has its final export too, also where this
+            # checkpoint has been evaluated before anybody knew that it was the last
+            self._evaluator._max_training_steps = int(tf.train.load_variable(path, "global_step"))
+            if self._exports and not self._evaluator.is_final_export_triggered:
+                self._evaluator._previous_ckpt_path = None
+        return self.run()
+
+
+def _evaluate_until_ended(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> tuple[Any, Any]:
+    """The evaluator's loop: throttled evaluations, then the final one."""
+    evaluation = _Evaluation(estimator, train_spec, eval_spec)
+    watch = _Watch(_Marker(estimator.model_dir))
+    pause_s = eval_spec.start_delay_secs
+    while not watch.ends_within(pause_s):
+        started_s = time.monotonic()
+        evaluation.run()
+        pause_s = max(eval_spec.throttle_secs - (time.monotonic() - started_s), _POLL_S)
+    _log.info("training has ended: the final evaluation follows")
+    return evaluation.run_final()
+
+
+class _Watch:
+    """Watches for the end of training.
+
+    Args:
+      marker: what the chief leaves at the end.
+    """
+
+    def __init__(self, marker: _Marker) -> None:
+        self._marker = marker
+        self._old = marker.read()
+        self._trusted_from_s = time.monotonic() + _OLD_MARKER_S
+
+    def ends_within(self, pause_s: float) -> bool:
+        """Pause, but no longer than training goes on.
+
+        Args:
+          pause_s: how long to pause.
+
+        Returns:
+          True once training has ended.
+        """
+        until_s = time.monotonic() + pause_s
+        while not self._ended():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(_POLL_S, left_s))
+        return True
+
+    def _ended(self) -> bool:
+        text = self._marker.read()
+        if text is None:
+            self._old = None  # a marker that comes from now on is of this run
+        return text is not None and (text != self._old or time.monotonic() >= self._trusted_from_s)

@@ -1,0 +1,350 @@
+"""Handwritten digits: from IDX files, else the Keras copy, else scikit-learn's digits."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import io
+import math
+import os
+import queue
+import struct
+import threading
+import time
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+SIDE = 28
+CLASSES = 10
+IMAGE_MAGIC = 0x00000803  # unsigned bytes, three dimensions
+LABEL_MAGIC = 0x00000801  # unsigned bytes, one dimension
+DIGITS_TEST_EVERY = 5
+
+
+class DataError(Exception):
+    """Data that was asked for cannot be used; says what was found and what was wanted."""
+
+
+class DownloadError(Exception):
+    """The Keras copy cannot be had at the moment."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """One data set.
+
+    Args:
+      x_train: images, uint8 [n, 28, 28], 0 (paper) to 255 (ink).
+      y_train: their digits, uint8 [n], 0 to 9.
+      x_test: images, uint8 [m, 28, 28].
+      y_test: their digits, uint8 [m].
+      source: one line that says where the data comes from.
+    """
+
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    source: str
+
+
+def _keras_cache() -> Path:
+    home = os.environ.get("KERAS_HOME") or Path.home() / ".keras"
+    return Path(home) / "datasets" / "mnist.npz"
+
+
+@dataclass(frozen=True)
+class KerasCopy:
+    """Where the Keras copy of MNIST lives, and how long to try for it.
+
+    Args:
+      url: address to download from.
+      sha256: hexadecimal digest that a download must have.
+      cache: file that Keras itself uses too.
+      deadline_s: seconds for the whole download, name look-up included.
+      retry_after_s: seconds for which a failed download is not tried again, by any process.
+    """
+
+    url: str = "https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz"
+    sha256: str = "731c5ac602752760c8e48fbffcf8c3b850d9dc2a2aedcf2cc48468fc17b673d1"
+    cache: Path = field(default_factory=_keras_cache)
+    deadline_s: float = 20.0
+    retry_after_s: float = 120.0
+
+
+def load(data_dir: str | None = None, keras: KerasCopy | None = None) -> Digits:
+    """Loads the first source there is: IDX files, Keras copy, scikit-learn's digits.
+
+    Args:
+      data_dir: directory of the four IDX files; None takes the environment's MNIST_DIR, if set.
+      keras: settings of the Keras copy; None takes the usual ones.
+
+    Raises:
+      DataError: a directory was named but its files cannot be used, or no source is left.
+    """
+    directory = data_dir if data_dir is not None else os.environ.get("MNIST_DIR") or None
+    if directory is not None:
+        return load_idx(Path(directory))
+    try:
+        return load_keras(keras or KerasCopy())
+    except DownloadError as error:
+        return load_digits(why=str(error))
+
+
+# --- IDX files -----------------------------------------------------------------------------------
+
+
+def load_idx(directory: Path) -> Digits:
+    """Loads the four IDX files of a directory, each plain or .gz.
+
+    Raises:
+      DataError: a file is missing or malformed, or images and labels do not fit each other.
+    """
+    x_train, y_train = _read_split(directory, "train")
+    x_test, y_test = _read_split(directory, "t10k")
+    return Digits(
+        x_train, y_train, x_test, y_test, _source(f"IDX files in {directory}", x_train, x_test)
+    )
+
+
+def parse_idx(raw: bytes, magic: int, name: str) -> np.ndarray:
+    """Parses one IDX file: a magic number, one size per dimension, then the bytes.
+
+    Args:
+      raw: the file, unpacked.
+      magic: the magic number wanted; its last byte is the number of dimensions.
+      name: file name for error messages.
+
+    Returns:
+      uint8 array of the shape that the header tells.
+
+    Raises:
+      DataError: wrong magic number or length.
+    """
+    dimensions = magic & 0xFF
+    header_bytes = 4 + 4 * dimensions
+    if len(raw) >= 4 and raw[:4] != magic.to_bytes(4, "big"):
+        raise DataError(f"{name}: magic number 0x{raw[:4].hex()}, wanted 0x{magic:08x}")
+    if len(raw) < header_bytes:
+        raise DataError(f"{name}: {len(raw)} bytes, wanted a header of {header_bytes} bytes")
+    shape = struct.unpack_from(f">{dimensions}I", raw, 4)
+    wanted_bytes = header_bytes + math.prod(shape)
+    if len(raw) != wanted_bytes:
+        raise DataError(
+            f"{name}: {len(raw)} bytes, wanted {wanted_bytes} (header + shape {shape})"
+        )
+    return np.frombuffer(raw, np.uint8, offset=header_bytes).reshape(shape)
+
+
+def _read_split(directory: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    images_file = _find(directory, f"{split}-images-idx3-ubyte")
+    labels_file = _find(directory, f"{split}-labels-idx1-ubyte")
+    images = parse_idx(_read_bytes(images_file), IMAGE_MAGIC, str(images_file))
+    labels = parse_idx(_read_bytes(labels_file), LABEL_MAGIC, str(labels_file))
+    _check(images, labels, str(images_file), str(labels_file))
+    return images, labels
+
+
+def _find(directory: Path, name: str) -> Path:
+    for path in (directory / name, directory / f"{name}.gz"):
+        if path.is_file():
+            return path
+    found = "no such directory"
+    if directory.is_dir():
+        found = "found " + (
+            ", ".join(sorted(p.name for p in directory.iterdir())[:8]) or "nothing"
+        )
+    raise DataError(f"{directory}: wanted {name} or {name}.gz, {found}")
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: {error}; wanted an IDX file, plain or gzip") from error
+
+
+def _check(images: np.ndarray, labels: np.ndarray, images_name: str, labels_name: str) -> None:
+    if images.ndim != 3 or images.shape[1:] != (SIDE, SIDE) or images.dtype != np.uint8:
+        raise DataError(
+            f"{images_name}: {images.dtype} {list(images.shape)}, wanted uint8 [n, {SIDE}, {SIDE}]"
+        )
+    if not len(images):
+        raise DataError(f"{images_name}: 0 images, wanted at least 1")
+    if labels.shape != images.shape[:1]:
+        raise DataError(
+            f"{labels_name}: labels of shape {list(labels.shape)}, "
+            f"wanted one for each of the {len(images)} images of {images_name}"
+        )
+    if labels.max() >= CLASSES:
+        raise DataError(f"{labels_name}: label {labels.max()}, wanted 0 to {CLASSES - 1}")
+
+
+def _source(origin: str, x_train: np.ndarray, x_test: np.ndarray) -> str:
+    return f"{origin}: {len(x_train):,} training and {len(x_test):,} test images"
+
+
+# --- the Keras copy ------------------------------------------------------------------------------
+
+
+def load_keras(keras: KerasCopy) -> Digits:
+    """Loads MNIST from Keras's cache file, downloading it first where it is not there.
+
+    Of several processes one downloads while the others wait for it. A failure is noted in a file
+    beside the cache, so that the others do not each wait for a host that cannot be reached.
+
+    Raises:
+      DownloadError: no usable cache file, and none could be downloaded.
+    """
+    found = _read_cache(keras.cache)
+    if found is not None:
+        return found
+    try:
+        keras.cache.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(_beside(keras.cache, ".lock"), keras.deadline_s + 5):
+            found = _read_cache(keras.cache)  # another process may have been faster
+            return found if found is not None else _download(keras)
+    except OSError as error:  # a home that cannot be written
+        raise DownloadError(f"{keras.cache}: {error}") from error
+
+
+def _read_cache(path: Path) -> Digits | None:
+    try:
+        return _parse_npz(path.read_bytes(), str(path))
+    except (OSError, DataError):
+        return None
+
+
+def _parse_npz(raw: bytes, name: str) -> Digits:
+    try:
+        with np.load(io.BytesIO(raw), allow_pickle=False) as arrays:
+            x_train, y_train, x_test, y_test = (
+                arrays[key] for key in ("x_train", "y_train", "x_test", "y_test")
+            )
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{name}: {error}; wanted the .npz file of Keras's MNIST") from error
+    _check(x_train, y_train, f"{name}[x_train]", f"{name}[y_train]")
+    _check(x_test, y_test, f"{name}[x_test]", f"{name}[y_test]")
+    return Digits(x_train, y_train, x_test, y_test, _source(f"Keras copy {name}", x_train, x_test))
+
+
+def _download(keras: KerasCopy) -> Digits:
+    """Fetches, checks and stores the file; the caller holds the lock."""
+    note = _beside(keras.cache, ".failed")
+    _raise_recent_failure(note, keras.retry_after_s)
+    try:
+        raw = _fetch(keras.url, keras.deadline_s)
+        digest = hashlib.sha256(raw).hexdigest()
+        if digest != keras.sha256:
+            raise DownloadError(f"{keras.url}: sha256 {digest}, wanted {keras.sha256}")
+        try:
+            digits = _parse_npz(raw, str(keras.cache))
+        except DataError as error:
+            raise DownloadError(str(error)) from error
+    except DownloadError as error:
+        note.write_text(str(error))
+        raise
+    _write_atomically(keras.cache, raw)
+    note.unlink(missing_ok=True)
+    return digits
+
+
+def _raise_recent_failure(note: Path, retry_after_s: float) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        age_s = time.time() - note.stat().st_mtime
+        if 0 <= age_s < retry_after_s:
+            raise DownloadError(f"{note.read_text()} ({age_s:.0f} s ago)")
+
+
+def _fetch(url: str, deadline_s: float) -> bytes:
+    """Reads a URL within a deadline.
+
+    urlopen's timeout covers neither the name look-up nor the sum of slow reads, therefore the
+    request runs on a daemon thread that is left behind when the time is up.
+    """
+    answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+    def request() -> None:
+        try:
+            with urllib.request.urlopen(url, timeout=deadline_s) as response:
+                answers.put(response.read())
+        except Exception as error:  # handed over to the caller
+            answers.put(error)
+
+    threading.Thread(target=request, name="mnist-download", daemon=True).start()
+    try:
+        answer = answers.get(timeout=deadline_s)
+    except queue.Empty:
+        raise DownloadError(f"{url}: not complete after {deadline_s:g} s") from None
+    if isinstance(answer, Exception):
+        raise DownloadError(f"{url}: {answer}") from answer
+    return answer
+
+
+def _write_atomically(path: Path, raw: bytes) -> None:
+    part = _beside(path, f".{os.getpid()}.part")
+    try:
+        part.write_bytes(raw)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, deadline_s: float) -> Iterator[None]:
+    """Holds a lock between processes; the system releases it if the holder dies."""
+    give_up = time.monotonic() + deadline_s
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise DownloadError(f"{path}: held for over {deadline_s:g} s") from None
+                time.sleep(0.05)
+        yield
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+# --- scikit-learn's digits -----------------------------------------------------------------------
+
+
+def load_digits(why: str = "") -> Digits:
+    """Loads the 1,797 digits of 8x8 pixels that scikit-learn brings along; needs no network.
+
+    Every fifth image is a test image. Pixels become squares of 3x3, in a frame of 2.
+
+    Args:
+      why: why no better source could be used, for the source line.
+
+    Raises:
+      DataError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise DataError(
+            f"no data: {why or 'no MNIST'}; name a directory of IDX files with --data-dir, "
+            "or install scikit-learn for its small digits"
+        ) from error
+    bunch = datasets.load_digits()
+    ink = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
+    images = np.pad(ink.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
+    labels = bunch.target.astype(np.uint8)
+    test = np.arange(len(images)) % DIGITS_TEST_EVERY == DIGITS_TEST_EVERY - 1
+    origin = "scikit-learn digits" + (f" (no MNIST: {why})" if why else "")
+    source = _source(origin, images[~test], images[test])
+    return Digits(images[~test], labels[~test], images[test], labels[test], source)

@@ -1,0 +1,43 @@
+"""hostopt: collectives between training processes, with the buffers in host memory."""
+
+from __future__ import annotations
+
+from hostopt.cluster import Cluster, Task
+from hostopt.communicator import Communicator, ReduceOp
+from hostopt.connect import connect
+from hostopt.errors import (
+    AuthError,
+    CheckpointError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    HostOptError,
+    NonFiniteGradientError,
+    PeerLostError,
+    ProtocolError,
+    RendezvousTimeoutError,
+    RetryableError,
+)
+from hostopt.options import Options
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "connect",
+    "Cluster",
+    "Communicator",
+    "Options",
+    "ReduceOp",
+    "Task",
+    "HostOptError",
+    "AuthError",
+    "CheckpointError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ConfigError",
+    "NonFiniteGradientError",
+    "PeerLostError",
+    "ProtocolError",
+    "RendezvousTimeoutError",
+    "RetryableError",
+]

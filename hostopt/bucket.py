@@ -1,0 +1,166 @@
+"""Fusion: which gradients share a flat buffer, and where in it each one lies.
+
+Backward produces the gradients of the last variables first, so buckets are filled in reverse
+variable order: the first bucket is full, and travels, while backward still works on the others.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hostopt.ring import Array
+
+__all__: list[str] = []
+
+# TensorFlow takes an array over without a copy where it is aligned to this many bytes.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One gradient.
+
+    Args:
+      name: name of its variable, for warnings and errors.
+      shape: its static shape.
+      dtype: its numpy dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype.name}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one dtype that travel together.
+
+    Args:
+      indices: positions of the gradients in the list that was planned, in packing order.
+      specs: the gradients, in packing order.
+    """
+
+    indices: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """The dtype of all gradients in it."""
+        return self.specs[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the flat buffer in bytes, with the gaps that keep gradients aligned."""
+        return sum(_padded(spec.nbytes) for spec in self.specs)
+
+    @property
+    def what(self) -> str:
+        """Short description for warnings and errors."""
+        more = f" and {len(self.specs) - 1} more" if len(self.specs) > 1 else ""
+        return f"the gradient of {self.specs[0].name!r}{more}"
+
+    def new_buffer(self) -> Array:
+        """Allocate a flat buffer, aligned, with zeros in the gaps.
+
+        Returns:
+          Array of shape [nbytes / itemsize].
+        """
+        raw = np.zeros(self.nbytes + ALIGNMENT_BYTES, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT_BYTES
+        return raw[start : start + self.nbytes].view(self.dtype)
+
+    def views(self, buffer: Array) -> list[Array]:
+        """Each gradient's part of a flat buffer.
+
+        Args:
+          buffer: array from `new_buffer`.
+
+        Returns:
+          Views with the shapes of `specs`, in packing order.
+        """
+        parts, start = [], 0
+        for spec in self.specs:
+            stop = start + math.prod(spec.shape)
+            parts.append(buffer[start:stop].reshape(spec.shape))
+            start += _padded(spec.nbytes) // self.dtype.itemsize
+        return parts
+
+    def pack(self, arrays: Sequence[Array], buffer: Array) -> None:
+        """Copy gradients into a flat buffer.
+
+        Args:
+          arrays: arrays with the shapes of `specs`, in packing order.
+          buffer: array from `new_buffer`.
+        """
+        for view, array in zip(self.views(buffer), arrays):
+            np.copyto(view, array)
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Group gradients into buckets.
+
+    Args:
+      specs: the gradients, in variable order.
+      bucket_bytes: size that a bucket may not exceed, unless one gradient alone does.
+
+    Returns:
+      Buckets of one dtype each, in the order in which backward fills them.
+    """
+    groups: list[list[int]] = []
+    open_group: dict[str, list[int]] = {}
+    filled_bytes: dict[str, int] = {}
+    for index in reversed(range(len(specs))):
+        dtype, nbytes = specs[index].dtype.name, _padded(specs[index].nbytes)
+        if dtype not in open_group or filled_bytes[dtype] + nbytes > bucket_bytes:
+            open_group[dtype], filled_bytes[dtype] = [], 0
+            groups.append(open_group[dtype])
+        open_group[dtype].append(index)
+        filled_bytes[dtype] += nbytes
+    groups.sort(key=lambda group: group[-1], reverse=True)  # a bucket is full with its last part
+    return tuple(Bucket(tuple(group), tuple(specs[i] for i in group)) for group in groups)
+
+
+class BufferPool:
+    """Flat buffers of one bucket, handed out again once nobody holds a view of them.
+
+    TensorFlow may keep a reduced gradient, or a user fetch it, long after the step: a buffer is
+    free only when its reference count says so.
+
+    Args:
+      bucket: the bucket whose buffers these are.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._buffers: list[Array] = []
+
+    def take(self) -> Array:
+        """Return a buffer that nobody uses.
+
+        Returns:
+          Array from `Bucket.new_buffer`; old values, zeros in the gaps.
+        """
+        for buffer in self._buffers:
+            # held by the list, the loop and getrefcount's argument; its memory, which every view
+            # holds, by the buffer and getrefcount's argument
+            if sys.getrefcount(buffer) == 3 and sys.getrefcount(buffer.base) == 2:
+                return buffer
+        self._buffers.append(self._bucket.new_buffer())
+        return self._buffers[-1]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,307 @@
+"""Who takes part: the one reader of TF_CONFIG and of cluster resolvers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hostopt.errors import ConfigError
+
+__all__: list[str] = []
+
+CHIEF, WORKER, EVALUATOR, LOCAL = "chief", "worker", "evaluator", "local"
+_RING_JOBS = (CHIEF, WORKER)
+_EXAMPLE = (
+    '{"cluster": {"chief": ["host0:2222"], "worker": ["host1:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of the cluster.
+
+    Args:
+      type: ``chief``, ``worker`` or ``evaluator``.
+      index: position within its job, from 0.
+      address: ``host:port``, empty for an evaluator that the cluster does not list.
+    """
+
+    type: str
+    index: int
+    address: str
+
+    @property
+    def name(self) -> str:
+        """``type:index``, as logs and errors show it."""
+        return f"{self.type}:{self.index}"
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.address}" if self.address else self.name
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ring and this process's place in it.
+
+    Args:
+      task: this process; None where there is no cluster (one process, no TF_CONFIG).
+      ring: the tasks that reduce together, in rank order: the chief, then the workers.
+      evaluators: the evaluator tasks that the cluster lists; they are not in the ring.
+    """
+
+    task: Task | None
+    ring: tuple[Task, ...]
+    evaluators: tuple[Task, ...] = ()
+
+    @property
+    def role(self) -> str:
+        """``chief``, ``worker``, ``evaluator``, or ``local`` without a cluster."""
+        return self.task.type if self.task else LOCAL
+
+    @property
+    def rank(self) -> int | None:
+        """Place in the ring, 0..size-1; None for an evaluator."""
+        if self.task is None:
+            return 0
+        return self.ring.index(self.task) if self.task in self.ring else None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the ring."""
+        return max(len(self.ring), 1)
+
+    @property
+    def is_chief(self) -> bool:
+        """True on rank 0, which alone writes checkpoints and summaries."""
+        return self.rank == 0
+
+    @classmethod
+    def local(cls) -> Cluster:
+        """A cluster of this process alone."""
+        return cls(task=None, ring=())
+
+    @classmethod
+    def from_tf_config(cls, environ: Mapping[str, str] = os.environ) -> Cluster:
+        """Read the TF_CONFIG environment variable.
+
+        Args:
+          environ: where to look TF_CONFIG up.
+
+        Returns:
+          The cluster; `Cluster.local()` where TF_CONFIG is unset or names no cluster.
+
+        Raises:
+          ConfigError: TF_CONFIG is malformed; the message quotes the key and says what to write.
+        """
+        config = _parse_tf_config(environ)
+        if not config.get("cluster"):
+            _check_no_lonely_task(config.get("task"))
+            return cls.local()
+        task = config.get("task")
+        if not isinstance(task, dict) or "type" not in task or "index" not in task:
+            raise ConfigError(
+                f'TF_CONFIG key "task" is {json.dumps(task)}, wanted an object with "type" and '
+                f'"index". If "cluster" is set in TF_CONFIG, task type and task index must be '
+                f"set. Write for example {_EXAMPLE}"
+            )
+        return cls.from_dict(config["cluster"], task["type"], task["index"])
+
+    @classmethod
+    def from_dict(cls, jobs: Any, task_type: Any, task_index: Any) -> Cluster:
+        """Build the cluster from its jobs and the task of this process.
+
+        Args:
+          jobs: ``{"chief": [address], "worker": [addresses], "evaluator": [addresses]}``.
+          task_type: job of this process.
+          task_index: position within that job, from 0.
+
+        Returns:
+          The cluster.
+
+        Raises:
+          ConfigError: the jobs or the task cannot be used, or this task's host does not resolve.
+        """
+        addresses = _check_jobs(jobs)
+        ring = tuple(
+            Task(job, index, address)
+            for job in _RING_JOBS
+            for index, address in enumerate(addresses.get(job, []))
+        )
+        evaluators = tuple(
+            Task(EVALUATOR, index, address)
+            for index, address in enumerate(addresses.get(EVALUATOR, []))
+        )
+        task = _find_task(ring + evaluators, addresses, task_type, task_index)
+        if task.type != EVALUATOR:
+            _check_resolves(task)
+        return cls(task, ring, evaluators)
+
+    @classmethod
+    def from_resolver(cls, resolver: Any, environ: Mapping[str, str] = os.environ) -> Cluster:
+        """Read a `tf.distribute.cluster_resolver.ClusterResolver`, or anything shaped like one.
+
+        Args:
+          resolver: object with ``cluster_spec()`` (having ``as_dict()``), ``task_type`` and
+            ``task_id``; None means TF_CONFIG alone.
+          environ: where TF_CONFIG is looked up; it must not name another cluster or task.
+
+        Returns:
+          The cluster.
+
+        Raises:
+          ConfigError: resolver or TF_CONFIG cannot be used, or they contradict each other.
+        """
+        from_env = cls.from_tf_config(environ)
+        if resolver is None:
+            return from_env
+        spec = resolver.cluster_spec()
+        jobs = spec.as_dict() if spec else {}
+        if not jobs:
+            return from_env
+        if resolver.task_type is None and from_env.task is not None:
+            found = cls.from_dict(jobs, from_env.task.type, from_env.task.index)
+        else:
+            found = cls.from_dict(jobs, resolver.task_type, resolver.task_id)
+        same = (found.ring, found.task) == (from_env.ring, from_env.task)
+        if from_env.task is not None and not same:
+            raise ConfigError(
+                f"the cluster resolver names task {found.task} of ring "
+                f"[{_join(found.ring)}], but TF_CONFIG names task {from_env.task} of ring "
+                f"[{_join(from_env.ring)}]. Make them the same, or unset TF_CONFIG"
+            )
+        return found
+
+
+def _join(tasks: tuple[Task, ...]) -> str:
+    return "; ".join(map(str, tasks))
+
+
+def _parse_tf_config(environ: Mapping[str, str]) -> dict[str, Any]:
+    text = environ.get("TF_CONFIG", "").strip()
+    if not text:
+        return {}
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"TF_CONFIG is not JSON ({error}): {text!r}. Write for example {_EXAMPLE}"
+        ) from None
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"TF_CONFIG is {text!r}, wanted a JSON object. Write for example {_EXAMPLE}"
+        )
+    return config
+
+
+def _check_no_lonely_task(task: Any) -> None:
+    if task not in (None, {}, {"type": WORKER, "index": 0}):
+        raise ConfigError(
+            f'TF_CONFIG has "task" {json.dumps(task)} but no "cluster". Add the key "cluster" '
+            f"with the addresses of all ranks, for example {_EXAMPLE}"
+        )
+
+
+def _check_jobs(jobs: Any) -> dict[str, list[str]]:
+    if not isinstance(jobs, Mapping):
+        raise ConfigError(f'TF_CONFIG key "cluster" is {jobs!r}, wanted {_EXAMPLE}')
+    checked: dict[str, list[str]] = {}
+    for job, addresses in jobs.items():
+        if job == "ps":
+            raise ConfigError(
+                'TF_CONFIG key "cluster" has a "ps" job. There are no parameter servers here: '
+                'each rank holds the variables. Remove "ps" and start only chief and workers'
+            )
+        if job not in (CHIEF, WORKER, EVALUATOR):
+            raise ConfigError(
+                f'TF_CONFIG key "cluster" has the unknown job {job!r}. Use "chief" (one), '
+                '"worker" and "evaluator"'
+            )
+        checked[job] = _check_addresses(job, addresses)
+    if len(checked.get(CHIEF, [])) > 1:
+        raise ConfigError(
+            f'TF_CONFIG key "chief" lists {len(checked[CHIEF])} addresses '
+            f'{checked[CHIEF]}. The "cluster" in TF_CONFIG must have only one "chief" node; '
+            'list the others under "worker"'
+        )
+    ring = checked.get(CHIEF, []) + checked.get(WORKER, [])
+    if not ring:
+        raise ConfigError(
+            'TF_CONFIG key "cluster" has neither "chief" nor "worker". Name at least one rank, '
+            f"for example {_EXAMPLE}"
+        )
+    for address in ring:
+        if ring.count(address) > 1:
+            raise ConfigError(
+                f'TF_CONFIG key "cluster" lists the address {address!r} more than once. '
+                "Give every rank a port of its own"
+            )
+    return checked
+
+
+def _check_addresses(job: str, addresses: Any) -> list[str]:
+    if not isinstance(addresses, (list, tuple)):
+        raise ConfigError(
+            f'TF_CONFIG key "{job}" is {addresses!r}, wanted a list of "host:port": '
+            "sparse clusters are not supported, so list every task"
+        )
+    for address in addresses:
+        host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+            raise ConfigError(
+                f'TF_CONFIG key "{job}" has the address {address!r}, wanted "host:port" with a '
+                "port from 1 to 65535"
+            )
+    return list(addresses)
+
+
+def _find_task(
+    tasks: tuple[Task, ...], addresses: dict[str, list[str]], task_type: Any, task_index: Any
+) -> Task:
+    if task_type not in (CHIEF, WORKER, EVALUATOR):
+        raise ConfigError(
+            f'TF_CONFIG key "task": type {task_type!r} is not known. Use "chief", "worker" or '
+            '"evaluator"'
+        )
+    try:
+        index = int(str(task_index))  # neither 0.5 nor True
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f'TF_CONFIG key "index" is {task_index!r}, wanted a number from 0'
+        ) from None
+    if index < 0:
+        raise ConfigError(
+            f'TF_CONFIG key "index" is {index}. Task index must be non-negative number.'
+        )
+    for task in tasks:
+        if (task.type, task.index) == (task_type, index):
+            return task
+    if task_type == EVALUATOR:  # most clusters do not list their evaluators
+        return Task(EVALUATOR, index, "")
+    count = len(addresses.get(task_type, []))
+    if not count:
+        raise ConfigError(
+            f'TF_CONFIG key "task": {task_type} is not a valid task_type in the cluster_spec: '
+            f'the key "cluster" lists no "{task_type}"'
+        )
+    raise ConfigError(
+        f'TF_CONFIG key "index": {index} is not a valid task_id for task_type {task_type} in the '
+        f"cluster_spec, which lists {count}: use 0 to {count - 1}"
+    )
+
+
+def _check_resolves(task: Task) -> None:
+    host = task.address.rpartition(":")[0].strip("[]")
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"the host of this task ({task}) does not resolve: {error}. Write an address of this "
+            f'machine in TF_CONFIG under "{task.type}"',
+            task=task.name,
+            address=task.address,
+        ) from None

@@ -1,0 +1,314 @@
+"""What a user of hostopt holds: collectives over arrays, in the same order on every rank."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import json
+import threading
+from typing import Any
+
+import numpy as np
+
+from hostopt import ring
+from hostopt.errors import CollectiveMismatchError, ConfigError
+from hostopt.ring import Array, Operation
+from hostopt.transport.base import FINISH_CHANNEL, Tag, Transport
+
+__all__: list[str] = []
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the ranks become one."""
+
+    SUM = "sum"
+    AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+
+    @property
+    def ufunc(self) -> np.ufunc:
+        """The numpy function of two arrays; an average is a sum that is divided at the end."""
+        ufuncs: dict[ReduceOp, np.ufunc] = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+        return ufuncs.get(self, np.add)
+
+
+class Communicator:
+    """Collectives over the ranks of one transport, on a channel of their own.
+
+    Every rank makes the same calls in the same order on one communicator. Threads that work at
+    the same time each use a `duplicate`.
+
+    Args:
+      transport: this rank's transport.
+      channel: number of the channel; 0 for the first communicator of a transport.
+      what: what this channel carries, for warnings and errors.
+    """
+
+    def __init__(self, transport: Transport, channel: int = 0, what: str = "") -> None:
+        self.transport = transport
+        self.channel = channel
+        self.what = what
+        self._steps = itertools.count()
+        self._lock = threading.Lock()
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0..size-1."""
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.transport.size
+
+    def duplicate(self, what: str = "") -> Communicator:
+        """Open another channel over the same ranks; all ranks do so in the same order.
+
+        Args:
+          what: what the channel carries, for warnings and errors.
+
+        Returns:
+          A communicator whose messages never mix with this one's.
+        """
+        return Communicator(self.transport, self.transport.next_channel(), what)
+
+    def all_reduce(self, array: Any, op: ReduceOp = ReduceOp.SUM, what: str = "") -> Array:
+        """Reduce over the ranks; every rank gets the result, with the same bits.
+
+        Args:
+          array: array of any shape, one of `DTYPES`, the same shape and dtype on all ranks.
+          op: how to reduce; AVERAGE needs a floating dtype.
+          what: what is reduced, for warnings and errors.
+
+        Returns:
+          A new array like `array`.
+
+        Raises:
+          ConfigError: a dtype that is not supported.
+          HostOptError: a rank failed, left or timed out.
+        """
+        result = _copy(array)
+        self.all_reduce_in_place(result.reshape(-1), op, self.operation(what))
+        return result
+
+    def all_reduce_in_place(self, flat: Array, op: ReduceOp, operation: Operation) -> None:
+        """`all_reduce` of a contiguous array of shape [n] into itself.
+
+        Args:
+          flat: array of shape [n], one of `DTYPES`.
+          op: how to reduce.
+          operation: which call this is, from `operation`.
+
+        Raises:
+          HostOptError: as in `all_reduce`.
+        """
+        _check_dtype(flat, op)
+        rounds = ring.all_reduce_schedule(self.rank, self.size)
+        ring.run(self.transport, operation, flat, rounds, op.ufunc)
+        if op is ReduceOp.AVERAGE:
+            np.divide(flat, flat.dtype.type(self.size), out=flat)
+
+    def reduce_scatter(self, array: Any, op: ReduceOp = ReduceOp.SUM, what: str = "") -> Array:
+        """Reduce over the ranks; rank r gets chunk r of the flattened result.
+
+        Args:
+          array: array of any shape, one of `DTYPES`, the same shape and dtype on all ranks.
+          op: how to reduce; AVERAGE needs a floating dtype.
+          what: what is reduced, for warnings and errors.
+
+        Returns:
+          A new array of shape [k]; the lengths of two ranks differ by one at most.
+
+        Raises:
+          ConfigError: a dtype that is not supported.
+          HostOptError: a rank failed, left or timed out.
+        """
+        flat = _copy(array).reshape(-1)
+        _check_dtype(flat, op)
+        rounds = ring.reduce_scatter_schedule(self.rank, self.size)
+        ring.run(self.transport, self.operation(what), flat, rounds, op.ufunc)
+        chunk = flat[ring.chunk_slices(flat.size, self.size)[self.rank]].copy()
+        return chunk / chunk.dtype.type(self.size) if op is ReduceOp.AVERAGE else chunk
+
+    def all_gather(self, array: Any, what: str = "") -> Array:
+        """Collect the array of every rank on every rank.
+
+        Args:
+          array: array of any shape and fixed-size dtype, the same on all ranks.
+          what: what is collected, for warnings and errors.
+
+        Returns:
+          A new array of shape [size, ...]; row r is the array of rank r.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        mine = _copy(array)
+        result = np.empty((self.size, *mine.shape), mine.dtype)
+        result[self.rank] = mine
+        rounds = ring.all_gather_schedule(self.rank, self.size)
+        ring.run(self.transport, self.operation(what), result.reshape(-1), rounds)
+        return result
+
+    def broadcast(self, array: Any, root: int = 0, what: str = "") -> Array:
+        """Give every rank the array of one.
+
+        Args:
+          array: array of any shape and fixed-size dtype, the same on all ranks.
+          root: rank whose values hold.
+          what: what is sent, for warnings and errors.
+
+        Returns:
+          A new array like `array`, with the bits of rank `root`.
+
+        Raises:
+          ConfigError: `root` is not a rank.
+          HostOptError: a rank failed, left or timed out.
+        """
+        if not 0 <= root < self.size:
+            raise ConfigError(f"broadcast root is {root}, wanted a rank from 0 to {self.size - 1}")
+        result = _copy(array)
+        ring.broadcast(self.transport, self.operation(what), result.reshape(-1), root)
+        return result
+
+    def all_gather_bytes(self, data: bytes, what: str = "") -> list[bytes]:
+        """Collect byte strings, which may differ in length, on every rank.
+
+        Args:
+          data: the bytes of this rank.
+          what: what is collected, for warnings and errors.
+
+        Returns:
+          The bytes of each rank, in rank order.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        lengths = self.all_gather(np.array(len(data), np.int64), what)
+        padded = np.zeros(int(lengths.max()), np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = self.all_gather(padded, what)
+        return [row[:length].tobytes() for row, length in zip(rows, lengths)]
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Return once every rank has called this.
+
+        Args:
+          what: what the barrier is for, for warnings and errors.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        self.all_reduce(np.zeros(1, np.int32), what=what)
+
+    def finish(self, what: str = "the end of training") -> None:
+        """`barrier` that also tells a rank which still waits for this one's data that none comes.
+
+        Args:
+          what: what has ended, for warnings and errors.
+
+        Raises:
+          HostOptError: a rank failed, left, timed out, or had more to do than this one.
+        """
+        if self.size == 1:
+            return
+        operation = Operation(FINISH_CHANNEL, next(self._steps), what=what)
+        successor = (self.rank + 1) % self.size
+        marker = Tag(FINISH_CHANNEL, operation.step, bucket=1)
+        self.transport.send(successor, marker, b"", what)
+        self.all_reduce_in_place(np.zeros(1, np.int32), ReduceOp.SUM, operation)
+        self.transport.mailbox.resume(operation.step)
+
+    def check_same(self, facts: dict[str, str], what: str) -> None:
+        """Make sure that all ranks hold the same facts.
+
+        Args:
+          facts: text by name, such as shape and dtype by variable name.
+          what: what kind of facts these are, for the error.
+
+        Raises:
+          CollectiveMismatchError: naming the first facts that differ, with both values and ranks.
+          HostOptError: a rank failed, left or timed out.
+        """
+        texts = self.all_gather_bytes(json.dumps(facts).encode(), what)
+        tables = [json.loads(text) for text in texts]
+        for rank, table in enumerate(tables):
+            differing = sorted(
+                name for name in {*tables[0], *table} if tables[0].get(name) != table.get(name)
+            )
+            if differing:
+                raise _mismatch(self.transport, tables[0], rank, table, differing, what)
+
+    def operation(self, what: str = "") -> Operation:
+        """Number the next call on this channel.
+
+        Args:
+          what: what the call reduces, for warnings and errors.
+
+        Returns:
+          The operation, to be run once.
+        """
+        with self._lock:
+            return Operation(self.channel, next(self._steps), what=what or self.what)
+
+    def abort(self, error: BaseException) -> None:
+        """End the ring for all ranks, with `error` as the root cause."""
+        self.transport.abort(error)
+
+    def close(self) -> None:
+        """Leave the ring in good order."""
+        self.transport.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, type_: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.abort(error)
+        self.close()
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        return self  # a copy of a configuration still talks over the same sockets
+
+
+def _copy(array: Any) -> Array:
+    result: Array = np.array(array, order="C", copy=True)
+    return result
+
+
+def _check_dtype(array: Array, op: ReduceOp) -> None:
+    if array.dtype.name not in DTYPES:
+        raise ConfigError(
+            f"arrays of dtype {array.dtype.name} cannot be reduced, wanted one of "
+            f"{', '.join(DTYPES)}"
+        )
+    if op is ReduceOp.AVERAGE and array.dtype.kind == "i":
+        raise ConfigError(
+            f"the AVERAGE of {array.dtype.name} is not exact: reduce with SUM and divide"
+        )
+
+
+def _mismatch(
+    transport: Transport,
+    first: dict[str, str],
+    rank: int,
+    other: dict[str, str],
+    differing: list[str],
+    what: str,
+) -> CollectiveMismatchError:
+    task = transport.cluster.ring[rank]
+    shown = "; ".join(
+        f"{name!r}: rank 0 has {first.get(name, 'none')}, rank {rank} has "
+        f"{other.get(name, 'none')}"
+        for name in differing[:5]
+    )
+    return CollectiveMismatchError(
+        f"{what} differ between rank 0 ({transport.cluster.ring[0]}) and rank {rank} ({task}) in "
+        f"{len(differing)} place(s): {shown}. Start all ranks with the same program and options",
+        rank=rank,
+        task=task.name,
+        address=task.address,
+    )

@@ -1,0 +1,164 @@
+"""Every error that hostopt raises, as one small tree.
+
+::
+
+    RuntimeError
+    └── HostOptError                  exit code 70   a bug of ours, if nothing more precise fits
+        ├── ConfigError               78   TF_CONFIG, resolver, options or address cannot be used
+        ├── CollectiveMismatchError   65   ranks disagree on what they are going to reduce
+        ├── ProtocolError             76   a frame that does not fit what was agreed
+        ├── AuthError                 77   a peer that may not take part
+        ├── CheckpointError           74   a checkpoint that cannot be written or read
+        ├── NonFiniteGradientError    79   NaN or Inf in a gradient
+        └── RetryableError           (none raised itself: run the same command again)
+            ├── PeerLostError        200   a rank died, left or was aborted
+            ├── CollectiveTimeoutError  201   a rank is there but makes no progress
+            └── RendezvousTimeoutError  202   a rank never came
+
+Codes below 128 are permanent: the same command fails again. Codes from 193 on are worth a retry.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+__all__: list[str] = []
+
+
+class HostOptError(RuntimeError):
+    """Base of all errors of hostopt.
+
+    Args:
+      message: what was found, what was wanted and what to do.
+      rank: rank that the error is about (0..size-1), where there is one.
+      task: task of that rank, such as ``worker:1``.
+      address: ``host:port`` of that rank.
+      step: sequence number of the collective that was under way, counted from 0.
+      bucket: index of the gradient bucket that was under way.
+      root_cause: what another rank reported as the first failure.
+      last_checkpoint: path of the newest whole checkpoint.
+    """
+
+    exit_code: ClassVar[int] = 70
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        task: str | None = None,
+        address: str | None = None,
+        step: int | None = None,
+        bucket: int | None = None,
+        root_cause: str | None = None,
+        last_checkpoint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.task = task
+        self.address = address
+        self.step = step
+        self.bucket = bucket
+        self.root_cause = root_cause
+        self.last_checkpoint = last_checkpoint
+
+
+class ConfigError(HostOptError):
+    """TF_CONFIG, a cluster resolver, an option or an address cannot be used."""
+
+    exit_code = 78
+
+
+class CollectiveMismatchError(HostOptError):
+    """Two ranks disagree on names, shapes, dtypes or the operation to run."""
+
+    exit_code = 65
+
+
+class ProtocolError(HostOptError):
+    """A frame arrived that does not fit what the ranks agreed on."""
+
+    exit_code = 76
+
+
+class AuthError(HostOptError):
+    """A peer has no right to take part."""
+
+    exit_code = 77
+
+
+class CheckpointError(HostOptError):
+    """A checkpoint cannot be written or read."""
+
+    exit_code = 74
+
+
+class NonFiniteGradientError(HostOptError):
+    """A gradient holds NaN or Inf."""
+
+    exit_code = 79
+
+
+class RetryableError(HostOptError):
+    """Base of the errors after which the same command may succeed."""
+
+
+class PeerLostError(RetryableError):
+    """A rank died, left the ring or was aborted."""
+
+    exit_code = 200
+
+
+class CollectiveTimeoutError(RetryableError):
+    """A rank is connected but made no progress before the deadline."""
+
+    exit_code = 201
+
+
+class RendezvousTimeoutError(RetryableError):
+    """A rank did not appear before the deadline."""
+
+    exit_code = 202
+
+
+_FACTS = ("rank", "task", "address", "step", "bucket", "root_cause", "last_checkpoint")
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        ConfigError,
+        CollectiveMismatchError,
+        ProtocolError,
+        AuthError,
+        CheckpointError,
+        NonFiniteGradientError,
+        PeerLostError,
+        CollectiveTimeoutError,
+        RendezvousTimeoutError,
+    )
+}
+
+
+def error_to_dict(error: HostOptError) -> dict[str, Any]:
+    """Describe an error for another rank.
+
+    Args:
+      error: the error.
+
+    Returns:
+      Its kind, message and facts, as JSON can hold them.
+    """
+    facts = {name: getattr(error, name) for name in _FACTS}
+    return {"kind": type(error).__name__, "message": str(error), "facts": facts}
+
+
+def error_from_dict(note: dict[str, Any]) -> HostOptError:
+    """Rebuild the error that another rank described; an unknown kind is a HostOptError.
+
+    Args:
+      note: what `error_to_dict` returned there.
+
+    Returns:
+      An error of the same kind, message and facts.
+    """
+    facts = {name: note["facts"].get(name) for name in _FACTS}
+    return _KINDS.get(note["kind"], HostOptError)(note["message"], **facts)

@@ -1,0 +1,84 @@
+"""The options of a communicator, with their defaults, limits and environment variables."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from hostopt.errors import ConfigError
+
+__all__: list[str] = []
+
+MIB = 1 << 20
+MAX_SEGMENT_BYTES = 1 << 30
+_BUCKET_ALIGNMENT_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Options:
+    """How ranks meet, wait and cut their messages.
+
+    Args:
+      bucket_mb: size of a gradient bucket in MiB; its bytes are a multiple of 128.
+      segment_bytes: largest message on the wire; a chunk travels as several of them.
+      rendezvous_timeout_s: how long to wait for all ranks to appear.
+      stall_warning_s: a rank that waits longer says for whom; repeated at doubled times.
+      collective_timeout_s: a rank that waits longer without any progress gives up.
+    """
+
+    bucket_mb: float = 25.0
+    segment_bytes: int = MIB
+    rendezvous_timeout_s: float = 300.0
+    stall_warning_s: float = 30.0
+    collective_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ConfigError(f"option {field.name} is {value!r}, wanted a number above 0")
+        if not isinstance(self.segment_bytes, int) or self.segment_bytes > MAX_SEGMENT_BYTES:
+            raise ConfigError(
+                f"option segment_bytes is {self.segment_bytes}, wanted a whole number up to "
+                f"{MAX_SEGMENT_BYTES}"
+            )
+        if self.bucket_mb * MIB % _BUCKET_ALIGNMENT_BYTES:
+            raise ConfigError(
+                f"option bucket_mb is {self.bucket_mb}, which is {self.bucket_mb * MIB:g} bytes: "
+                f"wanted a multiple of {_BUCKET_ALIGNMENT_BYTES} bytes, such as "
+                f"{max(round(self.bucket_mb * 8192), 1) / 8192}"
+            )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a gradient bucket in bytes."""
+        return int(self.bucket_mb * MIB)
+
+    def with_environment(self, environ: Mapping[str, str] = os.environ) -> Options:
+        """Let HOSTOPT_<OPTION> variables, such as HOSTOPT_BUCKET_MB, override these options.
+
+        Args:
+          environ: where to look the variables up.
+
+        Returns:
+          The options that hold.
+
+        Raises:
+          ConfigError: a variable holds no number, or one out of range.
+        """
+        found: dict[str, float] = {}
+        for field in fields(self):
+            name = f"HOSTOPT_{field.name.upper()}"
+            if name not in environ:
+                continue
+            try:
+                found[field.name] = _number(environ[name])
+            except ValueError:
+                raise ConfigError(f"{name} is {environ[name]!r}, wanted a number") from None
+        return replace(self, **found)  # type: ignore[arg-type]
+
+
+def _number(text: str) -> float:
+    return int(text) if text.strip().isdigit() else float(text)

@@ -1,0 +1,7 @@
+"""Collectives as operations of a TensorFlow graph."""
+
+from __future__ import annotations
+
+from hostopt.tensorflow.ops import all_reduce, broadcast, reduce_in_buckets
+
+__all__ = ["all_reduce", "broadcast", "reduce_in_buckets"]

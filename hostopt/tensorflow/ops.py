@@ -1,0 +1,175 @@
+"""Graph operations over a communicator: Python calls that TensorFlow runs on the host.
+
+TensorFlow passes arrays in and out of `tf.numpy_function` without copying them. A call that waits
+occupies one inter-op thread; the waits of one reducer are chained, so that they occupy one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import numpy as np
+import tensorflow as tf
+
+from hostopt.bucket import TensorSpec, plan_buckets
+from hostopt.communicator import Communicator, ReduceOp
+from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
+from hostopt.reducer import Reducer
+from hostopt.ring import Array
+
+__all__: list[str] = []
+
+HOST_DEVICE = "/device:CPU:0"
+
+
+def all_reduce(
+    tensor: tf.Tensor, communicator: Communicator, op: ReduceOp = ReduceOp.SUM, what: str = ""
+) -> tf.Tensor:
+    """Reduce one tensor over the ranks, while the graph waits.
+
+    Args:
+      tensor: tensor of any static shape, one of `hostopt.communicator.DTYPES`.
+      communicator: all ranks build the same operations on it, in the same order.
+      op: how to reduce.
+      what: what is reduced, for warnings and errors.
+
+    Returns:
+      Tensor like `tensor`, on the host.
+    """
+    channel = communicator.duplicate(what or tensor.name)
+    return _array_op(
+        communicator, lambda array: channel.all_reduce(array, op), tensor, "HostAllReduce"
+    )
+
+
+def broadcast(
+    tensor: tf.Tensor, communicator: Communicator, root: int = 0, what: str = ""
+) -> tf.Tensor:
+    """Give every rank the tensor of one, while the graph waits.
+
+    Args:
+      tensor: tensor of any static shape and fixed-size dtype.
+      communicator: all ranks build the same operations on it, in the same order.
+      root: rank whose values hold.
+      what: what is sent, for warnings and errors.
+
+    Returns:
+      Tensor like `tensor`, on the host.
+    """
+    channel = communicator.duplicate(what or tensor.name)
+    return _array_op(
+        communicator, lambda array: channel.broadcast(array, root), tensor, "HostBroadcast"
+    )
+
+
+def reduce_in_buckets(
+    tensors: Sequence[tf.Tensor], names: Sequence[str], communicator: Communicator
+) -> tuple[list[tf.Tensor], Reducer | None]:
+    """Sum gradients over the ranks, bucket by bucket, while the rest of the graph goes on.
+
+    The numbers are those of the way of a gradient in docs/architecture.md.
+
+    Args:
+      tensors: gradients of static shape, in variable order.
+      names: the names of their variables.
+      communicator: all ranks build the same operations on it, in the same order.
+
+    Returns:
+      The sums on the host, in the order of `tensors`, and the reducer, to be closed when the
+      graph is done; None where there is one rank and nothing to reduce.
+
+    Raises:
+      CollectiveMismatchError: two ranks reduce different gradients.
+    """
+    with tf.device(HOST_DEVICE):
+        arrived = [tf.identity(tensor) for tensor in tensors]  # 2. received on the host
+    if communicator.size == 1:
+        return arrived, None
+    specs = [_spec(tensor, name) for tensor, name in zip(tensors, names)]
+    buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
+    _check_plan(communicator, specs, buckets)
+    reducer = Reducer(communicator.duplicate("gradients"), buckets)
+    reduced: list[tf.Tensor] = [None] * len(arrived)
+    waited: list[tf.Tensor] = []
+    with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
+        for number, bucket in enumerate(buckets):
+            parts = [arrived[i] for i in bucket.indices]
+            token = tf.numpy_function(  # 3. the last gradient of the bucket is there
+                _telling(communicator, _launcher(reducer, number)),
+                parts,
+                tf.int32,
+                name=f"launch_{number}",
+            )
+            # 5. one wait at a time, in the order in which the ring works
+            with tf.control_dependencies([token, *waited[-1:]]):
+                results = tf.numpy_function(
+                    _telling(communicator, _waiter(reducer, number)),
+                    [],
+                    [p.dtype for p in parts],
+                    name=f"wait_{number}",
+                )
+            waited = [results[0]]
+            for index, result in zip(bucket.indices, results):
+                result.set_shape(arrived[index].shape)
+                reduced[index] = result
+    return reduced, reducer
+
+
+def _array_op(
+    communicator: Communicator,
+    function: Callable[[Array], Array],
+    tensor: tf.Tensor,
+    name: str,
+) -> tf.Tensor:
+    with tf.device(HOST_DEVICE):
+        call = _telling(communicator, function)
+        result = tf.numpy_function(call, [tensor], tensor.dtype, name=name)
+        result.set_shape(tensor.shape)
+        return result
+
+
+def _telling(communicator: Communicator, function: Callable[..., Any]) -> Callable[..., Any]:
+    """End the ring with a typed error that leaves `function`: TensorFlow would drop its type."""
+
+    def call(*arrays: Array) -> Any:
+        try:
+            return function(*arrays)
+        except HostOptError as error:
+            communicator.abort(error)
+            raise
+
+    return call
+
+
+def _launcher(reducer: Reducer, bucket: int) -> Callable[..., Any]:
+    def launch(*arrays: Array) -> Any:
+        reducer.launch(bucket, arrays)
+        return np.int32(bucket)
+
+    return launch
+
+
+def _waiter(reducer: Reducer, bucket: int) -> Callable[[], list[Array]]:
+    return lambda: reducer.wait(bucket)
+
+
+def _spec(tensor: tf.Tensor, name: str) -> TensorSpec:
+    if not tensor.shape.is_fully_defined():
+        raise ConfigError(
+            f"the gradient of {name!r} has the shape {tensor.shape}, wanted a static one. Set the "
+            "shape of the variable, or set_shape of the gradient"
+        )
+    return TensorSpec(name, tuple(tensor.shape.as_list()), np.dtype(tensor.dtype.as_numpy_dtype))
+
+
+def _check_plan(
+    communicator: Communicator, specs: Sequence[TensorSpec], buckets: Sequence[Any]
+) -> None:
+    facts = {spec.name: str(spec) for spec in specs}
+    if len(facts) < len(specs):
+        raise CollectiveMismatchError(
+            f"the gradients to reduce name a variable twice: {sorted(s.name for s in specs)}"
+        )
+    facts["bucket plan"] = str([bucket.indices for bucket in buckets])
+    communicator.check_same(facts, "the gradients to reduce")

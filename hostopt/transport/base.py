@@ -1,0 +1,155 @@
+"""What every transport does: tagged messages between ranks, each wait with a deadline.
+
+A transport knows ranks and tags, no arrays and no algorithms. Messages from one rank to another
+arrive in the order in which they were sent; a receiver picks them by tag.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import threading
+from dataclasses import dataclass
+from typing import NamedTuple, Union
+
+from hostopt.cluster import Cluster
+from hostopt.errors import ConfigError, HostOptError
+from hostopt.options import Options
+from hostopt.transport.mailbox import Mailbox
+
+__all__: list[str] = []
+
+Payload = Union[bytes, memoryview]
+
+# Channel of `Communicator.finish`; bucket 1 on it is the marker "I send nothing more for now".
+FINISH_CHANNEL = 0xFFFF_FFFF
+
+
+class Tag(NamedTuple):
+    """Which message this is; the same numbers on both sides.
+
+    Args:
+      channel: the communicator, as duplicates of one transport must not mix.
+      step: sequence number of the collective on its channel.
+      bucket: gradient bucket, 0 where there is only one.
+      round: round of the ring schedule.
+      chunk: part of the buffer that one rank reduces.
+      segment: part of the chunk that travels as one message.
+      layout: checksum of the array's dtype and length, which must be the same on both sides.
+    """
+
+    channel: int
+    step: int
+    bucket: int = 0
+    round: int = 0
+    chunk: int = 0
+    segment: int = 0
+    layout: int = 0
+
+    @property
+    def is_finish_marker(self) -> bool:
+        """True for the message with which a rank says that it only waits for the others."""
+        return self.channel == FINISH_CHANNEL and self.bucket == 1
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, bucket {self.bucket}, round {self.round}, chunk {self.chunk}, "
+            f"segment {self.segment}"
+        )
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent so far.
+
+    Args:
+      messages: number of messages.
+      payload_bytes: bytes of data.
+      header_bytes: bytes of frame headers.
+    """
+
+    messages: int = 0
+    payload_bytes: int = 0
+    header_bytes: int = 0
+
+
+class Transport(abc.ABC):
+    """Tagged messages between the ranks of one cluster.
+
+    Args:
+      cluster: the ring and this rank's place in it.
+      options: deadlines and sizes.
+    """
+
+    def __init__(self, cluster: Cluster, options: Options) -> None:
+        if cluster.rank is None:
+            raise ConfigError(f"{cluster.task} is an evaluator: it takes no part in the ring")
+        self.cluster = cluster
+        self.options = options
+        self.rank: int = cluster.rank
+        self.size = cluster.size
+        self.traffic = Traffic()
+        self.mailbox = Mailbox(cluster, options)
+        self._channels = itertools.count(1)
+        self._traffic_lock = threading.Lock()
+
+    @abc.abstractmethod
+    def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
+        """Hand a message over for delivery; the payload may be changed once this returns.
+
+        Args:
+          peer: rank to send to.
+          tag: which message this is.
+          payload: contiguous bytes.
+          what: what is sent, for error messages.
+
+        Raises:
+          HostOptError: the ring has failed, or the peer takes no data before the deadline.
+        """
+
+    def recv(self, peer: int, tag: Tag, what: str = "") -> memoryview:
+        """Wait for a message; an error ends the ring for all ranks, as no rank can go on.
+
+        Args:
+          peer: rank to receive from.
+          tag: which message.
+          what: what is waited for, for warnings and error messages.
+
+        Returns:
+          The payload, read-only.
+
+        Raises:
+          HostOptError: the ring has failed, the peer has left, or the deadline has passed.
+        """
+        try:
+            return self.mailbox.take(peer, tag, what)
+        except HostOptError as error:
+            self.abort(error)
+            raise
+
+    @property
+    def error(self) -> HostOptError | None:
+        """The error that ended this ring, the same root cause on every rank."""
+        return self.mailbox.error
+
+    @abc.abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """End the ring for all ranks; the first error is the one that all of them report.
+
+        Args:
+          error: why, either of ours or of the user's code.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave the ring in good order. What was sent before is delivered; no error follows."""
+
+    def next_channel(self) -> int:
+        """Number for a new channel; all ranks open their channels in the same order."""
+        return next(self._channels)
+
+    def _count(self, payload_bytes: int, header_bytes: int) -> None:
+        with self._traffic_lock:
+            self.traffic.messages += 1
+            self.traffic.payload_bytes += payload_bytes
+            self.traffic.header_bytes += header_bytes

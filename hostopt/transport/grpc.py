@@ -1,0 +1,348 @@
+"""Messages over gRPC: one stream of frames to each rank that this one sends to.
+
+A rank is at once a server, at its own address, and a client of its peers. The methods carry raw
+bytes (generic handlers without serializers), so nothing but frames and small JSON notes travels:
+
+    Hello    JSON, both ways: who are you, and do you know the same ring?
+    Stream   frames, one way; ends in good order when the sender leaves
+    Leave    JSON: I go now, because of this error, or with none
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from hostopt.cluster import Cluster
+from hostopt.errors import (
+    CollectiveTimeoutError,
+    ConfigError,
+    HostOptError,
+    PeerLostError,
+    RendezvousTimeoutError,
+    error_from_dict,
+    error_to_dict,
+)
+from hostopt.options import Options
+from hostopt.transport import frame
+from hostopt.transport.base import Payload, Tag, Transport
+from hostopt.transport.grpc_parts import (
+    END_OF_STREAM,
+    GOODBYE_TIMEOUT_S,
+    DaemonThreads,
+    Stream,
+    channel_options,
+    listen_address,
+    settle,
+)
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+_SERVICE = "hostopt.Ring"
+_PROGRESS_EVERY_S = 10.0
+_HELLO_TIMEOUT_S = 1.0
+
+
+class GrpcTransport(Transport):
+    """One rank of a ring over gRPC; listens, finds all peers, then sends and receives.
+
+    Args:
+      cluster: the ring and this rank's place in it.
+      options: deadlines and sizes.
+
+    Raises:
+      ConfigError: the own address is in use, or a peer knows another ring.
+      RendezvousTimeoutError: a rank did not appear in time; the message names it.
+    """
+
+    def __init__(self, cluster: Cluster, options: Options) -> None:
+        super().__init__(cluster, options)
+        self._successor = (self.rank + 1) % self.size
+        self._missing = {peer for peer in range(self.size) if peer != self.rank}
+        self._streams: dict[int, Stream] = {}
+        self._lock = threading.Lock()
+        self._ending = threading.RLock()  # held while the ring is failed or closed
+        self._closed = False
+        self._goodbyes: dict[int, grpc.Future] = {}
+        self._gone: set[int] = set()  # peers that have left, or whose connection broke
+        self._to_peer = {
+            peer: grpc.insecure_channel(cluster.ring[peer].address, channel_options(options))
+            for peer in self._missing
+        }
+        self._server = self._serve()
+        atexit.register(self.close)
+        try:
+            self._rendezvous()
+            for peer in self._to_peer.keys() & {self._successor}:
+                self._stream(peer)  # from now on this rank and the next see each other die
+        except BaseException as error:
+            self.abort(error)
+            self.close()
+            raise
+
+    # -- sending ---------------------------------------------------------------------------
+
+    def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
+        """See `Transport.send`."""
+        if self.error is not None:
+            raise self.error
+        facts = {**self._facts(peer), "step": tag.step, "bucket": tag.bucket}
+        stream = self._stream(peer)
+        self._count(len(payload), frame.HEADER_BYTES)
+        if stream.put(frame.encode(tag, payload)):
+            return
+        error: HostOptError
+        if stream.ended or self.mailbox.has_left(peer):
+            error = PeerLostError(
+                f"{self._name(peer)} has left while rank {self.rank} wanted to send "
+                f"{what or 'data'} at {tag}. Give all ranks the same number of steps",
+                **facts,
+            )
+        else:
+            error = CollectiveTimeoutError(
+                f"{self._name(peer)} has taken no data from rank {self.rank} for "
+                f"{self.options.collective_timeout_s:g} s, at {tag} of {what or 'data'}. Look "
+                "what it does, or raise collective_timeout_s",
+                **facts,
+            )
+        self.abort(error)
+        raise self.error or error
+
+    def _stream(self, peer: int) -> Stream:
+        with self._lock:
+            if peer not in self._streams:
+                method = self._to_peer[peer].stream_unary(f"/{_SERVICE}/Stream")
+                self._streams[peer] = Stream(
+                    method, self.rank, self.options, lambda error: self._stream_ended(peer, error)
+                )
+            return self._streams[peer]
+
+    def _stream_ended(self, peer: int, error: grpc.RpcError | None) -> None:
+        if error is not None:
+            self._lost(peer, f"{error.code().name}: {error.details()}")
+
+    def _lost(self, peer: int, why: str) -> None:
+        """The connection to a peer broke, and the peer had not said goodbye."""
+        if self._closed or self.mailbox.has_left(peer):
+            return
+        self._gone.add(peer)
+        facts, meanwhile = self._facts(peer), ""
+        wait = self.mailbox.current_wait()
+        if wait is not None:
+            tag, what = wait
+            facts |= {"step": tag.step, "bucket": tag.bucket}
+            meanwhile = f" while it waited for {what or 'data'} at {tag}"
+        self.abort(
+            PeerLostError(
+                f"{self._name(peer)} lost: rank {self.rank} ({self.cluster.task}) found its "
+                f"connection broken{meanwhile} ({why}); its process is gone or its host is "
+                "silent. Look at the output of that rank, then run the same command again",
+                **facts,
+                root_cause=f"connection to rank {peer} broken",
+            )
+        )
+
+    # -- receiving -------------------------------------------------------------------------
+
+    def _serve(self) -> grpc.Server:
+        task = self.cluster.ring[self.rank]
+        server = grpc.server(DaemonThreads(), options=channel_options(self.options))
+        handlers = {
+            "Hello": grpc.unary_unary_rpc_method_handler(self._on_hello),
+            "Stream": grpc.stream_unary_rpc_method_handler(self._on_stream),
+            "Leave": grpc.unary_unary_rpc_method_handler(self._on_leave),
+        }
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
+        try:
+            bound = server.add_insecure_port(listen_address(task.address))
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise ConfigError(
+                f"address {task.address} of this task ({task.name}) is in use or not of this "
+                "machine. End the process that listens there (is this task already running?) or "
+                "choose another port in TF_CONFIG on all ranks",
+                **self._facts(self.rank),
+            )
+        server.start()
+        return server
+
+    def _on_stream(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        claim = dict(context.invocation_metadata()).get("rank", "")
+        if not claim.isdigit() or int(claim) not in self._to_peer:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank")
+        peer = int(claim)
+        try:
+            for message in self._until_broken(peer, frames):
+                if message == END_OF_STREAM:
+                    self.mailbox.leave(peer, "it has closed its communicator")
+                else:
+                    self.mailbox.put(peer, *frame.decode(message))
+        except Exception as error:
+            self.abort(error)
+        return b""
+
+    def _until_broken(self, peer: int, frames: Iterator[bytes]) -> Iterator[bytes]:
+        why = "connection reset"
+        try:
+            yield from frames
+        except Exception as error:  # grpc raises a bare Exception where the connection breaks
+            why = str(error) or why
+        self._lost(peer, why)  # which it is not where END_OF_STREAM was the last message
+
+    # -- beginning -------------------------------------------------------------------------
+
+    def _hello(self) -> dict[str, Any]:
+        ring = [str(task) for task in self.cluster.ring]
+        return {
+            "version": frame.WIRE_VERSION,
+            "rank": self.rank,
+            "ring": ring,
+            "segment_bytes": self.options.segment_bytes,
+        }
+
+    def _on_hello(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        theirs = json.loads(request)
+        peer = theirs["rank"]
+        if peer in self._missing:  # later callers are strangers; the answer tells them
+            try:
+                self._check_hello(peer, theirs)
+            except ConfigError as error:
+                self.abort(error)
+            if peer != self._successor:  # to the successor a connection is needed, not a call
+                self._missing.discard(peer)
+        return json.dumps(self._hello()).encode()
+
+    def _check_hello(self, peer: int, hello: dict[str, Any]) -> None:
+        wanted = {**self._hello(), "rank": peer}
+        if hello != wanted:
+            raise ConfigError(
+                f"at {self._name(peer)} rank {self.rank} found {json.dumps(hello)}, wanted "
+                f'{json.dumps(wanted)}. Give all ranks the same "cluster" in TF_CONFIG, the '
+                "same options and the same version of hostopt",
+                **self._facts(peer),
+            )
+
+    def _rendezvous(self) -> None:
+        """Say hello to every peer until all have answered, or have called themselves."""
+        started = time.monotonic()
+        report_at_s = _PROGRESS_EVERY_S
+        while self._missing and self.error is None:
+            self._greet(sorted(self._missing))
+            waited_s = time.monotonic() - started
+            tasks = [self.cluster.ring[peer] for peer in sorted(self._missing)]
+            names = ", ".join(f"{task.name} ({task.address})" for task in tasks)
+            if names and waited_s >= self.options.rendezvous_timeout_s:
+                raise RendezvousTimeoutError(
+                    f"{self._name(self.rank)} has waited {waited_s:.0f} s, missing: {names}. "
+                    "Start them, or correct their addresses in TF_CONFIG",
+                    **self._facts(self.cluster.ring.index(tasks[0])),
+                )
+            if names and waited_s >= report_at_s:
+                _log.warning("rank %d has waited %.0f s, missing: %s", self.rank, waited_s, names)
+                report_at_s += _PROGRESS_EVERY_S
+        if self.error is not None:
+            raise self.error
+
+    def _greet(self, peers: list[int]) -> None:
+        timeout_s = min(_HELLO_TIMEOUT_S, self.options.rendezvous_timeout_s)
+        hello = json.dumps(self._hello()).encode()
+        calls = {
+            peer: self._to_peer[peer]
+            .unary_unary(f"/{_SERVICE}/Hello")
+            .future(hello, timeout=timeout_s, wait_for_ready=True)
+            for peer in peers
+        }
+        for peer, call in calls.items():
+            settle(call, timeout_s)
+            if self.mailbox.has_left(peer):
+                self._missing.discard(peer)
+            elif call.done() and call.exception() is None:
+                self._check_hello(peer, json.loads(call.result()))
+                self._missing.discard(peer)
+
+    # -- end -------------------------------------------------------------------------------
+
+    def abort(self, error: BaseException) -> None:
+        """See `Transport.abort`."""
+        if not isinstance(error, HostOptError):
+            cause = "".join(traceback.format_exception_only(type(error), error)).strip()
+            error = PeerLostError(
+                f"{self._name(self.rank)} stopped with an error. Root cause: {cause}",
+                **self._facts(self.rank),
+                root_cause=cause,
+            )
+        with self._ending:
+            if not self._closed and self.mailbox.fail(error):
+                self._say_goodbye(error)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+            if self.error is not None:  # before any stream breaks, and relayed where it came in
+                self._say_goodbye(self.error)
+        atexit.unregister(self.close)
+        with self._lock:
+            streams = list(self._streams.values())
+        if self.error is None:
+            for stream in streams:
+                stream.flush()
+            self._say_goodbye(None)
+        until_s = time.monotonic() + GOODBYE_TIMEOUT_S
+        for call in self._goodbyes.values():
+            settle(call, until_s - time.monotonic())
+        for stream in streams:
+            stream.cancel()
+        for channel in self._to_peer.values():
+            channel.close()
+        self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0).wait()
+
+    def _say_goodbye(self, error: HostOptError | None) -> None:
+        note: dict[str, Any] = {"sender": self.rank}
+        if error is not None:
+            note["error"] = error_to_dict(error)
+        for peer in self._to_peer.keys() - self._gone:
+            leave = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Leave")
+            self._goodbyes[peer] = leave.future(
+                json.dumps(note, default=str).encode(),
+                timeout=GOODBYE_TIMEOUT_S,
+                wait_for_ready=True,
+            )
+
+    def _on_leave(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        note = json.loads(request)
+        if "error" in note:
+            with self._ending:
+                self.mailbox.fail(error_from_dict(note["error"]))
+            return b""
+        sender = note["sender"]
+        self.mailbox.leave(sender, "it has closed its communicator")
+        with self._ending:
+            self._gone.add(sender)
+            goodbye = self._goodbyes.get(sender)
+        with self._lock:
+            stream = self._streams.get(sender)
+        for call in (goodbye, stream):
+            if call is not None:
+                call.cancel()  # the peer takes nothing more: let it go quietly
+        return b""
+
+    def _name(self, peer: int) -> str:
+        return f"rank {peer} ({self.cluster.ring[peer]})"
+
+    def _facts(self, peer: int) -> dict[str, Any]:
+        task = self.cluster.ring[peer]
+        return {"rank": peer, "task": task.name, "address": task.address}

@@ -1,0 +1,166 @@
+"""The pieces of the gRPC transport that know nothing of the ring: options, threads, one stream."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import queue
+import socket
+import threading
+import time
+from concurrent import futures
+from typing import Any, Callable
+
+import grpc
+
+from hostopt.options import Options
+
+__all__: list[str] = []
+
+GOODBYE_TIMEOUT_S = 2.0
+# Last message of a stream that ends in good order; gRPC does not always tell it from a break.
+END_OF_STREAM = b"end"
+# Frames that wait to be written; more would only hold memory, as gRPC writes them one by one.
+_QUEUED_FRAMES = 16
+_HEADROOM_BYTES = 64 << 10
+
+
+def channel_options(options: Options) -> list[tuple[str, int]]:
+    """gRPC arguments: no proxy, no shared ports, frozen peers found by ping, small limits.
+
+    Args:
+      options: `segment_bytes` bounds a message.
+
+    Returns:
+      Arguments for servers and channels.
+    """
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 15_000),
+        ("grpc.http2.ping_timeout_ms", 15_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_receive_message_length", options.segment_bytes + _HEADROOM_BYTES),
+        ("grpc.max_send_message_length", options.segment_bytes + _HEADROOM_BYTES),
+    ]
+
+
+def listen_address(address: str) -> str:
+    """Where to listen: loopback addresses on loopback only, others on every interface.
+
+    Args:
+      address: ``host:port`` as the cluster names it.
+
+    Returns:
+      One numeric address. With two (::1 and 127.0.0.1) a second process could take the other.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    family, *_, sockaddr = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    ip = str(sockaddr[0])
+    # by what is written: some systems resolve their own host name to a loopback address
+    literal = ip == host or (family == socket.AF_INET6 and ":" in host)
+    if not (host == "localhost" or (literal and ipaddress.ip_address(ip).is_loopback)):
+        ip = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+
+
+def settle(call: grpc.Future, timeout_s: float) -> None:
+    """Wait for a call to end, whatever its outcome.
+
+    Args:
+      call: call that was started as a future.
+      timeout_s: how long to wait at most.
+    """
+    with contextlib.suppress(grpc.FutureTimeoutError, grpc.FutureCancelledError):
+        call.exception(timeout=max(timeout_s, 0))
+
+
+class Stream:
+    """Frames to one peer, written by gRPC's own thread from a short queue.
+
+    Args:
+      method: the Stream method of the peer.
+      rank: this rank, which the peer is told once.
+      options: `collective_timeout_s` is how long a full queue may stand still.
+      on_end: called with the error that ended the stream, or None.
+    """
+
+    def __init__(
+        self,
+        method: Any,
+        rank: int,
+        options: Options,
+        on_end: Callable[[grpc.RpcError | None], None],
+    ) -> None:
+        self._frames: queue.Queue[bytes | None] = queue.Queue(_QUEUED_FRAMES)
+        self._timeout_s = options.collective_timeout_s
+        self._ended = threading.Event()
+        self._on_end = on_end
+        self._call = method.future(iter(self._frames.get, None), metadata=(("rank", str(rank)),))
+        self._call.add_done_callback(self._done)
+
+    @property
+    def ended(self) -> bool:
+        """True once nothing can be sent any more."""
+        return self._ended.is_set()
+
+    def put(self, message: bytes | None) -> bool:
+        """Queue a frame.
+
+        Args:
+          message: a frame; None for the end of the stream.
+
+        Returns:
+          False where the stream has `ended`, or stood still until the deadline.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while not self._ended.is_set() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Full):
+                self._frames.put(message, timeout=0.1)
+                return True
+        return False
+
+    def flush(self) -> None:
+        """Say that no frame follows, and return once the peer has them all."""
+        if self.put(END_OF_STREAM) and self.put(None):
+            settle(self._call, self._timeout_s)
+
+    def cancel(self) -> None:
+        """Drop the stream and what is queued."""
+        self._call.cancel()
+        self._ended.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._frames.get_nowait()
+        self._frames.put(None)  # the thread that reads the queue must not wait for ever
+
+    def _done(self, call: grpc.Future) -> None:
+        self._on_end(None if call.cancelled() else call.exception())  # before a sender sees it
+        self._ended.set()
+
+
+class DaemonThreads(futures.Executor):
+    """A thread for each call: streams last as long as the ring, and must not hold up the exit."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        """Run `fn` in a new daemon thread."""
+        future: futures.Future[Any] = futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="hostopt-grpc").start()
+        return future

@@ -1,0 +1,176 @@
+"""Messages that have arrived, and the one place where a rank waits for another."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Callable
+
+from hostopt.cluster import Cluster
+from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError, ProtocolError
+from hostopt.options import Options
+
+if TYPE_CHECKING:
+    from hostopt.transport.base import Tag
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+
+class Mailbox:
+    """Messages by sender and tag; waits end with a message, an error or a deadline.
+
+    Args:
+      cluster: the ring, for the names of peers.
+      options: `stall_warning_s` and `collective_timeout_s`.
+    """
+
+    def __init__(self, cluster: Cluster, options: Options) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._messages: dict[tuple[int, ...], tuple[Tag, memoryview]] = {}
+        self._left: dict[int, str] = {}
+        self._finished: dict[int, Tag] = {}
+        self._waits: dict[int, tuple[Tag, str]] = {}  # by thread
+        self._on_failure: list[Callable[[HostOptError], None]] = []
+        self._changed = threading.Condition()
+        self.error: HostOptError | None = None
+
+    def put(self, peer: int, tag: Tag, payload: memoryview) -> None:
+        """Store a message that has arrived from `peer`, or note that it has finished its work."""
+        with self._changed:
+            if tag.is_finish_marker:
+                self._finished[peer] = tag
+            else:
+                self._messages[_key(peer, tag)] = tag, payload
+            self._changed.notify_all()
+
+    def take(self, peer: int, tag: Tag, what: str) -> memoryview:
+        """Wait for the message of `peer` with `tag`; see `Transport.recv`."""
+        started = time.monotonic()
+        warn_after_s = self._options.stall_warning_s
+        with self._changed, self._noted(tag, what):
+            while _key(peer, tag) not in self._messages:
+                self._raise_if_hopeless(peer, tag, what)
+                waited_s = time.monotonic() - started
+                if waited_s >= self._options.collective_timeout_s:
+                    raise self._timeout(peer, tag, what, waited_s)
+                if waited_s >= warn_after_s:
+                    _log.warning("%s", self._waiting(peer, tag, what, waited_s))
+                    warn_after_s *= 2
+                until_s = min(warn_after_s, self._options.collective_timeout_s)
+                self._changed.wait(until_s - waited_s)
+            found, payload = self._messages.pop(_key(peer, tag))
+        if found.layout != tag.layout:
+            raise ProtocolError(
+                f"{self._name(peer)} sends an array of another shape or dtype than rank "
+                f"{self._cluster.rank} has for {what or 'it'} at {tag}. All ranks must pass "
+                "arrays of the same shape and dtype",
+                **self._facts(peer, tag),
+            )
+        return payload
+
+    def fail(self, error: HostOptError) -> bool:
+        """End every wait, now and later, with `error`; False where an earlier error holds."""
+        with self._changed:
+            if self.error is not None:
+                return False
+            self.error = error
+            self._changed.notify_all()
+            listeners = list(self._on_failure)
+        for listener in listeners:
+            listener(error)
+        return True
+
+    def on_failure(self, listener: Callable[[HostOptError], None]) -> Callable[[], None]:
+        """Have `listener` called with the error that ends the ring, at once if it has ended.
+
+        Args:
+          listener: called once, from any thread.
+
+        Returns:
+          Function that takes the listener off again.
+        """
+        with self._changed:
+            self._on_failure.append(listener)
+            error = self.error
+        if error is not None:
+            listener(error)
+        return lambda: self._on_failure.remove(listener)
+
+    def leave(self, peer: int, why: str) -> None:
+        """Note that `peer` has left in good order: what it sent stays, nothing more will come."""
+        with self._changed:
+            self._left[peer] = why
+            self._changed.notify_all()
+
+    def resume(self, step: int) -> None:
+        """All have finished `step` together: what comes next is new work."""
+        with self._changed:
+            self._finished = {p: tag for p, tag in self._finished.items() if tag.step > step}
+
+    def current_wait(self) -> tuple[Tag, str] | None:
+        """What this rank waits for at the moment, if it does: (tag, description)."""
+        return next(iter(list(self._waits.values())), None)
+
+    @contextlib.contextmanager
+    def _noted(self, tag: Tag, what: str) -> Iterator[None]:
+        self._waits[threading.get_ident()] = (tag, what)
+        try:
+            yield
+        finally:
+            del self._waits[threading.get_ident()]
+
+    def has_left(self, peer: int) -> bool:
+        """True where `peer` has left in good order."""
+        with self._changed:
+            return peer in self._left
+
+    def _raise_if_hopeless(self, peer: int, tag: Tag, what: str) -> None:
+        if self.error is not None:
+            raise self.error
+        why = self._left.get(peer)
+        finished = self._finished.get(peer)
+        if why is None and finished is not None and tag.channel != finished.channel:
+            why = "it has finished its training, with fewer steps than this rank"
+        if why is not None:
+            raise PeerLostError(
+                f"{self._name(peer)} is gone at {tag} while rank {self._cluster.rank} waited for "
+                f"{what or 'its data'}: {why}. Give all ranks the same number of steps",
+                **self._facts(peer, tag),
+            )
+
+    def _timeout(self, peer: int, tag: Tag, what: str, waited_s: float) -> HostOptError:
+        return CollectiveTimeoutError(
+            f"{self._waiting(peer, tag, what, waited_s)}, and it is connected but sends nothing. "
+            f"Look what it does, or raise collective_timeout_s "
+            f"({self._options.collective_timeout_s:g} s)",
+            **self._facts(peer, tag),
+        )
+
+    def _waiting(self, peer: int, tag: Tag, what: str, waited_s: float) -> str:
+        return (
+            f"rank {self._cluster.rank} has waited {waited_s:.1f} s for {what or 'data'} from "
+            f"{self._name(peer)} at {tag}"
+        )
+
+    def _name(self, peer: int) -> str:
+        return f"rank {peer} ({self._cluster.ring[peer]})"
+
+    def _facts(self, peer: int, tag: Tag) -> dict[str, Any]:
+        task = self._cluster.ring[peer]
+        return {
+            "rank": peer,
+            "task": task.name,
+            "address": task.address,
+            "step": tag.step,
+            "bucket": tag.bucket,
+        }
+
+
+def _key(peer: int, tag: Tag) -> tuple[int, ...]:
+    return (peer, *tag[:-1])

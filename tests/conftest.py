@@ -1,0 +1,294 @@
+"""Rings for the tests: ranks as threads over each transport, and ranks as processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import reserved_addresses
+
+from hostopt.cluster import Cluster
+from hostopt.communicator import Communicator
+from hostopt.options import Options
+from hostopt.transport.grpc import GrpcTransport
+from hostopt.transport.inproc import InprocTransport
+
+ROOT = Path(__file__).resolve().parents[1]
+# Ends a test that would hang; no result depends on it.
+DEADLINE_S = 30.0
+
+
+def jobs_of(addresses: list[str]) -> dict[str, list[str]]:
+    """The "cluster" of TF_CONFIG: rank 0 is the chief, the others are workers."""
+    return {"chief": addresses[:1], "worker": addresses[1:]}
+
+
+def task_of(rank: int) -> tuple[str, int]:
+    """Task type and index of a rank of `jobs_of`."""
+    return ("chief", 0) if rank == 0 else ("worker", rank - 1)
+
+
+class Spawn:
+    """Runs a function as every rank of a ring, each rank a thread.
+
+    Args:
+      transport: ``inproc`` or ``grpc``; the latter over real loopback sockets.
+    """
+
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
+
+    def __call__(self, size: int, fn: Callable[[Communicator], Any], **options: Any) -> list[Any]:
+        """Run `fn` on all ranks.
+
+        Args:
+          size: number of ranks.
+          fn: called with the communicator of its rank.
+          options: fields of `Options`.
+
+        Returns:
+          What `fn` returned, in rank order. The first exception of a rank is told to the others
+          and raised once all have ended.
+        """
+        deadlines = {"collective_timeout_s": DEADLINE_S, "rendezvous_timeout_s": DEADLINE_S}
+        results: list[Any] = [None] * size
+        errors: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                communicator = connect(rank)
+            except BaseException as error:
+                errors.append(error)
+                return
+            try:
+                results[rank] = fn(communicator)
+            except BaseException as error:
+                errors.append(error)
+                communicator.abort(error)
+            finally:
+                communicator.close()
+
+        with self._ring(size, Options(**{**deadlines, **options})) as connect:
+            threads = [
+                threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True)
+                for rank in range(size)
+            ]
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + 3 * DEADLINE_S
+            for thread in threads:
+                thread.join(max(deadline - time.monotonic(), 0))
+            stuck = [thread.name for thread in threads if thread.is_alive()]
+        if errors:
+            raise errors[0]
+        assert not stuck, f"{', '.join(stuck)} did not end"
+        return results
+
+    @contextlib.contextmanager
+    def _ring(self, size: int, options: Options) -> Iterator[Callable[[int], Communicator]]:
+        if self.transport == "inproc":
+            transports = InprocTransport.connect(size, options)
+            yield lambda rank: Communicator(transports[rank])
+            return
+        with reserved_addresses(size) as addresses:
+            jobs = jobs_of(addresses)
+            yield lambda rank: Communicator(
+                GrpcTransport(Cluster.from_dict(jobs, *task_of(rank)), options)
+            )
+
+
+@pytest.fixture(params=["inproc", "grpc"])
+def spawn(request: pytest.FixtureRequest) -> Spawn:
+    """`spawn(size, fn, **options)`, over every transport in turn."""
+    return Spawn(request.param)
+
+
+@pytest.fixture
+def spawn_inproc() -> Spawn:
+    """`spawn` without sockets, for what no transport can change."""
+    return Spawn("inproc")
+
+
+@pytest.fixture
+def spawn_grpc() -> Spawn:
+    """`spawn` over loopback sockets only."""
+    return Spawn("grpc")
+
+
+class RankProcess:
+    """One rank as a process, in a process group of its own.
+
+    Args:
+      script: Python source; `sys.argv[1:]` are `arguments`.
+      task: name of its task, such as ``worker:0``.
+      environ: its environment.
+      errors: file for its standard error.
+      arguments: arguments of the script.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        task: str,
+        environ: dict[str, str],
+        errors: Path,
+        arguments: tuple[object, ...],
+    ) -> None:
+        self.task = task
+        self._errors = errors
+        with errors.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+
+    def line(self) -> str:
+        """The next line that it prints; empty at its end."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def expect(self, line: str) -> None:
+        """Wait for its next line, which must be `line`."""
+        found = self.line()
+        assert found == line, f"{self.task} printed {found!r} and to stderr:\n{self.stderr}"
+
+    def go_on(self) -> None:
+        """End its standard input, which `sys.stdin.read()` in the script waits for."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.send_signal(signal.SIGKILL)
+
+    def exit_code(self) -> int:
+        """Wait for its end."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.task} did not end; its stderr:\n{self.stderr}")
+
+    @property
+    def stderr(self) -> str:
+        """What it has written to standard error so far."""
+        return self._errors.read_text()
+
+    def end(self) -> bool:
+        """Kill it with its group, reap it, and tell if anything of it was still running."""
+        running = self.process.poll() is None
+        if not running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, 0)
+                running = True  # its own children
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        return running
+
+
+class RankProcesses:
+    """A ring of processes on reserved ports.
+
+    Args:
+      addresses: the address of each rank.
+      directory: where their output goes.
+    """
+
+    def __init__(self, addresses: list[str], directory: Path) -> None:
+        self.addresses = addresses
+        self._directory = directory
+        self._started: list[RankProcess] = []
+
+    def name(self, rank: int) -> str:
+        """A rank as messages show it."""
+        type_, index = task_of(rank)
+        return f"rank {rank} ({type_}:{index}, {self.addresses[rank]})"
+
+    def start(
+        self,
+        rank: int,
+        script: str,
+        *arguments: object,
+        jobs: dict[str, list[str]] | None = None,
+        **environ: str,
+    ) -> RankProcess:
+        """Start one rank.
+
+        Args:
+          rank: which one.
+          script: Python source.
+          arguments: arguments of the script.
+          jobs: "cluster" of its TF_CONFIG, if not that of all.
+          environ: more variables of its environment.
+
+        Returns:
+          The process.
+        """
+        type_, index = task_of(rank)
+        config = {
+            "cluster": jobs or jobs_of(self.addresses),
+            "task": {"type": type_, "index": index},
+        }
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HOSTOPT_")}
+        process = RankProcess(
+            script,
+            f"{type_}:{index}",
+            {
+                **inherited,
+                "PYTHONPATH": str(ROOT),
+                "TF_CONFIG": json.dumps(config),
+                "HOSTOPT_RENDEZVOUS_TIMEOUT_S": str(DEADLINE_S / 2),
+                "HOSTOPT_COLLECTIVE_TIMEOUT_S": str(DEADLINE_S / 2),
+                **environ,
+            },
+            self._directory / f"stderr.{len(self._started)}",
+            arguments,
+        )
+        self._started.append(process)
+        return process
+
+    def start_all(self, script: str, *arguments: object, **environ: str) -> list[RankProcess]:
+        """Start every rank with the same script; returns the processes in rank order."""
+        return [
+            self.start(rank, script, *arguments, **environ) for rank in range(len(self.addresses))
+        ]
+
+    def end(self) -> list[str]:
+        """Kill what is left, and name it."""
+        return [process.task for process in self._started if process.end()]
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Callable[[int], RankProcesses]]:
+    """`processes(size)`: a ring of processes, of which none may be left at the end of the test."""
+    with contextlib.ExitStack() as stack:
+        rings: list[RankProcesses] = []
+
+        def new(size: int) -> RankProcesses:
+            addresses = stack.enter_context(reserved_addresses(size))
+            rings.append(RankProcesses(addresses, tmp_path))
+            return rings[-1]
+
+        yield new
+        left = [task for ring in rings for task in ring.end()]
+        assert not left, f"still running at the end of the test: {', '.join(left)}"

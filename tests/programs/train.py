@@ -1,0 +1,230 @@
+"""Trains a small model with chosen settings, and writes down what a test wants to compare."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+import estimator_ext
+
+SETTINGS = {
+    "model_dir": "",  # where checkpoints go, one directory for each optimizer
+    "dump_dir": "",  # where each rank writes its final variables
+    "optimizers": ["sgd"],
+    "steps": 20,
+    "dtype": "float64",
+    "model": "mlp",  # or "conv"
+    "hidden": 8,
+    "spec": "host_call",  # or "minimize"
+    "variables_on_host": True,
+    "bucket_mb": 25.0,
+    "batches": 0,  # batches of this rank, 0 for endless
+    "learning_rate": 0.01,
+    "api": "train",  # or "ours", "stock": train_and_evaluate
+    "trace": False,
+    "raise_in": "",  # "model_fn", "host_call" or "input_fn"
+    "stop_at": 0,  # step after which this rank waits to be killed
+    "max_steps": True,  # False: steps, counted from where training starts
+    "checkpoint_steps": 5,
+    "collective_timeout_s": 60.0,
+}
+GLOBAL_BATCH, BATCHES = 12, 7
+
+
+class Dump(tf.estimator.SessionRunHook):
+    """Writes all variables of this rank at the end, and its loss of every step."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._losses: list[float] = []
+
+    def begin(self) -> None:
+        self._variables = {v.op.name: v for v in tf.compat.v1.global_variables()}
+        self._loss = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.LOSSES)[-1]
+
+    def before_run(self, run_context: object) -> tf.estimator.SessionRunArgs:
+        return tf.estimator.SessionRunArgs(self._loss)
+
+    def after_run(self, run_context: object, run_values: object) -> None:
+        self._losses.append(float(run_values.results))
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        values = session.run(self._variables)
+        np.savez(self._path, losses=np.array(self._losses), **values)
+
+
+class Trace(tf.estimator.SessionRunHook):
+    """Writes which operations ran on which device in the fourth step."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._step = 0
+
+    def before_run(self, run_context: object) -> tf.estimator.SessionRunArgs:
+        self._step += 1
+        full = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
+        return tf.estimator.SessionRunArgs([], options=full)
+
+    def after_run(self, run_context: object, run_values: object) -> None:
+        if self._step == 4:
+            stats = run_values.run_metadata.step_stats.dev_stats
+            nodes = {d.device: [n.node_name for n in d.node_stats] for d in stats}
+            graph = tf.compat.v1.get_default_graph()
+            types = {op.name: op.type for op in graph.get_operations()}
+            slots = {v.op.name: v.device for v in tf.compat.v1.global_variables()}
+            record = {"nodes": nodes, "types": types, "variables": slots}
+            Path(self._path).write_text(json.dumps(record))
+
+
+class StopHere(tf.estimator.SessionRunHook):
+    """Says that a step is done and blocks before the next, for a test to kill this rank."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def before_run(self, run_context: object) -> None:
+        self._step -= 1
+        if self._step == 0:
+            print("stopped here", flush=True)
+            threading.Event().wait()
+
+
+def maybe_raise(settings: dict, where: str) -> None:
+    if settings["raise_in"] == where:
+        raise ZeroDivisionError(f"raised in {where}")
+
+
+def arrays(dtype: str, model: str) -> tuple[np.ndarray, np.ndarray]:
+    """BATCHES global batches of features and labels, the same in every process."""
+    random = np.random.RandomState(0)
+    shape = (28, 28, 1) if model == "conv" else (5,)
+    x = random.standard_normal((BATCHES, GLOBAL_BATCH, *shape)).astype(dtype)
+    return x, (x.reshape(BATCHES, GLOBAL_BATCH, -1).sum(-1) > 0).astype(np.int64)
+
+
+def make_input_fn(settings: dict):
+    def broken(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def call(array: np.ndarray) -> np.ndarray:
+            maybe_raise(settings, "input_fn")
+            return array
+
+        held = tf.numpy_function(call, [x], x.dtype)
+        held.set_shape(x.shape)
+        return held, y
+
+    def input_fn(input_context: tf.distribute.InputContext):
+        x, y = arrays(settings["dtype"], settings["model"])
+        if settings["raise_in"] == "input_fn":  # while training, not while the graph is built
+            return tf.data.Dataset.from_tensors((x[0], y[0])).map(broken)
+        ranks = input_context.num_input_pipelines
+        assert input_context.num_replicas_in_sync == ranks
+        rows = GLOBAL_BATCH // ranks
+        mine = slice(input_context.input_pipeline_id * rows, None)
+        x, y = x[:, mine][:, :rows], y[:, mine][:, :rows]
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
+        return dataset.take(settings["batches"]) if settings["batches"] else dataset
+
+    return input_fn
+
+
+def make_optimizer(name: str, learning_rate: float) -> tf.compat.v1.train.Optimizer:
+    train = tf.compat.v1.train
+    return {
+        "sgd": lambda: train.GradientDescentOptimizer(learning_rate),
+        "momentum": lambda: train.MomentumOptimizer(learning_rate, 0.9),
+        "adam": lambda: train.AdamOptimizer(learning_rate),
+    }[name]()
+
+
+def make_model_fn(settings: dict, optimizer_name: str):
+    def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str):
+        maybe_raise(settings, "model_fn")
+        layers = tf.keras.layers
+        dtype = settings["dtype"]
+        x = features
+        if settings["model"] == "conv":
+            x = layers.Conv2D(32, 3, activation="relu", dtype=dtype)(x)
+            x = layers.Flatten()(layers.MaxPooling2D()(x))
+        x = layers.Dense(settings["hidden"], activation="relu", dtype=dtype)(x)
+        logits = layers.Dense(2, dtype=dtype)(x)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+        loss = tf.reduce_sum(losses) / tf.cast(tf.size(labels), losses.dtype)
+        if mode == tf.estimator.ModeKeys.EVAL:
+            accuracy = tf.compat.v1.metrics.accuracy(labels, tf.argmax(logits, 1))
+            return estimator_ext.EstimatorSpec(mode, loss=loss, eval_metric_ops={"acc": accuracy})
+        optimizer = make_optimizer(optimizer_name, settings["learning_rate"])
+        if settings["spec"] == "minimize":
+            step = tf.compat.v1.train.get_global_step()
+            return tf.estimator.EstimatorSpec(
+                mode, loss=loss, train_op=optimizer.minimize(loss, global_step=step)
+            )
+        variables = tf.compat.v1.trainable_variables()
+
+        def host_model_fn(*gradients: tf.Tensor) -> tf.Operation:
+            maybe_raise(settings, "host_call")
+            return optimizer.apply_gradients(zip(gradients, variables))
+
+        gradients = [g for g, _ in optimizer.compute_gradients(loss, var_list=variables)]
+        return estimator_ext.EstimatorSpec(
+            mode, loss=loss, train_op=tf.identity(loss), host_call=(host_model_fn, gradients)
+        )
+
+    return model_fn
+
+
+def main(settings: dict) -> None:
+    tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.INFO)
+    strategy = estimator_ext.HostOffloadStrategy(
+        tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+        variables_on_host=settings["variables_on_host"],
+        bucket_mb=settings["bucket_mb"],
+        collective_timeout_s=settings["collective_timeout_s"],
+    )
+    for name in settings["optimizers"]:
+        # Keras layers take their seeds from here; the broadcast must hide what rank 1 has
+        tf.keras.utils.set_random_seed(1 if strategy.cluster.is_chief else 2)
+        config = estimator_ext.RunConfig(
+            train_distribute=strategy,
+            session_config=tf.compat.v1.ConfigProto(allow_soft_placement=False),
+            save_checkpoints_steps=settings["checkpoint_steps"],
+        )
+        estimator = estimator_ext.Estimator(
+            make_model_fn(settings, name), str(Path(settings["model_dir"]) / name), config
+        )
+        hooks = []
+        if settings["dump_dir"]:
+            dump = Path(settings["dump_dir"])
+            hooks.append(Dump(str(dump / f"{name}-{strategy.cluster.rank}.npz")))
+            if settings["trace"]:
+                hooks.append(Trace(str(dump / f"trace-{strategy.cluster.rank}.json")))
+        if settings["stop_at"]:
+            hooks.append(StopHere(settings["stop_at"]))
+        train(estimator, make_input_fn(settings), hooks, settings)
+
+
+def train(estimator, input_fn, hooks, settings: dict) -> None:
+    steps = settings["steps"]
+    if settings["api"] == "train":
+        key = "max_steps" if settings["max_steps"] else "steps"
+        estimator.train(input_fn, hooks=hooks, **{key: steps})
+        return
+    api = estimator_ext if settings["api"] == "ours" else tf.estimator
+    result = api.train_and_evaluate(
+        estimator,
+        tf.estimator.TrainSpec(input_fn, max_steps=steps, hooks=hooks),
+        tf.estimator.EvalSpec(input_fn, steps=3, start_delay_secs=0, throttle_secs=1),
+    )
+    print("RESULT", result, flush=True)
+
+
+if __name__ == "__main__":
+    chosen: dict = {}
+    for argument in sys.argv[1:]:
+        chosen.update(json.loads(argument))
+    assert not set(chosen) - set(SETTINGS), chosen
+    main({**SETTINGS, **chosen})

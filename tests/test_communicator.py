@@ -1,0 +1,347 @@
+"""What a communicator refuses, how ranks part, and what a rank says that waits in vain."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Spawn
+
+from hostopt.communicator import Communicator, ReduceOp
+from hostopt.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    HostOptError,
+    PeerLostError,
+    ProtocolError,
+)
+from hostopt.ring import Operation
+
+
+def failure(communicator: Communicator, call: Any) -> HostOptError:
+    """The error of a call that must fail; the other ranks are told, as `with` would do."""
+    with pytest.raises(HostOptError) as caught:
+        call()
+    communicator.abort(caught.value)
+    return caught.value
+
+
+# --- what works -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_rank_passes_a_barrier_before_all_have_come(spawn: Spawn, size: int) -> None:
+    rounds, come = 20, [0] * size
+
+    def work(communicator: Communicator) -> None:
+        for number in range(1, rounds + 1):
+            come[communicator.rank] = number
+            communicator.barrier()
+            assert min(come) >= number
+
+    spawn(size, work)
+    assert come == [rounds] * size
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [b""],
+        [b"alone"],
+        [b"", b""],
+        [b"", b"x", b"two words"],
+        [b"\0\0", b"\0", bytes(range(256))],
+    ],
+)
+def test_all_gather_bytes_of_differing_lengths(spawn: Spawn, texts: list[bytes]) -> None:
+    found = spawn(len(texts), lambda c: c.all_gather_bytes(texts[c.rank]), segment_bytes=16)
+    assert found == [texts] * len(texts)
+
+
+def test_duplicates_do_not_mix(spawn: Spawn) -> None:
+    def work(communicator: Communicator) -> list[float]:
+        channels = [communicator, communicator.duplicate("one"), communicator.duplicate("two")]
+        sums: dict[int, float] = {}
+
+        def reduce(number: int) -> None:
+            for _ in range(10):
+                mine = np.full(7, 10.0**number)
+                sums[number] = float(channels[number].all_reduce(mine)[3])
+
+        threads = [threading.Thread(target=reduce, args=(number,)) for number in range(3)]
+        # the ranks start them in different orders
+        for thread in threads if communicator.rank else reversed(threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [sums[number] for number in range(3)]
+
+    assert spawn(3, work, segment_bytes=16) == [[3.0, 30.0, 300.0]] * 3
+
+
+def test_a_communicator_is_a_context_that_tells_of_errors(spawn: Spawn) -> None:
+    def work(communicator: Communicator) -> BaseException:
+        communicator.barrier()  # an error may also end the rendezvous of the others, rightly
+        with pytest.raises(BaseException) as caught, communicator:
+            if communicator.rank == 1:
+                raise KeyError("flour")
+            communicator.barrier()
+        return caught.value
+
+    first, second, third = spawn(3, work)
+    assert isinstance(second, KeyError)
+    for error in (first, third):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 1
+        assert error.root_cause == "KeyError: 'flour'"
+
+
+# --- the same facts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"dense/kernel": "[3, 4] float32", "": "x"},
+        {"a note": "two\nlines\tand a tab\u2028", "equation": "a=b"},
+    ],
+    ids=["none", "some", "with-line-breaks"],
+)
+def test_same_facts_in_another_order(spawn: Spawn, facts: dict[str, str]) -> None:
+    def work(communicator: Communicator) -> None:
+        items = list(facts.items())
+        order = items if communicator.rank else items[::-1]
+        communicator.check_same(dict(order), "the notes")
+
+    spawn(3, work)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"a": "[3] float32", "b": "[9] float32"}, ["'b'", "[2] float32", "[9] float32"]),
+        ({"a": "[3] float32"}, ["'b'", "[2] float32", "none"]),
+        (
+            {"a": "[3] float32", "b": "[2] float32", "c": "[5] int32"},
+            ["'c'", "none", "[5] int32"],
+        ),
+    ],
+    ids=["differs", "missing", "extra"],
+)
+def test_other_facts_are_named_with_both_ranks(
+    spawn: Spawn, other: dict[str, str], named: list[str]
+) -> None:
+    facts = {"a": "[3] float32", "b": "[2] float32"}
+
+    def work(communicator: Communicator) -> HostOptError:
+        mine = other if communicator.rank == 2 else facts
+        with pytest.raises(CollectiveMismatchError) as caught:
+            communicator.check_same(mine, "the gradients to reduce")
+        return caught.value
+
+    for error in spawn(3, work):
+        for words in ["the gradients to reduce", "rank 0", "rank 2", *named]:
+            assert words in str(error)
+        assert "'a'" not in str(error)
+        assert error.rank == 2
+        assert error.task in ("worker:1", "worker:2")
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", ["i1", "u1", "u8", "?", "c8", "S3", "M8[s]", "O"])
+def test_other_dtypes_cannot_be_reduced(spawn_inproc: Spawn, size: int, dtype: str) -> None:
+    def work(communicator: Communicator) -> None:
+        mine = np.zeros(5, dtype)
+        for reduce in (communicator.all_reduce, communicator.reduce_scatter):
+            with pytest.raises(ConfigError, match=r"float16, bfloat16.*int64") as caught:
+                reduce(mine)
+            assert f"dtype {mine.dtype.name} " in str(caught.value)
+
+    spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", ["i4", "i8"])
+def test_whole_numbers_have_no_average(spawn_inproc: Spawn, size: int, dtype: str) -> None:
+    def work(communicator: Communicator) -> None:
+        for reduce in (communicator.all_reduce, communicator.reduce_scatter):
+            with pytest.raises(ConfigError, match=r"AVERAGE of int(32|64)"):
+                reduce(np.zeros(5, dtype), ReduceOp.AVERAGE)
+
+    spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("root", [-1, 2, 17])
+def test_a_root_is_a_rank(spawn_inproc: Spawn, root: int) -> None:
+    def work(communicator: Communicator) -> None:
+        with pytest.raises(ConfigError, match=rf"root is {root}.*0 to 1"):
+            communicator.broadcast(np.zeros(3), root)
+
+    spawn_inproc(2, work)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "segment_bytes"),
+    [
+        ((5, 6), 1 << 20),
+        ((10, 20), 16),
+        # chunks of 16 and of 32 bytes: equal as far as the first segment goes
+        ((8, 16), 16),
+    ],
+)
+def test_different_shapes(spawn: Spawn, lengths: tuple[int, int], segment_bytes: int) -> None:
+    def work(communicator: Communicator) -> HostOptError:
+        mine = np.ones(lengths[communicator.rank], np.float32)
+        return failure(communicator, lambda: communicator.all_reduce(mine, what="the flour"))
+
+    errors = spawn(2, work, segment_bytes=segment_bytes, collective_timeout_s=2.0)
+    # one rank finds it, and its error ends the other
+    found = [error for error in errors if isinstance(error, ProtocolError)]
+    assert found
+    for error in found:
+        assert "the flour" in str(error)
+        assert "the same shape and dtype" in str(error)
+    assert all(isinstance(error, (ProtocolError, PeerLostError)) for error in errors)
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_finish_of_all_and_new_work_after_it(spawn: Spawn, size: int) -> None:
+    def work(communicator: Communicator) -> None:
+        for _ in range(10):
+            mine = np.array([communicator.rank + 1.0])
+            assert communicator.all_reduce(mine)[0] == size * (size + 1) / 2
+            communicator.finish()
+
+    spawn(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_waits_for_one_that_has_finished(spawn: Spawn, size: int) -> None:
+    def work(communicator: Communicator) -> HostOptError:
+        communicator.barrier()
+        if communicator.rank == 0:
+            return failure(communicator, communicator.finish)
+        return failure(communicator, lambda: communicator.all_reduce(np.ones(9), what="step 7"))
+
+    errors = spawn(size, work)
+    # rank 1 receives from rank 0, and the others hear it from rank 1
+    for error in errors:
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 0
+        assert "rank 0" in str(error)
+        assert "finished" in str(error)
+        assert "rank 1 waited for step 7" in str(error)
+
+
+def test_a_rank_that_finishes_twice_while_the_other_goes_on(spawn_inproc: Spawn) -> None:
+    said_again = threading.Event()
+
+    def work(communicator: Communicator) -> HostOptError:
+        mailbox = communicator.transport.mailbox
+        if communicator.rank == 0:
+            send = communicator.transport.send
+
+            def send_and_say(*message: Any) -> None:
+                send(*message)
+                said_again.set()
+
+            communicator.finish()
+            communicator.transport.send = send_and_say  # type: ignore[method-assign]
+            return failure(communicator, communicator.finish)
+        resume = mailbox.resume
+
+        def late_resume(*step: int) -> None:
+            assert said_again.wait(30)
+            resume(*step)
+
+        mailbox.resume = late_resume  # type: ignore[method-assign]
+        communicator.finish()
+        return failure(communicator, lambda: communicator.all_reduce(np.ones(9)))
+
+    for error in spawn_inproc(2, work, collective_timeout_s=2.0):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 0
+
+
+def test_a_rank_that_waits_for_one_that_has_closed(spawn: Spawn) -> None:
+    def work(communicator: Communicator) -> HostOptError | None:
+        communicator.barrier()
+        if communicator.rank == 0:
+            return None
+        return failure(communicator, lambda: communicator.broadcast(np.ones(3), what="weights"))
+
+    for rank, error in enumerate(spawn(3, work)[1:], start=1):
+        assert isinstance(error, PeerLostError), rank
+        assert error.rank == 0
+        assert "rank 0" in str(error)
+
+
+# --- waiting in vain --------------------------------------------------------------------------
+
+
+def test_a_timeout_names_who_waits_for_whom_and_what(
+    spawn: Spawn, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = threading.Event()
+
+    def work(communicator: Communicator) -> HostOptError | None:
+        communicator.barrier()
+        if communicator.rank == 1:
+            assert done.wait(30)  # alive, and busy with something else
+            return None
+        mine, operation = np.ones(9), Operation(communicator.channel, 1, 3, "'dense/kernel'")
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            communicator.all_reduce_in_place(mine, ReduceOp.SUM, operation)
+        done.set()
+        assert caught.value.address == communicator.transport.cluster.ring[1].address
+        return caught.value
+
+    with caplog.at_level(logging.WARNING, "hostopt"):
+        error, _ = spawn(2, work, stall_warning_s=0.1, collective_timeout_s=0.3)
+    assert (error.rank, error.step, error.bucket) == (1, 1, 3)
+    assert error.task in ("worker:0", "worker:1")
+    wanted = ["rank 0", "rank 1", error.task, error.address, "step 1", "bucket 3", "dense/kernel"]
+    for words in [*wanted, "collective_timeout_s"]:
+        assert words in str(error)
+    warnings = [r.getMessage() for r in caplog.records if r.name == "hostopt.transport.mailbox"]
+    assert len(warnings) == 2  # after 0.1 s and after 0.2 s
+    for words in wanted:
+        assert all(words in warning for warning in warnings)
+
+
+def test_no_false_alarm(spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+    def work(communicator: Communicator) -> None:
+        for _ in range(50):
+            communicator.all_reduce(np.ones(1000))
+
+    with caplog.at_level(logging.WARNING):
+        spawn(3, work, stall_warning_s=20.0)
+    assert not caplog.records
+
+
+def test_an_error_of_the_user_is_the_root_cause_everywhere(spawn: Spawn) -> None:
+    all_met = threading.Barrier(4)
+
+    def work(communicator: Communicator) -> HostOptError:
+        all_met.wait(30)
+        if communicator.rank == 2:
+            communicator.abort(ValueError("no more flour"))
+        return failure(communicator, communicator.barrier)
+
+    for error in spawn(4, work):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 2
+        assert error.root_cause == "ValueError: no more flour"
+        assert "rank 2" in str(error)
+        assert "no more flour" in str(error)

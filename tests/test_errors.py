@@ -1,0 +1,77 @@
+"""The tree of errors: its codes are a contract, its drawing is the truth."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from hostopt import errors
+from hostopt.errors import HostOptError
+
+CLASSES = {
+    name: class_
+    for name, class_ in vars(errors).items()
+    if inspect.isclass(class_) and class_.__module__ == errors.__name__
+}
+EXIT_CODES = {
+    "HostOptError": 70,
+    "CollectiveMismatchError": 65,
+    "CheckpointError": 74,
+    "ProtocolError": 76,
+    "AuthError": 77,
+    "ConfigError": 78,
+    "NonFiniteGradientError": 79,
+    "PeerLostError": 200,
+    "CollectiveTimeoutError": 201,
+    "RendezvousTimeoutError": 202,
+}
+ATTRIBUTES = ["rank", "task", "address", "step", "bucket", "root_cause", "last_checkpoint"]
+
+
+def test_exit_codes() -> None:
+    assert {name: vars(class_).get("exit_code") for name, class_ in CLASSES.items()} == {
+        **EXIT_CODES,
+        "RetryableError": None,
+    }
+
+
+def test_only_what_is_worth_a_retry_says_so() -> None:
+    for name, code in EXIT_CODES.items():
+        retryable = issubclass(CLASSES[name], errors.RetryableError)
+        assert retryable == (code >= 193), name
+        assert retryable or code < 128, name
+
+
+def test_the_drawing() -> None:
+    assert errors.__doc__ is not None
+    drawn: dict[str, tuple[str, int | None]] = {}
+    above: list[tuple[int, str]] = [(-1, "RuntimeError")]
+    for line in errors.__doc__.splitlines():
+        found = re.match(r"(.*)[├└]── (\w+) +(?:exit code )?(\d+|\(none)", line)
+        if found is None:
+            assert "──" not in line, line
+            continue
+        indent, name, code = len(found[1]), found[2], found[3]
+        while above[-1][0] >= indent:
+            above.pop()
+        drawn[name] = (above[-1][1], int(code) if code.isdigit() else None)
+        above.append((indent, name))
+    assert drawn == {
+        name: (class_.__base__.__name__, vars(class_).get("exit_code"))
+        for name, class_ in CLASSES.items()
+    }
+    assert re.search(r"^ *RuntimeError$", errors.__doc__, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_attributes(name: str) -> None:
+    facts = {attribute: object() for attribute in ATTRIBUTES}
+    error = CLASSES[name]("what to do", **facts)
+    assert isinstance(error, HostOptError)
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "what to do"
+    assert {attribute: getattr(error, attribute) for attribute in ATTRIBUTES} == facts
+    bare = CLASSES[name]("what to do")
+    assert {getattr(bare, attribute) for attribute in ATTRIBUTES} == {None}

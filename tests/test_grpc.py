@@ -1,0 +1,332 @@
+"""Ranks as real processes: what each one says, and its exit code, when something breaks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from conftest import RankProcesses, Spawn, jobs_of, reserved_addresses
+
+from hostopt.communicator import Communicator
+from hostopt.errors import ProtocolError
+from hostopt.transport import frame
+from hostopt.transport.base import Tag
+
+pytestmark = pytest.mark.timeout(60)
+
+NewRing = Callable[[int], RankProcesses]
+
+# What a script begins with: rank 0..size-1 of the ring in TF_CONFIG.
+MEET = """
+import logging, os, signal, sys
+import numpy as np
+import hostopt
+from hostopt.transport import grpc as transport
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+if "PROGRESS_EVERY_S" in os.environ:
+    transport._PROGRESS_EVERY_S = float(os.environ["PROGRESS_EVERY_S"])
+communicator = hostopt.connect()
+rank, size = communicator.rank, communicator.size
+def say(line):
+    print(line, flush=True)
+"""
+SUM = """
+assert communicator.all_reduce(np.ones(1000))[0] == size
+"""
+
+
+# --- how a run goes well ----------------------------------------------------------------------
+
+
+def test_a_run_without_faults(processes: NewRing) -> None:
+    ring = processes(3)
+    script = """
+        for step in range(20):
+            total = communicator.all_reduce(np.arange(50_000.0) + rank)
+            assert total[-1] == 3 * 49_999 + 3, total
+        communicator.finish()
+        say("done")
+    """
+    for process in ring.start_all(MEET + unindent(script)):
+        process.expect("done")
+        assert process.exit_code() == 0, process.stderr
+        assert "Traceback" not in process.stderr
+
+
+def test_a_rank_may_end_long_before_the_others(processes: NewRing) -> None:
+    ring = processes(3)
+    script = """
+        weights = communicator.broadcast(np.full(100_000, rank + 7.0))
+        assert weights[-1] == 7
+        say("has them")
+        if rank:
+            sys.stdin.read()
+        if rank == 1:
+            say("and ends")
+    """
+    first, second, third = ring.start_all(MEET + unindent(script))
+    first.expect("has them")
+    assert first.exit_code() == 0, first.stderr
+    for process in (second, third):
+        process.expect("has them")
+        process.go_on()
+        assert process.exit_code() == 0, process.stderr
+        assert "Traceback" not in process.stderr
+
+
+def test_a_rank_that_ends_as_soon_as_it_has_met_the_others(processes: NewRing) -> None:
+    ring = processes(2)
+    script = MEET + "assert communicator.broadcast(np.full(3, rank + 7.0))[0] == 7"
+    early = ring.start(1, script, PROGRESS_EVERY_S="0.1")
+    assert "missing: chief:0" in early.line()  # it looks for rank 0 from time to time only
+    late = ring.start(0, script)
+    assert late.exit_code() == 0, late.stderr
+    assert early.exit_code() == 0, early.stderr
+
+
+def test_a_proxy_is_not_asked(processes: NewRing) -> None:
+    ring = processes(2)
+    with reserved_addresses(1) as dead:  # nobody listens there
+        proxy = dict.fromkeys(PROXY_VARIABLES, f"http://{dead[0]}")
+        for process in ring.start_all(MEET + SUM, no_proxy="", NO_PROXY="", **proxy):
+            assert process.exit_code() == 0, process.stderr
+
+
+PROXY_VARIABLES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+
+
+def test_names_of_hosts(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "conftest.jobs_of", lambda a: jobs_of([x.replace("127.0.0.1", "localhost") for x in a])
+    )
+
+    def work(communicator: Communicator) -> str:
+        assert communicator.all_reduce(np.ones(3))[0] == 2
+        return communicator.transport.cluster.ring[0].address.partition(":")[0]
+
+    assert spawn_grpc(2, work) == ["localhost"] * 2
+
+
+# --- how ranks meet ---------------------------------------------------------------------------
+
+
+def test_who_is_missing_is_told_from_time_to_time(processes: NewRing) -> None:
+    ring = processes(2)
+    first = ring.start(0, MEET + SUM, PROGRESS_EVERY_S="0.1")
+    for _ in range(2):
+        line = first.line()
+        assert line.startswith("rank 0 has waited ")
+        assert line.endswith(f"missing: worker:0 ({ring.addresses[1]})")
+    second = ring.start(1, MEET + SUM)
+    for process in (first, second):
+        assert process.exit_code() == 0, process.stderr
+
+
+def test_a_rank_that_never_comes(processes: NewRing) -> None:
+    ring = processes(3)
+    started = [ring.start(rank, MEET, HOSTOPT_RENDEZVOUS_TIMEOUT_S="1.5") for rank in (0, 2)]
+    for process in started:
+        assert process.exit_code() == 202
+        assert "RendezvousTimeoutError" in process.stderr
+        assert f"missing: worker:0 ({ring.addresses[1]})" in process.stderr
+
+
+def test_a_port_in_use(processes: NewRing) -> None:
+    ring = processes(2)
+    host, _, port = ring.addresses[0].rpartition(":")
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind((host, int(port)))
+        other.listen()
+        process = ring.start(0, MEET)
+        assert process.exit_code() == 78
+    assert "ConfigError" in process.stderr
+    assert f"{ring.addresses[0]} of this task (chief:0) is in use" in process.stderr
+
+
+def test_the_same_task_twice(processes: NewRing) -> None:
+    ring = processes(2)
+    script = MEET + SUM + "say('ready'); sys.stdin.read()" + SUM
+    started = ring.start_all(script)
+    for process in started:
+        process.expect("ready")
+    again = ring.start(1, script)
+    assert again.exit_code() == 78
+    assert f"{ring.addresses[1]} of this task (worker:0) is in use" in again.stderr
+    for process in started:  # and these are not disturbed
+        process.go_on()
+    for process in started:
+        assert process.exit_code() == 0, process.stderr
+
+
+def test_a_tf_config_that_cannot_be_used(processes: NewRing) -> None:
+    process = processes(1).start(0, MEET, jobs={"worker": ["127.0.0.1:2222"]})
+    assert process.exit_code() == 78
+    assert "ConfigError: TF_CONFIG" in process.stderr
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_know_different_rings(processes: NewRing, first: int) -> None:
+    ring = processes(3)
+    jobs = [jobs_of(ring.addresses[:2]), jobs_of(ring.addresses)]
+    before = ring.start(first, MEET, jobs=jobs[first], PROGRESS_EVERY_S="0.1")
+    assert "missing" in before.line()
+    after = ring.start(1 - first, MEET, jobs=jobs[1 - first])
+    for process in (before, after):
+        assert process.exit_code() == 78, process.stderr
+        assert "ConfigError" in process.stderr
+        assert '"cluster" in TF_CONFIG' in process.stderr
+        assert ring.addresses[2] in process.stderr
+
+
+# --- a rank that dies -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "victim"), [(3, 0), (3, 2), (4, 1), (4, 2)])
+def test_a_killed_rank_is_named_by_all_others(processes: NewRing, size: int, victim: int) -> None:
+    ring = processes(size)
+    script = f"say('ready')\nif rank == {victim}: sys.stdin.read()"
+    started = ring.start_all(MEET + SUM + script + SUM)
+    for process in started:
+        process.expect("ready")
+    started[victim].kill()
+    for rank, process in enumerate(started):
+        if rank == victim:
+            assert process.exit_code() == -9
+            continue
+        assert process.exit_code() == 200, process.stderr
+        assert f"\nhostopt.errors.PeerLostError: {ring.name(victim)} lost" in process.stderr
+
+
+def test_a_rank_killed_in_the_middle_of_a_message(processes: NewRing) -> None:
+    ring = processes(3)
+    script = """
+        if rank == 1:
+            send, sent = communicator.transport.send, []
+            def send_three(*message):
+                if len(sent) == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                sent.append(send(*message))
+            communicator.transport.send = send_three
+        communicator.all_reduce(np.ones(10_000), what="the flour")
+    """
+    started = ring.start_all(MEET + unindent(script), HOSTOPT_SEGMENT_BYTES="4096")
+    assert [process.exit_code() for process in started] == [200, -9, 200]
+    for process in (started[0], started[2]):
+        assert f"PeerLostError: {ring.name(1)} lost" in process.stderr
+
+
+def test_a_rank_killed_before_it_has_sent_anything(processes: NewRing) -> None:
+    ring = processes(3)
+    script = """
+        say("ready")
+        if rank == 0:
+            sys.stdin.read()
+        communicator.broadcast(np.ones(10))
+    """
+    started = ring.start_all(MEET + unindent(script))
+    for process in started:
+        process.expect("ready")
+    started[0].kill()
+    for process in started[1:]:
+        assert process.exit_code() == 200, process.stderr
+        assert f"PeerLostError: {ring.name(0)} lost" in process.stderr
+
+
+def test_an_exception_of_the_user_is_shown_by_all(processes: NewRing) -> None:
+    ring = processes(4)
+    script = """
+        def bake():
+            raise ValueError("no more flour")
+        say("ready")
+        sys.stdin.read()
+        if rank == 1:
+            bake()
+    """
+    started = ring.start_all(MEET + SUM + unindent(script) + SUM)
+    for process in started:
+        process.expect("ready")
+    for process in started:
+        process.go_on()
+    assert [process.exit_code() for process in started] == [200, 1, 200, 200]
+    own = started[1].stderr
+    assert own.startswith("Traceback")
+    assert "in bake" in own
+    assert "\nValueError: no more flour\n" in own
+    for rank in (0, 2, 3):
+        (told,) = [line for line in started[rank].stderr.splitlines() if "PeerLostError:" in line]
+        assert ring.name(1) in told
+        assert "ValueError: no more flour" in told
+
+
+def test_a_rank_that_does_less_than_the_others(processes: NewRing) -> None:
+    ring = processes(3)
+    script = MEET + SUM + "communicator.finish() if rank == 2 else communicator.barrier()"
+    for process in ring.start_all(script):
+        assert process.exit_code() == 200, process.stderr
+        assert ring.name(2) in process.stderr
+        assert "finished" in process.stderr
+
+
+# --- a peer that does not speak our language --------------------------------------------------
+
+
+def stream(address: str, *messages: bytes, **metadata: str) -> Any:
+    """Send messages as a peer would; returns the outcome of the call."""
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        call = channel.stream_unary("/hostopt.Ring/Stream").future(
+            iter(messages), metadata=tuple(metadata.items()), timeout=30
+        )
+        return call.exception()
+
+
+GOOD = frame.encode(Tag(0, 5), b"flour")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"garbage",
+        b"GET / HTTP/1.1\r\n" * 9,
+        GOOD[:-1],
+        GOOD + b"x",
+        GOOD.replace(b"HO", b"HU"),
+    ],
+    ids=["empty", "short", "http", "truncated", "too-long", "magic"],
+)
+def test_garbage_ends_the_ring_and_is_no_hang(spawn_grpc: Spawn, message: bytes) -> None:
+    def work(communicator: Communicator) -> Any:
+        if communicator.rank == 1:
+            stream(communicator.transport.cluster.ring[0].address, GOOD, message, rank="1")
+        with pytest.raises(Exception, match="frame") as caught:
+            communicator.all_reduce(np.ones(3))
+        return caught.value
+
+    error, _ = spawn_grpc(2, work)
+    assert isinstance(error, ProtocolError)
+
+
+@pytest.mark.parametrize("metadata", [{}, {"rank": "one"}, {"rank": "7"}, {"rank": "-1"}])
+def test_a_stranger_disturbs_nobody(spawn_grpc: Spawn, metadata: dict[str, str]) -> None:
+    def work(communicator: Communicator) -> Any:
+        refused = None
+        communicator.barrier()
+        if communicator.rank == 1:
+            address = communicator.transport.cluster.ring[0].address
+            refused = stream(address, GOOD, b"garbage", **metadata)
+        assert communicator.all_reduce(np.ones(3))[0] == 2
+        return refused
+
+    _, refused = spawn_grpc(2, work)
+    assert isinstance(refused, grpc.RpcError)
+
+
+def unindent(script: str) -> str:
+    """Make a script fit behind `MEET`."""
+    return script.replace("\n        ", "\n")

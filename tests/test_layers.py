@@ -1,0 +1,248 @@
+"""Imports run one way, and the public names are these."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hostopt
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("hostopt", "estimator_ext")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+# Each module imports only modules above it.
+LADDER = [
+    "hostopt.errors",
+    "hostopt.cluster",
+    "hostopt.options",
+    "hostopt.transport",
+    "hostopt.transport.mailbox",
+    "hostopt.transport.base",
+    "hostopt.transport.inproc",
+    "hostopt.transport.frame",
+    "hostopt.transport.grpc_parts",
+    "hostopt.transport.grpc",
+    "hostopt.ring",
+    "hostopt.communicator",
+    "hostopt.bucket",
+    "hostopt.reducer",
+    "hostopt.connect",
+    "hostopt",
+    "hostopt.tensorflow.ops",
+    "hostopt.tensorflow",
+    "hostopt._supervisor",
+    "hostopt.launch",
+    "hostopt.cli",
+    "estimator_ext._tf_estimator",
+    "estimator_ext.strategy",
+    "estimator_ext.hooks",
+    "estimator_ext.run_config",
+    "estimator_ext.spec",
+    "estimator_ext.host_call",
+    "estimator_ext.estimator",
+    "estimator_ext.training",
+    "estimator_ext",
+]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that the code imports, wherever in it, but for the type checker only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from imports(ast.Module(node.orelse, []))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            assert node.module is not None
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in FILES else node.module
+        else:
+            yield from imports(node)
+
+
+def imports_of(name: str) -> set[str]:
+    return set(imports(ast.parse(FILES[name].read_text())))
+
+
+def starts_with(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def test_imports_are_found_wherever_they_are() -> None:
+    code = """
+import json, os.path
+from hostopt import ring, Options
+from hostopt.errors import ConfigError
+if TYPE_CHECKING:
+    import hostopt.cli
+else:
+    import hostopt.launch
+def function():
+    try:
+        import grpc
+    except ImportError:
+        from estimator_ext import spec as other
+"""
+    assert set(imports(ast.parse(code))) == {
+        "json",
+        "os.path",
+        "hostopt.ring",
+        "hostopt",
+        "hostopt.errors",
+        "hostopt.launch",
+        "grpc",
+        "estimator_ext.spec",
+    }
+
+
+def test_the_ladder_names_every_module() -> None:
+    assert sorted(FILES) == sorted(LADDER)
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_a_module_imports_only_what_stands_above_it(name: str) -> None:
+    ours = {found for found in imports_of(name) if starts_with(found, "hostopt")}
+    ours |= {found for found in imports_of(name) if starts_with(found, "estimator_ext")}
+    below = {found for found in ours if LADDER.index(found) >= LADDER.index(name)}
+    assert not below
+
+
+@pytest.mark.parametrize("name", [name for name in LADDER if starts_with(name, "hostopt")])
+def test_hostopt_knows_nothing_of_estimator_ext(name: str) -> None:
+    assert not [found for found in imports_of(name) if starts_with(found, "estimator_ext")]
+
+
+def test_tensorflow_has_one_door_into_hostopt() -> None:
+    users = {
+        name
+        for name in FILES
+        if starts_with(name, "hostopt")
+        and any(starts_with(found, "tensorflow") for found in imports_of(name))
+    }
+    assert users == {"hostopt.tensorflow.ops"}
+
+
+def test_only_the_grpc_transport_imports_grpc() -> None:
+    users = {name for name in FILES if any(starts_with(f, "grpc") for f in imports_of(name))}
+    assert users == {"hostopt.transport.grpc", "hostopt.transport.grpc_parts"}
+
+
+def estimator_names(tree: ast.AST) -> Iterator[str]:
+    """Where code, not text, reaches for tensorflow_estimator or tf.estimator."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "estimator":
+            if ast.unparse(node).startswith(("tf.", "tensorflow.")):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Name) and node.id == "tensorflow_estimator":
+            yield node.id
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                parts = f"{module}.{alias.name}".split(".") if module else alias.name.split(".")
+                in_tensorflow = parts[0] == "tensorflow" and "estimator" in parts
+                if parts[0] == "tensorflow_estimator" or in_tensorflow:
+                    yield ".".join(parts)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "tf.estimator.Estimator",
+        "x = tf.compat.v1.estimator.RunConfig()",
+        "import tensorflow_estimator as e",
+        "from tensorflow_estimator.python.estimator import util",
+        "from tensorflow import estimator",
+        "from tensorflow.compat.v1.estimator import Estimator",
+    ],
+)
+def test_the_estimator_is_found_in_code(code: str) -> None:
+    assert list(estimator_names(ast.parse(f"'''tf.estimator'''\n{code}")))
+
+
+def test_the_estimator_has_one_door() -> None:
+    users = {name for name in FILES if list(estimator_names(ast.parse(FILES[name].read_text())))}
+    assert users == {"estimator_ext._tf_estimator"}
+
+
+def test_importing_hostopt_loads_neither_tensorflow_nor_grpc() -> None:
+    code = "import sys, hostopt, hostopt.cli; print(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    loaded = run.stdout.split()
+    assert "hostopt.communicator" in loaded
+    heavy = ("tensorflow", "tensorflow_estimator", "grpc", "estimator_ext")
+    assert not [name for name in loaded if name.partition(".")[0] in heavy]
+
+
+# --- public names -----------------------------------------------------------------------------
+
+
+def test_public_names_of_hostopt() -> None:
+    assert sorted(hostopt.__all__) == [
+        "AuthError",
+        "CheckpointError",
+        "Cluster",
+        "CollectiveMismatchError",
+        "CollectiveTimeoutError",
+        "Communicator",
+        "ConfigError",
+        "HostOptError",
+        "NonFiniteGradientError",
+        "Options",
+        "PeerLostError",
+        "ProtocolError",
+        "ReduceOp",
+        "RendezvousTimeoutError",
+        "RetryableError",
+        "Task",
+        "connect",
+    ]
+    assert all(hasattr(hostopt, name) for name in hostopt.__all__)
+
+
+def declared(name: str) -> list[str]:
+    """`__all__` of a module, which is not imported."""
+    (found,) = [
+        node.value
+        for node in ast.parse(FILES[name].read_text()).body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        == "__all__"
+    ]
+    return list(ast.literal_eval(found))
+
+
+def test_public_names_of_estimator_ext() -> None:
+    assert sorted(declared("estimator_ext")) == [
+        "BroadcastVariablesHook",
+        "Estimator",
+        "EstimatorSpec",
+        "HostOffloadStrategy",
+        "RunConfig",
+        "train_and_evaluate",
+    ]
+
+
+def test_public_names_of_the_graph_operations() -> None:
+    assert sorted(declared("hostopt.tensorflow")) == [
+        "all_reduce",
+        "broadcast",
+        "reduce_in_buckets",
+    ]
+
+
+def test_every_other_module_is_internal() -> None:
+    public = {"hostopt", "hostopt.tensorflow", "estimator_ext"}
+    named = {name for name in FILES if name != "hostopt.transport" and declared(name)}
+    assert named == public

@@ -1,0 +1,51 @@
+"""The example as a user starts it: by the launcher, and by hand with TF_CONFIG."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from ranks import QUIET, Ranks
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+
+MAIN = Path(__file__).parents[1] / "examples" / "mnist" / "main.py"
+
+
+def test_chief_worker_and_evaluator_by_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+    model_dir = tmp_path / "model"
+    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--evaluators", "1", "--"]
+    command += [sys.executable, str(MAIN), "--steps", "400", "--model-dir", str(model_dir)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = re.search(r"^\[chief:0\] test accuracy: ([0-9.]+)$", done.stdout, re.MULTILINE)
+    assert float(accuracy[1]) > 0.9
+    for role in ("chief:0", "worker:0", "evaluator:0"):
+        assert len(re.findall(rf"^\[{role}\] data: ", done.stdout, re.MULTILINE)) == 1
+    assert re.search(r"^\[chief:0\] training: [0-9.]+ steps/s", done.stdout, re.MULTILINE)
+    assert f"tensorboard --logdir {model_dir}" in done.stdout
+    # the evaluator had results before training ended
+    lines = done.stderr.splitlines()
+    first = next(i for i, x in enumerate(lines) if "[evaluator:0]" in x and "accuracy =" in x)
+    assert any("[chief:0]" in x and "Saving checkpoints for 400" in x for x in lines[first:])
+    assert tf.train.latest_checkpoint(str(model_dir)).endswith("model.ckpt-400")
+
+
+def test_two_workers_by_hand(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    arguments = ["--steps", "60", "--model-dir", str(tmp_path / "model")]
+    try:
+        first, second = ranks.run(str(MAIN), 2, arguments=arguments)
+    finally:
+        ranks.end()
+    assert "test accuracy: " in first.output
+    assert "test accuracy: " not in second.output
+    assert "Loss for final step" in second.output

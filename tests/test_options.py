@@ -1,0 +1,90 @@
+"""Options: what they default to, what overrides them, what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hostopt.errors import ConfigError
+from hostopt.options import Options
+
+NAMES = [field.name for field in dataclasses.fields(Options)]
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(Options()) == {
+        "bucket_mb": 25.0,
+        "segment_bytes": 1 << 20,
+        "rendezvous_timeout_s": 300.0,
+        "stall_warning_s": 30.0,
+        "collective_timeout_s": 300.0,
+    }
+    assert Options().bucket_bytes == 25 * 1024 * 1024
+
+
+def test_options_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().bucket_mb = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("bucket_mb", "bucket_bytes"), [(1 / 8192, 128), (3 / 8192, 384), (0.5, 1 << 19), (7, 7 << 20)]
+)
+def test_bucket_bytes(bucket_mb: float, bucket_bytes: int) -> None:
+    assert Options(bucket_mb=bucket_mb).bucket_bytes == bucket_bytes
+
+
+@pytest.mark.parametrize("bucket_mb", [0.1, 1 / 16384, 25.00001])
+def test_bucket_mb_is_a_multiple_of_128_bytes(bucket_mb: float) -> None:
+    with pytest.raises(ConfigError, match=r"bucket_mb.*multiple of 128 bytes") as caught:
+        Options(bucket_mb=bucket_mb)
+    advised = float(str(caught.value).rpartition(" ")[2])
+    assert Options(bucket_mb=advised).bucket_bytes == max(round(bucket_mb * 8192), 1) * 128
+
+
+def test_the_environment_overrides() -> None:
+    environ = {
+        "HOSTOPT_BUCKET_MB": "0.5",
+        "HOSTOPT_SEGMENT_BYTES": "4096",
+        "HOSTOPT_RENDEZVOUS_TIMEOUT_S": "1.5",
+        "HOSTOPT_STALL_WARNING_S": "2",
+        "HOSTOPT_COLLECTIVE_TIMEOUT_S": "3",
+        "HOSTOPT_OF_ANOTHER_KIND": "x",
+    }
+    found = Options(bucket_mb=4, stall_warning_s=9).with_environment(environ)
+    assert found == Options(0.5, 4096, 1.5, 2.0, 3.0)
+    assert isinstance(found.segment_bytes, int)
+
+
+def test_what_the_environment_does_not_name_stays() -> None:
+    assert Options(bucket_mb=4).with_environment({}) == Options(bucket_mb=4)
+    assert Options(bucket_mb=4).with_environment({"HOSTOPT_STALL_WARNING_S": "1"}) == Options(
+        bucket_mb=4, stall_warning_s=1
+    )
+
+
+def test_the_environment_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTOPT_STALL_WARNING_S", "17")
+    assert Options().with_environment().stall_warning_s == 17
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "25", None, [1]])
+def test_bad_values(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Options(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", ["", "many", "0", "-1", "nan", "inf", "1e999", "25 MiB"])
+def test_bad_values_in_the_environment(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?i){name}"):
+        Options().with_environment({f"HOSTOPT_{name.upper()}": value})
+
+
+def test_segments_have_whole_bytes() -> None:
+    with pytest.raises(ConfigError, match="segment_bytes"):
+        Options(segment_bytes=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"(?i)segment_bytes"):
+        Options().with_environment({"HOSTOPT_SEGMENT_BYTES": "1.5"})

@@ -1,0 +1,19 @@
+"""The ring works on early buckets while backward still computes later gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+pytestmark = [pytest.mark.tensorflow]
+
+
+def test_bucket_1_is_sent_before_the_last_gradient_exists(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    try:
+        for rank in ranks.run("overlap.py", 2, arguments=[str(tmp_path / "model")]):
+            assert "buckets [0, 1, 2]" in rank.output
+    finally:
+        ranks.end()

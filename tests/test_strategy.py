@@ -1,0 +1,250 @@
+"""HostOffloadStrategy by itself: roles, plain sessions, two strategies in one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from ranks import reserved_addresses
+
+import estimator_ext
+import hostopt
+
+pytestmark = [pytest.mark.tensorflow]
+
+
+def resolver(addresses: list[str], index: int, job: str = "worker") -> Any:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": addresses}), task_type=job, task_id=index
+    )
+
+
+@pytest.fixture
+def addresses() -> Iterator[list[str]]:
+    with reserved_addresses(2) as found:
+        yield found
+
+
+def as_ranks(addresses: list[str], work: Callable[[Any], Any]) -> list[Any]:
+    """Run `work(strategy)` for each rank, as threads of this process, and return the results."""
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        strategy = estimator_ext.HostOffloadStrategy(
+            resolver(addresses, rank), collective_timeout_s=30
+        )
+        try:
+            with tf.Graph().as_default(), strategy.errors_told():
+                results[rank] = work(strategy)
+            strategy.close()
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(addresses))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[rank] for rank in range(len(addresses))]
+
+
+def session(strategy: Any) -> tf.compat.v1.Session:
+    config = tf.compat.v1.ConfigProto(allow_soft_placement=False)
+    return tf.compat.v1.Session(config=strategy.update_config_proto(config))
+
+
+# -- a plain session -----------------------------------------------------------------------
+
+
+def test_initializers_yield_the_values_of_rank_0(addresses: list[str]) -> None:
+    def work(strategy: Any) -> Any:
+        with strategy.scope():
+            variables = [
+                tf.compat.v1.get_variable(f"v{i}", initializer=np.float32([strategy.cluster.rank]))
+                for i in range(8)  # more than there are threads to wait with
+            ]
+        with session(strategy) as run:
+            run.run(tf.compat.v1.global_variables_initializer())
+            return run.run(variables)
+
+    for values in as_ranks(addresses, work):
+        np.testing.assert_array_equal(values, np.zeros((8, 1)))
+
+
+def test_run_and_reduce(addresses: list[str]) -> None:
+    def work(strategy: Any) -> Any:
+        rank = strategy.cluster.rank
+        with strategy.scope():
+            value = strategy.run(lambda x: x * 10, args=(tf.constant([rank + 1.0]),))
+            total = strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None)
+            mean = strategy.reduce(tf.distribute.ReduceOp.MEAN, value, axis=None)
+        with session(strategy) as run:
+            return run.run([total, mean])
+
+    for total, mean in as_ranks(addresses, work):
+        assert (total, mean) == ([30.0], [15.0])
+
+
+def test_an_optimizer_in_run_sums_gradients_and_updates_on_the_host(addresses: list[str]) -> None:
+    def work(strategy: Any) -> Any:
+        rank = strategy.cluster.rank
+        with strategy.scope():
+            weight = tf.compat.v1.get_variable("w", [3], tf.float64, tf.zeros_initializer())
+            optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+
+            def step() -> tf.Operation:
+                loss = tf.reduce_sum(weight * np.float64([1, 2, 3]) * (rank + 1))
+                return optimizer.minimize(loss)
+
+            train_op = strategy.run(step)
+        assert weight.device.endswith("CPU:0")
+        with session(strategy) as run:
+            run.run(tf.compat.v1.global_variables_initializer())
+            for _ in range(3):
+                run.run(train_op)
+            return run.run(weight)
+
+    for value in as_ranks(addresses, work):
+        np.testing.assert_array_equal(value, [-9.0, -18.0, -27.0])
+
+
+def test_a_dataset_is_distributed_over_the_ranks(addresses: list[str]) -> None:
+    def work(strategy: Any) -> Any:
+        with strategy.scope():
+            dataset = tf.data.Dataset.range(12).batch(4)
+            iterator = strategy.experimental_distribute_dataset(dataset)
+            iterator = iterator.make_initializable_iterator()
+            batch = strategy.run(tf.identity, args=(iterator.get_next(),))
+        with session(strategy) as run:
+            run.run(iterator.initializer)
+            return [run.run(batch).tolist() for _ in range(3)]
+
+    found = as_ranks(addresses, work)
+    assert [len(batch) for batches in found for batch in batches] == [2] * 6
+    assert sorted(x for batches in found for batch in batches for x in batch) == list(range(12))
+
+
+def test_a_monitored_training_session(addresses: list[str]) -> None:
+    def work(strategy: Any) -> Any:
+        with strategy.scope():
+            rank = strategy.cluster.rank
+            value = tf.compat.v1.get_variable("v", initializer=np.int64([rank + 7]))
+        config = strategy.update_config_proto(tf.compat.v1.ConfigProto())
+        with tf.compat.v1.train.MonitoredTrainingSession(config=config) as run:
+            return int(run.run(value)[0])
+
+    assert as_ranks(addresses, work) == [7, 7]
+
+
+def test_two_pairs_of_ranks_in_one_process_do_not_disturb_each_other() -> None:
+    results: dict[int, Any] = {}
+
+    def work(strategy: Any) -> Any:
+        with strategy.scope():
+            total = strategy.reduce(
+                tf.distribute.ReduceOp.SUM, tf.constant(strategy.base + 1.0), axis=None
+            )
+        with session(strategy) as run:
+            return [float(run.run(total)) for _ in range(20)]
+
+    def pair(base: float) -> None:
+        def with_base(strategy: Any) -> Any:
+            strategy.base = base
+            return work(strategy)
+
+        with reserved_addresses(2) as addresses:
+            results[int(base)] = as_ranks(addresses, with_base)
+
+    threads = [threading.Thread(target=pair, args=(base,)) for base in (0.0, 100.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert results == {0: [[2.0] * 20] * 2, 100: [[202.0] * 20] * 2}
+
+
+# -- roles and refusals --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config_class", [tf.estimator.RunConfig, estimator_ext.RunConfig])
+def test_the_stock_estimator_is_refused_at_once(
+    addresses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_class: Any
+) -> None:
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    config = config_class(train_distribute=estimator_ext.HostOffloadStrategy())
+    estimator = tf.estimator.Estimator(lambda features: None, str(tmp_path), config)
+    spec = tf.estimator.TrainSpec(lambda: None, 1), tf.estimator.EvalSpec(lambda: None)
+    with pytest.raises(hostopt.ConfigError, match=r"estimator_ext\.Estimator"):
+        tf.estimator.train_and_evaluate(estimator, *spec)
+
+
+def test_a_stock_run_config_takes_its_role_from_the_strategy(
+    addresses: list[str], tmp_path: Path
+) -> None:
+    strategy = estimator_ext.HostOffloadStrategy(resolver(addresses, 1))
+    config = tf.estimator.RunConfig(train_distribute=strategy)
+    assert config.is_chief  # what the stock class makes of a cluster that TF_CONFIG does not name
+    config = estimator_ext.Estimator(lambda features: None, str(tmp_path), config).config
+    assert not config.is_chief
+    assert (config.task_type, config.task_id, config.global_id_in_cluster) == ("worker", 1, 1)
+    assert config.num_worker_replicas == 2
+    assert config.train_distribute is strategy
+    assert not config.master
+
+
+def test_an_evaluator_needs_no_ring_and_no_accelerator(addresses: list[str]) -> None:
+    strategy = estimator_ext.HostOffloadStrategy(resolver(addresses, 0, "evaluator"))
+    assert strategy.accelerator.endswith("/device:CPU:0")
+    session_config = tf.compat.v1.ConfigProto()
+    config = estimator_ext.RunConfig(train_distribute=strategy, session_config=session_config)
+    assert (config.task_type, config.is_chief) == ("evaluator", False)
+    assert config.session_config.device_count["GPU"] == 0
+    with pytest.raises(hostopt.ConfigError, match="takes no part in the ring"):
+        _ = strategy.communicator
+
+
+def test_resolver_and_tf_config_must_name_the_same_cluster(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    estimator_ext.HostOffloadStrategy(resolver(addresses, 0))
+    for other in (resolver(addresses, 1), resolver(addresses[::-1], 0)):
+        with pytest.raises(hostopt.ConfigError, match="but TF_CONFIG names"):
+            estimator_ext.HostOffloadStrategy(other)
+
+
+def test_a_copy_is_the_strategy_itself(addresses: list[str]) -> None:
+    strategy = estimator_ext.HostOffloadStrategy(resolver(addresses, 0))
+    assert copy.deepcopy(strategy) is strategy
+
+
+def test_input_fns_get_their_context(tmp_path: Path) -> None:
+    seen = []
+
+    def input_fn(input_context: tf.distribute.InputContext) -> tf.data.Dataset:
+        seen.append(
+            (
+                input_context.num_input_pipelines,
+                input_context.input_pipeline_id,
+                input_context.num_replicas_in_sync,
+            )
+        )
+        return tf.data.Dataset.from_tensors([1.0])
+
+    def model_fn(features: tf.Tensor, mode: str) -> Any:
+        return tf.estimator.EstimatorSpec(mode, loss=tf.reduce_sum(features))
+
+    estimator_ext.Estimator(model_fn, str(tmp_path)).evaluate(input_fn)
+    assert seen == [(1, 0, 1)]
