@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,17 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         trainer._model_dir = None
         trainer._warm_start_settings = None
         return trainer
+
+    def evaluate(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        hooks: Any = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        _own_events_file(self.eval_dir(name))
+        return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
 
     def _train_model_distributed(
         self, input_fn: Callable[..., Any], hooks: Any, saving_listeners: Any
@@ -162,6 +174,20 @@ class Estimator(_HostOffloadEstimator):
 def _saved_step(model_dir: str) -> int:
     path = tf.train.latest_checkpoint(model_dir)
     return int(tf.train.load_variable(path, "global_step")) if path else 0
+
+
+def _own_events_file(directory: str) -> None:
+    """Keep what this process reports there out of the events files of all others.
+
+    TensorFlow names a file after second and host, so that two processes which evaluate a last
+    checkpoint at the same moment would write into one file and corrupt it.
+    """
+    writers = tf.compat.v1.summary.FileWriterCache
+    with writers._lock, tf.Graph().as_default():  # FileWriter refuses to be made eagerly
+        if directory not in writers._cache:
+            writers._cache[directory] = tf.compat.v1.summary.FileWriter(
+                directory, filename_suffix=f".{os.getpid()}"
+            )
 
 
 def _reported_loss(strategy: HostOffloadStrategy, loss: tf.Tensor) -> tf.Tensor:
