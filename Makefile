@@ -1,14 +1,20 @@
-# `make mnist` runs the example, `make test` all tests; each sets up .venv by itself.
+# `make mnist` runs the example, `make test` all tests; each sets up its virtual environment.
 
-VENV := .venv
+# TENSORFLOW=2.15 asks for that release; otherwise it is the newest for the Python at hand
+TENSORFLOW ?=
+SUFFIX := $(addprefix -,$(TENSORFLOW))
+VENV := .venv$(SUFFIX)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# the first Python at hand that TensorFlow 2.15 supports
-PYTHON ?= $(firstword $(foreach p,python3 python3.11 python3.10 python3.9,$(shell \
-	$(p) -c 'import sys; (3, 9) <= sys.version_info[:2] < (3, 12) and print("$(p)")' 2>/dev/null)))
+PINNED := $(addprefix --constraint ,$(wildcard constraints$(SUFFIX).txt))
+WANTED := $(patsubst %,"tensorflow==%.*",$(TENSORFLOW))
+# the first supported Python at hand
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10 python3.9,\
+	$(shell $(p) -c 'import sys; (3, 9) <= sys.version_info[:2] < (3, 14) and print("$(p)")' \
+	2>/dev/null)))
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: mnist test check format clean
+.PHONY: mnist test test-core test-matrix check format clean
 
 mnist: $(STAMP)
 	$(BIN)/hostopt run -np 2 --evaluators 1 -- $(BIN)/python examples/mnist/main.py \
@@ -16,6 +22,15 @@ mnist: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest -m tensorflow
+
+# equality, roles, checkpoints, MNIST and what older programs need: what a TensorFlow may break
+test-core: $(STAMP)
+	$(BIN)/python -m pytest tests/test_equality.py tests/test_training.py \
+		tests/test_mnist_example.py tests/test_installing.py
+
+# all tests on every supported TensorFlow; the result goes to docs/compatibility.md
+test-matrix:
+	$(PYTHON) tests/matrix.py
 
 # fast: style, types, and the tests that start no TensorFlow
 check: $(STAMP)
@@ -28,13 +43,13 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-$(STAMP): setup.cfg constraints.txt
-	@test -n "$(PYTHON)" || { echo "no Python 3.9, 3.10 or 3.11 found: install one, or say \
+$(STAMP): setup.cfg $(wildcard constraints*.txt)
+	@test -n "$(PYTHON)" || { echo "no Python 3.9 to 3.13 found: install one, or say \
 	make PYTHON=/path/to/python" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[examples,test]"
+	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[examples,test]" $(WANTED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv* build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from estimator_ext.estimator import Estimator
 from estimator_ext.hooks import BroadcastVariablesHook
+from estimator_ext.installing import install
 from estimator_ext.run_config import RunConfig
 from estimator_ext.spec import EstimatorSpec
 from estimator_ext.strategy import HostOffloadStrategy
@@ -15,5 +16,6 @@ __all__ = [
     "EstimatorSpec",
     "HostOffloadStrategy",
     "RunConfig",
+    "install",
     "train_and_evaluate",
 ]

@@ -261,13 +261,14 @@ def _cluster_of(tasks: list[tuple[str, int]], ports: list[int]) -> dict[str, lis
 def _environment(
     base: Mapping[str, str], cluster: dict[str, list[str]], task: tuple[str, int], size: int
 ) -> dict[str, str]:
-    """Environment of one task: `base`, TF_CONFIG, and threads where `base` does not set them."""
+    """Environment of one task: `base`, TF_CONFIG, and defaults for what `base` does not set."""
     job, index = task
     threads = 1 if job == EVALUATOR else max(1, len(os.sched_getaffinity(0)) // size)
     defaults = {
         "PYTHONUNBUFFERED": "1",
         "TF_NUM_INTRAOP_THREADS": str(threads),
         "OMP_NUM_THREADS": str(threads),
+        "TF_USE_LEGACY_KERAS": "1",  # Estimator's graphs need Keras 2
     }
     config = {"cluster": cluster, "task": {"type": job, "index": index}}
     environment = {**defaults, **base, "TF_CONFIG": json.dumps(config)}

@@ -211,6 +211,7 @@ def test_a_grpc_server_can_take_the_port(capfd: pytest.CaptureFixture[str]) -> N
 THREADS = """
 import os
 names = "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES"
+names += ("TF_USE_LEGACY_KERAS",)
 print(*(os.environ.get(name, "-") for name in names), sep=",")
 """
 
@@ -221,12 +222,13 @@ def test_ranks_divide_the_cores(
 ) -> None:
     for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert launch.launch(python(THREADS), size=size, evaluators=1) == 0
     out = capfd.readouterr().out
     share = max(1, CORES // size)
-    assert lines_of(out, "chief:0") == [f"{share},{share},1,0"]
-    assert lines_of(out, "evaluator:0") == ["1,1,1,"]
+    assert lines_of(out, "chief:0") == [f"{share},{share},1,0,1"]
+    assert lines_of(out, "evaluator:0") == ["1,1,1,,1"]
 
 
 def test_cores_are_divided_by_the_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,10 +251,12 @@ def test_the_users_own_settings_win(
 ) -> None:
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "5")
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
     assert launch.launch(python(THREADS), size=2, evaluators=1) == 0
     out = capfd.readouterr().out
-    assert lines_of(out, "worker:0")[0].startswith("5,6,")
-    assert lines_of(out, "evaluator:0")[0].startswith("5,6,")
+    for task in ("worker:0", "evaluator:0"):
+        (line,) = lines_of(out, task)
+        assert line.startswith("5,6,") and line.endswith(",0")
 
 
 # --- what it prints ---------------------------------------------------------------------------

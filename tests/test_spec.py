@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import estimator_ext
 
+estimator_ext.install()
+
 pytestmark = [pytest.mark.tensorflow]
 MODES = tf.estimator.ModeKeys
 

@@ -17,6 +17,8 @@ from ranks import reserved_addresses
 import estimator_ext
 import hostopt
 
+estimator_ext.install()
+
 pytestmark = [pytest.mark.tensorflow]
 
 

@@ -74,11 +74,11 @@ def test_chief_worker_and_evaluator(tmp_path: Path, ranks: Ranks, api: str) -> N
     assert "Saving checkpoints" not in started[1].output
     if api == "ours":  # no evaluator in the cluster that the chief knows
         assert "the chief evaluates the final checkpoint" in started[0].output
-        assert "'global_step': 60" in started[0].output
-        assert "RESULT (None, [])" in started[1].output
+        assert '"global_step": 60' in started[0].output
+        assert "RESULT [null, []]" in started[1].output
         # both may have evaluated in the same second: each has a file of its own
         assert len({path.suffix for path in (model / "eval").glob("events.*")}) == 2
-        assert "'global_step': 60" in evaluator.output
+        assert '"global_step": 60' in evaluator.output
 
 
 def test_an_evaluator_ends_with_a_training_that_ends_early(tmp_path: Path, ranks: Ranks) -> None:

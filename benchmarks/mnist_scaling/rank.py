@@ -59,6 +59,8 @@ def main() -> None:
 
     import estimator_ext
 
+    estimator_ext.install()
+
     def input_fn() -> Any:
         random = np.random.RandomState(0)
         x = random.rand(8, BATCH, 28, 28, 1).astype(np.float32)

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 import estimator_ext
 
+estimator_ext.install()
+
 SEED = 1
 EVAL_BATCH = 500
 SHOWN = 16

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 import estimator_ext
 
+estimator_ext.install()
+
 SETTINGS = {
     "model_dir": "",  # where checkpoints go, one directory for each optimizer
     "dump_dir": "",  # where each rank writes its final variables
@@ -219,7 +221,7 @@ def train(estimator, input_fn, hooks, settings: dict) -> None:
         tf.estimator.TrainSpec(input_fn, max_steps=steps, hooks=hooks),
         tf.estimator.EvalSpec(input_fn, steps=3, start_delay_secs=0, throttle_secs=1),
     )
-    print("RESULT", result, flush=True)
+    print("RESULT", json.dumps(result, default=lambda number: number.item()), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,24 @@
+"""The one door to tensorflow_estimator: everything that this package takes from it."""
+
+from __future__ import annotations
+
+from estimator_ext._tf_estimator._loading import load
+
+__all__: list[str] = []
+
+# what `tf.estimator` and `tf.compat.v1.estimator` are, or were
+estimator_v2 = load("api._v2.estimator")
+estimator_v1 = load("api._v1.estimator")
+_training = load("training")
+
+Estimator = estimator_v2.Estimator
+EstimatorSpec = estimator_v2.EstimatorSpec
+EvalSpec = estimator_v2.EvalSpec
+ModeKeys = estimator_v2.ModeKeys
+RunConfig = estimator_v2.RunConfig
+TrainSpec = estimator_v2.TrainSpec
+
+# checks TrainSpec and EvalSpec, runs the local loop, and evaluates and exports a checkpoint
+TrainingExecutor = _training._TrainingExecutor
+Evaluator = _training._TrainingExecutor._Evaluator
+parse_input_fn_result = load("util").parse_input_fn_result

@@ -1,0 +1,35 @@
+"""install: gives existing programs `tf.estimator` back."""
+
+from __future__ import annotations
+
+import sys
+
+import tensorflow as tf
+
+from estimator_ext._tf_estimator import estimator_v1, estimator_v2
+from estimator_ext._tf_estimator._loading import check_keras, knows_estimator
+
+__all__: list[str] = []
+
+
+def install() -> None:
+    """Put `tf.estimator` and `tf.compat.v1.estimator` back where TensorFlow had them.
+
+    For programs written for `tf.estimator` that run on TensorFlow 2.16 or later: call it once,
+    before they use the name. `tf.keras` becomes Keras 2 (tf_keras), if nothing has used it before.
+    On TensorFlow 2.15, which has these names, nothing is done. May be called again.
+
+    Raises:
+      hostopt.ConfigError: `tf.keras` is Keras 3 already.
+    """
+    if knows_estimator():
+        return
+    check_keras()
+    for package, api in (
+        (tf, estimator_v2),
+        (tf.compat.v2, estimator_v2),
+        (tf.compat.v1, estimator_v1),
+    ):
+        package.estimator = api
+        # so that `import tensorflow.estimator` finds it too
+        sys.modules[f"{package.__name__}.estimator"] = api

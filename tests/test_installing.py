@@ -1,0 +1,252 @@
+"""Programs for tf.estimator, whatever the TensorFlow; each starts in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+import estimator_ext
+from estimator_ext._tf_estimator._loading import knows_estimator
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = ROOT / "tests" / "programs" / "written_for_2_15.py"
+CHECKPOINTS = sorted((ROOT / "tests" / "data" / "checkpoints").iterdir())
+# Named in docs/compatibility.md: what cannot exist where TensorFlow has Estimator itself.
+without_estimator = pytest.mark.skipif(
+    knows_estimator(), reason="TensorFlow 2.15 has Estimator, Keras 2 and the TPU part itself"
+)
+
+
+def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments; TF_USE_LEGACY_KERAS is what the test says, or not set."""
+    base = {k: v for k, v in os.environ.items() if k != "TF_USE_LEGACY_KERAS"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**base, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def run(code: str, **environment: str) -> str:
+    """What code prints, once it has ended well."""
+    ended = start("-c", code, **environment)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+# -- whole programs ------------------------------------------------------------------------
+
+
+def test_a_program_written_for_2_15_runs_with_one_line_more(tmp_path: Path) -> None:
+    line = "import estimator_ext; estimator_ext.install()\n"
+    text = PROGRAM.read_text()
+    assert "estimator_ext" not in text
+    program = tmp_path / "program.py"
+    program.write_text(text.replace("\nFEATURES", f"\n{line}\nFEATURES", 1))
+    ended = start(str(program), str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    (found,) = [line[7:] for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(found)
+    # as the unchanged program prints on TensorFlow 2.15.1
+    assert result["canned"]["global_step"] == 300
+    assert result["canned"]["accuracy"] == 1.0
+    assert result["canned"]["average_loss"] == pytest.approx(4.60087503597606e-05, rel=1e-4)
+    assert result["canned"]["prediction/mean"] == pytest.approx(0.4666643738746643, rel=1e-6)
+    assert result["custom"]["global_step"] == 101  # stopped early
+    assert result["custom"]["accuracy"] == 1.0
+    assert result["custom"]["loss"] == pytest.approx(0.0017014313489198685, rel=1e-4)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda path: f"made_by_{path.name}")
+def test_a_checkpoint_is_restored_and_trained_on(checkpoint: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint, directory)
+    program = ROOT / "tests" / "programs" / "checkpoints.py"
+    ended = start(str(program), "restore", str(directory))
+    assert ended.returncode == 0, ended.stderr
+    assert "RESTORED custom" in ended.stdout
+    assert "RESTORED canned" in ended.stdout
+
+
+# -- the names -----------------------------------------------------------------------------
+
+NAMES = [
+    "BestExporter",
+    "DNNClassifier",
+    "DNNLinearCombinedRegressor",
+    "Estimator",
+    "EstimatorSpec",
+    "EvalSpec",
+    "FinalExporter",
+    "LatestExporter",
+    "LinearClassifier",
+    "LoggingTensorHook",
+    "ModeKeys",
+    "RunConfig",
+    "SessionRunHook",
+    "StopAtStepHook",
+    "TrainSpec",
+    "WarmStartSettings",
+    "experimental.InMemoryEvaluatorHook",
+    "experimental.stop_if_no_decrease_hook",
+    "export.ServingInputReceiver",
+    "export.build_parsing_serving_input_receiver_fn",
+    "train_and_evaluate",
+]
+
+
+@pytest.mark.parametrize("module", ["tf.estimator", "tf.compat.v1.estimator"])
+def test_install_gives_the_names_back(module: str) -> None:
+    code = f"""
+import tensorflow as tf
+import estimator_ext
+estimator_ext.install()
+estimator_ext.install()  # again: nothing changes
+for name in {NAMES}:
+    assert eval("{module}." + name), name
+assert issubclass(estimator_ext.Estimator, tf.estimator.Estimator)
+assert issubclass(tf.estimator.Estimator, tf.compat.v1.estimator.Estimator)
+assert issubclass(estimator_ext.RunConfig, tf.estimator.RunConfig)
+assert tf.compat.v2.estimator.Estimator is tf.estimator.Estimator
+"""
+    run(code)
+
+
+def test_the_names_can_be_imported() -> None:
+    code = """
+import estimator_ext
+estimator_ext.install()
+import tensorflow.compat.v1 as tf1
+import tensorflow.estimator
+from tensorflow.compat.v1 import estimator as of_v1
+from tensorflow.estimator import export, Estimator
+assert Estimator is tensorflow.estimator.Estimator
+assert of_v1 is tf1.estimator
+assert export.ServingInputReceiver is tensorflow.estimator.export.ServingInputReceiver
+"""
+    run(code)
+
+
+def test_keras_is_keras_2_however_it_is_reached() -> None:
+    code = """
+import tensorflow as tf
+import estimator_ext
+estimator_ext.install()
+from tensorflow.keras.layers import Dense
+from tensorflow import keras
+with tf.Graph().as_default():
+    for layer in Dense, keras.layers.Dense, tf.keras.layers.Dense, tf.compat.v1.keras.layers.Dense:
+        layer(2)(tf.ones([3, 4]))
+    assert len(tf.compat.v1.global_variables()) == 8
+"""
+    run(code)
+
+
+def test_nothing_is_left_behind() -> None:
+    code = """
+import sys
+import tensorflow as tf
+from importlib import util
+from importlib.metadata import distribution
+from tensorflow.python.util import tf_export
+
+def state():
+    coordinator = "tensorflow.python.distribute.estimator_training"
+    return (
+        list(sys.meta_path),
+        list(sys.path_hooks),
+        sys.path[:],
+        dict(vars(tf_export)),
+        {name: dict(attrs) for name, attrs in vars(tf_export).items() if name.startswith("API_A")},
+        util.find_spec(coordinator) is None,
+    )
+
+before = state()
+import estimator_ext
+estimator_ext.install()
+assert state() == before
+
+import base64, hashlib
+for file in distribution("tensorflow_estimator").files:
+    if file.hash:
+        digest = hashlib.new(file.hash.mode, file.locate().read_bytes()).digest()
+        assert base64.urlsafe_b64encode(digest).decode().rstrip("=") == file.hash.value, file
+"""
+    run(code)
+
+
+# -- what is refused -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["2.14.1", "2.22.0", "3.0.0"])
+def test_an_older_or_newer_tensorflow_is_refused_with_the_reason(version: str) -> None:
+    code = f"import tensorflow as tf; tf.__version__ = '{version}'; import estimator_ext"
+    ended = start("-c", code)
+    assert ended.returncode != 0
+    assert f"ConfigError: TensorFlow {version} is installed, wanted 2.15 to 2.21" in ended.stderr
+    assert "pip install 'tensorflow>=2.15,<2.22'" in ended.stderr
+
+
+@without_estimator
+def test_a_tf_keras_of_another_version_is_refused() -> None:
+    code = "import tensorflow as tf; tf.__version__ = '2.15.9'; import estimator_ext"
+    ended = start("-c", code)
+    assert ended.returncode != 0
+    assert f"ConfigError: tf_keras is {tf.__version__[:4]}" in ended.stderr
+    assert "pip install 'tf_keras==2.15.*'" in ended.stderr
+
+
+@without_estimator
+def test_keras_3_is_refused_with_what_to_do() -> None:
+    code = """
+import tensorflow as tf
+tf.keras.layers.Dense(1)  # Keras 3, from now on
+import estimator_ext
+print("imported")
+estimator_ext.install()
+"""
+    ended = start("-c", code)
+    assert "imported" in ended.stdout
+    assert ended.returncode != 0
+    assert "ConfigError: tf.keras is Keras 3 in this process already" in ended.stderr
+    assert "Set TF_USE_LEGACY_KERAS=1 in the environment before Python starts" in ended.stderr
+    # the same program, told beforehand
+    assert run(code, TF_USE_LEGACY_KERAS="1") == "imported\n"
+
+
+@without_estimator
+def test_a_strategy_of_tensorflow_on_a_cluster_is_refused(tmp_path: Path) -> None:
+    cluster = {"chief": ["127.0.0.1:0"], "worker": ["127.0.0.1:1"]}
+    config = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
+    code = f"""
+import tensorflow as tf
+import estimator_ext
+estimator_ext.install()
+strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+config = tf.estimator.RunConfig({str(tmp_path)!r}, train_distribute=strategy)
+estimator = tf.estimator.Estimator(lambda features: None, config=config)
+spec = tf.estimator.TrainSpec(lambda: None, 1), tf.estimator.EvalSpec(lambda: None)
+tf.estimator.train_and_evaluate(estimator, *spec)
+"""
+    ended = start("-c", code, TF_CONFIG=config)
+    assert ended.returncode != 0
+    assert "tf.estimator.Estimator cannot train with MirroredStrategy on a cluster" in ended.stderr
+    assert "estimator_ext.HostOffloadStrategy" in ended.stderr
+
+
+@without_estimator
+def test_the_tpu_part_says_that_it_is_gone() -> None:
+    estimator_ext.install()
+    with pytest.raises(AttributeError, match=r"tpu\.TPUEstimator does not exist on TensorFlow"):
+        tf.compat.v1.estimator.tpu.TPUEstimator  # noqa: B018
