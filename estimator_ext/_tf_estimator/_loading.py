@@ -54,6 +54,10 @@ def load(name: str) -> types.ModuleType:
         else:
             _use_keras_2()
             _load_with_stand_ins()
+            try:
+                check_keras()
+            except hostopt.ConfigError as error:  # no harm to a model_fn without Keras
+                tf.get_logger().warning("%s", error)
     return importlib.import_module(f"tensorflow_estimator.python.estimator.{name}")
 
 
