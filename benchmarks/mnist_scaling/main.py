@@ -40,15 +40,16 @@ def measure(system: str, hidden: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     args = parser.parse_args()
     found: dict[str, dict[str, list[float]]] = {}
     for hidden in args.hidden:
-        rates: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+        rates: dict[str, list[float]] = {system: [] for system in args.systems}
         found[str(hidden)] = rates
         for number in range(args.rounds):
-            for system in SYSTEMS:
+            for system in args.systems:
                 rates[system].append(measure(system, hidden))
                 rate = rates[system][-1]
                 print(f"U={hidden} round {number + 1} {system}: {rate:.1f}", file=sys.stderr)
@@ -56,12 +57,12 @@ def main() -> None:
     columns = [f"U = {hidden}" for hidden in args.hidden]
     print("| steps/s of each worker | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
-    for system, name in SYSTEMS.items():
+    for system in args.systems:
         cells = []
         for rates in found.values():
             median = statistics.median(rates[system])
             cells.append(f"{median:.0f} ({median / statistics.median(rates['none']):.2f})")
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        print(f"| {SYSTEMS[system]} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
