@@ -302,6 +302,7 @@ GOOD = frame.encode(Tag(0, 5), b"flour")
 )
 def test_garbage_ends_the_ring_and_is_no_hang(spawn_grpc: Spawn, message: bytes) -> None:
     def work(communicator: Communicator) -> Any:
+        communicator.barrier()  # or rank 0 would find the garbage while it still meets the other
         if communicator.rank == 1:
             stream(communicator.transport.cluster.ring[0].address, GOOD, message, rank="1")
         with pytest.raises(Exception, match="frame") as caught:

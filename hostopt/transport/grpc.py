@@ -11,12 +11,14 @@ bytes (generic handlers without serializers), so nothing but frames and small JS
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
 import grpc
@@ -73,18 +75,21 @@ class GrpcTransport(Transport):
         self._lock = threading.Lock()
         self._ending = threading.RLock()  # held while the ring is failed or closed
         self._closed = False
-        self._goodbyes: dict[int, grpc.Future] = {}
+        self._notes: list[futures.Future[None]] = []  # to peers, of the error that ended the ring
+        self._senders: set[int] = set()  # peers whose streams to this rank are open
+        self._senders_changed = threading.Condition()
         self._gone: set[int] = set()  # peers that have left, or whose connection broke
         self._to_peer = {
             peer: grpc.insecure_channel(cluster.ring[peer].address, channel_options(options))
             for peer in self._missing
         }
+        self._threads = DaemonThreads()
         self._server = self._serve()
         atexit.register(self.close)
         try:
             self._rendezvous()
-            for peer in self._to_peer.keys() & {self._successor}:
-                self._stream(peer)  # from now on this rank and the next see each other die
+            if self.size > 1:
+                self._stream(self._successor)  # from now on the two see each other die
         except BaseException as error:
             self.abort(error)
             self.close()
@@ -156,7 +161,7 @@ class GrpcTransport(Transport):
 
     def _serve(self) -> grpc.Server:
         task = self.cluster.ring[self.rank]
-        server = grpc.server(DaemonThreads(), options=channel_options(self.options))
+        server = grpc.server(self._threads, options=channel_options(self.options))
         handlers = {
             "Hello": grpc.unary_unary_rpc_method_handler(self._on_hello),
             "Stream": grpc.stream_unary_rpc_method_handler(self._on_stream),
@@ -182,6 +187,8 @@ class GrpcTransport(Transport):
         if not claim.isdigit() or int(claim) not in self._to_peer:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank")
         peer = int(claim)
+        with self._senders_changed:
+            self._senders.add(peer)
         try:
             for message in self._until_broken(peer, frames):
                 if message == END_OF_STREAM:
@@ -190,6 +197,10 @@ class GrpcTransport(Transport):
                     self.mailbox.put(peer, *frame.decode(message))
         except Exception as error:
             self.abort(error)
+        finally:
+            with self._senders_changed:
+                self._senders.discard(peer)
+                self._senders_changed.notify_all()
         return b""
 
     def _until_broken(self, peer: int, frames: Iterator[bytes]) -> Iterator[bytes]:
@@ -284,7 +295,7 @@ class GrpcTransport(Transport):
             )
         with self._ending:
             if not self._closed and self.mailbox.fail(error):
-                self._say_goodbye(error)
+                self._tell_all(error)
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -293,32 +304,46 @@ class GrpcTransport(Transport):
                 return
             self._closed = True
             if self.error is not None:  # before any stream breaks, and relayed where it came in
-                self._say_goodbye(self.error)
+                self._tell_all(self.error)
         atexit.unregister(self.close)
         with self._lock:
             streams = list(self._streams.values())
         if self.error is None:
             for stream in streams:
                 stream.flush()
-            self._say_goodbye(None)
-        until_s = time.monotonic() + GOODBYE_TIMEOUT_S
-        for call in self._goodbyes.values():
-            settle(call, until_s - time.monotonic())
+            self._say_goodbye()
+        futures.wait(self._notes, timeout=GOODBYE_TIMEOUT_S)
         for stream in streams:
             stream.cancel()
         for channel in self._to_peer.values():
             channel.close()
-        self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0).wait()
+        if self.error is None:
+            with self._senders_changed:  # peers end their streams when they are told
+                self._senders_changed.wait_for(lambda: not self._senders, GOODBYE_TIMEOUT_S)
+        futures.wait([self._threads.submit(self._server.stop, None)], timeout=GOODBYE_TIMEOUT_S)
+        self._threads.shutdown()
 
-    def _say_goodbye(self, error: HostOptError | None) -> None:
-        note: dict[str, Any] = {"sender": self.rank}
-        if error is not None:
-            note["error"] = error_to_dict(error)
+    def _tell_all(self, error: HostOptError) -> None:
+        """Start to tell the peers why this rank ends."""
         for peer in self._to_peer.keys() - self._gone:
-            leave = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Leave")
-            self._goodbyes[peer] = leave.future(
+            self._notes.append(
+                self._threads.submit(self._leave, peer, GOODBYE_TIMEOUT_S, error_to_dict(error))
+            )
+
+    def _say_goodbye(self) -> None:
+        """Tell the peers, one after the other, that this rank leaves in good order."""
+        until_s = time.monotonic() + GOODBYE_TIMEOUT_S
+        for peer in self._to_peer:
+            if peer not in self._gone:
+                self._leave(peer, until_s - time.monotonic())
+
+    def _leave(self, peer: int, timeout_s: float, error: dict[str, Any] | None = None) -> None:
+        note = {"sender": self.rank, **({"error": error} if error else {})}
+        leave = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Leave")
+        with contextlib.suppress(grpc.RpcError, ValueError):  # ValueError: the channel was closed
+            leave(
                 json.dumps(note, default=str).encode(),
-                timeout=GOODBYE_TIMEOUT_S,
+                timeout=max(timeout_s, 0),
                 wait_for_ready=True,
             )
 
@@ -330,14 +355,11 @@ class GrpcTransport(Transport):
             return b""
         sender = note["sender"]
         self.mailbox.leave(sender, "it has closed its communicator")
-        with self._ending:
-            self._gone.add(sender)
-            goodbye = self._goodbyes.get(sender)
+        self._gone.add(sender)
         with self._lock:
             stream = self._streams.get(sender)
-        for call in (goodbye, stream):
-            if call is not None:
-                call.cancel()  # the peer takes nothing more: let it go quietly
+        if stream is not None:
+            stream.cancel()  # the peer takes nothing more: let it go quietly
         return b""
 
     def _name(self, peer: int) -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
+import os
 import queue
 import socket
 import threading
 import time
 from concurrent import futures
 from typing import Any, Callable
+
+# With gRPC's handlers around fork(), a child of subprocess can abort before it has become another
+# program (seen on Python 3.9). Children of a rank do not use its gRPC.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 
@@ -150,17 +156,55 @@ class Stream:
 
 
 class DaemonThreads(futures.Executor):
-    """A thread for each call: streams last as long as the ring, and must not hold up the exit."""
+    """A thread for each call, and spare ones that wait for the next calls.
+
+    Streams last as long as the ring, and must not hold up the exit of the program: the threads
+    are daemons. Python 3.12.0 and 3.12.1 start no thread once they have begun to exit, when the
+    ranks say goodbye: then the spare threads do alone.
+    """
+
+    _SPARE = 2
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._spare = 0  # threads that wait for calls; below 0, calls that wait for threads
+        self._add_to_spare(0)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        """Run `fn` in a new daemon thread."""
+        """Run `fn` in a daemon thread."""
         future: futures.Future[Any] = futures.Future()
+        self._calls.put((future, functools.partial(fn, *args, **kwargs)))
+        self._add_to_spare(-1)
+        return future
 
-        def run() -> None:
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """Let the threads end when the calls have ended; waits for none of them."""
+        del wait, cancel_futures
+        with self._lock:
+            for _ in range(self._threads):
+                self._calls.put(None)
+
+    def _add_to_spare(self, count: int) -> None:
+        with self._lock:
+            self._spare += count
+            while self._spare < self._SPARE:
+                thread = threading.Thread(target=self._work, daemon=True, name="hostopt-grpc")
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter is exiting
+                    return
+                self._threads += 1
+                self._spare += 1
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
             try:
-                future.set_result(fn(*args, **kwargs))
+                future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name="hostopt-grpc").start()
-        return future
+            del item, future, call  # what they hold must not outlive the call
+            self._add_to_spare(1)
