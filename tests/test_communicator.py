@@ -202,7 +202,7 @@ def test_different_shapes(spawn: Spawn, lengths: tuple[int, int], segment_bytes:
         mine = np.ones(lengths[communicator.rank], np.float32)
         return failure(communicator, lambda: communicator.all_reduce(mine, what="the flour"))
 
-    errors = spawn(2, work, segment_bytes=segment_bytes, collective_timeout_s=2.0)
+    errors = spawn(2, work, segment_bytes=segment_bytes)
     # one rank finds it, and its error ends the other
     found = [error for error in errors if isinstance(error, ProtocolError)]
     assert found
@@ -269,7 +269,7 @@ def test_a_rank_that_finishes_twice_while_the_other_goes_on(spawn_inproc: Spawn)
         communicator.finish()
         return failure(communicator, lambda: communicator.all_reduce(np.ones(9)))
 
-    for error in spawn_inproc(2, work, collective_timeout_s=2.0):
+    for error in spawn_inproc(2, work):
         assert isinstance(error, PeerLostError)
         assert error.rank == 0
 
@@ -308,14 +308,15 @@ def test_a_timeout_names_who_waits_for_whom_and_what(
         return caught.value
 
     with caplog.at_level(logging.WARNING, "hostopt"):
-        error, _ = spawn(2, work, stall_warning_s=0.1, collective_timeout_s=0.3)
+        error, _ = spawn(2, work, stall_warning_s=0.4, collective_timeout_s=1.4)
     assert (error.rank, error.step, error.bucket) == (1, 1, 3)
     assert error.task in ("worker:0", "worker:1")
     wanted = ["rank 0", "rank 1", error.task, error.address, "step 1", "bucket 3", "dense/kernel"]
     for words in [*wanted, "collective_timeout_s"]:
         assert words in str(error)
-    warnings = [r.getMessage() for r in caplog.records if r.name == "hostopt.transport.mailbox"]
-    assert len(warnings) == 2  # after 0.1 s and after 0.2 s
+    said = [r.getMessage() for r in caplog.records if r.name == "hostopt.transport.mailbox"]
+    warnings = [line for line in said if "dense/kernel" in line]  # a slow barrier may warn too
+    assert len(warnings) == 2  # after 0.4 s and after 0.8 s
     for words in wanted:
         assert all(words in warning for warning in warnings)
 

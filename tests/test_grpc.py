@@ -127,6 +127,22 @@ def test_who_is_missing_is_told_from_time_to_time(processes: NewRing) -> None:
         assert process.exit_code() == 0, process.stderr
 
 
+def test_a_rank_may_start_other_programs(processes: NewRing) -> None:
+    # preexec_fn asks for fork(), which Python 3.9 always uses and later ones seldom
+    script = """
+        import subprocess
+        for _ in range(30):
+            communicator.all_reduce(np.ones(9))
+            child = subprocess.Popen([sys.executable, "-S", "-c", ""], preexec_fn=lambda: None)
+            communicator.all_reduce(np.ones(9))
+            assert child.wait() == 0, child.returncode
+        say("done")
+    """
+    for process in processes(2).start_all(MEET + unindent(script)):
+        process.expect("done")
+        assert process.exit_code() == 0, process.stderr
+
+
 def test_a_rank_that_never_comes(processes: NewRing) -> None:
     ring = processes(3)
     started = [ring.start(rank, MEET, HOSTOPT_RENDEZVOUS_TIMEOUT_S="1.5") for rank in (0, 2)]

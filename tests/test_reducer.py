@@ -243,4 +243,4 @@ def test_a_failed_ring_reaches_a_wait_behind_a_bucket_that_is_not_launched(spawn
             reducer.wait(1)
         reducer.close()
 
-    spawn(2, work, collective_timeout_s=1.0)
+    spawn(2, work)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
-import os
 import queue
 import socket
 import threading
 import time
 from concurrent import futures
 from typing import Any, Callable
-
-# With gRPC's handlers around fork(), a child of subprocess can abort before it has become another
-# program (seen on Python 3.9). Children of a rank do not use its gRPC.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 
