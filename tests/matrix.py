@@ -1,6 +1,6 @@
 """Runs `make test` on every supported TensorFlow and Python; notes it in docs/compatibility.md.
 
-python tests/matrix.py [row ...]   a row is TensorFlow-Python, such as 2.16-3.12; default all
+python tests/matrix.py [row ...]   a row is TensorFlow-Python, such as 2.16-3.11; default all
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
-# each TensorFlow on the newest Python it has, and on each Python its newest TensorFlow
+# each TensorFlow on the newest Python that it and its tf_keras work with, and on each Python its
+# newest TensorFlow
 ROWS = [
     "2.15-3.11",
-    "2.16-3.12",
-    "2.17-3.12",
-    "2.18-3.12",
+    "2.16-3.11",
+    "2.17-3.11",
+    "2.18-3.11",
     "2.19-3.12",
     "2.20-3.13",
     "2.20-3.9",

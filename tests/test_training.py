@@ -61,8 +61,10 @@ def with_an_evaluator(tmp_path: Path, ranks: Ranks, chosen: dict[str, Any]) -> l
 @pytest.mark.parametrize("api", ["ours", "stock"])
 def test_chief_worker_and_evaluator(tmp_path: Path, ranks: Ranks, api: str) -> None:
     chosen = {"optimizers": ["adam"], "api": api, "steps": 60, "checkpoint_steps": 20}
+    chosen["evaluated_at"] = 20
     started = with_an_evaluator(tmp_path, ranks, chosen)
     evaluator = started[-1]
+    assert "evaluated during training" in started[0].output
     assert "Saving dict for global step 60" in evaluator.output
     assert "missing" not in evaluator.output  # it looks for no ring
     model = tmp_path / "model" / "adam"

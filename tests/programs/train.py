@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,7 @@ SETTINGS = {
     "trace": False,
     "raise_in": "",  # "model_fn", "host_call" or "input_fn"
     "stop_at": 0,  # step after which this rank waits to be killed
+    "evaluated_at": 0,  # step after which the chief waits for an evaluator's result
     "max_steps": True,  # False: steps, counted from where training starts
     "checkpoint_steps": 5,
     "collective_timeout_s": 60.0,
@@ -94,6 +97,31 @@ class StopHere(tf.estimator.SessionRunHook):
         if self._step == 0:
             print("stopped here", flush=True)
             threading.Event().wait()
+
+
+class AwaitEvaluation(tf.estimator.SessionRunHook):
+    """Goes on after a step only when an evaluator has reported an accuracy."""
+
+    def __init__(self, step: int, eval_dir: Path) -> None:
+        self._step = step
+        self._eval_dir = eval_dir
+
+    def before_run(self, run_context: object) -> None:
+        self._step -= 1
+        if self._step == -1:
+            deadline_s = time.monotonic() + 60
+            while not self._reported():
+                assert time.monotonic() < deadline_s, "no evaluation during training"
+                threading.Event().wait(0.2)
+            print("evaluated during training", flush=True)
+
+    def _reported(self) -> bool:
+        with contextlib.suppress(tf.errors.DataLossError):  # a record that is being written
+            for path in self._eval_dir.glob("events.*"):
+                for event in tf.compat.v1.train.summary_iterator(str(path)):
+                    if any(value.tag == "acc" for value in event.summary.value):
+                        return True
+        return False
 
 
 def maybe_raise(settings: dict, where: str) -> None:
@@ -206,6 +234,9 @@ def main(settings: dict) -> None:
                 hooks.append(Trace(str(dump / f"trace-{strategy.cluster.rank}.json")))
         if settings["stop_at"]:
             hooks.append(StopHere(settings["stop_at"]))
+        if settings["evaluated_at"] and strategy.cluster.is_chief:
+            eval_dir = Path(estimator.eval_dir())
+            hooks.append(AwaitEvaluation(settings["evaluated_at"], eval_dir))
         train(estimator, make_input_fn(settings), hooks, settings)
 
 
