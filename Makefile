@@ -3,18 +3,21 @@
 # TENSORFLOW=2.15 asks for that release; otherwise it is the newest for the Python at hand
 TENSORFLOW ?=
 SUFFIX := $(addprefix -,$(TENSORFLOW))
-VENV := .venv$(SUFFIX)
-BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-PINNED := $(addprefix --constraint ,$(wildcard constraints$(SUFFIX).txt))
-WANTED := $(patsubst %,"tensorflow==%.*",$(TENSORFLOW))
 # the first supported Python at hand
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10 python3.9,\
 	$(shell $(p) -c 'import sys; (3, 9) <= sys.version_info[:2] < (3, 14) and print("$(p)")' \
 	2>/dev/null)))
+VENV := .venv$(SUFFIX)
+BIN := $(VENV)/bin
+# another Python makes the environment anew
+STAMP := $(VENV)/.installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+PINNED := $(addprefix --constraint ,$(wildcard constraints$(SUFFIX).txt))
+WANTED := $(patsubst %,"tensorflow==%.*",$(TENSORFLOW))
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: mnist test test-core test-matrix check format clean
+.PHONY: venv mnist test test-core test-matrix check format clean
+
+venv: $(STAMP)
 
 mnist: $(STAMP)
 	$(BIN)/hostopt run -np 2 --evaluators 1 -- $(BIN)/python examples/mnist/main.py \

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext import _tf_estimator
 from estimator_ext._tf_estimator import ModeKeys
-from estimator_ext.hooks import BroadcastVariablesHook
+from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.run_config import adopt_cluster
 from estimator_ext.spec import stock_spec
@@ -75,7 +74,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
-        _own_events_file(self.eval_dir(name))
+        hooks = [*(hooks or ()), OwnEventsFileHook(self.eval_dir(name))]
         return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
 
     def _train_model_distributed(
@@ -174,20 +173,6 @@ class Estimator(_HostOffloadEstimator):
 def _saved_step(model_dir: str) -> int:
     path = tf.train.latest_checkpoint(model_dir)
     return int(tf.train.load_variable(path, "global_step")) if path else 0
-
-
-def _own_events_file(directory: str) -> None:
-    """Keep what this process reports there out of the events files of all others.
-
-    TensorFlow names a file after second and host, so that two processes which evaluate a last
-    checkpoint at the same moment would write into one file and corrupt it.
-    """
-    writers = tf.compat.v1.summary.FileWriterCache
-    with writers._lock, tf.Graph().as_default():  # FileWriter refuses to be made eagerly
-        if directory not in writers._cache:
-            writers._cache[directory] = tf.compat.v1.summary.FileWriter(
-                directory, filename_suffix=f".{os.getpid()}"
-            )
 
 
 def _reported_loss(strategy: HostOffloadStrategy, loss: tf.Tensor) -> tf.Tensor:

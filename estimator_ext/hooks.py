@@ -1,7 +1,8 @@
-"""Session hooks that make all ranks begin alike."""
+"""Session hooks: all ranks begin alike, and each process writes events of its own."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import tensorflow as tf
@@ -55,3 +56,27 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
             if self._communicator.rank != 0:
                 assign = variable.initializer
                 session.run(assign, {assign.inputs[1]: value})
+
+
+class OwnEventsFileHook(tf.compat.v1.train.SessionRunHook):
+    """Keeps what this process reports at the end out of the events files of all others.
+
+    TensorFlow names a file after second and host, so that two processes that evaluate the last
+    checkpoint at the same moment would write into one file and corrupt it.
+
+    Args:
+      directory: where the events go.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Make the writer that TensorFlow would make, with the process in its file's name."""
+        del session
+        writers = tf.compat.v1.summary.FileWriterCache
+        with writers._lock:
+            if self._directory not in writers._cache:
+                writers._cache[self._directory] = tf.compat.v1.summary.FileWriter(
+                    self._directory, filename_suffix=f".{os.getpid()}"
+                )

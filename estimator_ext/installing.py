@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
-import tensorflow as tf
-
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
-from estimator_ext._tf_estimator._loading import check_keras, knows_estimator
+from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator
 
 __all__: list[str] = []
 
@@ -25,11 +24,8 @@ def install() -> None:
     if knows_estimator():
         return
     check_keras()
-    for package, api in (
-        (tf, estimator_v2),
-        (tf.compat.v2, estimator_v2),
-        (tf.compat.v1, estimator_v1),
-    ):
-        package.estimator = api
+    for package, api in PACKAGES.items():
+        estimator = {"_v1": estimator_v1, "_v2": estimator_v2}[api]
+        importlib.import_module(package).estimator = estimator
         # so that `import tensorflow.estimator` finds it too
-        sys.modules[f"{package.__name__}.estimator"] = api
+        sys.modules[f"{package}.estimator"] = estimator

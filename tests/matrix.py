@@ -70,7 +70,7 @@ def run(row: str, scratch: Path) -> str:
     with log.open("w") as output:
         command = ["make", f"PYTHON={python}", f"VENV={venv}", *choice, "test"]
         code = subprocess.run(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False, timeout=3600
         ).returncode
     minutes = (time.monotonic() - started_s) / 60
     text = log.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 from conftest import RankProcesses, Spawn, jobs_of, reserved_addresses
 
+from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
-from hostopt.errors import ProtocolError
+from hostopt.errors import ConfigError, PeerLostError, ProtocolError
+from hostopt.options import Options
 from hostopt.transport import frame
 from hostopt.transport.base import Tag
+from hostopt.transport.grpc import GrpcTransport
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,7 +59,7 @@ def test_a_run_without_faults(processes: NewRing) -> None:
     for process in ring.start_all(MEET + unindent(script)):
         process.expect("done")
         assert process.exit_code() == 0, process.stderr
-        assert "Traceback" not in process.stderr
+        assert not process.stderr
 
 
 def test_a_rank_may_end_long_before_the_others(processes: NewRing) -> None:
@@ -125,6 +129,51 @@ def test_who_is_missing_is_told_from_time_to_time(processes: NewRing) -> None:
     second = ring.start(1, MEET + SUM)
     for process in (first, second):
         assert process.exit_code() == 0, process.stderr
+
+
+def test_a_refused_address_leaves_no_thread(processes: NewRing) -> None:
+    address = processes(2).addresses[0]
+    host, _, port = address.rpartition(":")
+    cluster = Cluster.from_dict({"worker": [address, "127.0.0.1:1"]}, "worker", 0)
+    before = set(threading.enumerate())
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind((host, int(port)))
+        other.listen()
+        with pytest.raises(ConfigError, match="in use"):
+            GrpcTransport(cluster, Options())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_the_end_of_a_program_that_can_start_no_thread(
+    spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    # as Python 3.12.0 and 3.12.1 do from the end of the main program on
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    met = threading.Barrier(3)
+
+    def work(communicator: Communicator) -> Any:
+        communicator.barrier()
+        met.wait(30)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        if communicator.rank == 0:
+            if end == "abort":
+                communicator.abort(ValueError("no more flour"))
+            communicator.close()
+            return None
+        with pytest.raises(PeerLostError) as caught:
+            communicator.broadcast(np.ones(3))
+        communicator.close()
+        return str(caught.value)
+
+    wanted = {"close": "has closed its communicator", "abort": "no more flour"}[end]
+    for message in spawn_grpc(3, work)[1:]:
+        assert wanted in message
 
 
 def test_a_rank_may_start_other_programs(processes: NewRing) -> None:

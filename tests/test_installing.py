@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,8 +49,13 @@ def run(code: str, **environment: str) -> str:
 # -- whole programs ------------------------------------------------------------------------
 
 
-def test_a_program_written_for_2_15_runs_with_one_line_more(tmp_path: Path) -> None:
-    line = "import estimator_ext; estimator_ext.install()\n"
+LINES = {"one_line_more": "import estimator_ext; estimator_ext.install()\n"}
+if knows_estimator():
+    LINES["unchanged"] = ""
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
+def test_a_program_written_for_2_15(tmp_path: Path, line: str) -> None:
     text = PROGRAM.read_text()
     assert "estimator_ext" not in text
     program = tmp_path / "program.py"
@@ -77,6 +83,15 @@ def test_a_checkpoint_is_restored_and_trained_on(checkpoint: Path, tmp_path: Pat
     assert ended.returncode == 0, ended.stderr
     assert "RESTORED custom" in ended.stdout
     assert "RESTORED canned" in ended.stdout
+
+
+def test_estimators_of_every_kind(tmp_path: Path) -> None:
+    ended = start(str(ROOT / "tests" / "programs" / "kinds.py"), str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    losses = json.loads(ended.stdout.splitlines()[-1])
+    assert len(losses) == 10
+    for name, (before, after) in losses.items():
+        assert after < before, name
 
 
 # -- the names -----------------------------------------------------------------------------
@@ -110,8 +125,10 @@ NAMES = [
 def test_install_gives_the_names_back(module: str) -> None:
     code = f"""
 import tensorflow as tf
+of_v1 = tf.compat.v1
 import estimator_ext
 estimator_ext.install()
+assert of_v1.estimator is tf.compat.v1.estimator
 estimator_ext.install()  # again: nothing changes
 for name in {NAMES}:
     assert eval("{module}." + name), name
@@ -151,6 +168,21 @@ with tf.Graph().as_default():
     assert len(tf.compat.v1.global_variables()) == 8
 """
     run(code)
+
+
+@pytest.mark.parametrize("switch", [{}, {"TF_USE_LEGACY_KERAS": "1"}], ids=["unset", "set"])
+def test_install_may_come_after_an_import_of_keras(switch: dict[str, str]) -> None:
+    code = """
+import os
+if os.environ.get("TF_USE_LEGACY_KERAS"):
+    from tensorflow.keras.layers import Dense
+import estimator_ext
+from tensorflow.keras.layers import Dense
+estimator_ext.install()
+from tensorflow.keras.layers import Conv2D
+estimator_ext.install()
+"""
+    run(code, **switch)
 
 
 def test_nothing_is_left_behind() -> None:
@@ -204,23 +236,50 @@ def test_a_tf_keras_of_another_version_is_refused() -> None:
     ended = start("-c", code)
     assert ended.returncode != 0
     assert f"ConfigError: tf_keras is {tf.__version__[:4]}" in ended.stderr
-    assert "pip install 'tf_keras==2.15.*'" in ended.stderr
+    assert "wanted 2.15 for TensorFlow 2.15.9. Run pip install 'tf_keras==2.15.*'" in ended.stderr
+
+
+def test_a_missing_tensorflow_estimator_is_refused() -> None:
+    code = """
+import importlib.metadata as metadata
+import tensorflow as tf
+version = metadata.version
+def of_all_but_one(name):
+    if name == "tensorflow_estimator":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = of_all_but_one
+import estimator_ext
+"""
+    ended = start("-c", code)
+    assert ended.returncode != 0
+    assert "ConfigError: tensorflow_estimator is missing, wanted 2.15" in ended.stderr
 
 
 @without_estimator
-def test_keras_3_is_refused_with_what_to_do() -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("use", "named"),
+    [
+        ("tf.keras.layers.Dense(1)", "tensorflow.keras"),
+        ("from tensorflow.keras.layers import Dense", "tensorflow.keras"),
+        ("tf.metrics.Mean()", "tensorflow.metrics"),
+        ("hasattr(tf.compat.v1.layers, 'dense')", "compat.v1.layers"),
+    ],
+)
+def test_keras_3_is_refused_with_what_to_do(use: str, named: str) -> None:
+    code = f"""
 import tensorflow as tf
-tf.keras.layers.Dense(1)  # Keras 3, from now on
+{use}  # Keras 3, from now on
 import estimator_ext
 print("imported")
 estimator_ext.install()
 """
     ended = start("-c", code)
     assert "imported" in ended.stdout  # with a warning: a model_fn may do without Keras
-    assert "WARNING:tensorflow:tf.keras is Keras 3" in ended.stderr
+    warning, _, error = ended.stderr.partition("Traceback")
+    assert re.search(rf"WARNING:tensorflow:.*{named}\b.* is Keras 3 in this process", warning)
     assert ended.returncode != 0
-    assert "ConfigError: tf.keras is Keras 3 in this process already" in ended.stderr
+    assert re.search(rf"ConfigError: .*{named}\b.* is Keras 3 in this process already", error)
     assert "Set TF_USE_LEGACY_KERAS=1 in the environment before Python starts" in ended.stderr
     # the same program, told beforehand
     assert run(code, TF_USE_LEGACY_KERAS="1") == "imported\n"
@@ -242,7 +301,7 @@ tf.estimator.train_and_evaluate(estimator, *spec)
 """
     ended = start("-c", code, TF_CONFIG=config)
     assert ended.returncode != 0
-    assert "tf.estimator.Estimator cannot train with MirroredStrategy on a cluster" in ended.stderr
+    assert "tf.estimator.Estimator cannot work with MirroredStrategy on a cluster" in ended.stderr
     assert "estimator_ext.HostOffloadStrategy" in ended.stderr
 
 

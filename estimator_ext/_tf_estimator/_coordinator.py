@@ -1,9 +1,9 @@
 """What tensorflow_estimator needs of the module that TensorFlow 2.16 removed.
 
 `tensorflow.python.distribute.estimator_training` joined Estimator to TensorFlow's distribute
-coordinator, which ran MultiWorkerMirroredStrategy and the parameter servers of a strategy. Here a
-RunConfig learns its cluster as before, and whatever would have gone to the coordinator ends with
-an error that says what to use.
+coordinator, for MultiWorkerMirroredStrategy and for a strategy's parameter servers. Here a
+RunConfig learns its cluster as before, and what would have gone to the coordinator ends with an
+error that says what to use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hostopt
 
 __all__: list[str] = []
 
-_INDEPENDENT_WORKER = "independent_worker"
+_INDEPENDENT_WORKER, _STANDALONE_CLIENT = "independent_worker", "standalone_client"
 
 
 def init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
@@ -31,7 +31,11 @@ def init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
     """
     _adopt_distribute_config(config)
     cluster = tf_config.get("cluster", {})
-    if config._train_distribute and cluster and "master" not in cluster:
+    remote = getattr(config._experimental_distribute, "remote_cluster", None)
+    if config._train_distribute and remote:
+        config._cluster_spec = remote
+        config._distribute_coordinator_mode = _STANDALONE_CLIENT
+    elif config._train_distribute and cluster and "master" not in cluster:
         config._init_distributed_setting_from_environment_var({})
         config._cluster_spec = tf.train.ClusterSpec(cluster)
         config._distribute_coordinator_mode = _INDEPENDENT_WORKER
@@ -53,8 +57,6 @@ def _adopt_distribute_config(config: Any) -> None:
                 f"Either `{name}` or `experimental_distribute.{name}` can be set, not both."
             )
         setattr(config, f"_{name}", strategy)
-    if getattr(distribute, "remote_cluster", None):
-        _refuse(config._train_distribute)
 
 
 def should_run_distribute_coordinator(config: Any) -> bool:
@@ -70,55 +72,14 @@ def should_run_distribute_coordinator(config: Any) -> bool:
     return bool(mode and config.cluster_spec)
 
 
-def train_and_evaluate(estimator: Any, train_spec: Any, eval_spec: Any, executor: Any) -> None:
-    """Refuse to train through the coordinator.
-
-    Args:
-      estimator: whose configuration asks for it.
-      train_spec: not used.
-      eval_spec: not used.
-      executor: not used.
-
-    Raises:
-      hostopt.ConfigError: always.
-    """
-    del train_spec, eval_spec, executor
-    _refuse(estimator.config.train_distribute)
-
-
-def estimator_train(estimator: Any, function: Any, hooks: Any) -> None:
-    """Refuse to train through the coordinator.
-
-    Args:
-      estimator: whose configuration asks for it.
-      function: not used.
-      hooks: not used.
-
-    Raises:
-      hostopt.ConfigError: always.
-    """
-    del function, hooks
-    _refuse(estimator.config.train_distribute)
-
-
-def estimator_evaluate(estimator: Any, function: Any, hooks: Any) -> None:
-    """Refuse to evaluate through the coordinator.
-
-    Args:
-      estimator: whose configuration asks for it.
-      function: not used.
-      hooks: not used.
-
-    Raises:
-      hostopt.ConfigError: always.
-    """
-    del function, hooks
-    _refuse(estimator.config.eval_distribute or estimator.config.train_distribute)
-
-
-def _refuse(strategy: Any) -> NoReturn:
+def _refuse(estimator: Any, *arguments: Any) -> NoReturn:
+    del arguments
+    strategy = estimator.config.train_distribute or estimator.config.eval_distribute
     raise hostopt.ConfigError(
-        f"tf.estimator.Estimator cannot train with {type(strategy).__name__} on a cluster: "
-        f"TensorFlow {tf.__version__} no longer has the distribute coordinator that it needs. Use "
-        "estimator_ext.Estimator with estimator_ext.HostOffloadStrategy, or TensorFlow 2.15"
+        f"tf.estimator.Estimator cannot work with {type(strategy).__name__} on a cluster: "
+        f"TensorFlow {tf.__version__} no longer has what joined Estimator to its distribute "
+        "coordinator. Use estimator_ext.Estimator with estimator_ext.HostOffloadStrategy"
     )
+
+
+train_and_evaluate = estimator_train = estimator_evaluate = _refuse

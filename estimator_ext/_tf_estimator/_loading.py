@@ -23,7 +23,7 @@ from estimator_ext._tf_estimator import _coordinator
 
 __all__: list[str] = []
 
-_OLDEST, _TOO_NEW = (2, 15), (2, 22)
+_OLDEST, _NEWEST = (2, 15), (2, 21)
 _COORDINATOR = "tensorflow.python.distribute.estimator_training"
 _EXPORT = "tensorflow_estimator.python.estimator.estimator_export"
 # the parts of the API in which there is nothing but TPU
@@ -31,6 +31,15 @@ _TPU = (
     "tensorflow_estimator._api.v1.estimator.tpu",
     "tensorflow_estimator.python.estimator.api._v1.estimator.tpu",
 )
+# Where programs look for estimator and keras, and which of two APIs they find. `tf.compat.v1` and
+# what `import tensorflow.compat.v1` finds can be two modules.
+PACKAGES = {
+    "tensorflow": "_v2",
+    "tensorflow.compat.v1": "_v1",
+    "tensorflow.compat.v2": "_v2",
+    "tensorflow._api.v2.compat.v1": "_v1",
+    "tensorflow._api.v2.compat.v2": "_v2",
+}
 _KERAS_SWITCH = "TF_USE_LEGACY_KERAS"
 
 
@@ -44,20 +53,17 @@ def load(name: str) -> types.ModuleType:
       The module.
 
     Raises:
-      hostopt.ConfigError: TensorFlow is older or newer than supported, or no matching tf_keras is
-        installed.
+      hostopt.ConfigError: TensorFlow is older or newer than supported, or tensorflow_estimator or
+        tf_keras does not match it.
     """
-    if "tensorflow_estimator" not in sys.modules:
-        _check_version()
-        if knows_estimator():
-            importlib.import_module("tensorflow_estimator")
-        else:
-            _use_keras_2()
-            _load_with_stand_ins()
-            try:
-                check_keras()
-            except hostopt.ConfigError as error:  # no harm to a model_fn without Keras
-                tf.get_logger().warning("%s", error)
+    _check_versions()
+    if not knows_estimator() and "tensorflow_estimator" not in sys.modules:
+        _use_keras_2()
+        _load_with_stand_ins()
+        try:
+            check_keras()
+        except hostopt.ConfigError as error:  # no harm to a model_fn without Keras
+            tf.get_logger().warning("%s", error)
     return importlib.import_module(f"tensorflow_estimator.python.estimator.{name}")
 
 
@@ -84,24 +90,60 @@ def check_keras() -> None:
     """Find out whether `tf.keras` is the Keras that works in an Estimator's graphs.
 
     Raises:
-      hostopt.ConfigError: it is Keras 3 already, which cannot be changed in this process.
+      hostopt.ConfigError: a part of it is Keras 3 already, for the rest of the process.
     """
-    if not tf.keras.layers.__name__.startswith("tf_keras."):
+    keras_3 = [
+        f"{package}.{name}"
+        for package in PACKAGES
+        for name, part in vars(importlib.import_module(package)).items()
+        if _is_keras_3(part)
+    ]
+    if not keras_3 and not tf.keras.layers.Layer.__module__.startswith("tf_keras."):
+        keras_3 = ["tensorflow.keras"]  # which was imported by that name
+    if keras_3:
         raise hostopt.ConfigError(
-            "tf.keras is Keras 3 in this process already, whose layers do not work in the graphs "
-            f"of Estimator; wanted Keras 2 (tf_keras). Set {_KERAS_SWITCH}=1 in the environment "
-            "before Python starts (`hostopt run` does so), or import estimator_ext before "
-            "tf.keras is used for the first time"
+            f"{', '.join(keras_3)} is Keras 3 in this process already, whose layers do not work "
+            f"in the graphs of Estimator ({_KERAS_SWITCH} is {os.environ[_KERAS_SWITCH]}); wanted "
+            f"Keras 2 (tf_keras). Set {_KERAS_SWITCH}=1 in the environment before Python starts "
+            "(`hostopt run` does so), or import estimator_ext before anything of tf.keras, "
+            "tf.metrics or tf.layers is used"
         )
 
 
-def _check_version() -> None:
+def _is_keras_3(part: Any) -> bool:
+    """Whether an attribute of tensorflow is a part of Keras that has become Keras 3.
+
+    Each of them (keras, layers, metrics, ...) is decided by itself when it is first used, and has
+    no name before.
+    """
+    name = vars(part).get("__name__", "") if isinstance(part, types.ModuleType) else ""
+    return name.startswith("keras.")
+
+
+def _check_versions() -> None:
     found = tuple(int(part) for part in tf.__version__.split(".")[:2])
-    if not _OLDEST <= found < _TOO_NEW:
+    if not _OLDEST <= found <= _NEWEST:
+        too_new = (_NEWEST[0], _NEWEST[1] + 1)
+        oldest, newest, too_new = (".".join(map(str, v)) for v in (_OLDEST, _NEWEST, too_new))
         raise hostopt.ConfigError(
-            f"TensorFlow {tf.__version__} is installed, wanted 2.15 to 2.21: tensorflow_estimator "
-            "was made for 2.15 and is known to work on what TensorFlow kept until 2.21. Run "
-            "pip install 'tensorflow>=2.15,<2.22'"
+            f"TensorFlow {tf.__version__} is installed, wanted {oldest} to {newest}: "
+            f"tensorflow_estimator was made for {oldest} and is known to work on what TensorFlow "
+            f"kept until {newest}. Run pip install 'tensorflow>={oldest},<{too_new}'"
+        )
+    _check_package("tensorflow_estimator", "2.15")
+    if not knows_estimator():
+        _check_package("tf_keras", ".".join(tf.__version__.split(".")[:2]))
+
+
+def _check_package(name: str, wanted: str) -> None:
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found = "missing"
+    if not found.startswith(f"{wanted}."):
+        raise hostopt.ConfigError(
+            f"{name} is {found}, wanted {wanted} for TensorFlow {tf.__version__}. Run "
+            f"pip install '{name}=={wanted}.*'"
         )
 
 
@@ -113,19 +155,9 @@ def _use_keras_2() -> None:
     """
     if os.environ.setdefault(_KERAS_SWITCH, "1") not in ("1", "true", "True"):
         return  # the user wants Keras 3
-    wanted = ".".join(tf.__version__.split(".")[:2])
-    try:
-        found = importlib.metadata.version("tf_keras")
-    except importlib.metadata.PackageNotFoundError:
-        found = "missing"
-    if not found.startswith(f"{wanted}."):
-        raise hostopt.ConfigError(
-            f"tf_keras is {found}, wanted {wanted}, the version of TensorFlow: model functions "
-            f"need Keras 2. Run pip install 'tf_keras=={wanted}.*'"
-        )
     root = os.path.dirname(importlib.util.find_spec("tf_keras").origin)
-    for package, version in ((tf, "_v2"), (tf.compat.v2, "_v2"), (tf.compat.v1, "_v1")):
-        package.__path__.insert(0, os.path.join(root, "api", version))
+    for package, api in PACKAGES.items():
+        importlib.import_module(package).__path__.insert(0, os.path.join(root, "api", api))
 
 
 def _export_module() -> types.ModuleType:

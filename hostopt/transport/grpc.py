@@ -76,8 +76,6 @@ class GrpcTransport(Transport):
         self._ending = threading.RLock()  # held while the ring is failed or closed
         self._closed = False
         self._notes: list[futures.Future[None]] = []  # to peers, of the error that ended the ring
-        self._senders: set[int] = set()  # peers whose streams to this rank are open
-        self._senders_changed = threading.Condition()
         self._gone: set[int] = set()  # peers that have left, or whose connection broke
         self._to_peer = {
             peer: grpc.insecure_channel(cluster.ring[peer].address, channel_options(options))
@@ -173,6 +171,7 @@ class GrpcTransport(Transport):
         except RuntimeError:
             bound = 0
         if not bound:
+            self._threads.shutdown()
             raise ConfigError(
                 f"address {task.address} of this task ({task.name}) is in use or not of this "
                 "machine. End the process that listens there (is this task already running?) or "
@@ -187,8 +186,6 @@ class GrpcTransport(Transport):
         if not claim.isdigit() or int(claim) not in self._to_peer:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank")
         peer = int(claim)
-        with self._senders_changed:
-            self._senders.add(peer)
         try:
             for message in self._until_broken(peer, frames):
                 if message == END_OF_STREAM:
@@ -197,10 +194,6 @@ class GrpcTransport(Transport):
                     self.mailbox.put(peer, *frame.decode(message))
         except Exception as error:
             self.abort(error)
-        finally:
-            with self._senders_changed:
-                self._senders.discard(peer)
-                self._senders_changed.notify_all()
         return b""
 
     def _until_broken(self, peer: int, frames: Iterator[bytes]) -> Iterator[bytes]:
@@ -317,33 +310,31 @@ class GrpcTransport(Transport):
             stream.cancel()
         for channel in self._to_peer.values():
             channel.close()
-        if self.error is None:
-            with self._senders_changed:  # peers end their streams when they are told
-                self._senders_changed.wait_for(lambda: not self._senders, GOODBYE_TIMEOUT_S)
-        futures.wait([self._threads.submit(self._server.stop, None)], timeout=GOODBYE_TIMEOUT_S)
+        try:  # peers end their streams when they are told
+            stopped = self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0)
+        except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread while they exit
+            stopped = self._server.stop(None)
+        stopped.wait(2 * GOODBYE_TIMEOUT_S)
         self._threads.shutdown()
 
     def _tell_all(self, error: HostOptError) -> None:
         """Start to tell the peers why this rank ends."""
         for peer in self._to_peer.keys() - self._gone:
-            self._notes.append(
-                self._threads.submit(self._leave, peer, GOODBYE_TIMEOUT_S, error_to_dict(error))
-            )
+            self._notes.append(self._threads.submit(self._leave, peer, error_to_dict(error)))
 
     def _say_goodbye(self) -> None:
         """Tell the peers, one after the other, that this rank leaves in good order."""
-        until_s = time.monotonic() + GOODBYE_TIMEOUT_S
         for peer in self._to_peer:
             if peer not in self._gone:
-                self._leave(peer, until_s - time.monotonic())
+                self._leave(peer)
 
-    def _leave(self, peer: int, timeout_s: float, error: dict[str, Any] | None = None) -> None:
+    def _leave(self, peer: int, error: dict[str, Any] | None = None) -> None:
         note = {"sender": self.rank, **({"error": error} if error else {})}
         leave = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Leave")
         with contextlib.suppress(grpc.RpcError, ValueError):  # ValueError: the channel was closed
             leave(
                 json.dumps(note, default=str).encode(),
-                timeout=max(timeout_s, 0),
+                timeout=GOODBYE_TIMEOUT_S,
                 wait_for_ready=True,
             )
 
