@@ -26,10 +26,10 @@ mnist: $(STAMP)
 test: check
 	$(BIN)/python -m pytest -m tensorflow
 
-# equality, roles, checkpoints, MNIST and what older programs need: what a TensorFlow may break
+# equality, roles, checkpoints, MNIST, older programs, gRPC: what another release may break
 test-core: $(STAMP)
 	$(BIN)/python -m pytest tests/test_equality.py tests/test_training.py \
-		tests/test_mnist_example.py tests/test_installing.py
+		tests/test_mnist_example.py tests/test_installing.py tests/test_grpc.py
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
 test-matrix:

@@ -35,7 +35,8 @@ ROWS = [
 # rows that are what `make test` chooses by itself on that Python
 CHOSEN = ("2.20-3.9", "2.21-")
 PACKAGES = ["tensorflow", "tf_keras", "numpy", "protobuf", "grpcio"]
-RESULT = re.compile(r"=+ (?:\d+ \w+, )*\d+ (?:passed|failed|error)[^=]* in [^=]+=+")
+RESULT = re.compile(r"^=+ .*\d+ (?:passed|failed|error).* in .*=+$", re.MULTILINE)
+COUNT = re.compile(r"\d+ (?:passed|failed|skipped|errors?)")
 
 
 def find_python(version: str) -> str | None:
@@ -74,7 +75,7 @@ def run(row: str, scratch: Path) -> str:
         ).returncode
     minutes = (time.monotonic() - started_s) / 60
     text = log.read_text()
-    counts = [found.strip("= ").rpartition(" in ")[0] for found in RESULT.findall(text)]
+    counts = [", ".join(COUNT.findall(line)) for line in RESULT.findall(text)]
     print(f"{row}: exit {code}, {minutes:.1f} min, {counts}", flush=True)
     if code:
         print(text[-5000:], flush=True)
