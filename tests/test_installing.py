@@ -286,20 +286,26 @@ estimator_ext.install()
 
 
 @without_estimator
-def test_a_strategy_of_tensorflow_on_a_cluster_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("remote", [False, True], ids=["TF_CONFIG", "remote_cluster"])
+def test_a_strategy_of_tensorflow_on_a_cluster_is_refused(tmp_path: Path, remote: bool) -> None:
     cluster = {"chief": ["127.0.0.1:0"], "worker": ["127.0.0.1:1"]}
     config = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
     code = f"""
 import tensorflow as tf
+from tensorflow.python.distribute.distribute_config import DistributeConfig
 import estimator_ext
 estimator_ext.install()
 strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
-config = tf.estimator.RunConfig({str(tmp_path)!r}, train_distribute=strategy)
+if {remote}:
+    strategies = dict(experimental_distribute=DistributeConfig(strategy, None, {cluster}))
+else:
+    strategies = dict(train_distribute=strategy)
+config = tf.estimator.RunConfig({str(tmp_path)!r}, **strategies)
 estimator = tf.estimator.Estimator(lambda features: None, config=config)
 spec = tf.estimator.TrainSpec(lambda: None, 1), tf.estimator.EvalSpec(lambda: None)
 tf.estimator.train_and_evaluate(estimator, *spec)
 """
-    ended = start("-c", code, TF_CONFIG=config)
+    ended = start("-c", code, **({} if remote else {"TF_CONFIG": config}))
     assert ended.returncode != 0
     assert "tf.estimator.Estimator cannot work with MirroredStrategy on a cluster" in ended.stderr
     assert "estimator_ext.HostOffloadStrategy" in ended.stderr

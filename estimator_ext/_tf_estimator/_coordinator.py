@@ -16,7 +16,7 @@ import hostopt
 
 __all__: list[str] = []
 
-_INDEPENDENT_WORKER, _STANDALONE_CLIENT = "independent_worker", "standalone_client"
+_COORDINATED = "independent_worker"
 
 
 def init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
@@ -32,13 +32,10 @@ def init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
     _adopt_distribute_config(config)
     cluster = tf_config.get("cluster", {})
     remote = getattr(config._experimental_distribute, "remote_cluster", None)
-    if config._train_distribute and remote:
-        config._cluster_spec = remote
-        config._distribute_coordinator_mode = _STANDALONE_CLIENT
-    elif config._train_distribute and cluster and "master" not in cluster:
+    if config._train_distribute and (remote or (cluster and "master" not in cluster)):
         config._init_distributed_setting_from_environment_var({})
-        config._cluster_spec = tf.train.ClusterSpec(cluster)
-        config._distribute_coordinator_mode = _INDEPENDENT_WORKER
+        config._cluster_spec = remote or tf.train.ClusterSpec(cluster)
+        config._distribute_coordinator_mode = _COORDINATED
     else:
         config._distribute_coordinator_mode = None
         config._init_distributed_setting_from_environment_var(tf_config)
