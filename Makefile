@@ -47,8 +47,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 $(STAMP): setup.cfg $(wildcard constraints*.txt)
-	@test -n "$(PYTHON)" || { echo "no Python 3.9 to 3.13 found: install one, or say \
-	make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] < (3, 14))' \
+	|| { echo "found Python '$(PYTHON)', wanted 3.9 to 3.13 (3.9 to 3.11 for TensorFlow 2.15): \
+	install one, or say make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[examples,test]" $(WANTED)

@@ -336,7 +336,7 @@ class _HostOffloadExtended(OneDeviceExtended):
             raise hostopt.ConfigError(
                 "tf.estimator.Estimator cannot train with a HostOffloadStrategy of "
                 f"{self._num_replicas_in_sync} ranks. Use estimator_ext.Estimator, which takes "
-                "the same arguments"
+                "the same arguments; a canned estimator has them as model_fn and config"
             )
 
     def _in_multi_worker_mode(self) -> bool:

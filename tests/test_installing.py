@@ -312,6 +312,35 @@ tf.estimator.train_and_evaluate(estimator, *spec)
 
 
 @without_estimator
+def test_workers_without_strategy_and_parameter_servers_are_warned() -> None:
+    cluster = {"chief": ["127.0.0.1:0"], "worker": ["127.0.0.1:1"]}
+    code = """
+import estimator_ext
+estimator_ext.install()
+import tensorflow as tf
+class Untrained(tf.estimator.Estimator):
+    def train(self, *arguments, **options):
+        pass  # only what comes before
+    _assert_members_are_not_overridden = lambda self: None
+spec = tf.estimator.TrainSpec(lambda: None, 1), tf.estimator.EvalSpec(lambda: None)
+tf.estimator.train_and_evaluate(Untrained(lambda features: None), *spec)
+"""
+    warning = "TF_CONFIG names several workers, but RunConfig has no train_distribute"
+    for more, warned in ({}, True), ({"ps": ["127.0.0.1:2"]}, False):
+        config = {"cluster": {**cluster, **more}, "task": {"type": "chief", "index": 0}}
+        ended = start("-c", code, TF_CONFIG=json.dumps(config))
+        assert ended.returncode == 0, ended.stderr
+        assert (warning in ended.stderr) == warned
+
+
+@without_estimator
+def test_keras_3_by_the_users_own_choice_is_refused() -> None:
+    ended = start("-c", "import estimator_ext as e; e.install()", TF_USE_LEGACY_KERAS="0")
+    assert ended.returncode != 0
+    assert "TF_USE_LEGACY_KERAS is 0 in the environment: set it to 1" in ended.stderr
+
+
+@without_estimator
 def test_the_tpu_part_says_that_it_is_gone() -> None:
     estimator_ext.install()
     with pytest.raises(AttributeError, match=r"tpu\.TPUEstimator does not exist on TensorFlow"):

@@ -65,8 +65,19 @@ def should_run_distribute_coordinator(config: Any) -> bool:
     Returns:
       True for a strategy that trains on several tasks through the coordinator.
     """
+    if config.train_distribute is None:
+        _warn_of_lonely_workers(config.cluster_spec.as_dict())
     mode = getattr(config, "_distribute_coordinator_mode", None)  # a RunConfig may never set it
     return bool(mode and config.cluster_spec)
+
+
+def _warn_of_lonely_workers(cluster: dict[str, Any]) -> None:
+    if len(cluster.get("chief", ())) + len(cluster.get("worker", ())) > 1 and "ps" not in cluster:
+        tf.get_logger().warning(
+            "TF_CONFIG names several workers, but RunConfig has no train_distribute and there are "
+            "no parameter servers: the workers would wait for variables that nobody shares. Give "
+            "estimator_ext.RunConfig a HostOffloadStrategy as train_distribute"
+        )
 
 
 def _refuse(estimator: Any, *arguments: Any) -> NoReturn:

@@ -101,13 +101,22 @@ def check_keras() -> None:
     if not keras_3 and not tf.keras.layers.Layer.__module__.startswith("tf_keras."):
         keras_3 = ["tensorflow.keras"]  # which was imported by that name
     if keras_3:
-        raise hostopt.ConfigError(
-            f"{', '.join(keras_3)} is Keras 3 in this process already, whose layers do not work "
-            f"in the graphs of Estimator ({_KERAS_SWITCH} is {os.environ[_KERAS_SWITCH]}); wanted "
-            f"Keras 2 (tf_keras). Set {_KERAS_SWITCH}=1 in the environment before Python starts "
-            "(`hostopt run` does so), or import estimator_ext before anything of tf.keras, "
-            "tf.metrics or tf.layers is used"
+        remedy = (
+            f"Set {_KERAS_SWITCH}=1 in the environment before Python starts (`hostopt run` does "
+            "so), or import estimator_ext before anything of tf.keras, tf.metrics or tf.layers is "
+            "used"
         )
+        if not _keras_2_is_wanted():
+            value = os.environ[_KERAS_SWITCH]
+            remedy = f"{_KERAS_SWITCH} is {value} in the environment: set it to 1"
+        raise hostopt.ConfigError(
+            f"{', '.join(keras_3)} is Keras 3 in this process already, which is not made for the "
+            f"graphs of Estimator; wanted Keras 2 (tf_keras). {remedy}"
+        )
+
+
+def _keras_2_is_wanted() -> bool:
+    return os.environ.setdefault(_KERAS_SWITCH, "1") in ("1", "true", "True")
 
 
 def _is_keras_3(part: Any) -> bool:
@@ -153,8 +162,8 @@ def _use_keras_2() -> None:
     TensorFlow decides at the first use, by an environment variable; `import tensorflow.keras`
     looks at TensorFlow's search path, which was fixed when TensorFlow was imported.
     """
-    if os.environ.setdefault(_KERAS_SWITCH, "1") not in ("1", "true", "True"):
-        return  # the user wants Keras 3
+    if not _keras_2_is_wanted():
+        return
     root = os.path.dirname(importlib.util.find_spec("tf_keras").origin)
     for package, api in PACKAGES.items():
         importlib.import_module(package).__path__.insert(0, os.path.join(root, "api", api))
