@@ -84,8 +84,10 @@ def test_duplicates_do_not_mix(spawn: Spawn) -> None:
 
 
 def test_a_communicator_is_a_context_that_tells_of_errors(spawn: Spawn) -> None:
+    met = threading.Barrier(3)  # an error may also end the rendezvous of the others, rightly
+
     def work(communicator: Communicator) -> BaseException:
-        communicator.barrier()  # an error may also end the rendezvous of the others, rightly
+        met.wait(30)
         with pytest.raises(BaseException) as caught, communicator:
             if communicator.rank == 1:
                 raise KeyError("flour")
