@@ -116,7 +116,7 @@ def check_keras() -> None:
 
 
 def _keras_2_is_wanted() -> bool:
-    return os.environ.setdefault(_KERAS_SWITCH, "1") in ("1", "true", "True")
+    return os.environ.get(_KERAS_SWITCH, "1") in ("1", "true", "True")
 
 
 def _is_keras_3(part: Any) -> bool:
@@ -164,6 +164,7 @@ def _use_keras_2() -> None:
     """
     if not _keras_2_is_wanted():
         return
+    os.environ.setdefault(_KERAS_SWITCH, "1")
     root = os.path.dirname(importlib.util.find_spec("tf_keras").origin)
     for package, api in PACKAGES.items():
         importlib.import_module(package).__path__.insert(0, os.path.join(root, "api", api))
