@@ -16,6 +16,7 @@ from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.run_config import adopt_cluster
 from estimator_ext.spec import stock_spec
+from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy
 
 __all__: list[str] = []
@@ -48,6 +49,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             if max_steps is not None and self._agreed_start_step() >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self
+            self._session_config = strategy.training_config(self._session_config)
             trainer = self if strategy.cluster.is_chief else self._without_files()
             _tf_estimator.Estimator.train(trainer, *arguments)
             communicator.finish()
@@ -92,9 +94,17 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             spec = strategy.extended.call_for_each_replica(
                 self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
             )
-            spec = stock_spec(spec, loss=_reported_loss(strategy, spec.loss))
+            communicator = strategy.communicator
             # before the input hooks and all others: they may read what is broadcast
-            first_hooks = [BroadcastVariablesHook(strategy.communicator), *input_hooks]
+            first_hooks = [BroadcastVariablesHook(communicator), *input_hooks]
+            reducers = strategy.extended.reducers
+            if reducers:  # none with one rank, or where nothing is reduced in buckets
+                if communicator.transport.timeline is not None:
+                    spec = show_steps(spec, reducers, communicator.transport.timeline)
+                every_steps = self._config.save_summary_steps or 0
+                own = communicator.duplicate("step reports")
+                first_hooks.append(StepReportHook(own, reducers, every_steps, self._model_dir))
+            spec = stock_spec(spec, loss=_reported_loss(strategy, spec.loss))
             return self._train_with_estimator_spec(
                 spec, first_hooks, hooks, global_step, saving_listeners
             )
@@ -179,4 +189,4 @@ def _reported_loss(strategy: HostOffloadStrategy, loss: tf.Tensor) -> tf.Tensor:
     """The mean over the ranks where the optimizer scaled the loss, else the sum, as stock does."""
     scaled = getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
     op = tf.distribute.ReduceOp.MEAN if scaled else tf.distribute.ReduceOp.SUM
-    return strategy.reduce(op, loss, axis=None)
+    return strategy.extended.reduce_loss(op, loss)

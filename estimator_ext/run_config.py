@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+import hostopt
 from estimator_ext._tf_estimator import RunConfig as _StockRunConfig
 from estimator_ext.strategy import HostOffloadStrategy
 
@@ -22,13 +23,32 @@ class RunConfig(_StockRunConfig):
 
     Args:
       *args: as for `tf.estimator.RunConfig`.
+      timeline: file for a Chrome trace, such as "trace.json", which becomes "trace.rank0.json"
+        and so on; None records nothing. HOSTOPT_TIMELINE overrides it.
       **fields: as for `tf.estimator.RunConfig`.
+
+    Raises:
+      hostopt.ConfigError: a timeline without a `HostOffloadStrategy`, or for one whose ranks have
+        met without it.
     """
 
-    def __init__(self, *args: Any, **fields: Any) -> None:
+    def __init__(self, *args: Any, timeline: str | None = None, **fields: Any) -> None:
         super().__init__(*args, **fields)
+        self._timeline = timeline
         if isinstance(self.train_distribute, HostOffloadStrategy):
+            if timeline is not None:
+                self.train_distribute.record_timeline(timeline)
             adopt_cluster(self, self.train_distribute)
+        elif timeline is not None:
+            raise hostopt.ConfigError(
+                f"timeline is {timeline!r}, wanted None: only a HostOffloadStrategy as "
+                "train_distribute records one"
+            )
+
+    @property
+    def timeline(self) -> str | None:
+        """File for a Chrome trace, as it was given."""
+        return self._timeline
 
 
 def adopt_cluster(config: _StockRunConfig, strategy: HostOffloadStrategy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ __all__: list[str] = []
 
 VIRTUAL_ACCELERATOR = "/device:CPU:1"
 # Inter-op threads beyond the cores: the waits for the ring and the loss must starve nobody.
-_WAITING_THREADS = 4
+_WAITING_THREADS = 2
 
 
 class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
@@ -41,7 +42,11 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         accelerator.
       accelerator: device of forward and backward; the first GPU by default, and where there is
         none the virtual accelerator, the second CPU device of the session.
+      communication: "auto" reduces in shared memory among ranks of one host and over gRPC between
+        hosts; "grpc" uses gRPC alone; "shm" is an error where a host's ranks cannot share memory.
       bucket_mb: size of a gradient bucket in MiB; its bytes are a multiple of 128.
+      compression: "fp16" or "bf16" halves float32 gradients on the wire between hosts; None sends
+        them whole. Sums are made in float32.
       rendezvous_timeout_s: how long to wait for all ranks to appear.
       stall_warning_s: a rank that waits longer says for whom.
       collective_timeout_s: a rank that waits longer without progress gives up.
@@ -56,7 +61,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         variables_on_host: bool = True,
         accelerator: str | None = None,
         *,
+        communication: str = "auto",
         bucket_mb: float = 25.0,
+        compression: str | None = None,
         rendezvous_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         collective_timeout_s: float = 300.0,
@@ -64,7 +71,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         exit_with_error_code()
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
         self.options = hostopt.Options(
+            communication=communication,
             bucket_mb=bucket_mb,
+            compression=compression,
             rendezvous_timeout_s=rendezvous_timeout_s,
             stall_warning_s=stall_warning_s,
             collective_timeout_s=collective_timeout_s,
@@ -109,9 +118,43 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         if self.cluster.role == "evaluator":
             config.device_count["GPU"] = 0
         elif self.cluster.size > 1 and not config.inter_op_parallelism_threads:
-            config.inter_op_parallelism_threads = len(os.sched_getaffinity(0)) + _WAITING_THREADS
+            config.inter_op_parallelism_threads = _threads_with_waiting_ones()
             config.use_per_session_threads = True
         return config
+
+    def training_config(self, config_proto: tf.compat.v1.ConfigProto) -> tf.compat.v1.ConfigProto:
+        """`update_config_proto` for a training session, when it is known how the ranks reduce.
+
+        Args:
+          config_proto: configuration of a session, or None.
+
+        Returns:
+          A copy; where all ranks share memory, without threads that wait, as none has to: more
+          threads than cores slow a step down.
+        """
+        config = self.update_config_proto(config_proto)
+        added = config.inter_op_parallelism_threads == _threads_with_waiting_ones()
+        if added and config.use_per_session_threads and self.communicator.on_one_host:
+            config.ClearField("inter_op_parallelism_threads")
+            config.ClearField("use_per_session_threads")
+        return config
+
+    def record_timeline(self, path: str) -> None:
+        """Record a timeline from the time when this rank meets the others.
+
+        Args:
+          path: what `Options.timeline` says; HOSTOPT_TIMELINE overrides it.
+
+        Raises:
+          hostopt.ConfigError: the ranks have met already, with another timeline or none.
+        """
+        options = dataclasses.replace(self.options, timeline=path).with_environment()
+        if self._communicator is not None and options != self.options:
+            raise hostopt.ConfigError(
+                f"timeline {options.timeline!r} is given to a strategy that has met the other "
+                f"ranks with timeline {self.options.timeline!r}. Make the RunConfig first"
+            )
+        self.options = options
 
     @contextlib.contextmanager
     def errors_told(self) -> Iterator[None]:
@@ -179,6 +222,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         self._cluster_resolver = cluster_resolver
         self._initialise_together = True
         self._reducers: list[Any] = []
+        self._sums: list[tf.Tensor] = []  # of the gradients, in the graph that is built
 
     @property
     def _strategy(self) -> HostOffloadStrategy:
@@ -200,7 +244,13 @@ class _HostOffloadExtended(OneDeviceExtended):
                 yield
         finally:
             self._initialise_together = True
+            self._sums = []
             self.close_reducers()
+
+    @property
+    def reducers(self) -> tuple[Any, ...]:
+        """What sums the gradients of the graphs built so far."""
+        return tuple(self._reducers)
 
     def close_reducers(self) -> None:
         """End the communication threads of the graphs built so far."""
@@ -240,6 +290,24 @@ class _HostOffloadExtended(OneDeviceExtended):
 
     # -- reductions ------------------------------------------------------------------------
 
+    def reduce_loss(self, reduce_op: Any, loss: tf.Tensor) -> tf.Tensor:
+        """Reduce what is only reported, at a moment when it holds up nothing.
+
+        Args:
+          reduce_op: a `tf.distribute.ReduceOp`.
+          loss: the loss of this rank.
+
+        Returns:
+          The reduced loss. In shared memory it is read after the gradients, for which the ranks
+          have waited anyway; over a network it travels while backward goes on.
+        """
+        size = self._num_replicas_in_sync
+        if size > 1 and self._sums and loss.dtype == tf.float32 and loss.shape.rank == 0:
+            total = ops.sum_posted(loss, self._strategy.communicator, self._sums)
+            if total is not None:
+                return total / size if reduce_op == tf.distribute.ReduceOp.MEAN else total
+        return self._strategy.reduce(reduce_op, loss, axis=None)
+
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del destinations, options
         if self._num_replicas_in_sync == 1:
@@ -261,6 +329,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         sums, reducer = ops.reduce_in_buckets(tensors, names, self._strategy.communicator)
         if reducer is not None:
             self._reducers.append(reducer)
+            self._sums = sums
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             with tf.device(HOST_DEVICE):
                 return [total / self._num_replicas_in_sync for total in sums]
@@ -361,6 +430,10 @@ class _HostOffloadExtended(OneDeviceExtended):
     @property
     def should_save_summary(self) -> bool:
         return self._strategy.cluster.is_chief
+
+
+def _threads_with_waiting_ones() -> int:
+    return len(os.sched_getaffinity(0)) + _WAITING_THREADS
 
 
 def _find_accelerator(cluster: hostopt.Cluster) -> str:

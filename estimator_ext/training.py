@@ -127,7 +127,15 @@ class _Evaluation:
 
     def run(self) -> tuple[Any, Any]:
         """Evaluate the newest checkpoint, if there is one that was not evaluated yet."""
-        result, exports = self._evaluator.evaluate_and_export()
+        path = self._estimator.latest_checkpoint()
+        try:
+            result, exports = self._evaluator.evaluate_and_export()
+        except (ValueError, tf.errors.OpError):
+            if path is None or tf.io.gfile.exists(f"{path}.index"):
+                raise
+            # training is quicker than this evaluator: a newer one is there already
+            _log.warning("%s was deleted before it could be read; raise keep_checkpoint_max", path)
+            return self._results
         if result.metrics:
             self._results = (result.metrics, exports)
         return self._results

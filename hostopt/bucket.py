@@ -6,6 +6,8 @@ variable order: the first bucket is full, and travels, while backward still work
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -72,6 +74,12 @@ class Bucket:
         more = f" and {len(self.specs) - 1} more" if len(self.specs) > 1 else ""
         return f"the gradient of {self.specs[0].name!r}{more}"
 
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Where each gradient begins in the flat buffer, in elements, in packing order."""
+        sizes = [_padded(spec.nbytes) // self.dtype.itemsize for spec in self.specs]
+        return [0, *itertools.accumulate(sizes[:-1])]
+
     def new_buffer(self) -> Array:
         """Allocate a flat buffer, aligned, with zeros in the gaps.
 
@@ -91,12 +99,10 @@ class Bucket:
         Returns:
           Views with the shapes of `specs`, in packing order.
         """
-        parts, start = [], 0
-        for spec in self.specs:
-            stop = start + math.prod(spec.shape)
-            parts.append(buffer[start:stop].reshape(spec.shape))
-            start += _padded(spec.nbytes) // self.dtype.itemsize
-        return parts
+        return [
+            buffer[start : start + math.prod(spec.shape)].reshape(spec.shape)
+            for start, spec in zip(self.starts, self.specs)
+        ]
 
     def pack(self, arrays: Sequence[Array], buffer: Array) -> None:
         """Copy gradients into a flat buffer.
@@ -131,6 +137,19 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
         filled_bytes[dtype] += nbytes
     groups.sort(key=lambda group: group[-1], reverse=True)  # a bucket is full with its last part
     return tuple(Bucket(tuple(group), tuple(specs[i] for i in group)) for group in groups)
+
+
+def title(buckets: Sequence[Bucket], index: int) -> str:
+    """Describe one bucket of a plan.
+
+    Args:
+      buckets: the plan.
+      index: which one.
+
+    Returns:
+      Text for warnings and errors.
+    """
+    return f"{buckets[index].what} (bucket {index + 1}/{len(buckets)})"
 
 
 class BufferPool:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from hostopt.errors import HostOptError
+from hostopt import bench
+from hostopt.errors import ConfigError, HostOptError
 from hostopt.launch import launch
+from hostopt.trace_files import merge
+from hostopt.trace_picture import draw
 
 __all__: list[str] = []
 
 _USAGE_ERROR = 2
+_SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="hostopt: %(message)s")
     try:
-        return int(options.run(options))
+        return int(options.run(options) or 0)
     except HostOptError as error:
         print(f"hostopt: {error}", file=sys.stderr)
         return error.exit_code
@@ -60,7 +68,97 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("command", nargs=argparse.REMAINDER, help="what every process runs")
     run.set_defaults(run=_run, parser=run)
+    trace = commands.add_parser("trace", help="work with the files that HOSTOPT_TIMELINE names")
+    _add_trace_commands(trace.add_subparsers(title="commands", metavar="command", required=True))
+    _add_bench(
+        commands.add_parser(
+            "bench",
+            help="time all-reduces",
+            description="Time all-reduces of float32: over N ranks on this machine with -np, else "
+            "over the cluster that TF_CONFIG names, where every rank is started with the same "
+            "arguments. Rank 0 prints a table.",
+            allow_abbrev=False,
+        )
+    )
     return parser
+
+
+def _add_trace_commands(commands: Any) -> None:
+    merging = commands.add_parser(
+        "merge",
+        help="join the files of all ranks into one",
+        description="Join the files of several ranks into one trace, by the clock of rank 0. Open "
+        "it at https://ui.perfetto.dev or chrome://tracing.",
+        allow_abbrev=False,
+    )
+    merging.add_argument("files", nargs="+", help="one file for each rank")
+    merging.add_argument("-o", "--output", required=True, metavar="FILE", help="the joined trace")
+    merging.set_defaults(run=lambda options: merge(options.files, options.output))
+    drawing = commands.add_parser(
+        "draw",
+        help="draw one step as a picture",
+        description="Draw one step of a trace. Needs matplotlib: pip install 'hostopt[draw]'.",
+        allow_abbrev=False,
+    )
+    drawing.add_argument("file", help="a trace of one rank or a joined one")
+    drawing.add_argument("-o", "--output", required=True, metavar="FILE", help="the picture")
+    drawing.add_argument(
+        "--step", type=_at_least(0), metavar="N", help="which step, from 0 (default: the last)"
+    )
+    drawing.set_defaults(run=lambda options: draw(options.file, options.output, options.step))
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-np", type=_at_least(1), metavar="N", help="ranks on this machine")
+    parser.add_argument(
+        "--sizes",
+        type=_size,
+        nargs="+",
+        default=[_size(text) for text in _SIZES],
+        metavar="SIZE",
+        help=f"sizes to reduce (default: {' '.join(_SIZES)})",
+    )
+    parser.add_argument(
+        "--repetitions",
+        type=_at_least(1),
+        default=7,
+        metavar="K",
+        help="the table shows the median of K (default: 7)",
+    )
+    parser.add_argument(
+        "--communication", choices=["auto", "grpc", "shm"], help="way between the ranks"
+    )
+    parser.add_argument("--compression", choices=["none", "fp16", "bf16"], help="on the wire")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times there as well")
+    parser.add_argument("--quiet", action="store_true", help="print no table")
+    parser.set_defaults(run=_bench, parser=parser)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    for name in ("communication", "compression"):  # where connect() looks for them, on every rank
+        if getattr(options, name) is not None:
+            os.environ[f"HOSTOPT_{name.upper()}"] = getattr(options, name)
+    if options.np is not None:
+        return _bench_here(options)
+    if "TF_CONFIG" not in os.environ:
+        options.parser.error("say -np N, or start each rank with its TF_CONFIG")
+    rank, timings = bench.run(options.sizes, options.repetitions)
+    if rank == 0 and options.json is not None:
+        bench.save(options.json, timings)
+    if rank == 0 and not options.quiet:
+        print(bench.format_table(timings))
+    return 0
+
+
+def _bench_here(options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as directory:
+        path = options.json or Path(directory, "times.json")
+        command = [sys.executable, "-m", "hostopt.cli", "bench", "--quiet", "--json", str(path)]
+        command += ["--repetitions", str(options.repetitions), "--sizes", *map(str, options.sizes)]
+        code = launch(command, size=options.np)
+        if code == 0 and not options.quiet:
+            print(bench.format_table(bench.load(path)))
+        return code
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -82,6 +180,13 @@ def _at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def _size(text: str) -> int:
+    try:
+        return bench.parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _version() -> str:

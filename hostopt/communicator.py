@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import json
 import threading
@@ -11,12 +12,18 @@ from typing import Any
 import numpy as np
 
 from hostopt import ring
+from hostopt.compression import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
+from hostopt.hierarchy import Hierarchy, open_hierarchy
+from hostopt.hosts import Hosts
+from hostopt.lane import Lane, Source
 from hostopt.ring import Array, Operation
 from hostopt.transport.base import FINISH_CHANNEL, Tag, Transport
 
 __all__: list[str] = []
 
+# Blocks of shared memory: arrays up to the smaller one go through a lane that takes less memory.
+SMALL_BLOCK_BYTES, BLOCK_BYTES = 64 << 10, 1 << 20
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 
@@ -31,8 +38,15 @@ class ReduceOp(enum.Enum):
     @property
     def ufunc(self) -> np.ufunc:
         """The numpy function of two arrays; an average is a sum that is divided at the end."""
-        ufuncs: dict[ReduceOp, np.ufunc] = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
-        return ufuncs.get(self, np.add)
+        return _UFUNCS[self]
+
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
 
 
 class Communicator:
@@ -45,14 +59,21 @@ class Communicator:
       transport: this rank's transport.
       channel: number of the channel; 0 for the first communicator of a transport.
       what: what this channel carries, for warnings and errors.
+      hosts: which ranks share memory, to all-reduce in it; None for gRPC alone.
     """
 
-    def __init__(self, transport: Transport, channel: int = 0, what: str = "") -> None:
+    def __init__(
+        self, transport: Transport, channel: int = 0, what: str = "", hosts: Hosts | None = None
+    ) -> None:
         self.transport = transport
         self.channel = channel
         self.what = what
+        self.hosts = hosts
         self._steps = itertools.count()
         self._lock = threading.Lock()
+        self._hierarchies: dict[int, Hierarchy | None] = {}  # by size of block
+        if hosts is not None:
+            self._opening = Communicator(transport, transport.next_channel(), what)
 
     @property
     def rank(self) -> int:
@@ -64,6 +85,11 @@ class Communicator:
         """Number of ranks."""
         return self.transport.size
 
+    @property
+    def on_one_host(self) -> bool:
+        """True where all ranks share memory, so that nothing travels."""
+        return self.hosts is not None and len(self.hosts.groups) == 1
+
     def duplicate(self, what: str = "") -> Communicator:
         """Open another channel over the same ranks; all ranks do so in the same order.
 
@@ -73,7 +99,7 @@ class Communicator:
         Returns:
           A communicator whose messages never mix with this one's.
         """
-        return Communicator(self.transport, self.transport.next_channel(), what)
+        return Communicator(self.transport, self.transport.next_channel(), what, self.hosts)
 
     def all_reduce(self, array: Any, op: ReduceOp = ReduceOp.SUM, what: str = "") -> Array:
         """Reduce over the ranks; every rank gets the result, with the same bits.
@@ -94,22 +120,64 @@ class Communicator:
         self.all_reduce_in_place(result.reshape(-1), op, self.operation(what))
         return result
 
-    def all_reduce_in_place(self, flat: Array, op: ReduceOp, operation: Operation) -> None:
-        """`all_reduce` of a contiguous array of shape [n] into itself.
+    def all_reduce_in_place(
+        self,
+        flat: Array,
+        op: ReduceOp,
+        operation: Operation,
+        wire_format: WireFormat | None = None,
+        source: Source | None = None,
+    ) -> None:
+        """`all_reduce` of a contiguous array of shape [n] into itself, or of a source into it.
 
         Args:
           flat: array of shape [n], one of `DTYPES`.
           op: how to reduce.
           operation: which call this is, from `operation`.
+          wire_format: how the values travel, for a SUM of float32; None sends them as they are.
+          source: this rank's values, where they lie in other arrays than `flat`.
 
         Raises:
+          ConfigError: a wire format for what is no SUM of float32.
           HostOptError: as in `all_reduce`.
         """
-        _check_dtype(flat, op)
-        rounds = ring.all_reduce_schedule(self.rank, self.size)
-        ring.run(self.transport, operation, flat, rounds, op.ufunc)
+        _check_dtype(flat.dtype, op)
+        if wire_format is not None and (op is not ReduceOp.SUM or flat.dtype != np.float32):
+            raise ConfigError(
+                f"{op.name} of {flat.dtype.name} cannot travel as {wire_format.name}, only a SUM "
+                "of float32 can"
+            )
+        hierarchy = self._hierarchy(flat.nbytes)
+        if hierarchy is not None:
+            hierarchy.all_reduce(flat, op.ufunc, operation, wire_format, source)
+        else:
+            if source is not None:
+                source.copy_to(flat)
+            ring.all_reduce(self.transport, operation, flat, op.ufunc, (), wire_format)
         if op is ReduceOp.AVERAGE:
             np.divide(flat, flat.dtype.type(self.size), out=flat)
+
+    def open_lane(self) -> Lane | None:
+        """The memory that all ranks share, for what they post; all ranks call this together.
+
+        Returns:
+          This channel's lane; None where the ranks share none.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        hierarchy = self._hierarchy(0) if self.on_one_host else None
+        return hierarchy.lane if hierarchy is not None else None
+
+    def _hierarchy(self, nbytes: int) -> Hierarchy | None:
+        """The lanes for arrays of this size, which all ranks open at their first use."""
+        if self.hosts is None:
+            return None
+        block_bytes = SMALL_BLOCK_BYTES if nbytes <= SMALL_BLOCK_BYTES else BLOCK_BYTES
+        if block_bytes not in self._hierarchies:
+            opened = open_hierarchy(self._opening, self.hosts, block_bytes)
+            self._hierarchies[block_bytes] = opened
+        return self._hierarchies[block_bytes]
 
     def reduce_scatter(self, array: Any, op: ReduceOp = ReduceOp.SUM, what: str = "") -> Array:
         """Reduce over the ranks; rank r gets chunk r of the flattened result.
@@ -127,7 +195,7 @@ class Communicator:
           HostOptError: a rank failed, left or timed out.
         """
         flat = _copy(array).reshape(-1)
-        _check_dtype(flat, op)
+        _check_dtype(flat.dtype, op)
         rounds = ring.reduce_scatter_schedule(self.rank, self.size)
         ring.run(self.transport, self.operation(what), flat, rounds, op.ufunc)
         chunk = flat[ring.chunk_slices(flat.size, self.size)[self.rank]].copy()
@@ -216,11 +284,21 @@ class Communicator:
         if self.size == 1:
             return
         operation = Operation(FINISH_CHANNEL, next(self._steps), what=what)
-        successor = (self.rank + 1) % self.size
         marker = Tag(FINISH_CHANNEL, operation.step, bucket=1)
-        self.transport.send(successor, marker, b"", what)
-        self.all_reduce_in_place(np.zeros(1, np.int32), ReduceOp.SUM, operation)
+        for peer in self._waiting_peers():
+            self.transport.send(peer, marker, b"", what)
+        ring.all_reduce(self.transport, operation, np.zeros(1, np.int32))
         self.transport.mailbox.resume(operation.step)
+
+    def _waiting_peers(self) -> set[int]:
+        """Whoever may wait for data of this rank: the next one, and in memory the whole host."""
+        peers = {(self.rank + 1) % self.size}
+        if self.hosts is not None:
+            leaders = self.hosts.leaders
+            peers.update(self.hosts.members(self.rank))
+            if self.rank in leaders:
+                peers.add(leaders[(leaders.index(self.rank) + 1) % len(leaders)])
+        return peers - {self.rank}
 
     def check_same(self, facts: dict[str, str], what: str) -> None:
         """Make sure that all ranks hold the same facts.
@@ -261,6 +339,8 @@ class Communicator:
     def close(self) -> None:
         """Leave the ring in good order."""
         self.transport.close()
+        if self.transport.timeline is not None:
+            self.transport.timeline.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -279,16 +359,14 @@ def _copy(array: Any) -> Array:
     return result
 
 
-def _check_dtype(array: Array, op: ReduceOp) -> None:
-    if array.dtype.name not in DTYPES:
+@functools.cache  # the name of a dtype takes longer than a small reduction
+def _check_dtype(dtype: np.dtype[Any], op: ReduceOp) -> None:
+    if dtype.name not in DTYPES:
         raise ConfigError(
-            f"arrays of dtype {array.dtype.name} cannot be reduced, wanted one of "
-            f"{', '.join(DTYPES)}"
+            f"arrays of dtype {dtype.name} cannot be reduced, wanted one of {', '.join(DTYPES)}"
         )
-    if op is ReduceOp.AVERAGE and array.dtype.kind == "i":
-        raise ConfigError(
-            f"the AVERAGE of {array.dtype.name} is not exact: reduce with SUM and divide"
-        )
+    if op is ReduceOp.AVERAGE and dtype.kind == "i":
+        raise ConfigError(f"the AVERAGE of {dtype.name} is not exact: reduce with SUM and divide")
 
 
 def _mismatch(

@@ -9,10 +9,15 @@ import weakref
 from collections.abc import Callable
 from types import TracebackType
 
+from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
-from hostopt.communicator import Communicator
+from hostopt.communicator import BLOCK_BYTES, Communicator
 from hostopt.errors import HostOptError
+from hostopt.hierarchy import find_hosts, open_hierarchy
+from hostopt.hosts import own_host_id
 from hostopt.options import Options
+from hostopt.timeline import Timeline
+from hostopt.transport.base import Transport
 from hostopt.transport.inproc import InprocTransport
 
 __all__: list[str] = []
@@ -35,19 +40,44 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
       This rank's communicator; of one rank where there is no cluster.
 
     Raises:
-      ConfigError: TF_CONFIG, an option or this task's address cannot be used.
+      ConfigError: TF_CONFIG, an option, this task's address or the timeline's file cannot be used.
       RendezvousTimeoutError: a rank did not appear in time.
     """
     exit_with_error_code()
     cluster = cluster or Cluster.from_tf_config()
     options = (options or Options()).with_environment()
-    if cluster.size == 1:
-        return Communicator(InprocTransport.connect(1, options)[0])
-    from hostopt.transport.grpc import GrpcTransport
-
-    communicator = Communicator(GrpcTransport(cluster, options))
+    communicator = Communicator(_transport(cluster, options))
+    _connected.add(communicator)
+    try:
+        if options.timeline is not None:
+            _start_timeline(communicator, options.timeline)
+        hosts = find_hosts(communicator, own_host_id())
+        # tried once now, so that an error comes at once and not in the middle of a step
+        if hosts is None or open_hierarchy(communicator, hosts, BLOCK_BYTES) is None:
+            return communicator
+    except BaseException as error:
+        communicator.abort(error)
+        communicator.close()
+        raise
+    communicator = Communicator(
+        communicator.transport, communicator.transport.next_channel(), hosts=hosts
+    )
     _connected.add(communicator)
     return communicator
+
+
+def _transport(cluster: Cluster, options: Options) -> Transport:
+    if cluster.size == 1:
+        return InprocTransport.connect(1, options)[0]
+    from hostopt.transport.grpc import GrpcTransport
+
+    return GrpcTransport(cluster, options)
+
+
+def _start_timeline(communicator: Communicator, path: str) -> None:
+    timeline = Timeline(path, communicator.transport.cluster)
+    communicator.transport.timeline = timeline
+    timeline.clock_offset_s = measure_offset(communicator.duplicate("the clocks")).offset_s
 
 
 _previous_hooks: list[Callable[..., object]] = []

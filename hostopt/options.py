@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from hostopt.errors import ConfigError
 
@@ -14,6 +15,17 @@ __all__: list[str] = []
 MIB = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 30
 _BUCKET_ALIGNMENT_BYTES = 128
+_NUMBERS = (
+    "bucket_mb",
+    "segment_bytes",
+    "rendezvous_timeout_s",
+    "stall_warning_s",
+    "collective_timeout_s",
+)
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "communication": ("auto", "grpc", "shm"),
+    "compression": (None, "fp16", "bf16"),
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,10 @@ class Options:
       rendezvous_timeout_s: how long to wait for all ranks to appear.
       stall_warning_s: a rank that waits longer says for whom; repeated at doubled times.
       collective_timeout_s: a rank that waits longer without any progress gives up.
+      communication: "auto" reduces in shared memory among ranks of one host and over gRPC between
+        hosts; "grpc" uses gRPC alone; "shm" is an error where a host's ranks cannot share memory.
+      compression: "fp16" or "bf16" halves float32 gradients on the wire; None sends them whole.
+      timeline: file for a Chrome trace, one for each rank; None records nothing.
     """
 
     bucket_mb: float = 25.0
@@ -33,12 +49,21 @@ class Options:
     rendezvous_timeout_s: float = 300.0
     stall_warning_s: float = 30.0
     collective_timeout_s: float = 300.0
+    communication: str = "auto"
+    compression: str | None = None
+    timeline: str | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in _NUMBERS:
+            value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ConfigError(f"option {field.name} is {value!r}, wanted a number above 0")
+                raise ConfigError(f"option {name} is {value!r}, wanted a number above 0")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"option {name} is {getattr(self, name)!r}, wanted one of "
+                    f"{', '.join(map(repr, choices))}"
+                )
         if not isinstance(self.segment_bytes, int) or self.segment_bytes > MAX_SEGMENT_BYTES:
             raise ConfigError(
                 f"option segment_bytes is {self.segment_bytes}, wanted a whole number up to "
@@ -66,18 +91,21 @@ class Options:
           The options that hold.
 
         Raises:
-          ConfigError: a variable holds no number, or one out of range.
+          ConfigError: a variable holds no number where one is wanted, or a value out of range.
         """
-        found: dict[str, float] = {}
+        found: dict[str, Any] = {}
         for field in fields(self):
             name = f"HOSTOPT_{field.name.upper()}"
             if name not in environ:
+                continue
+            if field.name not in _NUMBERS:
+                found[field.name] = None if environ[name] in ("", "none") else environ[name]
                 continue
             try:
                 found[field.name] = _number(environ[name])
             except ValueError:
                 raise ConfigError(f"{name} is {environ[name]!r}, wanted a number") from None
-        return replace(self, **found)  # type: ignore[arg-type]
+        return replace(self, **found)
 
 
 def _number(text: str) -> float:

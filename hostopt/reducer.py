@@ -10,16 +10,27 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hostopt.bucket import Bucket, BufferPool
+import numpy as np
+
+from hostopt.bucket import Bucket, BufferPool, title
 from hostopt.communicator import Communicator, ReduceOp
+from hostopt.compression import new_wire_format
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
+from hostopt.record import BucketRecord
 from hostopt.ring import Array, Operation
+from hostopt.step_stats import StepTimes
 
 __all__: list[str] = []
 
 
 class Reducer:
-    """Sums buckets over the ranks on a communication thread, in bucket order on every rank.
+    """Sums buckets over the ranks, in bucket order on every rank.
+
+    A communication thread does so, and the network hides behind backward. Where all ranks share
+    memory, whoever waits does it: no thread has to be woken, which would cost more than the
+    copying that it hides.
+
+    Buckets of float32 travel as the option `compression` says, others as they are.
 
     Each step launches every bucket once and waits for every bucket once, from any thread and in
     any order.
@@ -30,12 +41,14 @@ class Reducer:
     """
 
     def __init__(self, communicator: Communicator, buckets: Sequence[Bucket]) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._buckets = tuple(buckets)
         self._pools = [BufferPool(bucket) for bucket in buckets]
+        self._wire_format = new_wire_format(communicator.transport.options.compression)
         self._under_way: set[int] = set()  # from launch to wait
         self._launched: dict[int, Array] = {}
         self._reduced: dict[int, Array] = {}
+        self._record = BucketRecord(self._buckets, communicator.transport.timeline)
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._in_ring = False
@@ -43,6 +56,11 @@ class Reducer:
         self._stop_listening = communicator.transport.mailbox.on_failure(self._fail)
         self._thread = threading.Thread(target=self._run, daemon=True, name="hostopt-reducer")
         self._thread.start()
+
+    @property
+    def last_times(self) -> StepTimes | None:
+        """What was measured in the last step whose buckets have all been awaited."""
+        return self._record.stats.last
 
     def launch(self, bucket: int, arrays: Sequence[Array]) -> None:
         """Start the reduction of a bucket; returns at once.
@@ -54,6 +72,7 @@ class Reducer:
         Raises:
           HostOptError: the ring has failed.
         """
+        begin_s = time.monotonic()
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -69,6 +88,7 @@ class Reducer:
         with self._changed:
             self._launched[bucket] = buffer
             self._progress_s = time.monotonic()
+            self._record.launched(bucket, begin_s, self._progress_s)
             self._changed.notify_all()
 
     def wait(self, bucket: int) -> list[Array]:
@@ -84,25 +104,20 @@ class Reducer:
         Raises:
           HostOptError: a rank failed, left or timed out.
         """
-        timeout_s = self._communicator.transport.options.collective_timeout_s
+        begin_s = time.monotonic()
         with self._changed:
             while bucket not in self._reduced:
-                if self._error is not None:
-                    raise self._error
-                # the ring has deadlines of its own; this one ends a wait for a lost launch
-                left_s = self._progress_s + timeout_s - time.monotonic()
-                if left_s <= 0 and not self._in_ring:
-                    raise self._never_launched(bucket)
-                self._changed.wait(None if self._in_ring else left_s)
+                self._wait_for_progress(bucket)
             buffer = self._reduced.pop(bucket)
             self._under_way.discard(bucket)
+            self._record.waited(bucket, begin_s, time.monotonic())
         return self._buckets[bucket].views(buffer)  # 5. back to the graph
 
     def close(self) -> None:
         """End the communication thread once its current bucket is done, and free the buffers."""
-        self._fail(PeerLostError("this reducer is closed", rank=self._communicator.rank))
+        self._fail(PeerLostError("this reducer is closed", rank=self.communicator.rank))
         self._stop_listening()
-        self._thread.join(self._communicator.transport.options.collective_timeout_s)
+        self._thread.join(self.communicator.transport.options.collective_timeout_s)
         self._pools.clear()
 
     def _run(self) -> None:
@@ -112,8 +127,18 @@ class Reducer:
                     self._reduce(step, index)
         except BaseException as error:
             if self._error is None:
-                self._communicator.abort(error)
+                self.communicator.abort(error)
             self._fail(error)
+
+    def _wait_for_progress(self, bucket: int) -> None:
+        """Wait for a launch or the end of a reduction; the ring has deadlines of its own."""
+        if self._error is not None:
+            raise self._error
+        timeout_s = self.communicator.transport.options.collective_timeout_s
+        left_s = self._progress_s + timeout_s - time.monotonic()
+        if left_s <= 0 and not self._in_ring:
+            raise self._never_launched(bucket)
+        self._changed.wait(None if self._in_ring else left_s)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -121,7 +146,7 @@ class Reducer:
             self._changed.notify_all()
 
     def _reduce(self, step: int, index: int) -> None:
-        operation = Operation(self._communicator.channel, step, index, self._what(index))
+        operation = Operation(self.communicator.channel, step, index, title(self._buckets, index))
         with self._changed:
             while index not in self._launched:  # idle until the graph launches the next bucket
                 if self._error is not None:
@@ -129,23 +154,23 @@ class Reducer:
                 self._changed.wait()
             buffer = self._launched.pop(index)
             self._in_ring = True
+        begin_s = time.monotonic()
         # 4. the ring, while backward goes on
-        self._communicator.all_reduce_in_place(buffer, ReduceOp.SUM, operation)
+        wire_format = self._wire_format if buffer.dtype == np.float32 else None
+        self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, operation, wire_format)
         with self._changed:
             self._reduced[index] = buffer
             self._in_ring = False
             self._progress_s = time.monotonic()
+            self._record.ring(index, begin_s, self._progress_s)
             self._changed.notify_all()
 
-    def _what(self, index: int) -> str:
-        return f"{self._buckets[index].what} (bucket {index + 1}/{len(self._buckets)})"
-
     def _never_launched(self, bucket: int) -> CollectiveTimeoutError:
-        rank = self._communicator.rank
+        rank = self.communicator.rank
         return CollectiveTimeoutError(
-            f"rank {rank} waited for {self._what(bucket)}, and no bucket was launched or reduced "
-            "meanwhile. A gradient of an earlier bucket was never computed: look whether the "
-            "accelerator still works",
+            f"rank {rank} waited for {title(self._buckets, bucket)}, and no bucket was launched "
+            "or reduced meanwhile. A gradient of an earlier bucket was never computed: look "
+            "whether the accelerator still works",
             rank=rank,
             bucket=bucket,
         )

@@ -22,19 +22,27 @@ depends on the chunk only and the sums are copied, so all ranks end with the sam
 
 from __future__ import annotations
 
+import functools
+import itertools
+import time
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hostopt.compression import Whole, WireFormat
 from hostopt.errors import ProtocolError
+from hostopt.timeline import Track
 from hostopt.transport.base import Tag, Transport
 
 __all__: list[str] = []
 
 Array = np.ndarray[Any, Any]
+
+# Segments of the first chunk that a rank sends before it receives. They keep the wire busy; all
+# at once would pile up at the receiver, in fresh memory that must be faulted in page by page.
+_SEGMENTS_AHEAD = 4
 
 
 class Round(NamedTuple):
@@ -52,8 +60,7 @@ class Round(NamedTuple):
     reduce: bool
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One collective call, the same on all ranks.
 
     Args:
@@ -66,7 +73,7 @@ class Operation:
     channel: int
     step: int
     bucket: int = 0
-    what: str = field(default="", compare=False)
+    what: str = ""
 
     def tag(self, round_: int, chunk: int, segment: int, layout: int) -> Tag:
         """Tag of one message of this call."""
@@ -121,14 +128,54 @@ def chunk_slices(length: int, size: int) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(starts, starts[1:])]
 
 
+def all_reduce(
+    transport: Transport,
+    operation: Operation,
+    flat: Array,
+    combine: np.ufunc = np.add,
+    members: Sequence[int] = (),
+    wire_format: WireFormat | None = None,
+) -> None:
+    """Reduce a flat buffer over the ranks, in place.
+
+    Two ranks exchange their buffers and both combine them. That is as many bytes as the ring of
+    two sends, in one round instead of two.
+
+    Args:
+      transport: this rank's transport.
+      operation: which call this is.
+      flat: contiguous array of shape [n], any numeric dtype.
+      combine: binary ufunc that commutes.
+      members: the ranks that reduce, this one among them; all by default.
+      wire_format: how float32 values travel; None sends arrays of any dtype as they are.
+
+    Raises:
+      HostOptError: a peer failed, left or timed out, or sent another number of bytes.
+    """
+    members = members or range(transport.size)
+    if len(members) == 2:
+        rounds, chunks = [Round(0, 0, reduce=True)], 1
+    else:
+        place = members.index(transport.rank)
+        rounds, chunks = all_reduce_schedule(place, len(members)), len(members)
+    run(transport, operation, flat, rounds, combine, members, chunks, wire_format)
+
+
 def run(
     transport: Transport,
     operation: Operation,
     flat: Array,
     rounds: list[Round],
     combine: np.ufunc = np.add,
+    members: Sequence[int] = (),
+    chunks: int = 0,
+    wire_format: WireFormat | None = None,
 ) -> None:
     """Run a schedule on a flat buffer, in place.
+
+    With a wire format, what is sent is rounded, and what is combined is not. The first rank to
+    send a chunk that nobody rounds after it rounds its own values as well, and the others pass on
+    the bits that they receive: so all ranks end with the same.
 
     Args:
       transport: this rank's transport.
@@ -136,30 +183,49 @@ def run(
       flat: contiguous array of shape [n], any numeric dtype.
       rounds: this rank's schedule; what is received in a round is sent in the next.
       combine: binary ufunc for the rounds that reduce.
+      members: the ranks that form the ring, this one among them; all by default.
+      chunks: number of chunks that the schedule speaks of; by default as many as members.
+      wire_format: how float32 values travel; None sends arrays of any dtype as they are.
 
     Raises:
       HostOptError: a peer failed, left or timed out, or sent another number of bytes.
     """
     if not rounds:
         return
-    succ, pred = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    slices = chunk_slices(flat.size, transport.size)
-    segment_bytes, layout = transport.options.segment_bytes, _layout(flat)
+    members = members or range(transport.size)
+    place = members.index(transport.rank)
+    succ, pred = members[(place + 1) % len(members)], members[place - 1]
+    slices = chunk_slices(flat.size, chunks or len(members))
+    wire = wire_format or Whole(flat.dtype)
+    layout = layout_of(flat, wire)
+    # in memory; on the wire they are as large as the option says
+    segment_bytes = transport.options.segment_bytes * flat.itemsize // wire.dtype.itemsize
 
-    for segment, part in _segments(flat[slices[rounds[0].send]], segment_bytes):
-        tag = operation.tag(0, rounds[0].send, segment, layout)
-        _send(transport, succ, tag, part, operation.what)
+    first = _segments(flat[slices[rounds[0].send]], segment_bytes)
+    exchanged = rounds[0].send == rounds[0].recv
+
+    def send_first(count: int) -> None:
+        for segment, part in itertools.islice(first, count):
+            tag = operation.tag(0, rounds[0].send, segment, layout)
+            outgoing = _encode(wire, part, keep=exchanged or not rounds[0].reduce)
+            _send(transport, succ, tag, outgoing, operation.what)
+
+    send_first(_SEGMENTS_AHEAD)
     for index, round_ in enumerate(rounds):
         for segment, part in _segments(flat[slices[round_.recv]], segment_bytes):
             tag = operation.tag(index, round_.recv, segment, layout)
-            incoming = receive_into(transport, pred, tag, part, operation.what)
+            incoming = receive_into(transport, pred, tag, part, operation.what, wire.dtype)
             if round_.reduce:
-                combine(part, incoming, out=part)
+                wire.combine(part, incoming, combine)
             else:
-                part[:] = incoming
+                wire.decode(incoming, part)
             if index + 1 < len(rounds):
                 tag = operation.tag(index + 1, round_.recv, segment, layout)
-                _send(transport, succ, tag, part, operation.what)
+                if round_.reduce:
+                    incoming = _encode(wire, part, keep=not rounds[index + 1].reduce)
+                _send(transport, succ, tag, incoming, operation.what)
+            if index == 0:
+                send_first(1)
 
 
 def broadcast(transport: Transport, operation: Operation, flat: Array, root: int) -> None:
@@ -175,7 +241,7 @@ def broadcast(transport: Transport, operation: Operation, flat: Array, root: int
       HostOptError: a peer failed, left or timed out, or sent another number of bytes.
     """
     succ, pred = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    layout = _layout(flat)
+    layout = layout_of(flat)
     for segment, part in _segments(flat, transport.options.segment_bytes):
         tag = operation.tag(0, 0, segment, layout)
         if transport.rank != root:
@@ -184,7 +250,14 @@ def broadcast(transport: Transport, operation: Operation, flat: Array, root: int
             _send(transport, succ, tag, part, operation.what)
 
 
-def receive_into(transport: Transport, peer: int, tag: Tag, part: Array, what: str) -> Array:
+def receive_into(
+    transport: Transport,
+    peer: int,
+    tag: Tag,
+    part: Array,
+    what: str,
+    dtype: np.dtype[Any] | None = None,
+) -> Array:
     """Receive as many elements as `part` has, without touching `part`.
 
     Args:
@@ -193,17 +266,22 @@ def receive_into(transport: Transport, peer: int, tag: Tag, part: Array, what: s
       tag: which message.
       part: array of shape [n] that says how many elements of which dtype are wanted.
       what: what is received, for errors.
+      dtype: dtype of the elements on the wire, where it is not that of `part`.
 
     Returns:
-      Read-only array like `part`.
+      Read-only array of shape [n].
 
     Raises:
       ProtocolError: the peer sent another number of bytes.
     """
+    dtype = dtype or part.dtype
+    begin_s = time.monotonic()
     payload = transport.recv(peer, tag, what)
-    if len(payload) != part.nbytes:
+    _show(transport, Track.RING_RECEIVE, tag, what, begin_s, len(payload))
+    nbytes = part.size * dtype.itemsize
+    if len(payload) != nbytes:
         error = ProtocolError(
-            f"rank {transport.rank} expected {part.nbytes} bytes of {what or 'data'} from rank "
+            f"rank {transport.rank} expected {nbytes} bytes of {what or 'data'} from rank "
             f"{peer} ({transport.cluster.ring[peer]}) at {tag}, got {len(payload)}. All ranks "
             "must pass arrays of the same shape and dtype",
             rank=peer,
@@ -212,15 +290,47 @@ def receive_into(transport: Transport, peer: int, tag: Tag, part: Array, what: s
         )
         transport.abort(error)
         raise error
-    return np.frombuffer(payload, dtype=part.dtype)
+    return np.frombuffer(payload, dtype=dtype)
 
 
-def _layout(flat: Array) -> int:
-    return zlib.crc32(f"{flat.dtype.name}[{flat.size}]".encode())
+def layout_of(flat: Array, wire: WireFormat | None = None) -> int:
+    """Checksum of what must be the same on all ranks: an array's dtype and length, and its format.
+
+    Args:
+      flat: array of shape [n].
+      wire: how it travels; None as it is.
+
+    Returns:
+      32 bits.
+    """
+    travels = f" as {wire.name}" if wire and wire.dtype != flat.dtype else ""
+    return _checksum(flat.dtype, flat.size, travels)
+
+
+@functools.lru_cache(maxsize=1024)
+def _checksum(dtype: np.dtype[Any], length: int, travels: str) -> int:
+    return zlib.crc32(f"{dtype.name}[{length}]{travels}".encode())
+
+
+def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
+    """Round for the wire; `keep` what the others will get."""
+    encoded = wire.encode(part)
+    if keep and encoded is not part:
+        wire.decode(encoded, part)
+    return encoded
 
 
 def _send(transport: Transport, peer: int, tag: Tag, part: Array, what: str) -> None:
+    begin_s = time.monotonic()
     transport.send(peer, tag, part.view(np.uint8).data, what)
+    _show(transport, Track.RING_SEND, tag, what, begin_s, part.nbytes)
+
+
+def _show(
+    transport: Transport, track: Track, tag: Tag, what: str, begin_s: float, payload_bytes: int
+) -> None:
+    if transport.timeline is not None:
+        transport.timeline.message(track, tag, what, begin_s, time.monotonic(), payload_bytes)
 
 
 def _segments(chunk: Array, segment_bytes: int) -> Iterator[tuple[int, Array]]:

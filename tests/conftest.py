@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import reserved_addresses
+from ranks import Ranks, reserved_addresses
 
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
+from hostopt.hosts import Hosts
 from hostopt.options import Options
 from hostopt.transport.grpc import GrpcTransport
 from hostopt.transport.inproc import InprocTransport
@@ -43,7 +44,8 @@ class Spawn:
     """Runs a function as every rank of a ring, each rank a thread.
 
     Args:
-      transport: ``inproc`` or ``grpc``; the latter over real loopback sockets.
+      transport: ``inproc``; ``grpc`` over real loopback sockets; ``shm``, all ranks on one host;
+        ``hosts``, two ranks on each host.
     """
 
     def __init__(self, transport: str) -> None:
@@ -97,9 +99,10 @@ class Spawn:
 
     @contextlib.contextmanager
     def _ring(self, size: int, options: Options) -> Iterator[Callable[[int], Communicator]]:
-        if self.transport == "inproc":
+        if self.transport != "grpc":
             transports = InprocTransport.connect(size, options)
-            yield lambda rank: Communicator(transports[rank])
+            hosts = self._hosts(size)
+            yield lambda rank: Communicator(transports[rank], hosts=hosts)
             return
         with reserved_addresses(size) as addresses:
             jobs = jobs_of(addresses)
@@ -107,10 +110,22 @@ class Spawn:
                 GrpcTransport(Cluster.from_dict(jobs, *task_of(rank)), options)
             )
 
+    def _hosts(self, size: int) -> Hosts | None:
+        per_host = {"inproc": 1, "shm": size, "hosts": 2}[self.transport]
+        ranks = range(size)
+        groups = tuple(tuple(ranks[i : i + per_host]) for i in range(0, size, per_host))
+        return Hosts(groups) if len(groups) < size else None
 
-@pytest.fixture(params=["inproc", "grpc"])
+
+@pytest.fixture(params=["inproc", "grpc", "shm", "hosts"])
 def spawn(request: pytest.FixtureRequest) -> Spawn:
     """`spawn(size, fn, **options)`, over every transport in turn."""
+    return Spawn(request.param)
+
+
+@pytest.fixture(params=["inproc", "grpc"])
+def spawn_ring(request: pytest.FixtureRequest) -> Spawn:
+    """`spawn` over one ring of all ranks, without shared memory."""
     return Spawn(request.param)
 
 
@@ -259,6 +274,7 @@ class RankProcesses:
                 "TF_CONFIG": json.dumps(config),
                 "HOSTOPT_RENDEZVOUS_TIMEOUT_S": str(DEADLINE_S / 2),
                 "HOSTOPT_COLLECTIVE_TIMEOUT_S": str(DEADLINE_S / 2),
+                "HOSTOPT_COMMUNICATION": "grpc",
                 **environ,
             },
             self._directory / f"stderr.{len(self._started)}",
@@ -292,3 +308,11 @@ def processes(tmp_path: Path) -> Iterator[Callable[[int], RankProcesses]]:
         yield new
         left = [task for ring in rings for task in ring.end()]
         assert not left, f"still running at the end of the test: {', '.join(left)}"
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """Programs as the processes of a cluster; what is left of them is killed."""
+    ranks = Ranks(tmp_path)
+    yield ranks
+    ranks.end()

@@ -9,7 +9,8 @@ import pytest
 from hostopt.errors import ConfigError
 from hostopt.options import Options
 
-NAMES = [field.name for field in dataclasses.fields(Options)]
+NAMES = [field.name for field in dataclasses.fields(Options) if "float" in field.type]
+NAMES.append("segment_bytes")
 
 
 def test_defaults() -> None:
@@ -19,6 +20,9 @@ def test_defaults() -> None:
         "rendezvous_timeout_s": 300.0,
         "stall_warning_s": 30.0,
         "collective_timeout_s": 300.0,
+        "communication": "auto",
+        "compression": None,
+        "timeline": None,
     }
     assert Options().bucket_bytes == 25 * 1024 * 1024
 
@@ -50,10 +54,13 @@ def test_the_environment_overrides() -> None:
         "HOSTOPT_RENDEZVOUS_TIMEOUT_S": "1.5",
         "HOSTOPT_STALL_WARNING_S": "2",
         "HOSTOPT_COLLECTIVE_TIMEOUT_S": "3",
+        "HOSTOPT_COMMUNICATION": "grpc",
+        "HOSTOPT_COMPRESSION": "bf16",
+        "HOSTOPT_TIMELINE": "trace.json",
         "HOSTOPT_OF_ANOTHER_KIND": "x",
     }
     found = Options(bucket_mb=4, stall_warning_s=9).with_environment(environ)
-    assert found == Options(0.5, 4096, 1.5, 2.0, 3.0)
+    assert found == Options(0.5, 4096, 1.5, 2.0, 3.0, "grpc", "bf16", "trace.json")
     assert isinstance(found.segment_bytes, int)
 
 
@@ -81,6 +88,19 @@ def test_bad_values(name: str, value: object) -> None:
 def test_bad_values_in_the_environment(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"(?i){name}"):
         Options().with_environment({f"HOSTOPT_{name.upper()}": value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("communication", "mpi"), ("communication", None), ("compression", "int8")]
+)
+def test_bad_choices(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is {value!r}, wanted one of"):
+        Options(**{name: value})  # type: ignore[arg-type]
+
+
+def test_no_compression_can_be_said_in_the_environment() -> None:
+    asked = Options(compression="fp16")
+    assert asked.with_environment({"HOSTOPT_COMPRESSION": "none"}).compression is None
 
 
 def test_segments_have_whole_bytes() -> None:

@@ -268,7 +268,7 @@ def test_the_input_is_neither_changed_nor_returned(spawn: Spawn, size: int) -> N
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_bytes_on_the_wire(spawn: Spawn, size: int) -> None:
+def test_bytes_on_the_wire(spawn_ring: Spawn, size: int) -> None:
     chunk_bytes, segment_bytes = 480, 100  # 480 = 4 segments of 25 floats and one of 20
     length = size * chunk_bytes // 4
 
@@ -287,8 +287,8 @@ def test_bytes_on_the_wire(spawn: Spawn, size: int) -> None:
             counts.append(tuple(b - a for a, b in zip(before, after)))
         return counts
 
-    header_bytes = 64 if spawn.transport == "grpc" else 0
-    for counts in spawn(size, work, segment_bytes=segment_bytes):
+    header_bytes = 64 if spawn_ring.transport == "grpc" else 0
+    for counts in spawn_ring(size, work, segment_bytes=segment_bytes):
         for (messages, payload, headers), rounds in zip(
             counts, [2 * (size - 1), size - 1, size - 1]
         ):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,6 @@ import tensorflow as tf
 from ranks import Rank, Ranks, reserved_addresses
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    ranks = Ranks(tmp_path)
-    yield ranks
-    ranks.end()
 
 
 def settings(tmp_path: Path, **chosen: Any) -> list[str]:
@@ -248,3 +242,39 @@ def test_a_rank_with_less_data_ends_the_training_of_all(tmp_path: Path, ranks: R
             assert rank.wait() == 200, rank.output
             assert "rank 1" in rank.output
             assert "Give all ranks the same number of steps" in rank.output
+
+
+def test_a_checkpoint_that_is_deleted_before_the_evaluator_reads_it(tmp_path: Path) -> None:
+    code = f"""
+import glob, os
+import estimator_ext
+estimator_ext.install()
+import tensorflow as tf
+from estimator_ext.training import _Evaluation
+
+def data():
+    return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat(3)
+
+def data_while_the_chief_deletes():
+    for path in glob.glob({str(tmp_path)!r} + "/model.ckpt-*"):
+        os.remove(path)
+    return data()
+
+def model_fn(features, labels, mode):
+    w = tf.compat.v1.get_variable("w", [1, 1])
+    loss = tf.reduce_mean(tf.square(tf.matmul(features, w) - labels))
+    step = tf.compat.v1.train.get_or_create_global_step()
+    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+estimator = estimator_ext.Estimator(model_fn, {str(tmp_path)!r})
+estimator.train(data)
+train_spec = tf.estimator.TrainSpec(data, max_steps=9)
+eval_spec = tf.estimator.EvalSpec(data_while_the_chief_deletes, start_delay_secs=0)
+print("RESULT", _Evaluation(estimator, train_spec, eval_spec).run())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert "RESULT (None, [])" in done.stdout, done.stderr
+    assert "was deleted before it could be read" in done.stderr

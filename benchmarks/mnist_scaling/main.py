@@ -2,67 +2,154 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import statistics
-import subprocess
+import functools
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import common
+
+HERE = Path(__file__).resolve().parent
 SYSTEMS = {
     "none": "no communication (two independent runs): the limit",
-    "hostopt": "hostopt, gRPC ring",
+    "hostopt": "hostopt, automatic",
+    "hostopt-grpc": "hostopt, gRPC only",
+    "hostopt-grpc-bf16": "hostopt, gRPC only, bf16",
     "mwms": "MultiWorkerMirroredStrategy, RING",
+    "horovod-gloo": "Horovod, Gloo",
+    "horovod-mpi": "Horovod, OpenMPI",
 }
-HERE = Path(__file__).parent
+OPTIONS = {
+    "hostopt": ("auto", "none"),
+    "hostopt-grpc": ("grpc", "none"),
+    "hostopt-grpc-bf16": ("grpc", "bf16"),
+}
+HOROVOD = ("horovod-gloo", "horovod-mpi")
+STEPS = {64: 1000, 512: 400}  # that are timed; fewer for what takes longer
+_OTHER_STEPS, _TIMEOUT_S = 150, 400.0
+Rates = dict[str, list[float]]  # steps/s of each round, by system
 
 
-def measure(system: str, hidden: int) -> float:
+def measure(system: str, python: Path, hidden: int, steps: int) -> float:
     """Run two workers once.
 
     Args:
       system: one of SYSTEMS.
+      python: interpreter of the workers.
       hidden: units of the dense layer.
+      steps: how many are timed.
 
     Returns:
       Steps per second of each worker, the mean of both.
+
+    Raises:
+      BenchmarkError: a worker failed.
     """
-    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--", sys.executable]
-    command += [str(HERE / "rank.py"), "--system", system, "--hidden", str(hidden)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    rates = [float(rate) for rate in re.findall(r"steps/s ([0-9.]+)", done.stdout)]
-    if len(rates) != 2:
-        raise RuntimeError(f"wanted the rates of 2 workers, got {rates}:\n{done.stderr}")
-    return statistics.mean(rates)
+    environ = dict(common.SAME_THREADS)
+    with tempfile.TemporaryDirectory() as meeting:
+        kind = system.partition("-")[0]
+        worker = [python, HERE / "rank.py", "--system", kind, "--hidden", hidden]
+        worker += ["--steps", steps, "--meeting", meeting]
+        if system == "horovod-gloo":
+            environ.update(HOROVOD_CPU_OPERATIONS="GLOO", HOROVOD_GLOO_IFACE="lo")
+            horovodrun = [python, python.with_name("horovodrun")]
+            command = [*horovodrun, "--gloo", "--network-interfaces", "lo", "-np", 2, *worker]
+        elif system == "horovod-mpi":
+            environ.update(HOROVOD_CPU_OPERATIONS="MPI")
+            # as Horovod's documentation says: its threads need more than one core each
+            command = common.mpirun(2, "-bind-to", "none", "-map-by", "slot", *worker)
+        else:
+            if system in OPTIONS:
+                communication, compression = OPTIONS[system]
+                environ.update(
+                    HOSTOPT_COMMUNICATION=communication, HOSTOPT_COMPRESSION=compression
+                )
+            command = common.hostopt_run(2, *worker)
+        results = common.results_in(common.run(command, _TIMEOUT_S, environ), 2)
+    return sum(result["steps_per_s"] for result in results) / 2
+
+
+def find_systems(wanted: list[str]) -> dict[str, Path]:
+    """The systems that are there, with the interpreter of their workers."""
+    found: dict[str, Path] = {}
+    for system in wanted:
+        python = common.peer_python("horovod") if system in HOROVOD else Path(sys.executable)
+        if python is not None:
+            found[system] = python
+    return found
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Medians, in brackets against no communication, and the ratios that count."""
+    found: dict[str, Rates] = results["steps_per_s"]
+    medians = {u: {s: common.median(v) for s, v in rates.items()} for u, rates in found.items()}
+    rows = []
+    for system, title in SYSTEMS.items():
+        if any(system in by_system for by_system in medians.values()):
+            cells = [_cell(by_system, system) for by_system in medians.values()]
+            rows.append([title, *cells])
+    for ours, peers, title in (
+        ("hostopt", HOROVOD, "automatic / fastest Horovod"),
+        ("hostopt-grpc", ("mwms",), "gRPC only / RING"),
+        ("hostopt-grpc-bf16", ("mwms",), "gRPC only, bf16 / RING"),
+    ):
+        cells = []
+        for by_system in medians.values():
+            fastest = max((by_system[p] for p in peers if p in by_system), default=None)
+            cells.append(common.ratio(by_system.get(ours), fastest))
+        if set(cells) != {"-"}:
+            rows.append([f"**{title}**", *cells])
+    return common.table(["steps/s of each worker", *(f"U = {u}" for u in found)], rows)
+
+
+def _cell(by_system: dict[str, float], system: str) -> str:
+    if system not in by_system:
+        return "-"
+    share = common.ratio(by_system[system], by_system.get("none"))
+    return f"{by_system[system]:.1f} ({share})"
+
+
+def _share(rates: Rates, system: str) -> float | None:
+    if system not in rates or "none" not in rates:
+        return None
+    return common.median(rates[system]) / common.median(rates["none"])
+
+
+def paint(results: dict[str, Any], axes: Any) -> None:
+    found: dict[str, Rates] = results["steps_per_s"]
+    shares = {
+        title: [_share(rates, system) for rates in found.values()]
+        for system, title in SYSTEMS.items()
+        if system != "none" and any(system in rates for rates in found.values())
+    }
+    common.bars(axes, [f"U = {u}" for u in found], shares)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("share of the speed without communication")
+    axes.set_title("MNIST network, 2 workers on one machine")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512])
+    parser = common.parser(__doc__, HERE)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="U")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=HERE / "results.json")
+    parser.add_argument("--steps", type=int, help="timed steps (default: as U is)")
     args = parser.parse_args()
-    found: dict[str, dict[str, list[float]]] = {}
+    systems = find_systems(args.systems)
+    facts = common.machine(*(systems[name] for name in HOROVOD if name in systems))
+    found: dict[int, Rates] = {}
     for hidden in args.hidden:
-        rates: dict[str, list[float]] = {system: [] for system in args.systems}
-        found[str(hidden)] = rates
-        for number in range(args.rounds):
-            for system in args.systems:
-                rates[system].append(measure(system, hidden))
-                rate = rates[system][-1]
-                print(f"U={hidden} round {number + 1} {system}: {rate:.1f}", file=sys.stderr)
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    columns = [f"U = {hidden}" for hidden in args.hidden]
-    print("| steps/s of each worker | " + " | ".join(columns) + " |")
-    print("|---" * (len(columns) + 1) + "|")
-    for system in args.systems:
-        cells = []
-        for rates in found.values():
-            median = statistics.median(rates[system])
-            cells.append(f"{median:.0f} ({median / statistics.median(rates['none']):.2f})")
-        print(f"| {SYSTEMS[system]} | " + " | ".join(cells) + " |")
+        steps = args.steps or STEPS.get(hidden, _OTHER_STEPS)
+        measures: dict[str, Callable[[], float]] = {
+            system: functools.partial(measure, system, python, hidden, steps)
+            for system, python in systems.items()
+        }
+        found[hidden] = common.in_rounds(measures, args.rounds, f"U = {hidden}")
+    results = {"machine": facts, "threads": common.SAME_THREADS, "steps_per_s": found}
+    common.publish(results, args, tables, paint)
 
 
 if __name__ == "__main__":

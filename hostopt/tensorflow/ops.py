@@ -1,11 +1,13 @@
 """Graph operations over a communicator: Python calls that TensorFlow runs on the host.
 
 TensorFlow passes arrays in and out of `tf.numpy_function` without copying them. A call that waits
-occupies one inter-op thread; the waits of one reducer are chained, so that they occupy one.
+occupies one inter-op thread; those of one reducer are chained, so that they occupy one.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -15,8 +17,9 @@ import tensorflow as tf
 from hostopt.bucket import TensorSpec, plan_buckets
 from hostopt.communicator import Communicator, ReduceOp
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
+from hostopt.inline_reducer import InlineReducer
 from hostopt.reducer import Reducer
-from hostopt.ring import Array
+from hostopt.ring import Array, Operation
 
 __all__: list[str] = []
 
@@ -43,6 +46,44 @@ def all_reduce(
     )
 
 
+def sum_posted(
+    scalar: tf.Tensor, communicator: Communicator, after: Sequence[tf.Tensor]
+) -> tf.Tensor | None:
+    """Sum one number over ranks that share memory, without making them wait for each other.
+
+    Each rank posts its number when it has it, and reads those of the others later on.
+
+    Args:
+      scalar: tensor of shape [], float32.
+      communicator: all ranks build the same operations on it, in the same order.
+      after: the numbers are read when these have been computed, from all ranks.
+
+    Returns:
+      Tensor of shape [], on the host; None where the ranks do not share memory.
+    """
+    channel = communicator.duplicate(f"the sum of {scalar.name!r}")
+    lane = channel.open_lane()
+    if lane is None:
+        return None
+    posted, collected = itertools.count(), itertools.count()
+
+    def post(value: Array) -> Any:
+        lane.post(next(posted), float(value))
+        return np.int32(0)
+
+    def collect() -> Any:
+        numbers = lane.collect(Operation(channel.channel, next(collected), what=channel.what))
+        return functools.reduce(np.add, np.array(numbers, np.float32))
+
+    with tf.device(HOST_DEVICE):
+        token = tf.numpy_function(post, [scalar], tf.int32, name="HostPost")
+        with tf.control_dependencies([token, *after]):
+            call = _telling(communicator, collect)
+            result = tf.numpy_function(call, [], tf.float32, name="HostCollect")
+    result.set_shape([])
+    return result
+
+
 def broadcast(
     tensor: tf.Tensor, communicator: Communicator, root: int = 0, what: str = ""
 ) -> tf.Tensor:
@@ -65,7 +106,7 @@ def broadcast(
 
 def reduce_in_buckets(
     tensors: Sequence[tf.Tensor], names: Sequence[str], communicator: Communicator
-) -> tuple[list[tf.Tensor], Reducer | None]:
+) -> tuple[list[tf.Tensor], Reducer | InlineReducer | None]:
     """Sum gradients over the ranks, bucket by bucket, while the rest of the graph goes on.
 
     The numbers are those of the way of a gradient in docs/architecture.md.
@@ -89,31 +130,62 @@ def reduce_in_buckets(
     specs = [_spec(tensor, name) for tensor, name in zip(tensors, names)]
     buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
     _check_plan(communicator, specs, buckets)
-    reducer = Reducer(communicator.duplicate("gradients"), buckets)
-    reduced: list[tf.Tensor] = [None] * len(arrived)
-    waited: list[tf.Tensor] = []
+    gradients = communicator.duplicate("gradients")
+    reducer: Reducer | InlineReducer
+    if communicator.on_one_host:
+        reducer = InlineReducer(gradients, buckets)
+        build = functools.partial(_reduce_inline, reducer)
+    else:
+        reducer = Reducer(gradients, buckets)
+        build = functools.partial(_launch_and_wait, reducer)
+    reduced: dict[int, tf.Tensor] = {}
+    done: list[tf.Tensor] = []
     with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
         for number, bucket in enumerate(buckets):
-            parts = [arrived[i] for i in bucket.indices]
-            token = tf.numpy_function(  # 3. the last gradient of the bucket is there
-                _telling(communicator, _launcher(reducer, number)),
-                parts,
-                tf.int32,
-                name=f"launch_{number}",
-            )
-            # 5. one wait at a time, in the order in which the ring works
-            with tf.control_dependencies([token, *waited[-1:]]):
-                results = tf.numpy_function(
-                    _telling(communicator, _waiter(reducer, number)),
-                    [],
-                    [p.dtype for p in parts],
-                    name=f"wait_{number}",
-                )
-            waited = [results[0]]
+            # one after the other, in the order in which the ranks reduce
+            results = build(number, [arrived[i] for i in bucket.indices], done[-1:])
+            done.append(results[0])
             for index, result in zip(bucket.indices, results):
                 result.set_shape(arrived[index].shape)
                 reduced[index] = result
-    return reduced, reducer
+    return [reduced[index] for index in range(len(arrived))], reducer
+
+
+def _launch_and_wait(
+    reducer: Reducer, number: int, parts: Sequence[tf.Tensor], after: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """A communication thread reduces; the graph brings a bucket, and waits when it has waited."""
+    communicator = reducer.communicator
+    token = tf.numpy_function(  # 3. the last gradient of the bucket is there
+        _telling(communicator, _launcher(reducer, number)),
+        parts,
+        tf.int32,
+        name=f"launch_{number}",
+    )
+    with tf.control_dependencies([token, *after]):  # 5.
+        return list(
+            tf.numpy_function(
+                _telling(communicator, lambda: reducer.wait(number)),
+                [],
+                [part.dtype for part in parts],
+                name=f"wait_{number}",
+            )
+        )
+
+
+def _reduce_inline(
+    reducer: InlineReducer, number: int, parts: Sequence[tf.Tensor], after: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """The graph's own thread reduces a bucket when it is full."""
+    with tf.control_dependencies(after):
+        return list(
+            tf.numpy_function(  # 3. to 5. in one
+                _telling(reducer.communicator, lambda *arrays: reducer.reduce(number, arrays)),
+                parts,
+                [part.dtype for part in parts],
+                name=f"reduce_{number}",
+            )
+        )
 
 
 def _array_op(
@@ -148,10 +220,6 @@ def _launcher(reducer: Reducer, bucket: int) -> Callable[..., Any]:
         return np.int32(bucket)
 
     return launch
-
-
-def _waiter(reducer: Reducer, bucket: int) -> Callable[[], list[Array]]:
-    return lambda: reducer.wait(bucket)
 
 
 def _spec(tensor: tf.Tensor, name: str) -> TensorSpec:

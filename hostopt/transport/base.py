@@ -15,6 +15,7 @@ from typing import NamedTuple, Union
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
+from hostopt.timeline import Timeline
 from hostopt.transport.mailbox import Mailbox
 
 __all__: list[str] = []
@@ -35,7 +36,7 @@ class Tag(NamedTuple):
       round: round of the ring schedule.
       chunk: part of the buffer that one rank reduces.
       segment: part of the chunk that travels as one message.
-      layout: checksum of the array's dtype and length, which must be the same on both sides.
+      layout: checksum of the array's dtype, length and wire format, the same on both sides.
     """
 
     channel: int
@@ -90,6 +91,7 @@ class Transport(abc.ABC):
         self.size = cluster.size
         self.traffic = Traffic()
         self.mailbox = Mailbox(cluster, options)
+        self.timeline: Timeline | None = None  # where messages are shown
         self._channels = itertools.count(1)
         self._traffic_lock = threading.Lock()
 

@@ -35,6 +35,7 @@ from hostopt.errors import (
 )
 from hostopt.options import Options
 from hostopt.transport import frame
+from hostopt.transport.allocator import keep_freed_memory
 from hostopt.transport.base import Payload, Tag, Transport
 from hostopt.transport.grpc_parts import (
     END_OF_STREAM,
@@ -69,6 +70,7 @@ class GrpcTransport(Transport):
 
     def __init__(self, cluster: Cluster, options: Options) -> None:
         super().__init__(cluster, options)
+        keep_freed_memory()
         self._successor = (self.rank + 1) % self.size
         self._missing = {peer for peer in range(self.size) if peer != self.rank}
         self._streams: dict[int, Stream] = {}
@@ -213,6 +215,9 @@ class GrpcTransport(Transport):
             "rank": self.rank,
             "ring": ring,
             "segment_bytes": self.options.segment_bytes,
+            "timeline": self.options.timeline is not None,  # the ranks compare their clocks
+            "communication": self.options.communication,
+            "compression": self.options.compression,
         }
 
     def _on_hello(self, request: bytes, context: grpc.ServicerContext) -> bytes:

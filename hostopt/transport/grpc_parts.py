@@ -21,8 +21,9 @@ __all__: list[str] = []
 GOODBYE_TIMEOUT_S = 2.0
 # Last message of a stream that ends in good order; gRPC does not always tell it from a break.
 END_OF_STREAM = b"end"
-# Frames that wait to be written; more would only hold memory, as gRPC writes them one by one.
-_QUEUED_FRAMES = 16
+# Frames that wait to be written. gRPC writes them one by one; more would only take fresh memory,
+# whose page faults cost as much as the copying.
+_QUEUED_FRAMES = 4
 _HEADROOM_BYTES = 64 << 10
 
 
@@ -103,11 +104,12 @@ class Stream:
         options: Options,
         on_end: Callable[[grpc.RpcError | None], None],
     ) -> None:
-        self._frames: queue.Queue[bytes | None] = queue.Queue(_QUEUED_FRAMES)
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_QUEUED_FRAMES)
         self._timeout_s = options.collective_timeout_s
         self._ended = threading.Event()
         self._on_end = on_end
-        self._call = method.future(iter(self._frames.get, None), metadata=(("rank", str(rank)),))
+        self._call = method.future(iter(self._take, None), metadata=(("rank", str(rank)),))
         self._call.add_done_callback(self._done)
 
     @property
@@ -125,11 +127,16 @@ class Stream:
           False where the stream has `ended`, or stood still until the deadline.
         """
         deadline = time.monotonic() + self._timeout_s
-        while not self._ended.is_set() and time.monotonic() < deadline:
-            with contextlib.suppress(queue.Full):
-                self._frames.put(message, timeout=0.1)
-                return True
-        return False
+        while not self._room.acquire(timeout=0.1):
+            if self._ended.is_set() or time.monotonic() >= deadline:
+                return False
+        self._frames.put(message)
+        return not self._ended.is_set()
+
+    def _take(self) -> bytes | None:
+        message = self._frames.get()
+        self._room.release()
+        return message
 
     def flush(self) -> None:
         """Say that no frame follows, and return once the peer has them all."""

@@ -51,28 +51,52 @@ class Mailbox:
 
     def take(self, peer: int, tag: Tag, what: str) -> memoryview:
         """Wait for the message of `peer` with `tag`; see `Transport.recv`."""
-        started = time.monotonic()
-        warn_after_s = self._options.stall_warning_s
-        with self._changed, self._noted(tag, what):
+        with self._changed, self.waiting(peer, tag, what) as check:
             while _key(peer, tag) not in self._messages:
-                self._raise_if_hopeless(peer, tag, what)
-                waited_s = time.monotonic() - started
-                if waited_s >= self._options.collective_timeout_s:
-                    raise self._timeout(peer, tag, what, waited_s)
-                if waited_s >= warn_after_s:
-                    _log.warning("%s", self._waiting(peer, tag, what, waited_s))
-                    warn_after_s *= 2
-                until_s = min(warn_after_s, self._options.collective_timeout_s)
-                self._changed.wait(until_s - waited_s)
+                self._changed.wait(check())
             found, payload = self._messages.pop(_key(peer, tag))
         if found.layout != tag.layout:
-            raise ProtocolError(
-                f"{self._name(peer)} sends an array of another shape or dtype than rank "
-                f"{self._cluster.rank} has for {what or 'it'} at {tag}. All ranks must pass "
-                "arrays of the same shape and dtype",
-                **self._facts(peer, tag),
-            )
+            raise self.layout_error(peer, tag, what)
         return payload
+
+    @contextlib.contextmanager
+    def waiting(self, peer: int, tag: Tag, what: str) -> Iterator[Callable[[], float]]:
+        """Wait for a peer by any means: who waits calls what this yields again and again.
+
+        Args:
+          peer: rank that is waited for.
+          tag: what is waited for.
+          what: the same in words, for warnings and errors.
+
+        Yields:
+          Function that warns where it is time, raises where waiting is in vain, and else returns
+          how many seconds may pass until the next call.
+        """
+        started = time.monotonic()
+        warn_after_s = self._options.stall_warning_s
+
+        def check() -> float:
+            nonlocal warn_after_s
+            self._raise_if_hopeless(peer, tag, what)
+            waited_s = time.monotonic() - started
+            if waited_s >= self._options.collective_timeout_s:
+                raise self._timeout(peer, tag, what, waited_s)
+            if waited_s >= warn_after_s:
+                _log.warning("%s", self._waiting(peer, tag, what, waited_s))
+                warn_after_s *= 2
+            return min(warn_after_s, self._options.collective_timeout_s) - waited_s
+
+        with self._noted(tag, what):
+            yield check
+
+    def layout_error(self, peer: int, tag: Tag, what: str) -> ProtocolError:
+        """The error of a rank whose peer has an array of another shape or dtype."""
+        return ProtocolError(
+            f"{self._name(peer)} sends an array of another shape, dtype or compression than "
+            f"rank {self._cluster.rank} has for {what or 'it'} at {tag}. All ranks must pass "
+            "arrays of the same shape and dtype, and the same options",
+            **self._facts(peer, tag),
+        )
 
     def fail(self, error: HostOptError) -> bool:
         """End every wait, now and later, with `error`; False where an earlier error holds."""

@@ -16,7 +16,7 @@ STEPS, DEADLINE_S = 3, 20.0
 def main(model_dir: str) -> None:
     # three layers of 3.1 KiB each, the buckets half of that: one layer a bucket
     strategy = estimator_ext.HostOffloadStrategy(
-        bucket_mb=2048 / 2**20, collective_timeout_s=2 * DEADLINE_S
+        communication="grpc", bucket_mb=2048 / 2**20, collective_timeout_s=2 * DEADLINE_S
     )
     transport = strategy.communicator.transport
     bucket_1_sent = threading.Semaphore(0)

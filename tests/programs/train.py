@@ -37,6 +37,8 @@ SETTINGS = {
     "max_steps": True,  # False: steps, counted from where training starts
     "checkpoint_steps": 5,
     "collective_timeout_s": 60.0,
+    "summary_steps": 100,
+    "timeline": None,
 }
 GLOBAL_BATCH, BATCHES = 12, 7
 
@@ -222,6 +224,8 @@ def main(settings: dict) -> None:
             train_distribute=strategy,
             session_config=tf.compat.v1.ConfigProto(allow_soft_placement=False),
             save_checkpoints_steps=settings["checkpoint_steps"],
+            save_summary_steps=settings["summary_steps"],
+            timeline=settings["timeline"],
         )
         estimator = estimator_ext.Estimator(
             make_model_fn(settings, name), str(Path(settings["model_dir"]) / name), config

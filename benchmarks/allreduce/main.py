@@ -1,0 +1,215 @@
+"""All-reduce of float32: ours and the peers', in interleaved rounds on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import common
+from hostopt import bench
+
+HERE = Path(__file__).resolve().parent
+SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
+OURS = {
+    "hostopt grpc": ("grpc", "none"),
+    "hostopt grpc bf16": ("grpc", "bf16"),
+    "hostopt grpc fp16": ("grpc", "fp16"),
+    "hostopt shm": ("shm", "none"),
+}
+TITLES = {
+    **{name: name for name in OURS},
+    "tf": "TensorFlow RING",
+    "gloo": "Gloo TCP",
+    "mpi": "OpenMPI",
+}
+RATIOS = (("hostopt grpc", "tf"), ("hostopt grpc", "gloo"), ("hostopt shm", "mpi"))
+_TIMEOUT_S = 300.0
+Medians = dict[int, float]
+
+
+def measure_ours(
+    way: tuple[str, str], np: int, sizes: list[int], repetitions: int
+) -> list[bench.Timing]:
+    """Time our all-reduces once, with `hostopt bench`."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "times.json")
+        command = [sys.executable, "-m", "hostopt.cli", "bench", "-np", np, "--quiet"]
+        command += ["--communication", way[0], "--compression", way[1], "--json", path]
+        command += ["--repetitions", repetitions, "--sizes", *sizes]
+        common.run(command, _TIMEOUT_S, common.SAME_THREADS)
+        return bench.load(path)
+
+
+def medians_of_ours(*args: Any) -> Medians:
+    return {timing.size_bytes: timing.median_s for timing in measure_ours(*args)}
+
+
+def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) -> Medians:
+    """Time two ranks of a peer once: seconds by size."""
+    with tempfile.TemporaryDirectory() as directory:
+        command: list[object] = [python, HERE / "peer.py", "--peer", peer]
+        command += ["--store", Path(directory, "store"), "--repetitions", repetitions]
+        command += ["--sizes", *sizes]
+        start = common.mpirun if peer == "mpi" else common.hostopt_run
+        environ = {**common.SAME_THREADS, "GLOO_SOCKET_IFNAME": "lo"}
+        (result,) = common.results_in(common.run(start(2, *command), _TIMEOUT_S, environ), 1)
+    return {int(size): seconds for size, seconds in result["seconds"].items()}
+
+
+def measure_memory(way: tuple[str, str] | None) -> float:
+    """Peak resident bytes of a rank that reduces 64 MiB (None: does not), the larger of two."""
+    environ = dict(common.SAME_THREADS)
+    if way is not None:
+        environ.update(HOSTOPT_COMMUNICATION=way[0], HOSTOPT_COMPRESSION=way[1])
+    command = [sys.executable, HERE / "memory.py", *([] if way else ["--without"])]
+    text = common.run(common.hostopt_run(2, *command), _TIMEOUT_S, environ)
+    results = common.results_in(text, 2)
+    return max(r["peak_bytes"] for r in results) / results[0]["gradient_bytes"]
+
+
+def find_systems(args: argparse.Namespace) -> dict[str, Callable[[], Medians]]:
+    found: dict[str, Callable[[], Medians]] = {}
+    for name in args.systems:
+        if name in OURS:
+            found[name] = functools.partial(
+                medians_of_ours, OURS[name], 2, args.sizes, args.repetitions
+            )
+            continue
+        python = Path(sys.executable) if name == "tf" else common.peer_python(name)
+        if python is not None:
+            found[name] = functools.partial(
+                measure_peer, name, python, args.sizes, args.repetitions
+            )
+    return found
+
+
+def measure_more_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ours alone on more ranks: time, and bytes that a rank sends."""
+    found = []
+    for np in args.np:
+        systems = {
+            name: functools.partial(measure_ours, OURS[name], np, args.sizes, args.repetitions)
+            for name in args.systems
+            if name in OURS
+        }
+        for name, rounds in common.in_rounds(systems, args.rounds, f"{np} ranks").items():
+            for timings in zip(*rounds):
+                found.append(
+                    {
+                        "ranks": np,
+                        "system": name,
+                        "size_bytes": timings[0].size_bytes,
+                        "seconds": [timing.median_s for timing in timings],
+                        "sent_bytes": timings[0].sent_bytes,
+                        "ring_bytes": timings[0].ring_bytes,
+                    }
+                )
+    return found
+
+
+def tables(results: dict[str, Any]) -> str:
+    """GB/s by system and size with the ratios that count, memory, and more ranks."""
+    found = [rate_table(results["gb_per_s"])] if results["gb_per_s"] else []
+    peaks, more_ranks = results["peak_memory_in_gradients"], results["more_ranks"]
+    found += [memory_table(peaks)] if "without" in peaks else []
+    found += [ranks_table(more_ranks)] if more_ranks else []
+    return "\n\n".join(found)
+
+
+def rate_table(rates: dict[str, dict[str, float]]) -> str:
+    sizes = list(next(iter(rates.values())))
+    header = ["GB/s of payload, 2 ranks", *(bench.format_size(int(size)) for size in sizes)]
+    rows = [
+        [TITLES[name], *(f"{by_size[size]:.2f}" for size in sizes)]
+        for name, by_size in rates.items()
+    ]
+    for ours, peer in RATIOS:
+        if ours in rates and peer in rates:
+            cells = [common.ratio(rates[ours][size], rates[peer][size]) for size in sizes]
+            rows.append([f"**{TITLES[ours]} / {TITLES[peer]}**", *cells])
+    return common.table(header, rows)
+
+
+def ranks_table(rows: list[dict[str, Any]]) -> str:
+    header = ["system", "ranks", "size", "time, ms", "sent by a rank / size", "2 (N - 1) / N"]
+    return common.table(
+        header,
+        [
+            [
+                row["system"],
+                str(row["ranks"]),
+                bench.format_size(row["size_bytes"]),
+                f"{common.median(row['seconds']) * 1e3:.2f}",
+                f"{row['sent_bytes'] / row['size_bytes']:.4f}",
+                f"{row['ring_bytes'] / row['size_bytes']:.4f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def memory_table(peaks: dict[str, list[float]]) -> str:
+    without = common.median(peaks["without"])
+    rows = [
+        [name, f"{common.median(values):.2f}", f"{common.median(values) - without:.2f}"]
+        for name, values in peaks.items()
+    ]
+    return common.table(["memory of a rank, in gradient bytes", "peak", "extra"], rows)
+
+
+def paint(results: dict[str, Any], axes: Any) -> None:
+    for name, by_size in results["gb_per_s"].items():
+        style = "o-" if name in OURS else "s--"
+        sizes = [int(size) for size in by_size]
+        axes.plot(sizes, list(by_size.values()), style, label=TITLES[name])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [bench.format_size(size) for size in sizes])
+    axes.set_ylabel("payload, GB/s")
+    axes.set_title("All-reduce of float32, 2 ranks on one machine")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def main() -> None:
+    parser = common.parser(__doc__, HERE)
+    sizes = [bench.parse_size(text) for text in SIZES]
+    parser.add_argument("--sizes", type=bench.parse_size, nargs="+", default=sizes)
+    parser.add_argument("--systems", nargs="+", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--repetitions", type=int, default=7, help="in each round")
+    parser.add_argument("--np", type=int, nargs="*", default=[], help="ours alone, on more ranks")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
+    args = parser.parse_args()
+    systems = find_systems(args)
+    seconds = common.in_rounds(systems, args.rounds, "2 ranks")
+    rates = {
+        name: {size: size / common.median([r[size] for r in rounds]) / 1e9 for size in args.sizes}
+        for name, rounds in seconds.items()
+    }
+    peaks: dict[str, list[float]] = {}
+    if not args.no_memory:
+        ways: dict[str, Any] = {"without": None, **{n: OURS[n] for n in args.systems if n in OURS}}
+        measures = {name: functools.partial(measure_memory, way) for name, way in ways.items()}
+        peaks = common.in_rounds(measures, args.rounds, "memory")
+    more_ranks = measure_more_ranks(args)
+    peers = [common.peer_python(name) for name in ("gloo", "mpi") if name in args.systems]
+    results = {
+        "machine": common.machine(*peers),
+        "rounds": args.rounds,
+        "seconds_by_round": seconds,
+        "gb_per_s": rates,
+        "peak_memory_in_gradients": peaks,
+        "more_ranks": more_ranks,
+    }
+    common.publish(results, args, tables, paint)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Writes the tables of all results.json into docs/benchmarks.md, between their marks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+
+NAMES = ("allreduce", "mnist_scaling", "link", "overlap", "model")
+PAGE = common.ROOT / "docs/benchmarks.md"
+
+
+def section_of(name: str) -> str:
+    """Picture, tables and circumstances of one benchmark, as it last ran."""
+    folder = common.ROOT / "benchmarks" / name
+    path = folder / "results.json"
+    if not path.exists():
+        return "No results yet."
+    results = json.loads(path.read_text())
+    parts = [_load(folder / "main.py").tables(results), describe(results["machine"])]
+    if (folder / "results.png").exists():
+        parts.append(f"![{name}](../benchmarks/{name}/results.png)")
+    return "\n\n".join(parts)
+
+
+def describe(machine: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    versions = versions.replace("mpirun mpirun (Open MPI)", "Open MPI")
+    return (
+        f"*{machine['date'][:10]}: {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gib']:g} GiB; Python {machine['python']}, {versions}.*"
+    )
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_main", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    text = PAGE.read_text()
+    for name in NAMES:
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        between = re.compile(f"{begin}.*?{end}", re.DOTALL)
+        if not between.search(text):
+            sys.exit(f"page: no marks of {name!r} in {PAGE}")
+        section = f"{begin}{section_of(name)}\n{end}"
+        text = between.sub(lambda _, section=section: section, text)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Reduces lists of gradients as the graph of a training step does, without TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hostopt import Communicator
+from hostopt.bucket import TensorSpec, plan_buckets
+from hostopt.inline_reducer import InlineReducer
+from hostopt.reducer import Reducer
+
+
+class Gradients:
+    """The gradients of a step, in buckets.
+
+    Args:
+      communicator: the ranks.
+      arrays: gradients of float32, in variable order, the same shapes on all ranks.
+    """
+
+    def __init__(self, communicator: Communicator, arrays: Sequence[np.ndarray]) -> None:
+        specs = [TensorSpec(f"part_{i}", a.shape, a.dtype) for i, a in enumerate(arrays)]
+        self._buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
+        self._parts = [[arrays[i] for i in bucket.indices] for bucket in self._buckets]
+        gradients = communicator.duplicate("gradients")
+        self._inline = communicator.on_one_host
+        reducer: Any = InlineReducer if self._inline else Reducer
+        self._reducer = reducer(gradients, self._buckets)
+
+    def reduce(self) -> list[list[np.ndarray]]:
+        """Sum all of them over the ranks.
+
+        Returns:
+          The sums by bucket; views of buffers that are not used again while they live.
+        """
+        if self._inline:
+            return [self._reducer.reduce(i, parts) for i, parts in enumerate(self._parts)]
+        for number, parts in enumerate(self._parts):
+            self._reducer.launch(number, parts)
+        return [self._reducer.wait(number) for number in range(len(self._parts))]

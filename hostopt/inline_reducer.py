@@ -1,0 +1,77 @@
+"""Buckets that are reduced at once, where all ranks share memory and nothing travels.
+
+Handing a bucket to a thread and waiting for it would cost more than the copying that it hides.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from hostopt.bucket import Bucket, BufferPool, title
+from hostopt.communicator import Communicator, ReduceOp
+from hostopt.lane import Source
+from hostopt.record import BucketRecord
+from hostopt.ring import Array, Operation
+from hostopt.step_stats import StepTimes
+
+__all__: list[str] = []
+
+
+class InlineReducer:
+    """Sums buckets over the ranks of one host, in the thread that brings them.
+
+    Each step reduces every bucket once, in bucket order.
+
+    Args:
+      communicator: a communicator of its own (a `duplicate`), of ranks on one host.
+      buckets: the fusion plan, the same on all ranks.
+    """
+
+    def __init__(self, communicator: Communicator, buckets: Sequence[Bucket]) -> None:
+        self.communicator = communicator
+        self._buckets = tuple(buckets)
+        self._pools = [BufferPool(bucket) for bucket in buckets]
+        self._steps = [0] * len(self._buckets)
+        self._record = BucketRecord(self._buckets, communicator.transport.timeline)
+        self._lock = threading.Lock()
+
+    @property
+    def last_times(self) -> StepTimes | None:
+        """What was measured in the last step; a bucket is launched when its reduction begins."""
+        return self._record.stats.last
+
+    def reduce(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
+        """Sum a bucket over the ranks.
+
+        Args:
+          bucket: index of the bucket.
+          arrays: its gradients, in packing order; they are only read.
+
+        Returns:
+          Its reduced gradients, in packing order; views of a buffer that is not used again
+          while they live.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        plan = self._buckets[bucket]
+        begin_s = time.monotonic()
+        with self._lock:
+            buffer = self._pools[bucket].take()
+            views = plan.views(buffer)
+            what = title(self._buckets, bucket)
+            operation = Operation(self.communicator.channel, self._steps[bucket], bucket, what)
+            self._steps[bucket] += 1
+            source = Source([array.reshape(-1) for array in arrays], plan.starts)
+            self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, operation, source=source)
+            end_s = time.monotonic()
+            self._record.launched(bucket, begin_s, begin_s)
+            self._record.ring(bucket, begin_s, end_s)
+            self._record.waited(bucket, begin_s, end_s)
+        return views
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self._pools.clear()

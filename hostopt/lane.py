@@ -1,0 +1,320 @@
+"""Reduction in memory that the ranks of one host share.
+
+The buffer goes through the shared memory in *blocks*. A lane holds, for n ranks,
+
+    marks     how far each rank is, and numbers that it posts; a cache line for each
+    inboxes   memory of each rank: what it gives to the others
+    sums      what has been reduced; for n > 2
+
+Two ranks exchange:
+
+    1. each rank copies the block into its inbox                       marks: given
+    2. each rank combines its own block with the other inbox
+
+The inbox holds several blocks, used in turn: one is written again when both have marked a later
+one, and so have read it. Memory that the other core has read is slow to write, and has left its
+cache by then.
+
+With more ranks a block is cut into n chunks, of which rank r reduces chunk r:
+
+    1. each rank copies the chunks of the others into its inbox        marks: given
+    2. rank r combines its own chunk with chunk r of all inboxes,
+       in rank order, into sums                                        marks: reduced
+    3. each rank copies the other chunks out of sums
+
+An inbox is written again only when all have marked the reduction that read it, and sums only when
+all have marked the next gift, which follows their copying.
+
+What is shared stays in cache, and all ranks end with the same bits. Marks are plain 8-byte stores
+after the data; x86-64 shows stores to other cores in that order, which `hostopt.hosts` asks for.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hostopt.errors import HostOptError
+from hostopt.ring import Array, Operation, chunk_slices, layout_of
+from hostopt.transport.base import Transport
+
+__all__: list[str] = []
+
+_LINE_BYTES = 64
+_WORDS = _LINE_BYTES // 8
+# Words of a rank's line: its meetings; and each twice, in turn, a posted number, its step and the
+# layout of an array, so that a rank which is ahead overwrites none that another has yet to read.
+_MEETINGS, _POSTED, _POSTED_STEP, _LAYOUT = 0, 2, 4, 6
+_PAGE_BYTES = 4096
+_TURNS = 4  # blocks of an inbox that are used in turn
+# Looks at a mark before the thread sleeps between looks, about 2 ms: a rank that sleeps when the
+# other one comes is late itself.
+_SPINS = 40_000
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
+
+
+def lane_bytes(count: int, block_bytes: int) -> int:
+    """Size of the memory that a lane needs.
+
+    Args:
+      count: number of ranks.
+      block_bytes: size of a block, a multiple of 4096.
+
+    Returns:
+      Bytes.
+    """
+    inboxes_and_sums = count * _turns(count) + (count > 2)
+    return _marks_bytes(count) + inboxes_and_sums * block_bytes
+
+
+class Source:
+    """The values of a flat buffer, where they lie: in several arrays, one after the other.
+
+    Args:
+      arrays: arrays of one dimension.
+      starts: where each begins in the buffer; gaps hold nothing.
+    """
+
+    def __init__(self, arrays: Sequence[Array], starts: Sequence[int]) -> None:
+        self._arrays = arrays
+        self._starts = starts
+
+    def between(self, begin: int, end: int) -> Iterator[tuple[Array, slice]]:
+        """The values of a piece of the buffer.
+
+        Args:
+          begin: first element of the piece.
+          end: the element after the last one.
+
+        Yields:
+          Values, and the slice of the piece that they fill.
+        """
+        for index in range(max(bisect.bisect(self._starts, begin) - 1, 0), len(self._arrays)):
+            start, array = self._starts[index], self._arrays[index]
+            if start >= end:
+                return
+            low, high = max(start, begin), min(start + array.size, end)
+            if low < high:
+                yield array[low - start : high - start], slice(low - begin, high - begin)
+
+    def copy_to(self, flat: Array) -> None:
+        """Fill the buffer."""
+        for values, where in self.between(0, flat.size):
+            flat[where] = values
+
+
+class Lane:
+    """One rank's side of a piece of shared memory, for one collective at a time.
+
+    Args:
+      memory: `lane_bytes` of zeros at first, the same memory for all ranks.
+      members: ranks of this host, in order.
+      block_bytes: size of a block.
+      transport: this rank's transport: names, deadlines, and errors of the ring.
+    """
+
+    def __init__(
+        self, memory: memoryview, members: tuple[int, ...], block_bytes: int, transport: Transport
+    ) -> None:
+        self._memory = memory
+        self._members = members
+        self._index = members.index(transport.rank)
+        self._block_bytes = block_bytes
+        self._transport = transport
+        self._marks = memory[: _marks_bytes(len(members))].cast("Q")
+        self._numbers = memory[: _marks_bytes(len(members))].cast("d")
+        self._others = [
+            (index * _WORDS, rank) for index, rank in enumerate(members) if rank != transport.rank
+        ]
+        self._meetings = 0
+        self._spins = _SPINS if len(members) <= len(os.sched_getaffinity(0)) else 1
+        self._calls = 0
+        self._turn = 0
+        self._arrays: dict[np.dtype[Any], Array] = {}  # all that follows the marks, by dtype
+
+    def all_reduce(
+        self, flat: Array, combine: np.ufunc, operation: Operation, source: Source | None = None
+    ) -> None:
+        """Reduce over the ranks of this host.
+
+        Args:
+          flat: contiguous array of shape [n], the same shape and dtype on all ranks; receives
+            the result.
+          combine: binary ufunc.
+          operation: which call this is.
+          source: this rank's values, of the same size and dtype; by default those of `flat`.
+
+        Raises:
+          ProtocolError: a rank has an array of another shape or dtype.
+          HostOptError: a rank failed, left or timed out.
+        """
+        self._calls += 1
+        self._marks[self._index * _WORDS + _LAYOUT + self._calls % 2] = layout_of(flat)
+        if len(self._members) > 2 and source is not None:
+            source.copy_to(flat)
+            source = None
+        source = source or Source([flat], [0])
+        length = self._block_bytes // flat.itemsize
+        for number, start in enumerate(range(0, max(flat.size, 1), length)):
+            part = flat[start : start + length]
+            if len(self._members) == 2:
+                self._exchange(part, start, source, combine, operation, number)
+            else:
+                self._reduce_chunks(part, combine, operation, number)
+
+    def _exchange(
+        self,
+        part: Array,
+        start: int,
+        source: Source,
+        combine: np.ufunc,
+        operation: Operation,
+        number: int,
+    ) -> None:
+        given = [self._memory_of(index, part) for index in range(2)]
+        for values, where in source.between(start, start + part.size):
+            given[self._index][where] = values  # 1.
+        self._turn += 1
+        self._meet(operation, number)
+        if number == 0:
+            self._check_layout(operation)
+        for values, where in source.between(start, start + part.size):
+            pair = [values, values]
+            pair[1 - self._index] = given[1 - self._index][where]
+            combine(pair[0], pair[1], out=part[where])  # 2.
+
+    def _reduce_chunks(
+        self, part: Array, combine: np.ufunc, operation: Operation, number: int
+    ) -> None:
+        count = len(self._members)
+        inboxes = [self._memory_of(index, part) for index in range(count)]
+        sums = self._memory_of(count, part)
+        mine = chunk_slices(part.size, count)[self._index]
+        others = slice(0, mine.start), slice(mine.stop, part.size)
+        for chunk in others:
+            inboxes[self._index][chunk] = part[chunk]  # 1.
+        self._meet(operation, 2 * number)
+        if number == 0:
+            self._check_layout(operation)
+        inboxes[self._index] = part
+        combine(inboxes[0][mine], inboxes[1][mine], out=sums[mine])  # 2.
+        for inbox in inboxes[2:]:
+            combine(sums[mine], inbox[mine], out=sums[mine])
+        part[mine] = sums[mine]
+        self._meet(operation, 2 * number + 1)
+        for chunk in others:
+            part[chunk] = sums[chunk]  # 3.
+
+    def broadcast(self, flat: Array, root: int, operation: Operation) -> None:
+        """Give all ranks of this host the values of one of them, in place.
+
+        Args:
+          flat: contiguous array of shape [n], the same shape and dtype on all ranks.
+          root: rank whose values hold.
+          operation: which call this is.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        length = self._block_bytes // flat.itemsize
+        for number, start in enumerate(range(0, flat.size, length)):
+            part = flat[start : start + length]
+            shared = self._memory_of(self._members.index(root), part)
+            if self._transport.rank == root:
+                shared[...] = part
+            self._turn += 1
+            self._meet(operation, 2 * number)
+            if self._transport.rank != root:
+                part[...] = shared
+            self._meet(operation, 2 * number + 1)
+
+    def post(self, step: int, value: float) -> None:
+        """Leave a number for the other ranks, without waiting for them.
+
+        Args:
+          step: number of the post, from 0; between two posts all ranks meet or collect.
+          value: the number.
+        """
+        place = self._index * _WORDS + step % 2
+        self._numbers[place + _POSTED] = value
+        self._marks[place + _POSTED_STEP] = step + 1
+
+    def collect(self, operation: Operation) -> list[float]:
+        """The numbers that the ranks have posted for a step; waits only for those that are late.
+
+        Args:
+          operation: which step, and what is collected.
+
+        Returns:
+          A number from each rank of this host, in rank order.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        place = operation.step % 2
+        for line, rank in self._others:
+            self._wait(line + place + _POSTED_STEP, operation.step + 1, rank, operation, 0)
+        lines = range(0, len(self._members) * _WORDS, _WORDS)
+        return [self._numbers[line + place + _POSTED] for line in lines]
+
+    # -- meeting ---------------------------------------------------------------------------
+
+    def _meet(self, operation: Operation, round_: int) -> None:
+        """Mark that this rank is here, and wait for all others."""
+        self._meetings += 1
+        self._marks[self._index * _WORDS + _MEETINGS] = self._meetings
+        for line, rank in self._others:
+            self._wait(line + _MEETINGS, self._meetings, rank, operation, round_)
+
+    def _wait(self, place: int, wanted: int, rank: int, operation: Operation, round_: int) -> None:
+        """Return once the mark of a rank has come as far as `wanted`."""
+        marks = self._marks
+        for _ in range(self._spins):
+            if marks[place] >= wanted:
+                return
+        tag = operation.tag(round_, 0, 0, 0)
+        pause_s = _SHORTEST_SLEEP_S
+        try:
+            with self._transport.mailbox.waiting(rank, tag, operation.what) as check:
+                while self._marks[place] < wanted:
+                    check()
+                    time.sleep(pause_s)
+                    pause_s = min(1.5 * pause_s, _LONGEST_SLEEP_S)
+        except HostOptError as error:
+            self._transport.abort(error)
+            raise
+
+    def _check_layout(self, operation: Operation) -> None:
+        place = _LAYOUT + self._calls % 2
+        wanted = self._marks[self._index * _WORDS + place]
+        for line, rank in self._others:
+            if self._marks[line + place] != wanted:
+                tag = operation.tag(0, 0, 0, 0)
+                error = self._transport.mailbox.layout_error(rank, tag, operation.what)
+                self._transport.abort(error)
+                raise error
+
+    # -- memory ----------------------------------------------------------------------------
+
+    def _memory_of(self, index: int, part: Array) -> Array:
+        """The block whose turn it is in an inbox, or in the sums, which follow the inboxes."""
+        if part.dtype not in self._arrays:
+            start = _marks_bytes(len(self._members))
+            count = (len(self._memory) - start) // part.itemsize
+            self._arrays[part.dtype] = np.frombuffer(self._memory, part.dtype, count, start)
+        turns = _turns(len(self._members))
+        start = (index * turns + self._turn % turns) * (self._block_bytes // part.itemsize)
+        return self._arrays[part.dtype][start : start + part.size]
+
+
+def _turns(count: int) -> int:
+    return _TURNS if count == 2 else 1
+
+
+def _marks_bytes(count: int) -> int:
+    return -(-count * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES

@@ -1,0 +1,69 @@
+"""One step of a trace as a picture: a row for each lane of each rank, a bar for each span."""
+
+from __future__ import annotations
+
+from hostopt.errors import ConfigError
+from hostopt.timeline import Event
+from hostopt.trace_files import Trace, read
+
+__all__: list[str] = []
+
+# categories whose "step" counts the steps of training
+_STEPWISE = ("backward", "launch", "wait", "apply")
+
+
+def draw(path: str, output: str, step: int | None = None) -> None:
+    """Draw a step.
+
+    Args:
+      path: a trace, merged or of one rank.
+      output: the picture; its ending chooses the format, such as .png or .svg.
+      step: which step, from 0; the last one that was applied by default.
+
+    Raises:
+      ConfigError: the trace has no such step, `output` cannot be written, or matplotlib is not
+        installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("drawing needs matplotlib: pip install 'hostopt[draw]'") from error
+    trace = read(path)
+    begin_us, end_us = _window(trace, step)
+    shown = [s for s in trace.spans if s["ts"] < end_us and s["ts"] + s["dur"] > begin_us]
+    buckets = {s["name"]: f"C{s['args']['bucket']}" for s in shown if s["cat"] == "launch"}
+    busy = {(s["pid"], s["tid"]) for s in shown}
+    rows = {  # those for spans that overlap, such as "launch (2)", only where they are needed
+        (e["pid"], e["tid"]): f"rank {e['pid']}  {e['args']['name']}"
+        for e in trace.events
+        if e["name"] == "thread_name"
+        and ("(" not in e["args"]["name"] or (e["pid"], e["tid"]) in busy)
+    }
+    figure = Figure(figsize=(12, 1 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xlim=(0, (end_us - begin_us) / 1e3), xlabel="ms")
+    for height, row in enumerate(rows):
+        for span in (s for s in shown if (s["pid"], s["tid"]) == row):
+            place = (span["ts"] - begin_us) / 1e3, span["dur"] / 1e3
+            color = buckets.get(span["name"], "silver")
+            axes.broken_barh([place], (height - 0.4, 0.8), color=color)
+    axes.set_yticks(range(len(rows)), list(rows.values()))
+    axes.invert_yaxis()
+    for name, color in sorted(buckets.items(), key=lambda item: item[1]):
+        axes.barh(0, 0, color=color, label=name)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    try:
+        figure.savefig(output)
+    except (OSError, ValueError) as error:  # ValueError: an ending that names no format
+        raise ConfigError(f"{output} cannot be written: {error}") from error
+
+
+def _window(trace: Trace, step: int | None) -> tuple[float, float]:
+    def of(span: Event) -> int:
+        return int(span["args"].get("step", -1))
+
+    if step is None:
+        step = max((of(span) for span in trace.spans if span["cat"] == "apply"), default=-1)
+    found = [s for s in trace.spans if of(s) == step and s["cat"] in _STEPWISE]
+    if not found:
+        raise ConfigError(f"{trace.path} shows no step {step}")
+    return min(s["ts"] for s in found), max(s["ts"] + s["dur"] for s in found)

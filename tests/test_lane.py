@@ -1,0 +1,169 @@
+"""Reduction in shared memory: the bits that its definition says, block by block."""
+
+from __future__ import annotations
+
+import mmap
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Spawn
+
+from hostopt.communicator import Communicator
+from hostopt.errors import HostOptError, PeerLostError, ProtocolError
+from hostopt.lane import Lane, Source, lane_bytes
+from hostopt.ring import Operation
+
+BLOCK_BYTES = 4096
+LENGTHS = [0, 1, 2, 7, 1024, 1025, 2047, 2049, 5000]  # of float32: up to five blocks
+
+
+def lanes_of(size: int) -> Any:
+    """Function that gives each rank its side of one piece of memory."""
+    memory = mmap.mmap(-1, lane_bytes(size, BLOCK_BYTES))
+
+    def lane(communicator: Communicator) -> Lane:
+        members = tuple(range(size))
+        return Lane(memoryview(memory), members, BLOCK_BYTES, communicator.transport)
+
+    return lane
+
+
+def values(rank: int, length: int, dtype: Any = np.float32) -> Any:
+    # magnitudes that differ, so that the order of additions shows in the bits
+    random = np.random.default_rng([rank, length])
+    return (random.standard_normal(length) * 10.0 ** random.integers(0, 4, length)).astype(dtype)
+
+
+def operation(step: int, what: str = "") -> Operation:
+    return Operation(1, step, what=what)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, ml_dtypes.bfloat16])
+def test_sums_are_made_in_rank_order(spawn_inproc: Spawn, size: int, dtype: Any) -> None:
+    lane_of = lanes_of(size)
+
+    def work(communicator: Communicator) -> None:
+        lane = lane_of(communicator)
+        for step, length in enumerate(LENGTHS):
+            mine = values(communicator.rank, length, dtype)
+            wanted = reduce(np.add, [values(rank, length, dtype) for rank in range(size)])
+            lane.all_reduce(mine, np.add, operation(step))
+            np.testing.assert_array_equal(mine, wanted, strict=True)
+
+    spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("combine", [np.minimum, np.maximum])
+def test_least_and_greatest(spawn_inproc: Spawn, combine: np.ufunc) -> None:
+    lane_of = lanes_of(3)
+
+    def work(communicator: Communicator) -> None:
+        mine = values(communicator.rank, 3000)
+        lane_of(communicator).all_reduce(mine, combine, operation(0))
+        wanted = reduce(combine, [values(rank, 3000) for rank in range(3)])
+        np.testing.assert_array_equal(mine, wanted)
+
+    spawn_inproc(3, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_reductions_and_broadcasts_in_turn(spawn_inproc: Spawn, size: int) -> None:
+    lane_of = lanes_of(size)
+
+    def work(communicator: Communicator) -> None:
+        lane = lane_of(communicator)
+        for step in range(40):
+            length, root = LENGTHS[step % len(LENGTHS)], step % size
+            mine = values(communicator.rank, length)
+            lane.broadcast(mine, root, operation(2 * step))
+            np.testing.assert_array_equal(mine, values(root, length))
+            mine = values(communicator.rank, length)
+            lane.all_reduce(mine, np.add, operation(2 * step + 1))
+            wanted = reduce(np.add, [values(rank, length) for rank in range(size)])
+            np.testing.assert_array_equal(mine, wanted)
+
+    spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("other", [np.ones(9, np.float32), np.ones(10, np.int32)])
+def test_arrays_that_differ_between_ranks(spawn_inproc: Spawn, other: Any) -> None:
+    lane_of = lanes_of(2)
+
+    def work(communicator: Communicator) -> None:
+        mine = other if communicator.rank else np.ones(10, np.float32)
+        lane_of(communicator).all_reduce(mine, np.add, operation(0, "the bread"))
+
+    with pytest.raises(ProtocolError, match=r"another shape, dtype .* the bread at step 0"):
+        spawn_inproc(2, work)
+
+
+def test_a_rank_that_waits_in_vain_says_for_whom(spawn_inproc: Spawn) -> None:
+    lane_of = lanes_of(2)
+
+    def work(communicator: Communicator) -> HostOptError | None:
+        lane = lane_of(communicator)
+        if communicator.rank == 1:
+            return None
+        with pytest.raises(HostOptError) as caught:
+            lane.all_reduce(np.ones(10), np.add, operation(3, "the bread"))
+        return caught.value
+
+    error, _ = spawn_inproc(2, work)
+    assert isinstance(error, PeerLostError)
+    assert "rank 1 (worker:1, inproc:1) is gone at step 3" in str(error)
+    assert "waited for the bread" in str(error)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_posted_numbers_reach_all_ranks_in_rank_order(spawn_inproc: Spawn, size: int) -> None:
+    lane_of = lanes_of(size)
+
+    def work(communicator: Communicator) -> None:
+        lane, rank = lane_of(communicator), communicator.rank
+        for step in range(50):
+            lane.post(step, 100.5 * step + rank)
+            mine = np.full(3, rank, np.float32)
+            lane.all_reduce(mine, np.add, operation(step))  # a rank that is late posts late
+            wanted = [100.5 * step + other for other in range(size)]
+            assert lane.collect(operation(step, "the numbers")) == wanted
+
+    spawn_inproc(size, work)
+
+
+def test_a_number_that_is_never_posted(spawn_inproc: Spawn) -> None:
+    lane_of = lanes_of(2)
+
+    def work(communicator: Communicator) -> None:
+        lane = lane_of(communicator)
+        if communicator.rank == 1:
+            communicator.transport.close()
+            return
+        lane.post(0, 1.0)
+        lane.collect(operation(0, "the bread"))
+
+    with pytest.raises(PeerLostError, match=r"rank 1 .* is gone .* waited for the bread"):
+        spawn_inproc(2, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_source_of_several_arrays(spawn_inproc: Spawn, size: int) -> None:
+    lane_of = lanes_of(size)
+    lengths, starts = [5, 1, 3000, 7], [0, 16, 32, 3040]  # gaps between them, and three blocks
+
+    def parts(rank: int) -> list[Any]:
+        return [values(rank, length) for length in lengths]
+
+    def work(communicator: Communicator) -> None:
+        lane, flat = lane_of(communicator), np.zeros(3056, np.float32)
+        lane.all_reduce(flat, np.add, operation(0), Source(parts(communicator.rank), starts))
+        wanted = np.zeros(3056, np.float32)
+        for number, (start, length) in enumerate(zip(starts, lengths)):
+            sums = reduce(np.add, [parts(rank)[number] for rank in range(size)])
+            wanted[start : start + length] = sums
+        np.testing.assert_array_equal(flat, wanted)
+
+    spawn_inproc(size, work)

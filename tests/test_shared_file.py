@@ -1,0 +1,78 @@
+"""Files in shared memory: reserved, attached, and gone however their makers end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hostopt.shared_file import SharedFile, attach, remove_stale
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def test_what_one_writes_the_other_reads(tmp_path: Path) -> None:
+    file = SharedFile(8192, str(tmp_path))
+    other = attach(file.path, 8192)
+    file.unlink()
+    assert names(tmp_path) == []
+    file.memory[8000:8003] = b"abc"
+    assert other[8000:8003] == b"abc"
+    assert other[0:1] == b"\0"
+
+
+def test_only_this_user_may_open_it(tmp_path: Path) -> None:
+    file = SharedFile(4096, str(tmp_path))
+    assert os.stat(file.path).st_mode & 0o077 == 0
+    file.unlink()
+
+
+def test_too_much_memory_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        SharedFile(1 << 50, str(tmp_path))
+    assert names(tmp_path) == []
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    file = SharedFile(4096, str(tmp_path))
+    with pytest.raises(ValueError):
+        attach(file.path, 8192)
+    file.unlink()
+
+
+def make_old(path: Path) -> None:
+    os.utime(path, (0, 0))
+
+
+def test_a_killed_maker_s_file_is_removed_by_the_next(tmp_path: Path) -> None:
+    code = (
+        "import sys; from hostopt.shared_file import SharedFile\n"
+        f"file = SharedFile(4096, {str(tmp_path)!r}); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as maker:
+        assert maker.stdout is not None
+        maker.stdout.readline()
+        (left,) = tmp_path.iterdir()
+        make_old(left)
+        remove_stale(str(tmp_path))
+        assert left.exists()  # its maker lives
+        maker.send_signal(signal.SIGKILL)
+        maker.wait()
+    remove_stale(str(tmp_path))
+    assert names(tmp_path) == []
+
+
+def test_what_is_young_or_not_ours_stays(tmp_path: Path) -> None:
+    (tmp_path / "hostopt-young").touch()
+    (tmp_path / "other").touch()
+    make_old(tmp_path / "other")
+    remove_stale(str(tmp_path))
+    assert names(tmp_path) == ["hostopt-young", "other"]

@@ -1,0 +1,96 @@
+"""How much of the communication hides, in literal numbers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hostopt.step_stats import StepStats, StepTimes, slowest_rank, together
+
+
+def test_a_bucket_that_hides_and_one_that_does_not() -> None:
+    #   s      1.0    1.1    1.2    1.3    1.4    1.5
+    #   launch [0]          [1]
+    #   ring       [---- 0 ----------] [-- 1 ------]
+    stats = StepStats(2)
+    assert stats.launched(0, 1.0) == 0
+    assert stats.launched(1, 1.2) == 0
+    assert stats.ring(0, 1.0, 1.3) == 0
+    assert stats.last is None
+    assert stats.waited(0, 1.0, 1.3) == 0
+    stats.ring(1, 1.3, 1.5)
+    assert stats.last is None
+    stats.waited(1, 1.3, 1.6)
+    times = stats.last
+    assert times is not None
+    assert times.step == 0
+    assert times.communication_ms == pytest.approx(500)
+    assert times.exposed_ms == pytest.approx(300)  # 1.2 to 1.3 of bucket 0, all of bucket 1
+    assert times.wait_ms == pytest.approx(600)
+    assert times.overlap_percent == pytest.approx(40)
+    assert (times.last_launch_s, times.first_return_s) == (1.2, 1.3)
+
+
+@pytest.mark.parametrize(
+    ("ring_s", "percent"),
+    [((1.0, 2.0), 100.0), ((3.0, 4.0), 0.0), ((2.0, 4.0), 50.0), ((2.5, 2.5), 100.0)],
+    ids=["all before the last launch", "all after it", "half", "no time at all"],
+)
+def test_the_share_that_hides(ring_s: tuple[float, float], percent: float) -> None:
+    stats = StepStats(2)
+    stats.launched(0, 1.0)
+    stats.launched(1, 3.0)
+    stats.ring(0, *ring_s)
+    stats.ring(1, 3.0, 3.0)
+    stats.waited(0, 5.0, 5.0)
+    stats.waited(1, 5.0, 5.0)
+    assert stats.last is not None
+    assert stats.last.overlap_percent == pytest.approx(percent)
+
+
+def test_steps_may_overlap() -> None:
+    stats = StepStats(2)
+    for step in range(3):  # bucket 0 is always a step ahead
+        assert stats.launched(0, step) == step
+        stats.ring(0, step, step + 0.25)
+        assert stats.waited(0, step, step) == step
+    assert stats.last is None
+    for step in range(3):
+        assert stats.launched(1, step + 0.5) == step
+        stats.ring(1, step + 0.5, step + 0.625)
+        stats.waited(1, step, step)
+        assert stats.last is not None
+        assert stats.last.step == step
+        assert stats.last.communication_ms == 375.0
+        assert stats.last.exposed_ms == 125.0
+
+
+def test_threads_lose_nothing() -> None:
+    stats, steps = StepStats(4), 500
+
+    def feed(bucket: int) -> None:
+        for _ in range(steps):
+            stats.launched(bucket, 0.0)
+            stats.ring(bucket, 0.0, 1.0)
+            stats.waited(bucket, 0.0, 1.0)
+
+    threads = [threading.Thread(target=feed, args=(bucket,)) for bucket in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stats.last == StepTimes(steps - 1, 4000.0, 4000.0, 4000.0, 0.0, 1.0)
+
+
+def test_several_reducers_of_one_step() -> None:
+    first = StepTimes(7, 10.0, 1.0, 5.0, 1.5, 1.25)
+    second = StepTimes(7, 30.0, 3.0, 7.0, 1.25, 1.75)
+    assert together([first, second]) == StepTimes(7, 40.0, 4.0, 12.0, 1.5, 1.25)
+    assert together([first]) == first
+    assert together([first, second]).overlap_percent == pytest.approx(90)
+
+
+def test_the_rank_that_waits_least_is_the_slowest() -> None:
+    assert slowest_rank([3.0, 0.5, 2.0]) == 1
+    assert slowest_rank([1.0, 1.0]) == 0

@@ -1,0 +1,352 @@
+"""The file of a rank: lanes, spans, and that it is whole whenever it is read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT, Spawn
+
+from hostopt.bucket import TensorSpec, plan_buckets
+from hostopt.cluster import Cluster
+from hostopt.communicator import Communicator
+from hostopt.errors import ConfigError
+from hostopt.inline_reducer import InlineReducer
+from hostopt.reducer import Reducer
+from hostopt.step_stats import StepTimes
+from hostopt.timeline import Timeline, Track, path_of_rank
+from hostopt.transport.base import Tag
+
+JOBS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
+LANES = ["backward", "launch", "ring send", "ring receive", "wait", "apply"]
+
+
+def timeline(tmp_path: Path, job: str = "chief", **options: Any) -> Timeline:
+    return Timeline(str(tmp_path / "trace.json"), Cluster.from_dict(JOBS, job, 0), **options)
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def spans(path: Path) -> list[dict[str, Any]]:
+    return [event for event in read(path)["traceEvents"] if event["ph"] == "X"]
+
+
+def rows(path: Path) -> dict[int, str]:
+    """Names of the rows from the top."""
+    events = read(path)["traceEvents"]
+    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"].startswith("thread_s")}
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(order) == set(names)
+    return {row: names[row] for row in sorted(names, key=lambda row: order[row])}
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("trace.json", "trace.rank3.json"), ("a.b/c", "a.b/c.rank3"), ("x.y.gz", "x.y.rank3.gz")],
+)
+def test_each_rank_has_a_file(path: str, expected: str) -> None:
+    assert path_of_rank(path, 3) == Path(expected)
+
+
+def test_what_a_viewer_reads(tmp_path: Path) -> None:
+    recorder = timeline(tmp_path, "worker")
+    recorder.clock_offset_s = -0.5
+    recorder.span(Track.WAIT, "w", 2.0, 2.5, step=1, bucket=0)
+    recorder.span(Track.LAUNCH, "l", 1.0, 1.000001, step=1, bucket=0, bytes=128)
+    recorder.close()
+    path = tmp_path / "trace.rank1.json"
+    assert list(tmp_path.iterdir()) == [path]
+    whole = read(path)
+    assert whole["otherData"]["hostopt"] == {
+        "rank": 1,
+        "size": 2,
+        "clock_offset_us": -500000.0,
+        "dropped_spans": 0,
+    }
+    assert whole["traceEvents"][0] == {
+        "ph": "M",
+        "name": "process_name",
+        "pid": 1,
+        "tid": 0,
+        "args": {"name": "rank 1 (worker:0)"},
+    }
+    assert list(rows(path).values()) == LANES
+    assert spans(path) == [
+        {
+            "ph": "X",
+            "name": "l",
+            "cat": "launch",
+            "pid": 1,
+            "tid": 16,
+            "ts": 1e6,
+            "dur": 1.0,
+            "args": {"step": 1, "bucket": 0, "bytes": 128},
+        },
+        {
+            "ph": "X",
+            "name": "w",
+            "cat": "wait",
+            "pid": 1,
+            "tid": 64,
+            "ts": 2e6,
+            "dur": 5e5,
+            "args": {"step": 1, "bucket": 0},
+        },
+    ]
+
+
+def test_overlapping_spans_get_rows_of_their_own(tmp_path: Path) -> None:
+    recorder = timeline(tmp_path)
+    for name, begin_s, end_s in [("a", 1, 4), ("b", 2, 3), ("c", 3, 5), ("d", 4, 6)]:
+        recorder.span(Track.LAUNCH, name, begin_s, end_s)
+    recorder.close()
+    names = rows(recorder.path)
+    found = {span["name"]: names[span["tid"]] for span in spans(recorder.path)}
+    assert found == {"a": "launch", "b": "launch (2)", "c": "launch (2)", "d": "launch"}
+    assert list(names.values()) == [*LANES[:2], "launch (2)", *LANES[2:]]
+
+
+def test_many_overlapping_spans_stay_in_their_lane(tmp_path: Path) -> None:
+    recorder = timeline(tmp_path)
+    for _ in range(20):
+        recorder.span(Track.RING_SEND, "x", 1, 2)
+    recorder.close()
+    names = rows(recorder.path)
+    found = Counter(names[span["tid"]] for span in spans(recorder.path))
+    assert found == {"ring send": 1, **{f"ring send ({row})": 1 for row in range(2, 16)}} | {
+        "ring send (16)": 5
+    }
+
+
+def test_messages_of_one_round_become_one_span(tmp_path: Path) -> None:
+    recorder = timeline(tmp_path)
+    for at, (round_, segment) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]):
+        tag = Tag(5, step=3, bucket=2, round=round_, chunk=round_ + 1, segment=segment)
+        recorder.message(Track.RING_SEND, tag, "x", at, at + 0.5, 10)
+        other = tag._replace(channel=6)  # at the same time on another channel
+        recorder.message(Track.RING_SEND, other, "y", at, at + 0.5, 1)
+    recorder.close()
+    found = [(s["name"], s["ts"], s["dur"], s["args"]["bytes"]) for s in spans(recorder.path)]
+    assert sorted(found) == [
+        ("x", 0.0, 1.5e6, 20),
+        ("x", 2e6, 2.5e6, 30),
+        ("y", 0.0, 1.5e6, 2),
+        ("y", 2e6, 2.5e6, 3),
+    ]
+    args = spans(recorder.path)[0]["args"]
+    assert {name: args[name] for name in ("step", "bucket", "round")} == {
+        "step": 3,
+        "bucket": 2,
+        "round": 0,
+    }
+
+
+def test_only_the_newest_spans_are_kept(tmp_path: Path) -> None:
+    recorder = timeline(tmp_path, max_spans=3)
+    for number in range(10):
+        recorder.span(Track.WAIT, str(number), number, number + 1)
+    recorder.close()
+    assert [span["name"] for span in spans(recorder.path)] == ["7", "8", "9"]
+    assert read(recorder.path)["otherData"]["hostopt"]["dropped_spans"] == 7
+
+
+def test_no_span_is_lost_between_threads(tmp_path: Path) -> None:
+    recorder = timeline(tmp_path, rewrite_every_s=1e-3)
+    threads = [
+        threading.Thread(
+            target=lambda lane=lane: [recorder.span(lane, "x", i, i + 1) for i in range(500)]
+        )
+        for lane in Track
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        read(recorder.path)  # whole at any moment
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    recorder.close()
+    assert Counter(span["cat"] for span in spans(recorder.path)) == dict.fromkeys(LANES, 500)
+    assert list(tmp_path.iterdir()) == [recorder.path]
+
+
+def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/trace\.rank0\.json cannot be written"):
+        timeline(tmp_path / "file")
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = timeline(tmp_path)
+    recorder.span(Track.WAIT, "x", 1, 2)
+    recorder.write()
+    before = recorder.path.read_text()
+    recorder.span(Track.WAIT, "y", 1, 2, fact=object())  # no JSON
+    with pytest.raises(TypeError):
+        recorder.write()
+    assert recorder.path.read_text() == before
+    assert list(tmp_path.iterdir()) == [recorder.path]
+    recorder.path.unlink()
+    recorder.path.mkdir()  # now it cannot be replaced
+    recorder._spans.clear()
+    recorder.close()
+    assert "is not up to date" in caplog.text
+
+
+def test_a_program_that_does_not_close_leaves_its_last_spans(tmp_path: Path) -> None:
+    code = """
+import sys
+from hostopt.cluster import Cluster
+from hostopt.timeline import Track, Timeline
+recorder = Timeline(sys.argv[1], Cluster.from_dict({"chief": ["127.0.0.1:1"]}, "chief", 0))
+recorder.span(Track.APPLY, "last", 1.0, 2.0)
+"""
+    path = tmp_path / "new directory" / "trace.json"
+    subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, check=True)
+    assert [span["name"] for span in spans(path_of_rank(str(path), 0))] == ["last"]
+
+
+def test_a_killed_program_leaves_a_whole_file(tmp_path: Path) -> None:
+    code = """
+import itertools, sys
+from hostopt.cluster import Cluster
+from hostopt.timeline import Track, Timeline
+cluster = Cluster.from_dict({"chief": ["127.0.0.1:1"]}, "chief", 0)
+recorder = Timeline(sys.argv[1], cluster, rewrite_every_s=1e-3)
+for number in itertools.count():
+    recorder.span(Track.APPLY, "x", number, number + 1)
+    if '"x"' in recorder.path.read_text():
+        print("written", flush=True)
+"""
+    path = str(tmp_path / "trace.json")
+    command = [sys.executable, "-c", code, path]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        process.kill()
+    assert {span["name"] for span in spans(path_of_rank(path, 0))} == {"x"}
+
+
+# --- what a ring records ----------------------------------------------------------------------
+
+BUCKETS = plan_buckets(
+    [TensorSpec(f"v{i}", (n,), np.dtype(np.float32)) for i, n in enumerate([40, 45])], 256
+)
+
+
+def two_steps(communicator: Communicator) -> Reducer:
+    reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+    for _ in range(2):
+        for number in range(len(BUCKETS)):
+            arrays = [np.ones(spec.shape, np.float32) for spec in BUCKETS[number].specs]
+            reducer.launch(number, arrays)
+        for number in range(len(BUCKETS)):
+            reducer.wait(number)
+    reducer.close()
+    return reducer
+
+
+def test_a_reducer_shows_each_bucket_of_each_step(spawn_ring: Spawn, tmp_path: Path) -> None:
+    def work(communicator: Communicator) -> None:
+        path = str(tmp_path / "trace.json")
+        communicator.transport.timeline = Timeline(path, communicator.transport.cluster)
+        two_steps(communicator)
+
+    spawn_ring(3, work, segment_bytes=32)
+    for rank in range(3):
+        found = spans(path_of_rank(str(tmp_path / "trace.json"), rank))
+        assert all(span["pid"] == rank and span["dur"] >= 0 for span in found)
+        begins = [span["ts"] for span in found]
+        assert begins == sorted(begins)
+        of_buckets = Counter(
+            (span["cat"], span["args"]["step"], span["args"]["bucket"]) for span in found
+        )
+        assert of_buckets == {
+            (lane, step, bucket): count
+            for lane, count in {"launch": 1, "ring send": 4, "ring receive": 4, "wait": 1}.items()
+            for step in range(2)
+            for bucket in range(2)
+        }
+        sent = [s for s in found if s["cat"] == "ring send" and s["args"]["round"] == 0]
+        assert {s["args"]["bytes"] for s in sent} == {64}  # a third of 192 bytes
+        assert {s["name"] for s in found} == {
+            "the gradient of 'v1' (bucket 1/2)",
+            "the gradient of 'v0' (bucket 2/2)",
+        }
+
+
+def test_a_reducer_measures_without_a_timeline(spawn_inproc: Spawn) -> None:
+    for reducer in spawn_inproc(2, two_steps):
+        times = reducer.last_times
+        assert times.step == 1
+        assert times.communication_ms > 0
+        assert 0 <= times.exposed_ms <= times.communication_ms
+
+
+def test_a_reducer_in_shared_memory_shows_each_bucket(tmp_path: Path) -> None:
+    path = str(tmp_path / "trace.json")
+
+    def work(communicator: Communicator) -> StepTimes | None:
+        communicator.transport.timeline = Timeline(path, communicator.transport.cluster)
+        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        for number, bucket in [*enumerate(BUCKETS)] * 2:
+            reducer.reduce(number, [np.ones(spec.shape, np.float32) for spec in bucket.specs])
+        return reducer.last_times
+
+    for rank, times in enumerate(Spawn("shm")(2, work)):
+        assert times.step == 1
+        assert times.wait_ms == times.communication_ms > 0
+        of_buckets = Counter(
+            (span["cat"], span["args"]["step"], span["args"]["bucket"])
+            for span in spans(path_of_rank(path, rank))
+            if span["cat"] in ("launch", "wait")
+        )
+        assert of_buckets == {
+            (lane, step, bucket): 1
+            for lane in ("launch", "wait")
+            for step in range(2)
+            for bucket in range(2)
+        }
+
+
+RANK = """
+import numpy as np, sys, hostopt
+with hostopt.connect() as communicator:
+    communicator.all_reduce(np.ones(10, np.float32), what="ten ones")
+print("done")
+"""
+
+
+def test_connect_starts_the_timeline(processes: Any, tmp_path: Path) -> None:
+    ring = processes(3)
+    started = ring.start_all(RANK, HOSTOPT_TIMELINE=str(tmp_path / "t.json"))
+    for process in started:
+        process.expect("done")
+        assert process.exit_code() == 0, process.stderr
+    for rank in range(3):
+        path = tmp_path / f"t.rank{rank}.json"
+        assert {span["name"] for span in spans(path)} == {"ten ones"}
+        # one machine, one clock
+        assert abs(read(path)["otherData"]["hostopt"]["clock_offset_us"]) < 60e6
+    assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+def test_ranks_of_which_only_one_records_are_refused(processes: Any, tmp_path: Path) -> None:
+    ring = processes(2)
+    recording = ring.start(0, RANK, HOSTOPT_TIMELINE=str(tmp_path / "t.json"))
+    other = ring.start(1, RANK)
+    for process in (recording, other):
+        assert process.exit_code() == 78, process.stderr
+        assert '"timeline": ' in process.stderr
