@@ -21,6 +21,7 @@ from hostopt.errors import (
     ProtocolError,
 )
 from hostopt.ring import Operation
+from hostopt.transport.base import Tag
 
 
 def failure(communicator: Communicator, call: Any) -> HostOptError:
@@ -275,6 +276,33 @@ def test_a_rank_that_finishes_twice_while_the_other_goes_on(spawn_inproc: Spawn)
     for error in spawn_inproc(2, work):
         assert isinstance(error, PeerLostError)
         assert error.rank == 0
+
+
+def test_a_marker_that_is_slower_than_the_end_it_speaks_of(spawn_inproc: Spawn) -> None:
+    together = threading.Barrier(3)
+
+    def work(communicator: Communicator) -> float:
+        send = communicator.transport.send
+        late: list[Any] = []
+
+        def hold_the_marker(peer: int, tag: Tag, *rest: Any) -> None:
+            if tag.is_finish_marker:
+                late.append((peer, tag, *rest))
+            else:
+                send(peer, tag, *rest)
+
+        communicator.transport.send = hold_the_marker  # type: ignore[method-assign]
+        communicator.finish()
+        for message in late:
+            send(*message)
+        together.wait(30)
+        mailbox, previous = communicator.transport.mailbox, (communicator.rank - 1) % 3
+        with mailbox.waiting(previous, Tag(0, 1), "new work") as check:
+            left_s = check()
+        together.wait(30)  # a rank that left would be another reason to give up
+        return left_s
+
+    assert all(left_s > 0 for left_s in spawn_inproc(3, work))
 
 
 def test_a_rank_that_waits_for_one_that_has_closed(spawn: Spawn) -> None:

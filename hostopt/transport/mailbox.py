@@ -35,6 +35,7 @@ class Mailbox:
         self._messages: dict[tuple[int, ...], tuple[Tag, memoryview]] = {}
         self._left: dict[int, str] = {}
         self._finished: dict[int, Tag] = {}
+        self._resumed_step = -1  # markers up to this one are of work that all have finished
         self._waits: dict[int, tuple[Tag, str]] = {}  # by thread
         self._on_failure: list[Callable[[HostOptError], None]] = []
         self._changed = threading.Condition()
@@ -43,10 +44,10 @@ class Mailbox:
     def put(self, peer: int, tag: Tag, payload: memoryview) -> None:
         """Store a message that has arrived from `peer`, or note that it has finished its work."""
         with self._changed:
-            if tag.is_finish_marker:
-                self._finished[peer] = tag
-            else:
+            if not tag.is_finish_marker:
                 self._messages[_key(peer, tag)] = tag, payload
+            elif tag.step > self._resumed_step:  # a marker can be slower than the barrier itself
+                self._finished[peer] = tag
             self._changed.notify_all()
 
     def take(self, peer: int, tag: Tag, what: str) -> memoryview:
@@ -135,6 +136,7 @@ class Mailbox:
     def resume(self, step: int) -> None:
         """All have finished `step` together: what comes next is new work."""
         with self._changed:
+            self._resumed_step = step
             self._finished = {p: tag for p, tag in self._finished.items() if tag.step > step}
 
     def current_wait(self) -> tuple[Tag, str] | None:
