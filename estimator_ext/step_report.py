@@ -18,6 +18,7 @@ from hostopt.reducer import Reducer
 from hostopt.step_stats import StepTimes, slowest_rank, together
 from hostopt.tensorflow.ops import HOST_DEVICE
 from hostopt.timeline import Timeline, Track
+from hostopt.transport import event_loop
 from hostopt.transport.base import Tag
 
 __all__: list[str] = []
@@ -93,7 +94,8 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
             self._uncollected = self._step, together(measured)
         else:
             message = _MILLISECONDS.pack(together(measured).wait_ms)
-            self._communicator.transport.send(0, self._tag(self._step), message, "a step report")
+            transport, tag = self._communicator.transport, self._tag(self._step)
+            event_loop.run(transport.send(0, tag, message, "a step report"))
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Collect the last report.
@@ -116,7 +118,8 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         (step, times), self._uncollected = self._uncollected, None
         waits_ms = [times.wait_ms]
         for peer in range(1, self._communicator.size):
-            message = self._communicator.transport.recv(peer, self._tag(step), "a step report")
+            transport, tag = self._communicator.transport, self._tag(step)
+            message = event_loop.run(transport.recv(peer, tag, "a step report"))
             waits_ms += _MILLISECONDS.unpack(message)
         scalars = {
             "communication_ms": times.communication_ms,

@@ -7,6 +7,7 @@ import time
 from typing import Callable, NamedTuple
 
 from hostopt.communicator import Communicator
+from hostopt.transport import event_loop
 from hostopt.transport.base import Tag
 
 __all__: list[str] = []
@@ -50,24 +51,26 @@ def measure_offset(
     if communicator.rank == 0:
         for peer in range(1, communicator.size):
             for trip in range(trips):
-                _answer(communicator, peer, trip, now)
+                event_loop.run(_answer(communicator, peer, trip, now))
         return ClockOffset(0.0, 0.0)
-    found = [_ask(communicator, trip, now) for trip in range(trips)]
+    found = [event_loop.run(_ask(communicator, trip, now)) for trip in range(trips)]
     return min(found, key=lambda offset: offset.round_trip_s)
 
 
-def _answer(communicator: Communicator, peer: int, trip: int, now: Callable[[], float]) -> None:
+async def _answer(
+    communicator: Communicator, peer: int, trip: int, now: Callable[[], float]
+) -> None:
     transport, what = communicator.transport, f"the clock of rank {peer}"
-    transport.recv(peer, Tag(communicator.channel, peer, trip, _QUESTION), what)
+    await transport.recv(peer, Tag(communicator.channel, peer, trip, _QUESTION), what)
     tag = Tag(communicator.channel, peer, trip, _ANSWER)
-    transport.send(peer, tag, _SECONDS.pack(now()), what)
+    await transport.send(peer, tag, _SECONDS.pack(now()), what)
 
 
-def _ask(communicator: Communicator, trip: int, now: Callable[[], float]) -> ClockOffset:
+async def _ask(communicator: Communicator, trip: int, now: Callable[[], float]) -> ClockOffset:
     transport, what = communicator.transport, "the clock of rank 0"
     begin_s = now()
     tag = Tag(communicator.channel, communicator.rank, trip, _QUESTION)
-    transport.send(0, tag, b"", what)
-    (theirs_s,) = _SECONDS.unpack(transport.recv(0, tag._replace(round=_ANSWER), what))
+    await transport.send(0, tag, b"", what)
+    (theirs_s,) = _SECONDS.unpack(await transport.recv(0, tag._replace(round=_ANSWER), what))
     end_s = now()
     return ClockOffset(theirs_s - (begin_s + end_s) / 2, end_s - begin_s)

@@ -18,6 +18,7 @@ from hostopt.hierarchy import Hierarchy, open_hierarchy
 from hostopt.hosts import Hosts
 from hostopt.lane import Lane, Source
 from hostopt.ring import Array, Operation
+from hostopt.transport import event_loop
 from hostopt.transport.base import FINISH_CHANNEL, Tag, Transport
 
 __all__: list[str] = []
@@ -286,7 +287,7 @@ class Communicator:
         operation = Operation(FINISH_CHANNEL, next(self._steps), what=what)
         marker = Tag(FINISH_CHANNEL, operation.step, bucket=1)
         for peer in self._waiting_peers():
-            self.transport.send(peer, marker, b"", what)
+            event_loop.run(self.transport.send(peer, marker, b"", what))
         ring.all_reduce(self.transport, operation, np.zeros(1, np.int32))
         self.transport.mailbox.resume(operation.step)
 

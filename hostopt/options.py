@@ -45,7 +45,7 @@ class Options:
     """
 
     bucket_mb: float = 25.0
-    segment_bytes: int = MIB
+    segment_bytes: int = 2 * MIB
     rendezvous_timeout_s: float = 300.0
     stall_warning_s: float = 30.0
     collective_timeout_s: float = 300.0

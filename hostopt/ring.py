@@ -34,6 +34,7 @@ import numpy as np
 from hostopt.compression import Whole, WireFormat
 from hostopt.errors import ProtocolError
 from hostopt.timeline import Track
+from hostopt.transport import event_loop
 from hostopt.transport.base import Tag, Transport
 
 __all__: list[str] = []
@@ -190,12 +191,27 @@ def run(
     Raises:
       HostOptError: a peer failed, left or timed out, or sent another number of bytes.
     """
-    if not rounds:
-        return
-    members = members or range(transport.size)
+    if rounds:
+        members = members or range(transport.size)
+        chunks = chunks or len(members)
+        event_loop.run(
+            _run(transport, operation, flat, rounds, combine, members, chunks, wire_format)
+        )
+
+
+async def _run(
+    transport: Transport,
+    operation: Operation,
+    flat: Array,
+    rounds: list[Round],
+    combine: np.ufunc,
+    members: Sequence[int],
+    chunks: int,
+    wire_format: WireFormat | None,
+) -> None:
     place = members.index(transport.rank)
     succ, pred = members[(place + 1) % len(members)], members[place - 1]
-    slices = chunk_slices(flat.size, chunks or len(members))
+    slices = chunk_slices(flat.size, chunks)
     wire = wire_format or Whole(flat.dtype)
     layout = layout_of(flat, wire)
     # in memory; on the wire they are as large as the option says
@@ -204,17 +220,17 @@ def run(
     first = _segments(flat[slices[rounds[0].send]], segment_bytes)
     exchanged = rounds[0].send == rounds[0].recv
 
-    def send_first(count: int) -> None:
+    async def send_first(count: int) -> None:
         for segment, part in itertools.islice(first, count):
             tag = operation.tag(0, rounds[0].send, segment, layout)
             outgoing = _encode(wire, part, keep=exchanged or not rounds[0].reduce)
-            _send(transport, succ, tag, outgoing, operation.what)
+            await _send(transport, succ, tag, outgoing, operation.what)
 
-    send_first(_SEGMENTS_AHEAD)
+    await send_first(_SEGMENTS_AHEAD)
     for index, round_ in enumerate(rounds):
         for segment, part in _segments(flat[slices[round_.recv]], segment_bytes):
             tag = operation.tag(index, round_.recv, segment, layout)
-            incoming = receive_into(transport, pred, tag, part, operation.what, wire.dtype)
+            incoming = await _receive(transport, pred, tag, part, operation.what, wire.dtype)
             if round_.reduce:
                 wire.combine(part, incoming, combine)
             else:
@@ -223,9 +239,9 @@ def run(
                 tag = operation.tag(index + 1, round_.recv, segment, layout)
                 if round_.reduce:
                     incoming = _encode(wire, part, keep=not rounds[index + 1].reduce)
-                _send(transport, succ, tag, incoming, operation.what)
+                await _send(transport, succ, tag, incoming, operation.what)
             if index == 0:
-                send_first(1)
+                await send_first(1)
 
 
 def broadcast(transport: Transport, operation: Operation, flat: Array, root: int) -> None:
@@ -240,43 +256,26 @@ def broadcast(transport: Transport, operation: Operation, flat: Array, root: int
     Raises:
       HostOptError: a peer failed, left or timed out, or sent another number of bytes.
     """
+    event_loop.run(_broadcast(transport, operation, flat, root))
+
+
+async def _broadcast(transport: Transport, operation: Operation, flat: Array, root: int) -> None:
     succ, pred = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     layout = layout_of(flat)
     for segment, part in _segments(flat, transport.options.segment_bytes):
         tag = operation.tag(0, 0, segment, layout)
         if transport.rank != root:
-            part[:] = receive_into(transport, pred, tag, part, operation.what)
+            part[:] = await _receive(transport, pred, tag, part, operation.what, flat.dtype)
         if succ != root:
-            _send(transport, succ, tag, part, operation.what)
+            await _send(transport, succ, tag, part, operation.what)
 
 
-def receive_into(
-    transport: Transport,
-    peer: int,
-    tag: Tag,
-    part: Array,
-    what: str,
-    dtype: np.dtype[Any] | None = None,
+async def _receive(
+    transport: Transport, peer: int, tag: Tag, part: Array, what: str, dtype: np.dtype[Any]
 ) -> Array:
-    """Receive as many elements as `part` has, without touching `part`.
-
-    Args:
-      transport: this rank's transport.
-      peer: rank to receive from.
-      tag: which message.
-      part: array of shape [n] that says how many elements of which dtype are wanted.
-      what: what is received, for errors.
-      dtype: dtype of the elements on the wire, where it is not that of `part`.
-
-    Returns:
-      Read-only array of shape [n].
-
-    Raises:
-      ProtocolError: the peer sent another number of bytes.
-    """
-    dtype = dtype or part.dtype
+    """Receive as many elements as `part` has, of the dtype on the wire; read-only."""
     begin_s = time.monotonic()
-    payload = transport.recv(peer, tag, what)
+    payload = await transport.recv(peer, tag, what)
     _show(transport, Track.RING_RECEIVE, tag, what, begin_s, len(payload))
     nbytes = part.size * dtype.itemsize
     if len(payload) != nbytes:
@@ -320,9 +319,9 @@ def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
     return encoded
 
 
-def _send(transport: Transport, peer: int, tag: Tag, part: Array, what: str) -> None:
+async def _send(transport: Transport, peer: int, tag: Tag, part: Array, what: str) -> None:
     begin_s = time.monotonic()
-    transport.send(peer, tag, part.view(np.uint8).data, what)
+    await transport.send(peer, tag, part.view(np.uint8).data, what)
     _show(transport, Track.RING_SEND, tag, what, begin_s, part.nbytes)
 
 

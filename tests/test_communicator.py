@@ -21,6 +21,7 @@ from hostopt.errors import (
     ProtocolError,
 )
 from hostopt.ring import Operation
+from hostopt.transport import event_loop
 from hostopt.transport.base import Tag
 
 
@@ -256,8 +257,8 @@ def test_a_rank_that_finishes_twice_while_the_other_goes_on(spawn_inproc: Spawn)
         if communicator.rank == 0:
             send = communicator.transport.send
 
-            def send_and_say(*message: Any) -> None:
-                send(*message)
+            async def send_and_say(*message: Any) -> None:
+                await send(*message)
                 said_again.set()
 
             communicator.finish()
@@ -285,16 +286,16 @@ def test_a_marker_that_is_slower_than_the_end_it_speaks_of(spawn_inproc: Spawn) 
         send = communicator.transport.send
         late: list[Any] = []
 
-        def hold_the_marker(peer: int, tag: Tag, *rest: Any) -> None:
+        async def hold_the_marker(peer: int, tag: Tag, *rest: Any) -> None:
             if tag.is_finish_marker:
                 late.append((peer, tag, *rest))
             else:
-                send(peer, tag, *rest)
+                await send(peer, tag, *rest)
 
         communicator.transport.send = hold_the_marker  # type: ignore[method-assign]
         communicator.finish()
         for message in late:
-            send(*message)
+            event_loop.run(send(*message))
         together.wait(30)
         mailbox, previous = communicator.transport.mailbox, (communicator.rank - 1) % 3
         with mailbox.waiting(previous, Tag(0, 1), "new work") as check:

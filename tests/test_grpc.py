@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -99,6 +102,28 @@ def test_a_proxy_is_not_asked(processes: NewRing) -> None:
         proxy = dict.fromkeys(PROXY_VARIABLES, f"http://{dead[0]}")
         for process in ring.start_all(MEET + SUM, no_proxy="", NO_PROXY="", **proxy):
             assert process.exit_code() == 0, process.stderr
+
+
+def test_grpc_is_imported_in_a_mode_that_only_it_knows() -> None:
+    script = """
+        import os
+        given = os.environ.get("GRPC_EXPERIMENTS")
+        from hostopt.transport.grpc import grpc
+        assert os.environ.get("GRPC_EXPERIMENTS") == given
+        grpc.insecure_channel("localhost:1").close()  # some releases look at it only now
+    """
+    for environ in ({}, {"GRPC_EXPERIMENTS": "no_such_experiment"}):
+        run = subprocess.run(
+            [sys.executable, "-c", unindent(script)],
+            env={**os.environ, **environ},
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        # gRPC complains of names that it does not know: of the user's, and not of ours
+        assert ("no_such_experiment" in run.stderr) == bool(environ)
+        assert run.stderr.count("nknown experiment") == len(environ)
 
 
 PROXY_VARIABLES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY")
@@ -300,10 +325,10 @@ def test_a_rank_killed_in_the_middle_of_a_message(processes: NewRing) -> None:
     script = """
         if rank == 1:
             send, sent = communicator.transport.send, []
-            def send_three(*message):
+            async def send_three(*message):
                 if len(sent) == 3:
                     os.kill(os.getpid(), signal.SIGKILL)
-                sent.append(send(*message))
+                sent.append(await send(*message))
             communicator.transport.send = send_three
         communicator.all_reduce(np.ones(10_000), what="the flour")
     """

@@ -16,7 +16,7 @@ NAMES.append("segment_bytes")
 def test_defaults() -> None:
     assert dataclasses.asdict(Options()) == {
         "bucket_mb": 25.0,
-        "segment_bytes": 1 << 20,
+        "segment_bytes": 2 << 20,
         "rendezvous_timeout_s": 300.0,
         "stall_warning_s": 30.0,
         "collective_timeout_s": 300.0,

@@ -1,7 +1,8 @@
 """What every transport does: tagged messages between ranks, each wait with a deadline.
 
 A transport knows ranks and tags, no arrays and no algorithms. Messages from one rank to another
-arrive in the order in which they were sent; a receiver picks them by tag.
+arrive in the order in which they were sent; a receiver picks them by tag. Whoever sends and
+receives is a coroutine, and runs on the loop of the process.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Transport(abc.ABC):
         self._traffic_lock = threading.Lock()
 
     @abc.abstractmethod
-    def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
+    async def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
         """Hand a message over for delivery; the payload may be changed once this returns.
 
         Args:
@@ -109,7 +110,7 @@ class Transport(abc.ABC):
           HostOptError: the ring has failed, or the peer takes no data before the deadline.
         """
 
-    def recv(self, peer: int, tag: Tag, what: str = "") -> memoryview:
+    async def recv(self, peer: int, tag: Tag, what: str = "") -> memoryview:
         """Wait for a message; an error ends the ring for all ranks, as no rank can go on.
 
         Args:
@@ -124,7 +125,7 @@ class Transport(abc.ABC):
           HostOptError: the ring has failed, the peer has left, or the deadline has passed.
         """
         try:
-            return self.mailbox.take(peer, tag, what)
+            return await self.mailbox.take(peer, tag, what)
         except HostOptError as error:
             self.abort(error)
             raise

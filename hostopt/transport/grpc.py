@@ -6,22 +6,22 @@ bytes (generic handlers without serializers), so nothing but frames and small JS
     Hello    JSON, both ways: who are you, and do you know the same ring?
     Stream   frames, one way; ends in good order when the sender leaves
     Leave    JSON: I go now, because of this error, or with none
+
+All of it runs on the loop; what users and other threads call hands work over to it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import json
 import logging
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from concurrent import futures
 from typing import Any
-
-import grpc
 
 from hostopt.cluster import Cluster
 from hostopt.errors import (
@@ -34,17 +34,16 @@ from hostopt.errors import (
     error_to_dict,
 )
 from hostopt.options import Options
-from hostopt.transport import frame
+from hostopt.transport import event_loop, frame
 from hostopt.transport.allocator import keep_freed_memory
 from hostopt.transport.base import Payload, Tag, Transport
+from hostopt.transport.grpc_import import grpc
 from hostopt.transport.grpc_parts import (
     END_OF_STREAM,
     GOODBYE_TIMEOUT_S,
-    DaemonThreads,
     Stream,
     channel_options,
     listen_address,
-    settle,
 )
 
 __all__: list[str] = []
@@ -54,6 +53,8 @@ _log = logging.getLogger(__name__)
 _SERVICE = "hostopt.Ring"
 _PROGRESS_EVERY_S = 10.0
 _HELLO_TIMEOUT_S = 1.0
+# How long a word of the peer may take that says why its connection broke, or that of another rank.
+_LAST_WORD_TIMEOUT_S = 0.5
 
 
 class GrpcTransport(Transport):
@@ -74,22 +75,17 @@ class GrpcTransport(Transport):
         self._successor = (self.rank + 1) % self.size
         self._missing = {peer for peer in range(self.size) if peer != self.rank}
         self._streams: dict[int, Stream] = {}
-        self._lock = threading.Lock()
         self._ending = threading.RLock()  # held while the ring is failed or closed
         self._closed = False
-        self._notes: list[futures.Future[None]] = []  # to peers, of the error that ended the ring
+        # to peers, of the error that ended the ring
+        self._notes: list[concurrent.futures.Future[None]] = []
         self._gone: set[int] = set()  # peers that have left, or whose connection broke
-        self._to_peer = {
-            peer: grpc.insecure_channel(cluster.ring[peer].address, channel_options(options))
-            for peer in self._missing
-        }
-        self._threads = DaemonThreads()
-        self._server = self._serve()
+        self._to_peer: dict[int, grpc.aio.Channel] = {}
+        self._server: grpc.aio.Server | None = None
+        event_loop.run(self._serve())
         atexit.register(self.close)
         try:
-            self._rendezvous()
-            if self.size > 1:
-                self._stream(self._successor)  # from now on the two see each other die
+            event_loop.run(self._rendezvous())
         except BaseException as error:
             self.abort(error)
             self.close()
@@ -97,14 +93,14 @@ class GrpcTransport(Transport):
 
     # -- sending ---------------------------------------------------------------------------
 
-    def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
+    async def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
         """See `Transport.send`."""
         if self.error is not None:
             raise self.error
         facts = {**self._facts(peer), "step": tag.step, "bucket": tag.bucket}
         stream = self._stream(peer)
         self._count(len(payload), frame.HEADER_BYTES)
-        if stream.put(frame.encode(tag, payload)):
+        if await stream.put(frame.encode(tag, payload)):
             return
         error: HostOptError
         if stream.ended or self.mailbox.has_left(peer):
@@ -124,23 +120,21 @@ class GrpcTransport(Transport):
         raise self.error or error
 
     def _stream(self, peer: int) -> Stream:
-        with self._lock:
-            if peer not in self._streams:
-                method = self._to_peer[peer].stream_unary(f"/{_SERVICE}/Stream")
-                self._streams[peer] = Stream(
-                    method, self.rank, self.options, lambda error: self._stream_ended(peer, error)
-                )
-            return self._streams[peer]
+        if peer not in self._streams:
+            method = self._to_peer[peer].stream_unary(f"/{_SERVICE}/Stream")
+            self._streams[peer] = Stream(
+                method, self.rank, self.options, lambda why: self._lost(peer, why)
+            )
+        return self._streams[peer]
 
-    def _stream_ended(self, peer: int, error: grpc.RpcError | None) -> None:
-        if error is not None:
-            self._lost(peer, f"{error.code().name}: {error.details()}")
-
-    def _lost(self, peer: int, why: str) -> None:
-        """The connection to a peer broke, and the peer had not said goodbye."""
+    async def _lost(self, peer: int, why: str) -> None:
+        """The connection to a peer broke, which is no news where the peer says goodbye."""
         if self._closed or self.mailbox.has_left(peer):
             return
         self._gone.add(peer)
+        await asyncio.sleep(_LAST_WORD_TIMEOUT_S)
+        if self._closed or self.mailbox.has_left(peer):
+            return
         facts, meanwhile = self._facts(peer), ""
         wait = self.mailbox.current_wait()
         if wait is not None:
@@ -159,52 +153,55 @@ class GrpcTransport(Transport):
 
     # -- receiving -------------------------------------------------------------------------
 
-    def _serve(self) -> grpc.Server:
-        task = self.cluster.ring[self.rank]
-        server = grpc.server(self._threads, options=channel_options(self.options))
+    async def _serve(self) -> None:
+        task, options = self.cluster.ring[self.rank], channel_options(self.options)
+        self._to_peer = {
+            peer: grpc.aio.insecure_channel(self.cluster.ring[peer].address, options)
+            for peer in self._missing
+        }
+        self._server = grpc.aio.server(options=options)
         handlers = {
             "Hello": grpc.unary_unary_rpc_method_handler(self._on_hello),
             "Stream": grpc.stream_unary_rpc_method_handler(self._on_stream),
             "Leave": grpc.unary_unary_rpc_method_handler(self._on_leave),
         }
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(_SERVICE, handlers)]
+        )
         try:
-            bound = server.add_insecure_port(listen_address(task.address))
+            bound = self._server.add_insecure_port(listen_address(task.address))
         except RuntimeError:
             bound = 0
         if not bound:
-            self._threads.shutdown()
             raise ConfigError(
                 f"address {task.address} of this task ({task.name}) is in use or not of this "
                 "machine. End the process that listens there (is this task already running?) or "
                 "choose another port in TF_CONFIG on all ranks",
                 **self._facts(self.rank),
             )
-        server.start()
-        return server
+        await self._server.start()
 
-    def _on_stream(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        claim = dict(context.invocation_metadata()).get("rank", "")
+    async def _on_stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:
+        claim = dict(context.invocation_metadata() or ()).get("rank", "")
         if not claim.isdigit() or int(claim) not in self._to_peer:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank")
-        peer = int(claim)
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank"
+            )
+        peer, why = int(claim), "connection reset"
         try:
-            for message in self._until_broken(peer, frames):
+            await context.send_initial_metadata(())  # the peer waits for it
+            while (message := await context.read()) is not grpc.aio.EOF:
                 if message == END_OF_STREAM:
                     self.mailbox.leave(peer, "it has closed its communicator")
                 else:
                     self.mailbox.put(peer, *frame.decode(message))
-        except Exception as error:
+        except HostOptError as error:
             self.abort(error)
-        return b""
-
-    def _until_broken(self, peer: int, frames: Iterator[bytes]) -> Iterator[bytes]:
-        why = "connection reset"
-        try:
-            yield from frames
-        except Exception as error:  # grpc raises a bare Exception where the connection breaks
+        except (Exception, asyncio.CancelledError) as error:  # how a connection breaks
             why = str(error) or why
-        self._lost(peer, why)  # which it is not where END_OF_STREAM was the last message
+        # not lost where END_OF_STREAM was the last message; gRPC may well cancel this call now
+        await asyncio.shield(self._lost(peer, why))
+        return b""
 
     # -- beginning -------------------------------------------------------------------------
 
@@ -220,7 +217,7 @@ class GrpcTransport(Transport):
             "compression": self.options.compression,
         }
 
-    def _on_hello(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    async def _on_hello(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         theirs = json.loads(request)
         peer = theirs["rank"]
         if peer in self._missing:  # later callers are strangers; the answer tells them
@@ -242,12 +239,12 @@ class GrpcTransport(Transport):
                 **self._facts(peer),
             )
 
-    def _rendezvous(self) -> None:
+    async def _rendezvous(self) -> None:
         """Say hello to every peer until all have answered, or have called themselves."""
         started = time.monotonic()
         report_at_s = _PROGRESS_EVERY_S
         while self._missing and self.error is None:
-            self._greet(sorted(self._missing))
+            await asyncio.gather(*map(self._greet, self._missing))
             waited_s = time.monotonic() - started
             tasks = [self.cluster.ring[peer] for peer in sorted(self._missing)]
             names = ", ".join(f"{task.name} ({task.address})" for task in tasks)
@@ -263,22 +260,20 @@ class GrpcTransport(Transport):
         if self.error is not None:
             raise self.error
 
-    def _greet(self, peers: list[int]) -> None:
+    async def _greet(self, peer: int) -> None:
+        hello = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Hello")
         timeout_s = min(_HELLO_TIMEOUT_S, self.options.rendezvous_timeout_s)
-        hello = json.dumps(self._hello()).encode()
-        calls = {
-            peer: self._to_peer[peer]
-            .unary_unary(f"/{_SERVICE}/Hello")
-            .future(hello, timeout=timeout_s, wait_for_ready=True)
-            for peer in peers
-        }
-        for peer, call in calls.items():
-            settle(call, timeout_s)
+        try:
+            answer = await hello(
+                json.dumps(self._hello()).encode(), timeout=timeout_s, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError:
             if self.mailbox.has_left(peer):
                 self._missing.discard(peer)
-            elif call.done() and call.exception() is None:
-                self._check_hello(peer, json.loads(call.result()))
-                self._missing.discard(peer)
+            return
+        self._check_hello(peer, json.loads(answer))
+        if peer != self._successor or await self._stream(peer).opened(timeout_s):
+            self._missing.discard(peer)
 
     # -- end -------------------------------------------------------------------------------
 
@@ -304,46 +299,38 @@ class GrpcTransport(Transport):
             if self.error is not None:  # before any stream breaks, and relayed where it came in
                 self._tell_all(self.error)
         atexit.unregister(self.close)
-        with self._lock:
-            streams = list(self._streams.values())
+        event_loop.run(self._end())
+
+    async def _end(self) -> None:
+        streams = list(self._streams.values())
         if self.error is None:
-            for stream in streams:
-                stream.flush()
-            self._say_goodbye()
-        futures.wait(self._notes, timeout=GOODBYE_TIMEOUT_S)
+            await asyncio.gather(*(stream.flush() for stream in streams))
+            await asyncio.gather(*map(self._leave, self._to_peer.keys() - self._gone))
+        if self._notes:
+            await asyncio.wait(map(asyncio.wrap_future, self._notes), timeout=GOODBYE_TIMEOUT_S)
         for stream in streams:
             stream.cancel()
         for channel in self._to_peer.values():
-            channel.close()
-        try:  # peers end their streams when they are told
-            stopped = self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0)
-        except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread while they exit
-            stopped = self._server.stop(None)
-        stopped.wait(2 * GOODBYE_TIMEOUT_S)
-        self._threads.shutdown()
+            await channel.close()
+        if self._server is not None:  # peers end their streams when they are told
+            await self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0)
 
     def _tell_all(self, error: HostOptError) -> None:
         """Start to tell the peers why this rank ends."""
         for peer in self._to_peer.keys() - self._gone:
-            self._notes.append(self._threads.submit(self._leave, peer, error_to_dict(error)))
+            self._notes.append(event_loop.start(self._leave(peer, error_to_dict(error))))
 
-    def _say_goodbye(self) -> None:
-        """Tell the peers, one after the other, that this rank leaves in good order."""
-        for peer in self._to_peer:
-            if peer not in self._gone:
-                self._leave(peer)
-
-    def _leave(self, peer: int, error: dict[str, Any] | None = None) -> None:
+    async def _leave(self, peer: int, error: dict[str, Any] | None = None) -> None:
         note = {"sender": self.rank, **({"error": error} if error else {})}
         leave = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Leave")
-        with contextlib.suppress(grpc.RpcError, ValueError):  # ValueError: the channel was closed
-            leave(
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await leave(
                 json.dumps(note, default=str).encode(),
                 timeout=GOODBYE_TIMEOUT_S,
                 wait_for_ready=True,
             )
 
-    def _on_leave(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    async def _on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         note = json.loads(request)
         if "error" in note:
             with self._ending:
@@ -352,10 +339,8 @@ class GrpcTransport(Transport):
         sender = note["sender"]
         self.mailbox.leave(sender, "it has closed its communicator")
         self._gone.add(sender)
-        with self._lock:
-            stream = self._streams.get(sender)
-        if stream is not None:
-            stream.cancel()  # the peer takes nothing more: let it go quietly
+        if sender in self._streams:
+            self._streams[sender].cancel()  # the peer takes nothing more: let it go quietly
         return b""
 
     def _name(self, peer: int) -> str:

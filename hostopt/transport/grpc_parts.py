@@ -1,20 +1,16 @@
-"""The pieces of the gRPC transport that know nothing of the ring: options, threads, one stream."""
+"""The pieces of the gRPC transport that know no ring: options, addresses, one stream."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import functools
 import ipaddress
-import queue
 import socket
-import threading
-import time
-from concurrent import futures
+from collections.abc import Awaitable
 from typing import Any, Callable
 
-import grpc
-
 from hostopt.options import Options
+from hostopt.transport.grpc_import import grpc
 
 __all__: list[str] = []
 
@@ -25,6 +21,7 @@ END_OF_STREAM = b"end"
 # whose page faults cost as much as the copying.
 _QUEUED_FRAMES = 4
 _HEADROOM_BYTES = 64 << 10
+_MAX_HTTP2_FRAME_BYTES = (1 << 24) - 1
 
 
 def channel_options(options: Options) -> list[tuple[str, int]]:
@@ -36,6 +33,7 @@ def channel_options(options: Options) -> list[tuple[str, int]]:
     Returns:
       Arguments for servers and channels.
     """
+    message_bytes = options.segment_bytes + _HEADROOM_BYTES
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.enable_http_proxy", 0),
@@ -50,8 +48,9 @@ def channel_options(options: Options) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
-        ("grpc.max_receive_message_length", options.segment_bytes + _HEADROOM_BYTES),
-        ("grpc.max_send_message_length", options.segment_bytes + _HEADROOM_BYTES),
+        ("grpc.http2.max_frame_size", min(message_bytes, _MAX_HTTP2_FRAME_BYTES)),
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_send_message_length", message_bytes),
     ]
 
 
@@ -76,25 +75,14 @@ def listen_address(address: str) -> str:
     return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
 
 
-def settle(call: grpc.Future, timeout_s: float) -> None:
-    """Wait for a call to end, whatever its outcome.
-
-    Args:
-      call: call that was started as a future.
-      timeout_s: how long to wait at most.
-    """
-    with contextlib.suppress(grpc.FutureTimeoutError, grpc.FutureCancelledError):
-        call.exception(timeout=max(timeout_s, 0))
-
-
 class Stream:
-    """Frames to one peer, written by gRPC's own thread from a short queue.
+    """Frames to one peer, written one after the other from a short queue; lives on the loop.
 
     Args:
       method: the Stream method of the peer.
       rank: this rank, which the peer is told once.
       options: `collective_timeout_s` is how long a full queue may stand still.
-      on_end: called with the error that ended the stream, or None.
+      on_error: called with the reason where the stream ends before its time.
     """
 
     def __init__(
@@ -102,111 +90,82 @@ class Stream:
         method: Any,
         rank: int,
         options: Options,
-        on_end: Callable[[grpc.RpcError | None], None],
+        on_error: Callable[[str], Awaitable[None]],
     ) -> None:
-        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(_QUEUED_FRAMES)
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue(_QUEUED_FRAMES)
         self._timeout_s = options.collective_timeout_s
-        self._ended = threading.Event()
-        self._on_end = on_end
-        self._call = method.future(iter(self._take, None), metadata=(("rank", str(rank)),))
-        self._call.add_done_callback(self._done)
+        self._call = method(metadata=(("rank", str(rank)),))
+        self._greeting = asyncio.ensure_future(self._call.initial_metadata())
+        self._writer = asyncio.ensure_future(self._write())
+        self._watcher = asyncio.ensure_future(self._watch(on_error))
 
     @property
     def ended(self) -> bool:
         """True once nothing can be sent any more."""
-        return self._ended.is_set()
+        return self._watcher.done()
 
-    def put(self, message: bytes | None) -> bool:
+    async def opened(self, timeout_s: float) -> bool:
+        """Wait until the peer reads; from then on each of the two sees the other die.
+
+        Args:
+          timeout_s: how long to wait at most.
+
+        Returns:
+          True once it does.
+        """
+        await self._first_of(self._greeting, timeout_s)
+        return self._greeting.done() and not self.ended
+
+    async def put(self, message: bytes) -> bool:
         """Queue a frame.
 
         Args:
-          message: a frame; None for the end of the stream.
+          message: a frame, or END_OF_STREAM.
 
         Returns:
           False where the stream has `ended`, or stood still until the deadline.
         """
-        deadline = time.monotonic() + self._timeout_s
-        while not self._room.acquire(timeout=0.1):
-            if self._ended.is_set() or time.monotonic() >= deadline:
+        try:
+            self._frames.put_nowait(message)
+        except asyncio.QueueFull:
+            room = asyncio.ensure_future(self._frames.put(message))
+            await self._first_of(room, self._timeout_s)
+            if not room.done():
+                room.cancel()
                 return False
-        self._frames.put(message)
-        return not self._ended.is_set()
+        return not self.ended
 
-    def _take(self) -> bytes | None:
-        message = self._frames.get()
-        self._room.release()
-        return message
-
-    def flush(self) -> None:
+    async def flush(self) -> None:
         """Say that no frame follows, and return once the peer has them all."""
-        if self.put(END_OF_STREAM) and self.put(None):
-            settle(self._call, self._timeout_s)
+        if await self.put(END_OF_STREAM):
+            await asyncio.wait({self._watcher}, timeout=self._timeout_s)
 
     def cancel(self) -> None:
         """Drop the stream and what is queued."""
         self._call.cancel()
-        self._ended.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._frames.get_nowait()
-        self._frames.put(None)  # the thread that reads the queue must not wait for ever
 
-    def _done(self, call: grpc.Future) -> None:
-        self._on_end(None if call.cancelled() else call.exception())  # before a sender sees it
-        self._ended.set()
+    async def _first_of(self, future: asyncio.Future[Any], timeout_s: float) -> None:
+        """Wait for a future, the end of the stream or the deadline."""
+        await asyncio.wait(
+            {future, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
 
+    async def _write(self) -> None:
+        message = b""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # see _watch
+            while message != END_OF_STREAM:
+                message = await self._frames.get()
+                await self._call.write(message)
+            await self._call.done_writing()
 
-class DaemonThreads(futures.Executor):
-    """A thread for each call, and spare ones that wait for the next calls.
-
-    Streams last as long as the ring, and must not hold up the exit of the program: the threads
-    are daemons. Python 3.12.0 and 3.12.1 start no thread once they have begun to exit, when the
-    ranks say goodbye: then the spare threads do alone.
-    """
-
-    _SPARE = 2
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]] | None]
-        self._calls = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads = 0
-        self._spare = 0  # threads that wait for calls; below 0, calls that wait for threads
-        self._add_to_spare(0)
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        """Run `fn` in a daemon thread."""
-        future: futures.Future[Any] = futures.Future()
-        self._calls.put((future, functools.partial(fn, *args, **kwargs)))
-        self._add_to_spare(-1)
-        return future
-
-    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Let the threads end when the calls have ended; waits for none of them."""
-        del wait, cancel_futures
-        with self._lock:
-            for _ in range(self._threads):
-                self._calls.put(None)
-
-    def _add_to_spare(self, count: int) -> None:
-        with self._lock:
-            self._spare += count
-            while self._spare < self._SPARE:
-                thread = threading.Thread(target=self._work, daemon=True, name="hostopt-grpc")
-                try:
-                    thread.start()
-                except RuntimeError:  # the interpreter is exiting
-                    return
-                self._threads += 1
-                self._spare += 1
-
-    def _work(self) -> None:
-        while (item := self._calls.get()) is not None:
-            future, call = item
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-            del item, future, call  # what they hold must not outlive the call
-            self._add_to_spare(1)
+    async def _watch(self, on_error: Callable[[str], Awaitable[None]]) -> None:
+        try:
+            await self._call
+        except grpc.aio.AioRpcError as error:
+            await on_error(
+                error.details() or error.code().name
+            )  # before a sender sees that it has ended
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._writer.cancel()

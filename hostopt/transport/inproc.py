@@ -39,7 +39,7 @@ class InprocTransport(Transport):
         peers.extend(cls(Cluster(task, ring), options or Options(), peers) for task in ring)
         return peers
 
-    def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
+    async def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
         """See `Transport.send`."""
         if self.error is not None:
             raise self.error

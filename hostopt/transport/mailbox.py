@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -36,29 +37,56 @@ class Mailbox:
         self._left: dict[int, str] = {}
         self._finished: dict[int, Tag] = {}
         self._resumed_step = -1  # markers up to this one are of work that all have finished
-        self._waits: dict[int, tuple[Tag, str]] = {}  # by thread
+        self._waits: dict[object, tuple[Tag, str]] = {}
+        self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
         self._on_failure: list[Callable[[HostOptError], None]] = []
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self.error: HostOptError | None = None
 
     def put(self, peer: int, tag: Tag, payload: memoryview) -> None:
         """Store a message that has arrived from `peer`, or note that it has finished its work."""
-        with self._changed:
+        with self._lock:
             if not tag.is_finish_marker:
                 self._messages[_key(peer, tag)] = tag, payload
+                self._wake(_key(peer, tag))
             elif tag.step > self._resumed_step:  # a marker can be slower than the barrier itself
                 self._finished[peer] = tag
-            self._changed.notify_all()
+                self._wake(*self._awaited)
 
-    def take(self, peer: int, tag: Tag, what: str) -> memoryview:
+    async def take(self, peer: int, tag: Tag, what: str) -> memoryview:
         """Wait for the message of `peer` with `tag`; see `Transport.recv`."""
-        with self._changed, self.waiting(peer, tag, what) as check:
-            while _key(peer, tag) not in self._messages:
-                self._changed.wait(check())
-            found, payload = self._messages.pop(_key(peer, tag))
+        key = _key(peer, tag)
+        if key not in self._messages:
+            with self.waiting(peer, tag, what) as check:
+                await self._until_here(key, check)
+        found, payload = self._messages.pop(key)
         if found.layout != tag.layout:
             raise self.layout_error(peer, tag, what)
         return payload
+
+    async def _until_here(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                with self._lock:  # between the look and the future nothing may arrive
+                    if key in self._messages:
+                        return
+                    timer = loop.call_later(check(), self._wake, key)
+                    changed = self._awaited[key] = loop.create_future()
+                await changed
+                timer.cancel()
+        finally:
+            with self._lock:
+                self._awaited.pop(key, None)
+
+    def _wake(self, *keys: tuple[int, ...]) -> None:
+        """Have those who await these messages look again; from any thread."""
+        for key in keys:
+            changed = self._awaited.get(key)
+            if changed is not None and _is_running(changed.get_loop()):
+                _settle(changed)
+            elif changed is not None:
+                changed.get_loop().call_soon_threadsafe(_settle, changed)
 
     @contextlib.contextmanager
     def waiting(self, peer: int, tag: Tag, what: str) -> Iterator[Callable[[], float]]:
@@ -101,11 +129,11 @@ class Mailbox:
 
     def fail(self, error: HostOptError) -> bool:
         """End every wait, now and later, with `error`; False where an earlier error holds."""
-        with self._changed:
+        with self._lock:
             if self.error is not None:
                 return False
             self.error = error
-            self._changed.notify_all()
+            self._wake(*self._awaited)
             listeners = list(self._on_failure)
         for listener in listeners:
             listener(error)
@@ -120,7 +148,7 @@ class Mailbox:
         Returns:
           Function that takes the listener off again.
         """
-        with self._changed:
+        with self._lock:
             self._on_failure.append(listener)
             error = self.error
         if error is not None:
@@ -129,13 +157,13 @@ class Mailbox:
 
     def leave(self, peer: int, why: str) -> None:
         """Note that `peer` has left in good order: what it sent stays, nothing more will come."""
-        with self._changed:
+        with self._lock:
             self._left[peer] = why
-            self._changed.notify_all()
+            self._wake(*self._awaited)
 
     def resume(self, step: int) -> None:
         """All have finished `step` together: what comes next is new work."""
-        with self._changed:
+        with self._lock:
             self._resumed_step = step
             self._finished = {p: tag for p, tag in self._finished.items() if tag.step > step}
 
@@ -145,15 +173,16 @@ class Mailbox:
 
     @contextlib.contextmanager
     def _noted(self, tag: Tag, what: str) -> Iterator[None]:
-        self._waits[threading.get_ident()] = (tag, what)
+        wait = object()
+        self._waits[wait] = (tag, what)
         try:
             yield
         finally:
-            del self._waits[threading.get_ident()]
+            del self._waits[wait]
 
     def has_left(self, peer: int) -> bool:
         """True where `peer` has left in good order."""
-        with self._changed:
+        with self._lock:
             return peer in self._left
 
     def _raise_if_hopeless(self, peer: int, tag: Tag, what: str) -> None:
@@ -196,6 +225,16 @@ class Mailbox:
             "step": tag.step,
             "bucket": tag.bucket,
         }
+
+
+def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
+    """True in a coroutine or callback of this loop."""
+    return asyncio._get_running_loop() is loop
+
+
+def _settle(changed: asyncio.Future[None]) -> None:
+    if not changed.done():
+        changed.set_result(None)
 
 
 def _key(peer: int, tag: Tag) -> tuple[int, ...]:

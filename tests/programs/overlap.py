@@ -23,8 +23,8 @@ def main(model_dir: str) -> None:
     buckets = set()
     send = transport.send
 
-    def watched_send(peer, tag, payload, what="") -> None:
-        send(peer, tag, payload, what)
+    async def watched_send(peer, tag, payload, what="") -> None:
+        await send(peer, tag, payload, what)
         buckets.add(tag.bucket)
         if tag.bucket == 1 and tag.round == 0:
             bucket_1_sent.release()
