@@ -298,14 +298,12 @@ class _HostOffloadExtended(OneDeviceExtended):
           loss: the loss of this rank.
 
         Returns:
-          The reduced loss. In shared memory it is read after the gradients, for which the ranks
-          have waited anyway; over a network it travels while backward goes on.
+          The reduced loss. It is read after the gradients, for which the ranks have waited anyway.
         """
         size = self._num_replicas_in_sync
         if size > 1 and self._sums and loss.dtype == tf.float32 and loss.shape.rank == 0:
             total = ops.sum_posted(loss, self._strategy.communicator, self._sums)
-            if total is not None:
-                return total / size if reduce_op == tf.distribute.ReduceOp.MEAN else total
+            return total / size if reduce_op == tf.distribute.ReduceOp.MEAN else total
         return self._strategy.reduce(reduce_op, loss, axis=None)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:

@@ -22,6 +22,7 @@ depends on the chunk only and the sums are copied, so all ranks end with the sam
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import itertools
 import time
@@ -154,12 +155,35 @@ def all_reduce(
       HostOptError: a peer failed, left or timed out, or sent another number of bytes.
     """
     members = members or range(transport.size)
-    if len(members) == 2:
-        rounds, chunks = [Round(0, 0, reduce=True)], 1
-    else:
-        place = members.index(transport.rank)
-        rounds, chunks = all_reduce_schedule(place, len(members)), len(members)
+    rounds, chunks = _all_reduce_rounds(members.index(transport.rank), len(members))
     run(transport, operation, flat, rounds, combine, members, chunks, wire_format)
+
+
+def start_all_reduce(
+    transport: Transport, operation: Operation, flat: Array
+) -> concurrent.futures.Future[None]:
+    """Start to sum a flat buffer over all ranks, in place, and return at once.
+
+    Args:
+      transport: this rank's transport.
+      operation: which call this is.
+      flat: contiguous array of shape [n], any numeric dtype; not to be touched before the end.
+
+    Returns:
+      Future that is done when `flat` is; its error is that of `all_reduce`.
+    """
+    members = range(transport.size)
+    rounds, chunks = _all_reduce_rounds(transport.rank, transport.size)
+    return event_loop.start(
+        _run(transport, operation, flat, rounds, np.add, members, chunks, None)
+    )
+
+
+def _all_reduce_rounds(place: int, size: int) -> tuple[list[Round], int]:
+    """Schedule of a member of a ring, and the number of its chunks."""
+    if size == 2:
+        return [Round(0, 0, reduce=True)], 1
+    return all_reduce_schedule(place, size), size
 
 
 def run(

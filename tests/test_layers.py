@@ -42,6 +42,7 @@ LADDER = [
     "hostopt.hosts",
     "hostopt.hierarchy",
     "hostopt.communicator",
+    "hostopt.posted_sum",
     "hostopt.clock",
     "hostopt.bucket",
     "hostopt.record",

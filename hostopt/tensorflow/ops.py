@@ -7,7 +7,6 @@ occupies one inter-op thread; those of one reducer are chained, so that they occ
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -18,8 +17,9 @@ from hostopt.bucket import TensorSpec, plan_buckets
 from hostopt.communicator import Communicator, ReduceOp
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
 from hostopt.inline_reducer import InlineReducer
+from hostopt.posted_sum import open_posted_sum
 from hostopt.reducer import Reducer
-from hostopt.ring import Array, Operation
+from hostopt.ring import Array
 
 __all__: list[str] = []
 
@@ -48,37 +48,29 @@ def all_reduce(
 
 def sum_posted(
     scalar: tf.Tensor, communicator: Communicator, after: Sequence[tf.Tensor]
-) -> tf.Tensor | None:
-    """Sum one number over ranks that share memory, without making them wait for each other.
+) -> tf.Tensor:
+    """Sum one number over the ranks, without making them wait for each other.
 
-    Each rank posts its number when it has it, and reads those of the others later on.
+    Each rank posts its number when it has it, and reads the sum later on.
 
     Args:
       scalar: tensor of shape [], float32.
       communicator: all ranks build the same operations on it, in the same order.
-      after: the numbers are read when these have been computed, from all ranks.
+      after: the sum is read when these have been computed, from all ranks.
 
     Returns:
-      Tensor of shape [], on the host; None where the ranks do not share memory.
+      Tensor of shape [], on the host.
     """
-    channel = communicator.duplicate(f"the sum of {scalar.name!r}")
-    lane = channel.open_lane()
-    if lane is None:
-        return None
-    posted, collected = itertools.count(), itertools.count()
+    posted = open_posted_sum(communicator, f"the sum of {scalar.name!r}")
 
     def post(value: Array) -> Any:
-        lane.post(next(posted), float(value))
+        posted.post(float(value))
         return np.int32(0)
-
-    def collect() -> Any:
-        numbers = lane.collect(Operation(channel.channel, next(collected), what=channel.what))
-        return functools.reduce(np.add, np.array(numbers, np.float32))
 
     with tf.device(HOST_DEVICE):
         token = tf.numpy_function(post, [scalar], tf.int32, name="HostPost")
         with tf.control_dependencies([token, *after]):
-            call = _telling(communicator, collect)
+            call = _telling(communicator, posted.collect)
             result = tf.numpy_function(call, [], tf.float32, name="HostCollect")
     result.set_shape([])
     return result

@@ -1,0 +1,97 @@
+"""One number of each rank, summed while the ranks do something else."""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import functools
+import itertools
+
+import numpy as np
+
+from hostopt import ring
+from hostopt.communicator import Communicator
+from hostopt.lane import Lane
+from hostopt.ring import Array, Operation
+
+__all__: list[str] = []
+
+
+class PostedSum(abc.ABC):
+    """A sum of float32; each rank posts its number, and collects the sum some time later."""
+
+    @abc.abstractmethod
+    def post(self, value: float) -> None:
+        """Give this rank's number; waits for nobody.
+
+        Args:
+          value: the number; the sum of earlier ones has been collected.
+        """
+
+    @abc.abstractmethod
+    def collect(self) -> np.float32:
+        """Wait for the numbers that are late.
+
+        Returns:
+          The sum of what the ranks have posted, with the same bits on all of them.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+
+
+def open_posted_sum(communicator: Communicator, what: str) -> PostedSum:
+    """Open a channel for one number; all ranks do so in the same order.
+
+    Args:
+      communicator: reaches all ranks.
+      what: what the number is, for warnings and errors.
+
+    Returns:
+      In shared memory where all ranks are on one host, else on the ring of all ranks.
+
+    Raises:
+      HostOptError: a rank failed, left or timed out.
+    """
+    channel = communicator.duplicate(what)
+    lane = channel.open_lane()
+    return _RingSum(channel) if lane is None else _LaneSum(channel, lane)
+
+
+class _LaneSum(PostedSum):
+    """Numbers that the ranks of one host leave for each other."""
+
+    def __init__(self, channel: Communicator, lane: Lane) -> None:
+        self._channel, self._lane = channel, lane
+        self._posted, self._collected = itertools.count(), itertools.count()
+
+    def post(self, value: float) -> None:
+        """See `PostedSum.post`."""
+        self._lane.post(next(self._posted), value)
+
+    def collect(self) -> np.float32:
+        """See `PostedSum.collect`."""
+        step, what = next(self._collected), self._channel.what
+        numbers = self._lane.collect(Operation(self._channel.channel, step, what=what))
+        return functools.reduce(np.add, np.array(numbers, np.float32))
+
+
+class _RingSum(PostedSum):
+    """An all-reduce that the loop of the process runs."""
+
+    def __init__(self, channel: Communicator) -> None:
+        self._channel = channel
+        self._number: Array = np.zeros(1, np.float32)
+        self._summed: concurrent.futures.Future[None]
+
+    def post(self, value: float) -> None:
+        """See `PostedSum.post`."""
+        self._number = np.array([value], np.float32)
+        self._summed = ring.start_all_reduce(
+            self._channel.transport, self._channel.operation(), self._number
+        )
+
+    def collect(self) -> np.float32:
+        """See `PostedSum.collect`."""
+        self._summed.result()
+        return np.float32(self._number[0])

@@ -1,0 +1,62 @@
+"""Numbers that ranks post: their sum, that nobody waits to post, and what a missing rank does."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from conftest import Spawn
+
+from hostopt.communicator import Communicator
+from hostopt.errors import HostOptError, PeerLostError
+from hostopt.posted_sum import open_posted_sum
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_rank_collects_the_same_sum(spawn: Spawn, size: int) -> None:
+    def work(communicator: Communicator) -> list[bytes]:
+        posted = open_posted_sum(communicator, "the loss")
+        sums = []
+        for step in range(20):
+            posted.post(0.1 * (communicator.rank + 1) + step)
+            communicator.all_reduce(np.ones(10))
+            sums.append(posted.collect())
+        return [total.tobytes() for total in sums]
+
+    first, *others = spawn(size, work)
+    numbers = np.frombuffer(b"".join(first), np.float32)
+    expected = [sum(0.1 * (rank + 1) + step for rank in range(size)) for step in range(20)]
+    np.testing.assert_allclose(numbers, expected, rtol=1e-6)
+    assert all(other == first for other in others)
+
+
+def test_to_post_waits_for_nobody(spawn: Spawn) -> None:
+    posted_alone = threading.Event()
+
+    def work(communicator: Communicator) -> np.float32:
+        posted = open_posted_sum(communicator, "the loss")
+        if communicator.rank == 1:
+            assert posted_alone.wait(30)
+        posted.post(communicator.rank + 1.0)
+        if communicator.rank == 0:
+            posted_alone.set()
+        return posted.collect()
+
+    assert spawn(2, work) == [3.0, 3.0]
+
+
+def test_a_rank_that_leaves_without_posting(spawn: Spawn) -> None:
+    def work(communicator: Communicator) -> HostOptError | None:
+        posted = open_posted_sum(communicator, "the loss")
+        communicator.barrier()
+        if communicator.rank == 1:
+            return None
+        posted.post(1.0)
+        with pytest.raises(PeerLostError, match=r"rank 1 .*the loss") as caught:
+            posted.collect()
+        return caught.value
+
+    error, _ = spawn(2, work)
+    assert error is not None
+    assert error.rank == 1
