@@ -215,12 +215,9 @@ def run(
     Raises:
       HostOptError: a peer failed, left or timed out, or sent another number of bytes.
     """
-    if rounds:
-        members = members or range(transport.size)
-        chunks = chunks or len(members)
-        event_loop.run(
-            _run(transport, operation, flat, rounds, combine, members, chunks, wire_format)
-        )
+    members = members or range(transport.size)
+    chunks = chunks or len(members)
+    event_loop.run(_run(transport, operation, flat, rounds, combine, members, chunks, wire_format))
 
 
 async def _run(
@@ -233,6 +230,8 @@ async def _run(
     chunks: int,
     wire_format: WireFormat | None,
 ) -> None:
+    if not rounds:
+        return
     place = members.index(transport.rank)
     succ, pred = members[(place + 1) % len(members)], members[place - 1]
     slices = chunk_slices(flat.size, chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, PeerLostError, ProtocolError
 from hostopt.options import Options
-from hostopt.transport import frame
+from hostopt.transport import event_loop, frame
 from hostopt.transport.base import Tag
 from hostopt.transport.grpc import GrpcTransport
 
@@ -160,6 +161,7 @@ def test_a_refused_address_leaves_no_thread(processes: NewRing) -> None:
     address = processes(2).addresses[0]
     host, _, port = address.rpartition(":")
     cluster = Cluster.from_dict({"worker": [address, "127.0.0.1:1"]}, "worker", 0)
+    event_loop.run(asyncio.sleep(0))  # the loop's own thread stays
     before = set(threading.enumerate())
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,6 +172,28 @@ def test_a_refused_address_leaves_no_thread(processes: NewRing) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
         assert not thread.is_alive(), thread
+
+
+def test_a_child_of_fork_ends_and_leaves_the_ring_alone(processes: NewRing) -> None:
+    script = """
+        child = os.fork()
+        if not child:
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert communicator.all_reduce(np.ones(1000))[0] == size
+        say("done")
+    """
+    for process in processes(2).start_all(MEET + unindent(script)):
+        process.expect("done")
+        assert process.exit_code() == 0, process.stderr
+
+
+def test_the_loop_does_not_wait_for_itself() -> None:
+    async def waits() -> None:
+        event_loop.run(asyncio.sleep(0))
+
+    with pytest.raises(RuntimeError, match="cannot wait for the loop"):
+        event_loop.run(waits())
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])

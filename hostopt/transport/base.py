@@ -1,15 +1,14 @@
 """What every transport does: tagged messages between ranks, each wait with a deadline.
 
 A transport knows ranks and tags, no arrays and no algorithms. Messages from one rank to another
-arrive in the order in which they were sent; a receiver picks them by tag. Whoever sends and
-receives is a coroutine, and runs on the loop of the process.
+arrive in the order in which a collective sends them; a receiver picks them by tag. Whoever sends
+and receives is a coroutine, and runs on the loop of the process.
 """
 
 from __future__ import annotations
 
 import abc
 import itertools
-import threading
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
@@ -94,7 +93,6 @@ class Transport(abc.ABC):
         self.mailbox = Mailbox(cluster, options)
         self.timeline: Timeline | None = None  # where messages are shown
         self._channels = itertools.count(1)
-        self._traffic_lock = threading.Lock()
 
     @abc.abstractmethod
     async def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
@@ -152,7 +150,6 @@ class Transport(abc.ABC):
         return next(self._channels)
 
     def _count(self, payload_bytes: int, header_bytes: int) -> None:
-        with self._traffic_lock:
-            self.traffic.messages += 1
-            self.traffic.payload_bytes += payload_bytes
-            self.traffic.header_bytes += header_bytes
+        self.traffic.messages += 1  # on the loop only
+        self.traffic.payload_bytes += payload_bytes
+        self.traffic.header_bytes += header_bytes

@@ -1,7 +1,7 @@
 """The one thread of a process in which messages travel and collectives run.
 
-Nothing is handed from thread to thread for each message: of all that a message costs, that was a
-third. One loop serves all transports of a process, as grpc.aio wants it.
+No message is handed to another thread of ours: that was a third of all that it costs. One loop
+serves all transports of a process, as grpc.aio wants it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 __all__: list[str] = []
 
 _Result = TypeVar("_Result")
-_starting = threading.Lock()
+_starting = threading.RLock()  # a handler of signals may come at any time
 
 
 def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
@@ -31,12 +31,17 @@ def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     Raises:
       BaseException: what it raises; it is cancelled where this thread is interrupted.
     """
+    if asyncio._get_running_loop() is not None:
+        coroutine.close()
+        raise RuntimeError("a coroutine or callback of the loop cannot wait for the loop")
     future = start(coroutine)
     try:
         return future.result()
     except BaseException:
         future.cancel()
         raise
+    finally:
+        del future  # or its error would keep this frame, and the frame the error
 
 
 def start(coroutine: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:

@@ -18,6 +18,7 @@ import concurrent.futures
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 import traceback
@@ -77,6 +78,7 @@ class GrpcTransport(Transport):
         self._streams: dict[int, Stream] = {}
         self._ending = threading.RLock()  # held while the ring is failed or closed
         self._closed = False
+        self._pid = os.getpid()
         # to peers, of the error that ended the ring
         self._notes: list[concurrent.futures.Future[None]] = []
         self._gone: set[int] = set()  # peers that have left, or whose connection broke
@@ -268,8 +270,10 @@ class GrpcTransport(Transport):
                 json.dumps(self._hello()).encode(), timeout=timeout_s, wait_for_ready=True
             )
         except grpc.aio.AioRpcError:
-            if self.mailbox.has_left(peer):
-                self._missing.discard(peer)
+            answer = b""
+        if self.mailbox.has_left(peer):
+            self._missing.discard(peer)
+        if not answer or peer not in self._missing:
             return
         self._check_hello(peer, json.loads(answer))
         if peer != self._successor or await self._stream(peer).opened(timeout_s):
@@ -292,6 +296,8 @@ class GrpcTransport(Transport):
 
     def close(self) -> None:
         """See `Transport.close`."""
+        if os.getpid() != self._pid:  # a child of fork(), which has no loop
+            return
         with self._ending:
             if self._closed:
                 return
@@ -307,13 +313,16 @@ class GrpcTransport(Transport):
             await asyncio.gather(*(stream.flush() for stream in streams))
             await asyncio.gather(*map(self._leave, self._to_peer.keys() - self._gone))
         if self._notes:
-            await asyncio.wait(map(asyncio.wrap_future, self._notes), timeout=GOODBYE_TIMEOUT_S)
+            notes = [asyncio.wrap_future(note) for note in self._notes]
+            await asyncio.wait(notes, timeout=GOODBYE_TIMEOUT_S)
         for stream in streams:
             stream.cancel()
         for channel in self._to_peer.values():
             await channel.close()
         if self._server is not None:  # peers end their streams when they are told
-            await self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0)
+            stopped = self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stopped, 2 * GOODBYE_TIMEOUT_S)
 
     def _tell_all(self, error: HostOptError) -> None:
         """Start to tell the peers why this rank ends."""

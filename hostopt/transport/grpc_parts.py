@@ -101,7 +101,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """True once nothing can be sent any more."""
+        """True once nothing can be sent any more, and the reason is known."""
         return self._watcher.done()
 
     async def opened(self, timeout_s: float) -> bool:
@@ -114,7 +114,7 @@ class Stream:
           True once it does.
         """
         await self._first_of(self._greeting, timeout_s)
-        return self._greeting.done() and not self.ended
+        return self._greeting.done() and not self._call.done()
 
     async def put(self, message: bytes) -> bool:
         """Queue a frame.

@@ -40,7 +40,7 @@ class Mailbox:
         self._waits: dict[object, tuple[Tag, str]] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
         self._on_failure: list[Callable[[HostOptError], None]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals may come at any time
         self.error: HostOptError | None = None
 
     def put(self, peer: int, tag: Tag, payload: memoryview) -> None:
@@ -73,8 +73,10 @@ class Mailbox:
                         return
                     timer = loop.call_later(check(), self._wake, key)
                     changed = self._awaited[key] = loop.create_future()
-                await changed
-                timer.cancel()
+                try:
+                    await changed
+                finally:
+                    timer.cancel()
         finally:
             with self._lock:
                 self._awaited.pop(key, None)
