@@ -116,9 +116,9 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         if self._uncollected is None:
             return
         (step, times), self._uncollected = self._uncollected, None
+        transport, tag = self._communicator.transport, self._tag(step)
         waits_ms = [times.wait_ms]
         for peer in range(1, self._communicator.size):
-            transport, tag = self._communicator.transport, self._tag(step)
             message = event_loop.run(transport.recv(peer, tag, "a step report"))
             waits_ms += _MILLISECONDS.unpack(message)
         scalars = {

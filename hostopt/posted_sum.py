@@ -81,7 +81,7 @@ class _RingSum(PostedSum):
 
     def __init__(self, channel: Communicator) -> None:
         self._channel = channel
-        self._number: Array = np.zeros(1, np.float32)
+        self._number: Array
         self._summed: concurrent.futures.Future[None]
 
     def post(self, value: float) -> None:

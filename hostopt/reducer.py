@@ -26,9 +26,8 @@ __all__: list[str] = []
 class Reducer:
     """Sums buckets over the ranks, in bucket order on every rank.
 
-    A communication thread does so, and the network hides behind backward. Where all ranks share
-    memory, whoever waits does it: no thread has to be woken, which would cost more than the
-    copying that it hides.
+    A communication thread hands them on one by one, and the network hides behind backward. Where
+    all ranks share memory, `InlineReducer` takes its place.
 
     Buckets of float32 travel as the option `compression` says, others as they are.
 
