@@ -172,13 +172,28 @@ class BufferPool:
         Returns:
           Array from `Bucket.new_buffer`; old values, zeros in the gaps.
         """
-        for buffer in self._buffers:
-            # held by the list, the loop and getrefcount's argument; its memory, which every view
-            # holds, by the buffer and getrefcount's argument
-            if sys.getrefcount(buffer) == 3 and sys.getrefcount(buffer.base) == 2:
-                return buffer
+        for index in unused(self._buffers):
+            return self._buffers[index]
         self._buffers.append(self._bucket.new_buffer())
         return self._buffers[-1]
+
+
+def unused(buffers: Sequence[Array]) -> list[int]:
+    """Which buffers nobody holds.
+
+    Args:
+      buffers: arrays that are views of one array each, and are held by this sequence alone.
+
+    Returns:
+      Indices of those without other views.
+    """
+    # a buffer is held by the sequence and getrefcount's argument; its memory, which every view
+    # holds, by the buffer and getrefcount's argument
+    return [
+        index
+        for index in range(len(buffers))
+        if sys.getrefcount(buffers[index]) == 2 and sys.getrefcount(buffers[index].base) == 2
+    ]
 
 
 def _padded(nbytes: int) -> int:

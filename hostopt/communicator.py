@@ -6,6 +6,7 @@ import enum
 import functools
 import itertools
 import json
+import logging
 import threading
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from hostopt import ring
 from hostopt.compression import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
-from hostopt.hierarchy import Hierarchy, open_hierarchy
+from hostopt.hierarchy import Hierarchy, open_hierarchy, share_memory
 from hostopt.hosts import Hosts
 from hostopt.lane import Lane, Source
 from hostopt.ring import Array, Operation
@@ -22,6 +23,8 @@ from hostopt.transport import event_loop
 from hostopt.transport.base import FINISH_CHANNEL, Tag, Transport
 
 __all__: list[str] = []
+
+_log = logging.getLogger(__name__)
 
 # Blocks of shared memory: arrays up to the smaller one go through a lane that takes less memory.
 SMALL_BLOCK_BYTES, BLOCK_BYTES = 64 << 10, 1 << 20
@@ -158,17 +161,38 @@ class Communicator:
         if op is ReduceOp.AVERAGE:
             np.divide(flat, flat.dtype.type(self.size), out=flat)
 
-    def open_lane(self) -> Lane | None:
-        """The memory that all ranks share, for what they post; all ranks call this together.
+    def open_lane(self, nbytes: int = 0) -> Lane | None:
+        """The memory in which all ranks meet; all ranks call this together.
+
+        Args:
+          nbytes: size of the arrays that go through it.
 
         Returns:
-          This channel's lane; None where the ranks share none.
+          This channel's lane for such arrays; None where the ranks share no memory.
 
         Raises:
           HostOptError: a rank failed, left or timed out.
         """
-        hierarchy = self._hierarchy(0) if self.on_one_host else None
+        hierarchy = self._hierarchy(nbytes) if self.on_one_host else None
         return hierarchy.lane if hierarchy is not None else None
+
+    def share_memory(self, nbytes: int) -> memoryview | None:
+        """New memory that all ranks of one host share; all ranks call this together.
+
+        Args:
+          nbytes: its size.
+
+        Returns:
+          Zeros; None where there is not so much left, as a warning says.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        assert self.hosts is not None
+        memory, trouble = share_memory(self._opening, self.hosts, nbytes)
+        if trouble and self.rank == 0:
+            _log.warning("%s: no memory to share: %s", self.what, trouble)
+        return memory
 
     def _hierarchy(self, nbytes: int) -> Hierarchy | None:
         """The lanes for arrays of this size, which all ranks open at their first use."""

@@ -128,8 +128,35 @@ def open_hierarchy(communicator: Communicator, hosts: Hosts, block_bytes: int) -
       ConfigError: a host cannot, and `communication` is "shm".
       HostOptError: a rank failed, left or timed out.
     """
+    members = hosts.members(communicator.rank)
+    memory, troubles = share_memory(communicator, hosts, lane_bytes(len(members), block_bytes))
+    if troubles:
+        _report(communicator, troubles)
+        return None
+    lane = None  # where this rank is alone on its host
+    if memory is not None:
+        lane = Lane(memory, members, block_bytes, communicator.transport)
+    return Hierarchy(hosts, lane, communicator.transport)
+
+
+def share_memory(
+    communicator: Communicator, hosts: Hosts, nbytes: int
+) -> tuple[memoryview | None, str]:
+    """Share new memory among the ranks of each host; all ranks of all hosts call this together.
+
+    Args:
+      communicator: reaches all ranks over gRPC.
+      hosts: which ranks share memory.
+      nbytes: its size.
+
+    Returns:
+      Zeros, None where this rank is alone on its host or a host has no such memory; and why it has
+      none, with the ranks that found it, or "".
+
+    Raises:
+      HostOptError: a rank failed, left or timed out.
+    """
     members, leader = hosts.members(communicator.rank), hosts.members(communicator.rank)[0]
-    nbytes = lane_bytes(len(members), block_bytes)
     memory: mmap.mmap | None = None
     trouble = ""
     with contextlib.ExitStack() as stack:
@@ -149,23 +176,17 @@ def open_hierarchy(communicator: Communicator, hosts: Hosts, block_bytes: int) -
             except (OSError, ValueError) as error:
                 trouble = f"{path} cannot be mapped: {error}"
         troubles = communicator.all_gather_bytes(trouble.encode(), "the state of shared memory")
-    if any(troubles):
-        _report(communicator, troubles)
-        return None
-    lane = None  # where this rank is alone on its host
-    if memory is not None:
-        lane = Lane(memoryview(memory), members, block_bytes, communicator.transport)
-    return Hierarchy(hosts, lane, communicator.transport)
-
-
-def _report(communicator: Communicator, troubles: list[bytes]) -> None:
-    """Say why memory is not shared: as an error where it is demanded."""
     ring_ = communicator.transport.cluster.ring
     text = "; ".join(
         f"rank {rank} ({ring_[rank]}): {trouble.decode()}"
         for rank, trouble in enumerate(troubles)
         if trouble
     )
+    return (None if text or memory is None else memoryview(memory)), text
+
+
+def _report(communicator: Communicator, text: str) -> None:
+    """Say why memory is not shared: as an error where it is demanded."""
     advice = "Enlarge /dev/shm (in Docker: --shm-size) or use communication='grpc'"
     if communicator.transport.options.communication == "shm":
         raise ConfigError(f"communication is 'shm', but memory cannot be shared: {text}. {advice}")

@@ -1,6 +1,7 @@
 """Buckets that are reduced at once, where all ranks share memory and nothing travels.
 
 Handing a bucket to a thread and waiting for it would cost more than the copying that it hides.
+The sums lie in memory that all ranks of the host read; none has a copy of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from hostopt.communicator import Communicator, ReduceOp
 from hostopt.lane import Source
 from hostopt.record import BucketRecord
 from hostopt.ring import Array, Operation
+from hostopt.shared_sums import SharedSums
 from hostopt.step_stats import StepTimes
 
 __all__: list[str] = []
@@ -32,6 +34,7 @@ class InlineReducer:
     def __init__(self, communicator: Communicator, buckets: Sequence[Bucket]) -> None:
         self.communicator = communicator
         self._buckets = tuple(buckets)
+        self._shared = [SharedSums(communicator, bucket) for bucket in buckets]
         self._pools = [BufferPool(bucket) for bucket in buckets]
         self._steps = [0] * len(self._buckets)
         self._record = BucketRecord(self._buckets, communicator.transport.timeline)
@@ -50,8 +53,8 @@ class InlineReducer:
           arrays: its gradients, in packing order; they are only read.
 
         Returns:
-          Its reduced gradients, in packing order; views of a buffer that is not used again
-          while they live.
+          Its reduced gradients, in packing order; views of memory that is not used again while
+          they live on any rank. Other ranks read it too: they are not writeable.
 
         Raises:
           HostOptError: a rank failed, left or timed out.
@@ -59,19 +62,25 @@ class InlineReducer:
         plan = self._buckets[bucket]
         begin_s = time.monotonic()
         with self._lock:
-            buffer = self._pools[bucket].take()
-            views = plan.views(buffer)
             what = title(self._buckets, bucket)
             operation = Operation(self.communicator.channel, self._steps[bucket], bucket, what)
             self._steps[bucket] += 1
             source = Source([array.reshape(-1) for array in arrays], plan.starts)
-            self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, operation, source=source)
+            views = plan.views(self._sum(bucket, source, operation))
             end_s = time.monotonic()
             self._record.launched(bucket, begin_s, begin_s)
             self._record.ring(bucket, begin_s, end_s)
             self._record.waited(bucket, begin_s, end_s)
         return views
 
+    def _sum(self, bucket: int, source: Source, operation: Operation) -> Array:
+        sums = self._shared[bucket].reduce(source, operation)
+        if sums is None:  # no more memory to share
+            sums = self._pools[bucket].take()
+            self.communicator.all_reduce_in_place(sums, ReduceOp.SUM, operation, source=source)
+        return sums
+
     def close(self) -> None:
         """Free the buffers."""
         self._pools.clear()
+        self._shared.clear()

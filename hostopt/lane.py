@@ -25,6 +25,16 @@ With more ranks a block is cut into n chunks, of which rank r reduces chunk r:
 An inbox is written again only when all have marked the reduction that read it, and sums only when
 all have marked the next gift, which follows their copying.
 
+Where the ranks read the result in place (`reduce_scatter`), each of n chunks of the whole buffer
+goes through the blocks at the same time, whatever n is:
+
+    1. each rank copies its pieces of the others' chunks into its inbox     marks: given
+    2. rank r combines its own piece of chunk r with those of all inboxes,
+       in rank order, into the result
+    and, after the last block,                                              marks: reduced
+
+That is half the copying: nothing is written that another rank does not need.
+
 What is shared stays in cache, and all ranks end with the same bits. Marks are plain 8-byte stores
 after the data; x86-64 shows stores to other cores in that order, which `hostopt.hosts` asks for.
 """
@@ -49,7 +59,7 @@ _LINE_BYTES = 64
 _WORDS = _LINE_BYTES // 8
 # Words of a rank's line: its meetings; and each twice, in turn, a posted number, its step and the
 # layout of an array, so that a rank which is ahead overwrites none that another has yet to read.
-_MEETINGS, _POSTED, _POSTED_STEP, _LAYOUT = 0, 2, 4, 6
+_MEETINGS, _FLAGS, _POSTED, _POSTED_STEP, _LAYOUT = 0, 1, 2, 4, 6
 _PAGE_BYTES = 4096
 _TURNS = 4  # blocks of an inbox that are used in turn
 # Looks at a mark before the thread sleeps between looks, about 2 ms: a rank that sleeps when the
@@ -68,8 +78,8 @@ def lane_bytes(count: int, block_bytes: int) -> int:
     Returns:
       Bytes.
     """
-    inboxes_and_sums = count * _turns(count) + (count > 2)
-    return _marks_bytes(count) + inboxes_and_sums * block_bytes
+    inboxes_and_sums = count + (count > 2)
+    return _marks_bytes(count) + inboxes_and_sums * _turns(count) * block_bytes
 
 
 class Source:
@@ -153,8 +163,7 @@ class Lane:
           ProtocolError: a rank has an array of another shape or dtype.
           HostOptError: a rank failed, left or timed out.
         """
-        self._calls += 1
-        self._marks[self._index * _WORDS + _LAYOUT + self._calls % 2] = layout_of(flat)
+        self._announce(flat)
         if len(self._members) > 2 and source is not None:
             source.copy_to(flat)
             source = None
@@ -176,7 +185,7 @@ class Lane:
         operation: Operation,
         number: int,
     ) -> None:
-        given = [self._memory_of(index, part) for index in range(2)]
+        given = [self._memory_of(index, part.dtype, part.size) for index in range(2)]
         for values, where in source.between(start, start + part.size):
             given[self._index][where] = values  # 1.
         self._turn += 1
@@ -192,8 +201,8 @@ class Lane:
         self, part: Array, combine: np.ufunc, operation: Operation, number: int
     ) -> None:
         count = len(self._members)
-        inboxes = [self._memory_of(index, part) for index in range(count)]
-        sums = self._memory_of(count, part)
+        inboxes = [self._memory_of(index, part.dtype, part.size) for index in range(count)]
+        sums = self._memory_of(count, part.dtype, part.size)
         mine = chunk_slices(part.size, count)[self._index]
         others = slice(0, mine.start), slice(mine.stop, part.size)
         for chunk in others:
@@ -210,6 +219,72 @@ class Lane:
         for chunk in others:
             part[chunk] = sums[chunk]  # 3.
 
+    def agree(self, flags: int, operation: Operation) -> int:
+        """Find out what all ranks of this host can do; before a `reduce_scatter`.
+
+        Args:
+          flags: 64 bits of this rank.
+          operation: which call this is.
+
+        Returns:
+          The bits that are set on all ranks.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        self._marks[self._index * _WORDS + _FLAGS] = flags
+        self._meet(operation, 0)
+        for line, _ in self._others:
+            flags &= self._marks[line + _FLAGS]
+        return flags
+
+    def reduce_scatter(
+        self, sums: Array, combine: np.ufunc, operation: Operation, source: Source
+    ) -> None:
+        """Reduce into memory that all ranks of this host share and read in place.
+
+        Args:
+          sums: array of shape [n] in shared memory, the same memory on all ranks, which none
+            reads or writes otherwise; receives the result.
+          combine: binary ufunc.
+          operation: which call this is.
+          source: this rank's values, of the same size and dtype.
+
+        Raises:
+          ProtocolError: a rank has an array of another shape or dtype.
+          HostOptError: a rank failed, left or timed out.
+        """
+        self._announce(sums)
+        count = len(self._members)
+        chunks = chunk_slices(sums.size, count)
+        length = self._block_bytes // sums.itemsize // count  # of a piece of each chunk
+        longest = max(chunk.stop - chunk.start for chunk in chunks)
+        for number, start in enumerate(range(0, max(longest, 1), length)):
+            inboxes = [self._memory_of(i, sums.dtype, count * length) for i in range(count)]
+            pieces = [
+                slice(min(c.start + start, c.stop), min(c.start + start + length, c.stop))
+                for c in chunks
+            ]
+            for index, piece in enumerate(pieces):
+                if index != self._index:
+                    box = inboxes[self._index][index * length :]
+                    for values, where in source.between(piece.start, piece.stop):
+                        box[where] = values  # 1.
+            self._turn += 1
+            self._meet(operation, number)
+            if number == 0:
+                self._check_layout(operation)
+            mine = pieces[self._index]
+            given = [inbox[self._index * length :] for inbox in inboxes]
+            for values, where in source.between(mine.start, mine.stop):
+                parts = [box[where] for box in given]
+                parts[self._index] = values
+                out = sums[mine][where]
+                combine(parts[0], parts[1], out=out)  # 2.
+                for part in parts[2:]:
+                    combine(out, part, out=out)
+        self._meet(operation, number + 1)
+
     def broadcast(self, flat: Array, root: int, operation: Operation) -> None:
         """Give all ranks of this host the values of one of them, in place.
 
@@ -224,7 +299,8 @@ class Lane:
         length = self._block_bytes // flat.itemsize
         for number, start in enumerate(range(0, flat.size, length)):
             part = flat[start : start + length]
-            shared = self._memory_of(self._members.index(root), part)
+            index = self._members.index(root)
+            shared = self._memory_of(index, part.dtype, part.size)
             if self._transport.rank == root:
                 shared[...] = part
             self._turn += 1
@@ -289,6 +365,10 @@ class Lane:
             self._transport.abort(error)
             raise
 
+    def _announce(self, flat: Array) -> None:
+        self._calls += 1
+        self._marks[self._index * _WORDS + _LAYOUT + self._calls % 2] = layout_of(flat)
+
     def _check_layout(self, operation: Operation) -> None:
         place = _LAYOUT + self._calls % 2
         wanted = self._marks[self._index * _WORDS + place]
@@ -301,19 +381,19 @@ class Lane:
 
     # -- memory ----------------------------------------------------------------------------
 
-    def _memory_of(self, index: int, part: Array) -> Array:
+    def _memory_of(self, index: int, dtype: np.dtype[Any], size: int) -> Array:
         """The block whose turn it is in an inbox, or in the sums, which follow the inboxes."""
-        if part.dtype not in self._arrays:
+        if dtype not in self._arrays:
             start = _marks_bytes(len(self._members))
-            count = (len(self._memory) - start) // part.itemsize
-            self._arrays[part.dtype] = np.frombuffer(self._memory, part.dtype, count, start)
+            count = (len(self._memory) - start) // dtype.itemsize
+            self._arrays[dtype] = np.frombuffer(self._memory, dtype, count, start)
         turns = _turns(len(self._members))
-        start = (index * turns + self._turn % turns) * (self._block_bytes // part.itemsize)
-        return self._arrays[part.dtype][start : start + part.size]
+        start = (index * turns + self._turn % turns) * (self._block_bytes // dtype.itemsize)
+        return self._arrays[dtype][start : start + size]
 
 
 def _turns(count: int) -> int:
-    return _TURNS if count == 2 else 1
+    return _TURNS if count == 2 else 2
 
 
 def _marks_bytes(count: int) -> int:

@@ -47,6 +47,7 @@ LADDER = [
     "hostopt.bucket",
     "hostopt.record",
     "hostopt.reducer",
+    "hostopt.shared_sums",
     "hostopt.inline_reducer",
     "hostopt.connect",
     "hostopt",
