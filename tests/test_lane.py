@@ -167,3 +167,35 @@ def test_a_source_of_several_arrays(spawn_inproc: Spawn, size: int) -> None:
         np.testing.assert_array_equal(flat, wanted)
 
     spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, ml_dtypes.bfloat16])
+def test_shared_sums_are_made_in_rank_order(spawn_inproc: Spawn, size: int, dtype: Any) -> None:
+    lane_of = lanes_of(size)
+    places = [np.zeros(length, dtype) for length in LENGTHS]  # all threads share them
+
+    def work(communicator: Communicator) -> None:
+        lane = lane_of(communicator)
+        for step, (length, sums) in enumerate(zip(LENGTHS, places)):
+            mine = values(communicator.rank, length, dtype)
+            lane.reduce_scatter(sums, np.add, operation(step), Source([mine], [0]))
+            wanted = reduce(np.add, [values(rank, length, dtype) for rank in range(size)])
+            np.testing.assert_array_equal(sums, wanted, strict=True)
+
+    spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_agree_on_flags(spawn_inproc: Spawn, size: int) -> None:
+    lane_of = lanes_of(size)
+    offers = [[0b1101, 0b0111, 0b1111], [0, 1, 3], [1 << 63, 1 << 63 | 1, 1 << 63]]
+
+    def work(communicator: Communicator) -> None:
+        lane, sums = lane_of(communicator), np.zeros(3, np.float32)
+        for step, offer in enumerate(offers * 20):
+            agreed = lane.agree(offer[communicator.rank], operation(step))
+            assert agreed == reduce(int.__and__, offer[:size])
+            lane.reduce_scatter(np.array(sums), np.add, operation(step), Source([sums], [0]))
+
+    spawn_inproc(size, work)

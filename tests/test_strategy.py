@@ -16,6 +16,7 @@ from ranks import reserved_addresses
 
 import estimator_ext
 import hostopt
+from hostopt.tensorflow import ops
 
 estimator_ext.install()
 
@@ -250,3 +251,31 @@ def test_input_fns_get_their_context(tmp_path: Path) -> None:
 
     estimator_ext.Estimator(model_fn, str(tmp_path)).evaluate(input_fn)
     assert seen == [(1, 0, 1)]
+
+
+def test_a_graph_never_writes_into_the_sums_that_other_ranks_read(addresses: list[str]) -> None:
+    """TensorFlow computes in place where it may; here other ranks still read the place."""
+    changed = threading.Barrier(2)
+
+    def work(strategy: Any) -> Any:
+        rank = strategy.communicator.rank
+        value = tf.compat.v1.placeholder(tf.float32, [1000])
+        sums, reducer = ops.reduce_in_buckets([value], ["v"], strategy.communicator)
+
+        def look(array: Any) -> Any:
+            changed.wait(30)  # the other rank has computed
+            return np.array(array)
+
+        if rank == 0:
+            with tf.device("/device:CPU:0"):
+                doubled = tf.nn.relu(-sums[0]) * 2.0 + 1.0  # each could take its input's memory
+                result = tf.numpy_function(look, [doubled], tf.float32)
+        else:
+            result = tf.numpy_function(look, [sums[0]], tf.float32)
+        with tf.compat.v1.Session() as session:
+            found = session.run(result, {value: np.full(1000, 3.0 + rank, np.float32)})
+        reducer.close()
+        return found
+
+    _, seen = as_ranks(addresses, work)
+    np.testing.assert_array_equal(seen, np.full(1000, 7.0, np.float32))

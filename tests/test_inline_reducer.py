@@ -1,0 +1,150 @@
+"""Buckets reduced in memory that all ranks read: the right sums, held ones kept, none torn."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Spawn
+
+from hostopt import hierarchy
+from hostopt.bucket import TensorSpec, plan_buckets
+from hostopt.communicator import Communicator
+from hostopt.errors import PeerLostError
+from hostopt.inline_reducer import InlineReducer
+
+SHAPES = [(3,), (2, 50_000), (), (700, 700)]  # blocks of one, and of several
+BUCKETS = plan_buckets(
+    [TensorSpec(f"v{i}", shape, np.dtype("f4")) for i, shape in enumerate(SHAPES)], 1 << 20
+)
+STEPS = 5
+
+
+def gradients(rank: int, step: int, number: int) -> list[Any]:
+    random = np.random.default_rng([rank, step, number])
+    # magnitudes that differ, so that the order of additions shows in the bits
+    return [
+        np.asarray(random.standard_normal(spec.shape) * 10.0 ** random.integers(0, 4), np.float32)
+        for spec in BUCKETS[number].specs
+    ]
+
+
+def wanted(size: int, step: int, number: int) -> list[Any]:
+    parts = zip(*(gradients(rank, step, number) for rank in range(size)))
+    return [np.asarray(reduce(np.add, part)) for part in parts]
+
+
+def check(found: list[Any], size: int, step: int, number: int) -> None:
+    for sums, right in zip(found, wanted(size, step, number)):
+        np.testing.assert_array_equal(sums, right, strict=True)
+
+
+@pytest.fixture
+def spawn_shm() -> Spawn:
+    return Spawn("shm")
+
+
+def test_the_plan_has_two_buckets() -> None:
+    assert [bucket.indices for bucket in BUCKETS] == [(3,), (2, 1, 0)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_sums_in_rank_order(spawn_shm: Spawn, size: int) -> None:
+    def work(communicator: Communicator) -> None:
+        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        for step in range(STEPS):
+            for number in range(len(BUCKETS)):
+                check(
+                    reducer.reduce(number, gradients(communicator.rank, step, number)),
+                    size,
+                    step,
+                    number,
+                )
+        reducer.close()
+
+    spawn_shm(size, work)
+
+
+def test_sums_that_one_rank_holds_are_kept_for_all(spawn_shm: Spawn) -> None:
+    def work(communicator: Communicator) -> None:
+        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        held = []
+        for step in range(STEPS):
+            for number in range(len(BUCKETS)):
+                sums = reducer.reduce(number, gradients(communicator.rank, step, number))
+                if step % 2 == communicator.rank:  # never both
+                    held.append((sums, 2, step, number))
+        reducer.close()
+        communicator.barrier()
+        for facts in held:
+            check(*facts)
+
+    spawn_shm(2, work)
+
+
+def test_sums_that_nobody_holds_take_memory_once(spawn_shm: Spawn) -> None:
+    def work(communicator: Communicator) -> None:
+        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        places = set()
+        for step in range(STEPS):
+            sums = reducer.reduce(0, gradients(communicator.rank, step, 0))
+            places.add(sums[0].ctypes.data)
+            del sums
+        assert len(places) == 1
+
+    spawn_shm(2, work)
+
+
+def test_sums_that_other_ranks_read_cannot_be_changed(spawn_shm: Spawn) -> None:
+    def work(communicator: Communicator) -> None:
+        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        sums = reducer.reduce(1, gradients(communicator.rank, 0, 1))
+        with pytest.raises(ValueError, match="read-only"):
+            sums[0] += 1
+
+    spawn_shm(2, work)
+
+
+def test_without_memory_for_the_sums_each_rank_has_its_own(
+    spawn_shm: Spawn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Small(hierarchy.SharedFile):
+        """Memory for lanes, and for one place of bucket 0."""
+
+        def __init__(self, nbytes: int) -> None:
+            opened.append(nbytes)
+            if opened.count(BUCKETS[0].nbytes) > 1:
+                raise OSError(28, "No space left on device")
+            super().__init__(nbytes)
+
+    opened: list[int] = []
+    monkeypatch.setattr(hierarchy, "SharedFile", Small)
+
+    def work(communicator: Communicator) -> None:
+        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        held = [
+            (reducer.reduce(0, gradients(communicator.rank, step, 0)), 2, step, 0)
+            for step in range(STEPS)
+        ]
+        for facts in held:
+            check(*facts)
+
+    spawn_shm(2, work)
+    assert opened.count(BUCKETS[0].nbytes) == 2  # asked once more, and never again
+    assert "No space left on device" in caplog.text
+
+
+def test_a_rank_that_fails_ends_the_reduction_of_the_others(spawn_shm: Spawn) -> None:
+    def work(communicator: Communicator) -> None:
+        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer.reduce(0, gradients(communicator.rank, 0, 0))
+        if communicator.rank == 1:
+            communicator.abort(ValueError("no more flour"))
+            return
+        reducer.reduce(0, gradients(communicator.rank, 1, 0))
+
+    with pytest.raises(PeerLostError, match="no more flour") as caught:
+        spawn_shm(3, work)
+    assert caught.value.rank == 1
