@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from estimator_ext.estimator import Estimator
+from estimator_ext.gradients import reduce_gradients
 from estimator_ext.hooks import BroadcastVariablesHook
 from estimator_ext.installing import install
 from estimator_ext.run_config import RunConfig
@@ -17,5 +18,6 @@ __all__ = [
     "HostOffloadStrategy",
     "RunConfig",
     "install",
+    "reduce_gradients",
     "train_and_evaluate",
 ]

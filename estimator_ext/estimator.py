@@ -12,12 +12,16 @@ import tensorflow as tf
 import hostopt
 from estimator_ext import _tf_estimator
 from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext.accumulation import Accumulation
+from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.run_config import adopt_cluster
-from estimator_ext.spec import stock_spec
+from estimator_ext.spec import stock_spec, with_hooks
 from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy
+from estimator_ext.sync_on_read import SyncOnRead
+from estimator_ext.uneven_data import MODES, BatchWeights, count_examples, endless, followed
 
 __all__: list[str] = []
 
@@ -87,9 +91,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return super()._train_model_distributed(input_fn, hooks, saving_listeners)
         with tf.Graph().as_default() as graph, strategy.extended.training_graph():
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
-            features, labels, input_hooks = _tf_estimator.parse_input_fn_result(
-                self._call_input_fn(input_fn, ModeKeys.TRAIN, strategy.extended.input_context())
-            )
+            features, labels, input_hooks = self._training_input(input_fn, strategy)
             global_step = self._create_and_assert_global_step(graph)
             spec = strategy.extended.call_for_each_replica(
                 self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
@@ -104,10 +106,71 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 every_steps = self._config.save_summary_steps or 0
                 own = communicator.duplicate("step reports")
                 first_hooks.append(StepReportHook(own, reducers, every_steps, self._model_dir))
-            spec = stock_spec(spec, loss=_reported_loss(strategy, spec.loss))
+            spec = _whole_step(strategy, spec)
+            if strategy.extended.accumulation is not None:
+                spec = with_hooks(spec, strategy.extended.accumulation.hook())
+            if communicator.size > 1:
+                spec, begin = self._agreeing(strategy, spec, hooks)
+                first_hooks.append(begin)
             return self._train_with_estimator_spec(
                 spec, first_hooks, hooks, global_step, saving_listeners
             )
+
+    def _agreeing(
+        self, strategy: HostOffloadStrategy, spec: Any, hooks: Any
+    ) -> tuple[Any, BeginAgreementHook]:
+        """The spec with the hook that agrees on stops and saves, and the one to begin with."""
+        communicator, flags = strategy.communicator, strategy.extended.flags
+        own = communicator.duplicate("variables that are synchronised when they are read")
+        sync_on_read = SyncOnRead(own, tf.compat.v1.global_variables())
+        if sync_on_read and strategy.cluster.is_chief:
+            spec = self._with_saver(spec, hooks)
+        chief_hooks = spec.training_chief_hooks if strategy.cluster.is_chief else ()
+        all_hooks = [*hooks, *spec.training_hooks, *chief_hooks]
+        savers = [h for h in all_hooks if isinstance(h, tf.compat.v1.train.CheckpointSaverHook)]
+        begin = BeginAgreementHook(communicator, flags, sync_on_read, savers)
+        end = EndAgreementHook(communicator, flags, all_hooks)
+        # the chief's own hooks run after those of all
+        return with_hooks(spec, end, of_chief=strategy.cluster.is_chief), begin
+
+    def _with_saver(self, spec: Any, hooks: Any) -> Any:
+        """The spec with the saver that the stock class would add later, if it would."""
+        config = self._config
+        all_hooks = [*hooks, *spec.training_hooks, *spec.training_chief_hooks]
+        has_one = any(isinstance(h, tf.compat.v1.train.CheckpointSaverHook) for h in all_hooks)
+        if has_one or not (config.save_checkpoints_secs or config.save_checkpoints_steps):
+            return spec
+        saver = tf.compat.v1.train.CheckpointSaverHook(
+            self._model_dir,
+            save_secs=config.save_checkpoints_secs,
+            save_steps=config.save_checkpoints_steps,
+            scaffold=spec.scaffold,
+            save_graph_def=config.checkpoint_save_graph_def,
+        )
+        return with_hooks(spec, saver, of_chief=True)
+
+    def _training_input(
+        self, input_fn: Callable[..., Any], strategy: HostOffloadStrategy
+    ) -> tuple[Any, Any, list[Any]]:
+        """Features, labels and hooks; and what the strategy needs to know of each batch."""
+        extended, communicator = strategy.extended, strategy.communicator
+        micro_batches = getattr(self._config, "accumulate_steps", 1)
+        data = self._call_input_fn(input_fn, ModeKeys.TRAIN, extended.input_context())
+        if communicator.size == 1 or not followed(data, communicator, self._session_config):
+            if micro_batches > 1:
+                extended.accumulation = Accumulation(micro_batches)
+            return _tf_estimator.parse_input_fn_result(data)
+        # features and labels, and whether they are new, stand where features and labels do
+        batch, new, hooks = _tf_estimator.parse_input_fn_result(endless(data))
+        examples = count_examples(batch, new)
+        if micro_batches > 1:
+            extended.accumulation = Accumulation(micro_batches, examples)
+            examples = extended.accumulation.total_examples
+        mode = getattr(self._config, "uneven_data", MODES[0])
+        extended.weights = BatchWeights(examples, communicator, mode)
+        pair = isinstance(batch, (list, tuple)) and len(batch) == 2
+        features, labels = batch if pair else (batch, None)
+        return features, labels, hooks
 
     def _train_with_estimator_spec(
         self,
@@ -185,8 +248,15 @@ def _saved_step(model_dir: str) -> int:
     return int(tf.train.load_variable(path, "global_step")) if path else 0
 
 
-def _reported_loss(strategy: HostOffloadStrategy, loss: tf.Tensor) -> tf.Tensor:
-    """The mean over the ranks where the optimizer scaled the loss, else the sum, as stock does."""
+def _whole_step(strategy: HostOffloadStrategy, spec: Any) -> Any:
+    """The spec with the loss of all ranks and micro-batches; its step ends when the data do."""
+    loss = spec.loss
+    if strategy.extended.accumulation is not None:
+        loss = strategy.extended.accumulation.mean(loss, "loss")
+    # the mean over the ranks where the optimizer scaled the loss, else the sum, as stock does
     scaled = getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
     op = tf.distribute.ReduceOp.MEAN if scaled else tf.distribute.ReduceOp.SUM
-    return strategy.extended.reduce_loss(op, loss)
+    train_op = spec.train_op
+    if strategy.extended.weights is not None:
+        train_op = tf.group(train_op, strategy.extended.weights.in_mean)
+    return stock_spec(spec, loss=strategy.extended.reduce_loss(op, loss), train_op=train_op)

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.sync_on_read import own_part
 
 __all__: list[str] = []
 
@@ -55,6 +56,7 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
             value = self._communicator.broadcast(own, what=f"variable {variable.op.name!r}")
             if self._communicator.rank != 0:
                 assign = variable.initializer
+                value = own_part(variable, value, self._communicator.rank)
                 session.run(assign, {assign.inputs[1]: value})
 
 

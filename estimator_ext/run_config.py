@@ -9,6 +9,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_estimator import RunConfig as _StockRunConfig
 from estimator_ext.strategy import HostOffloadStrategy
+from estimator_ext.uneven_data import MODES
 
 __all__: list[str] = []
 
@@ -25,16 +26,33 @@ class RunConfig(_StockRunConfig):
       *args: as for `tf.estimator.RunConfig`.
       timeline: file for a Chrome trace, such as "trace.json", which becomes "trace.rank0.json"
         and so on; None records nothing. HOSTOPT_TIMELINE overrides it.
+      accumulate_steps: number of micro-batches whose mean gradient makes one step: one reduction,
+        one update, one global_step.
+      uneven_data: what happens where the data of a rank end before those of others. "join": it
+        takes part with weight zero until all have ended, so that each example counts once;
+        "stop": all ranks stop.
       **fields: as for `tf.estimator.RunConfig`.
 
     Raises:
       hostopt.ConfigError: a timeline without a `HostOffloadStrategy`, or for one whose ranks have
-        met without it.
+        met without it; accumulate_steps without a `HostOffloadStrategy`.
+      ValueError: accumulate_steps or uneven_data is none of the values that it may have.
     """
 
-    def __init__(self, *args: Any, timeline: str | None = None, **fields: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        timeline: str | None = None,
+        accumulate_steps: int = 1,
+        uneven_data: str = "join",
+        **fields: Any,
+    ) -> None:
         super().__init__(*args, **fields)
         self._timeline = timeline
+        self._accumulate_steps = _whole_number("accumulate_steps", accumulate_steps)
+        if uneven_data not in MODES:
+            raise ValueError(f"uneven_data is {uneven_data!r}, wanted one of {', '.join(MODES)}")
+        self._uneven_data = uneven_data
         if isinstance(self.train_distribute, HostOffloadStrategy):
             if timeline is not None:
                 self.train_distribute.record_timeline(timeline)
@@ -44,11 +62,32 @@ class RunConfig(_StockRunConfig):
                 f"timeline is {timeline!r}, wanted None: only a HostOffloadStrategy as "
                 "train_distribute records one"
             )
+        elif accumulate_steps > 1:
+            raise hostopt.ConfigError(
+                f"accumulate_steps is {accumulate_steps}, wanted 1: only a HostOffloadStrategy as "
+                "train_distribute accumulates gradients"
+            )
 
     @property
     def timeline(self) -> str | None:
         """File for a Chrome trace, as it was given."""
         return self._timeline
+
+    @property
+    def accumulate_steps(self) -> int:
+        """Number of micro-batches of a step."""
+        return self._accumulate_steps
+
+    @property
+    def uneven_data(self) -> str:
+        """What happens where the data of a rank end before those of others."""
+        return self._uneven_data
+
+
+def _whole_number(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}, wanted a whole number above 0")
+    return value
 
 
 def adopt_cluster(config: _StockRunConfig, strategy: HostOffloadStrategy) -> None:

@@ -16,6 +16,9 @@ from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
 from tensorflow.python.framework.ops import colocate_with as colocate_with_op
 
 import hostopt
+from estimator_ext.accumulation import Accumulation
+from estimator_ext.sync_on_read import is_sync_on_read
+from estimator_ext.uneven_data import BatchWeights
 from hostopt.connect import exit_with_error_code
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.ops import HOST_DEVICE
@@ -47,6 +50,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       bucket_mb: size of a gradient bucket in MiB; its bytes are a multiple of 128.
       compression: "fp16" or "bf16" halves float32 gradients on the wire between hosts; None sends
         them whole. Sums are made in float32.
+      sparse_as_dense: True makes sparse gradients (`tf.IndexedSlices`) dense before they travel;
+        False sends the rows that each rank has to all ranks, uncompressed.
       rendezvous_timeout_s: how long to wait for all ranks to appear.
       stall_warning_s: a rank that waits longer says for whom.
       collective_timeout_s: a rank that waits longer without progress gives up.
@@ -64,6 +69,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         communication: str = "auto",
         bucket_mb: float = 25.0,
         compression: str | None = None,
+        sparse_as_dense: bool = False,
         rendezvous_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         collective_timeout_s: float = 300.0,
@@ -79,7 +85,11 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             collective_timeout_s=collective_timeout_s,
         ).with_environment()
         device = accelerator or _find_accelerator(self.cluster)
-        super().__init__(_HostOffloadExtended(self, device, variables_on_host, cluster_resolver))
+        super().__init__(
+            _HostOffloadExtended(
+                self, device, variables_on_host, sparse_as_dense, cluster_resolver
+            )
+        )
         self._communicator: hostopt.Communicator | None = None
         self._told: BaseException | None = None
         self._connecting = threading.Lock()
@@ -207,6 +217,7 @@ class _HostOffloadExtended(OneDeviceExtended):
       strategy: the strategy that users hold.
       device: the accelerator.
       variables_on_host: False keeps variables on the accelerator.
+      sparse_as_dense: True makes sparse gradients dense.
       cluster_resolver: what the user named the cluster with.
     """
 
@@ -215,14 +226,24 @@ class _HostOffloadExtended(OneDeviceExtended):
         strategy: HostOffloadStrategy,
         device: str,
         variables_on_host: bool,
+        sparse_as_dense: bool,
         cluster_resolver: Any,
     ) -> None:
         super().__init__(strategy, device)
         self._variables_on_host = variables_on_host
+        self._sparse_as_dense = sparse_as_dense
         self._cluster_resolver = cluster_resolver
-        self._initialise_together = True
         self._reducers: list[Any] = []
-        self._sums: list[tf.Tensor] = []  # of the gradients, in the graph that is built
+        self._reduced: set[Any] = set()  # variables whose gradients need not be reduced again
+        self._forget_training()
+
+    def _forget_training(self) -> None:
+        """What belongs to the training graph that is built."""
+        self._initialise_together = True
+        self._sums: list[tf.Tensor] = []  # of the gradients
+        self.flags = ops.Flags()
+        self.accumulation: Accumulation | None = None
+        self.weights: BatchWeights | None = None
 
     @property
     def _strategy(self) -> HostOffloadStrategy:
@@ -243,8 +264,8 @@ class _HostOffloadExtended(OneDeviceExtended):
             with strategy.errors_told(), strategy.scope(), scaled:
                 yield
         finally:
-            self._initialise_together = True
-            self._sums = []
+            self._reduced.clear()
+            self._forget_training()
             self.close_reducers()
 
     @property
@@ -286,7 +307,12 @@ class _HostOffloadExtended(OneDeviceExtended):
             return next_creator(**kwargs)
 
     def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
-        return tf.identity(replica_local_var)
+        value = tf.identity(replica_local_var)
+        if not is_sync_on_read(replica_local_var):
+            return value
+        mean = replica_local_var.aggregation == tf.VariableAggregation.MEAN
+        op = tf.distribute.ReduceOp.MEAN if mean else tf.distribute.ReduceOp.SUM
+        return self._reduce_to(op, value, None, None)
 
     # -- reductions ------------------------------------------------------------------------
 
@@ -301,16 +327,30 @@ class _HostOffloadExtended(OneDeviceExtended):
           The reduced loss. It is read after the gradients, for which the ranks have waited anyway.
         """
         size = self._num_replicas_in_sync
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        weight = self._weight(mean)
+        if weight is not None:
+            factor = tf.cast(weight, loss.dtype)
+            loss = tf.where(tf.equal(factor, 0), tf.zeros_like(loss), loss * factor)
         if size > 1 and self._sums and loss.dtype == tf.float32 and loss.shape.rank == 0:
-            total = ops.sum_posted(loss, self._strategy.communicator, self._sums)
-            return total / size if reduce_op == tf.distribute.ReduceOp.MEAN else total
+            communicator = self._strategy.communicator
+            total = ops.sum_posted(loss, communicator, self._sums, self.flags)
+            return total / size if mean else total
         return self._strategy.reduce(reduce_op, loss, axis=None)
+
+    def _weight(self, of_mean: bool) -> tf.Tensor | None:
+        """What this rank's gradients and loss count in a step; None where all ranks count 1."""
+        if self.weights is None:
+            return None
+        return self.weights.in_mean if of_mean else self.weights.in_sum
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del destinations, options
         if self._num_replicas_in_sync == 1:
             return value
-        tensor = tf.convert_to_tensor(value)
+        live = [] if self.weights is None else [self.weights.in_mean]
+        with tf.control_dependencies(live):  # nothing travels in a step that has no data
+            tensor = tf.identity(tf.convert_to_tensor(value))
         total = ops.all_reduce(tensor, self._strategy.communicator)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             total = tf.math.divide(total, tf.cast(self._num_replicas_in_sync, total.dtype))
@@ -318,20 +358,62 @@ class _HostOffloadExtended(OneDeviceExtended):
 
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
-    ) -> list[tf.Tensor]:
+    ) -> list[Any]:
         """2-5. Gradients to the host, through the ring, and back as sums or means."""
         del options
-        values, destinations = zip(*value_destination_pairs)
-        tensors = [tf.convert_to_tensor(value) for value in values]  # IndexedSlices become dense
-        names = [_name(destination, i) for i, destination in enumerate(destinations)]
-        sums, reducer = ops.reduce_in_buckets(tensors, names, self._strategy.communicator)
-        if reducer is not None:
-            self._reducers.append(reducer)
-            self._sums = sums
+        pairs = list(value_destination_pairs)
+        results = [value for value, _ in pairs]
+        left = [i for i, (_, to) in enumerate(pairs) if not self._take_reduced(to)]
+        names = [_name(pairs[i][1], i) for i in left]
+        sums = self._sum([results[i] for i in left], names)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             with tf.device(HOST_DEVICE):
-                return [total / self._num_replicas_in_sync for total in sums]
-        return sums
+                sums = [total / self._num_replicas_in_sync for total in sums]
+        for i, total in zip(left, sums):
+            results[i] = total
+        return results
+
+    def mark_reduced(self, variables: Sequence[tf.Variable]) -> None:
+        """Let the next reduction of gradients of these variables pass them on as they are."""
+        self._reduced.update(variable.ref() for variable in variables)
+
+    def _take_reduced(self, destination: Any) -> bool:
+        reference = destination.ref() if isinstance(destination, tf.Variable) else None
+        if reference in self._reduced:
+            self._reduced.remove(reference)
+            return True
+        return False
+
+    def _sum(self, values: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """Sums over the ranks, of gradients that are dense or sparse."""
+        sparse = [isinstance(value, tf.IndexedSlices) for value in values]
+        if self._sparse_as_dense or self.accumulation is not None:
+            values = [tf.convert_to_tensor(value) for value in values]
+            sparse = [False] * len(values)
+        if self.accumulation is not None:
+            values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
+        communicator = self._strategy.communicator
+        weight = self._weight(of_mean=_loss_is_scaled())
+        dense = [i for i, is_sparse in enumerate(sparse) if not is_sparse]
+        results = dict(enumerate(values))
+        sums: list[tf.Tensor] = []
+        if dense:
+            sums, reducer = ops.reduce_in_buckets(
+                [tf.convert_to_tensor(values[i]) for i in dense],
+                [names[i] for i in dense],
+                communicator,
+                weight,
+            )
+            results.update(zip(dense, sums))
+            if reducer is not None:
+                self._reducers.append(reducer)
+                self._sums = sums
+        if any(sparse) and communicator.size > 1:
+            rows = [i for i, is_sparse in enumerate(sparse) if is_sparse]
+            slices = [_weighted(values[i], weight) for i in rows]
+            found = ops.sum_slices(slices, [names[i] for i in rows], communicator, sums)
+            results.update(zip(rows, found))
+        return [results[i] for i in range(len(values))]
 
     def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         """6. The user's optimizer, where the variable is."""
@@ -438,6 +520,21 @@ def _find_accelerator(cluster: hostopt.Cluster) -> str:
     if cluster.role == "evaluator":  # must not even look for a GPU
         return HOST_DEVICE
     return "/device:GPU:0" if tf.config.list_physical_devices("GPU") else VIRTUAL_ACCELERATOR
+
+
+def _loss_is_scaled() -> bool:
+    """Whether the optimizer divides the loss by the number of ranks, as for a mean."""
+    return getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
+
+
+def _weighted(slices: tf.IndexedSlices, weight: tf.Tensor | None) -> tf.IndexedSlices:
+    """A sparse gradient that counts by a weight; none of its rows where that is 0."""
+    if weight is None:
+        return slices
+    with tf.device(HOST_DEVICE):
+        rows = tf.where(tf.equal(weight, 0), 0, tf.shape(slices.indices)[0])
+        values = slices.values[:rows] * tf.cast(weight, slices.values.dtype)
+        return tf.IndexedSlices(values, slices.indices[:rows], slices.dense_shape)
 
 
 def _name(destination: Any, index: int) -> str:

@@ -57,8 +57,9 @@ __all__: list[str] = []
 
 _LINE_BYTES = 64
 _WORDS = _LINE_BYTES // 8
-# Words of a rank's line: its meetings; and each twice, in turn, a posted number, its step and the
-# layout of an array, so that a rank which is ahead overwrites none that another has yet to read.
+# Words of a rank's line: its meetings; its flags; and each twice, in turn, what it posts, the step
+# of that and the layout of an array. So a rank which is ahead overwrites none that another has yet
+# to read.
 _MEETINGS, _FLAGS, _POSTED, _POSTED_STEP, _LAYOUT = 0, 1, 2, 4, 6
 _PAGE_BYTES = 4096
 _TURNS = 4  # blocks of an inbox that are used in turn
@@ -137,7 +138,6 @@ class Lane:
         self._block_bytes = block_bytes
         self._transport = transport
         self._marks = memory[: _marks_bytes(len(members))].cast("Q")
-        self._numbers = memory[: _marks_bytes(len(members))].cast("d")
         self._others = [
             (index * _WORDS, rank) for index, rank in enumerate(members) if rank != transport.rank
         ]
@@ -309,25 +309,25 @@ class Lane:
                 part[...] = shared
             self._meet(operation, 2 * number + 1)
 
-    def post(self, step: int, value: float) -> None:
-        """Leave a number for the other ranks, without waiting for them.
+    def post(self, step: int, word: int) -> None:
+        """Leave a word for the other ranks, without waiting for them.
 
         Args:
           step: number of the post, from 0; between two posts all ranks meet or collect.
-          value: the number.
+          word: 64 bits.
         """
         place = self._index * _WORDS + step % 2
-        self._numbers[place + _POSTED] = value
+        self._marks[place + _POSTED] = word
         self._marks[place + _POSTED_STEP] = step + 1
 
-    def collect(self, operation: Operation) -> list[float]:
-        """The numbers that the ranks have posted for a step; waits only for those that are late.
+    def collect(self, operation: Operation) -> list[int]:
+        """The words that the ranks have posted for a step; waits only for those that are late.
 
         Args:
           operation: which step, and what is collected.
 
         Returns:
-          A number from each rank of this host, in rank order.
+          A word from each rank of this host, in rank order.
 
         Raises:
           HostOptError: a rank failed, left or timed out.
@@ -336,7 +336,7 @@ class Lane:
         for line, rank in self._others:
             self._wait(line + place + _POSTED_STEP, operation.step + 1, rank, operation, 0)
         lines = range(0, len(self._members) * _WORDS, _WORDS)
-        return [self._numbers[line + place + _POSTED] for line in lines]
+        return [self._marks[line + place + _POSTED] for line in lines]
 
     # -- meeting ---------------------------------------------------------------------------
 

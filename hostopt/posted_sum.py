@@ -1,4 +1,4 @@
-"""One number of each rank, summed while the ranks do something else."""
+"""Two numbers of each rank, summed while the ranks do something else."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ __all__: list[str] = []
 
 
 class PostedSum(abc.ABC):
-    """A sum of float32; each rank posts its number, and collects the sum some time later."""
+    """Sums of float32; each rank posts its numbers, and collects the sums some time later."""
 
     @abc.abstractmethod
-    def post(self, value: float) -> None:
-        """Give this rank's number; waits for nobody.
+    def post(self, value: float, second: float = 0.0) -> None:
+        """Give this rank's numbers; waits for nobody.
 
         Args:
-          value: the number; the sum of earlier ones has been collected.
+          value: a number; the sums of earlier ones have been collected.
+          second: another one, which is summed by itself.
         """
 
     @abc.abstractmethod
-    def collect(self) -> np.float32:
+    def collect(self) -> tuple[np.float32, np.float32]:
         """Wait for the numbers that are late.
 
         Returns:
-          The sum of what the ranks have posted, with the same bits on all of them.
+          The sums of what the ranks have posted, with the same bits on all of them.
 
         Raises:
           HostOptError: a rank failed, left or timed out.
@@ -41,11 +42,11 @@ class PostedSum(abc.ABC):
 
 
 def open_posted_sum(communicator: Communicator, what: str) -> PostedSum:
-    """Open a channel for one number; all ranks do so in the same order.
+    """Open a channel for two numbers; all ranks do so in the same order.
 
     Args:
       communicator: reaches all ranks.
-      what: what the number is, for warnings and errors.
+      what: what the numbers are, for warnings and errors.
 
     Returns:
       In shared memory where all ranks are on one host, else on the ring of all ranks.
@@ -65,15 +66,18 @@ class _LaneSum(PostedSum):
         self._channel, self._lane = channel, lane
         self._posted, self._collected = itertools.count(), itertools.count()
 
-    def post(self, value: float) -> None:
+    def post(self, value: float, second: float = 0.0) -> None:
         """See `PostedSum.post`."""
-        self._lane.post(next(self._posted), value)
+        word = np.array([value, second], np.float32).view(np.uint64)
+        self._lane.post(next(self._posted), int(word[0]))
 
-    def collect(self) -> np.float32:
+    def collect(self) -> tuple[np.float32, np.float32]:
         """See `PostedSum.collect`."""
         step, what = next(self._collected), self._channel.what
-        numbers = self._lane.collect(Operation(self._channel.channel, step, what=what))
-        return functools.reduce(np.add, np.array(numbers, np.float32))
+        words = self._lane.collect(Operation(self._channel.channel, step, what=what))
+        numbers = np.array(words, np.uint64).view(np.float32).reshape(-1, 2)
+        first, second = functools.reduce(np.add, numbers)
+        return first, second
 
 
 class _RingSum(PostedSum):
@@ -81,17 +85,17 @@ class _RingSum(PostedSum):
 
     def __init__(self, channel: Communicator) -> None:
         self._channel = channel
-        self._number: Array
+        self._numbers: Array
         self._summed: concurrent.futures.Future[None]
 
-    def post(self, value: float) -> None:
+    def post(self, value: float, second: float = 0.0) -> None:
         """See `PostedSum.post`."""
-        self._number = np.array([value], np.float32)
+        self._numbers = np.array([value, second], np.float32)
         self._summed = ring.start_all_reduce(
-            self._channel.transport, self._channel.operation(), self._number
+            self._channel.transport, self._channel.operation(), self._numbers
         )
 
-    def collect(self) -> np.float32:
+    def collect(self) -> tuple[np.float32, np.float32]:
         """See `PostedSum.collect`."""
         self._summed.result()
-        return np.float32(self._number[0])
+        return self._numbers[0], self._numbers[1]

@@ -119,22 +119,22 @@ def test_a_rank_that_waits_in_vain_says_for_whom(spawn_inproc: Spawn) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_posted_numbers_reach_all_ranks_in_rank_order(spawn_inproc: Spawn, size: int) -> None:
+def test_posted_words_reach_all_ranks_in_rank_order(spawn_inproc: Spawn, size: int) -> None:
     lane_of = lanes_of(size)
 
     def work(communicator: Communicator) -> None:
         lane, rank = lane_of(communicator), communicator.rank
         for step in range(50):
-            lane.post(step, 100.5 * step + rank)
+            lane.post(step, (1 << 63) + 100 * step + rank)
             mine = np.full(3, rank, np.float32)
             lane.all_reduce(mine, np.add, operation(step))  # a rank that is late posts late
-            wanted = [100.5 * step + other for other in range(size)]
-            assert lane.collect(operation(step, "the numbers")) == wanted
+            wanted = [(1 << 63) + 100 * step + other for other in range(size)]
+            assert lane.collect(operation(step, "the words")) == wanted
 
     spawn_inproc(size, work)
 
 
-def test_a_number_that_is_never_posted(spawn_inproc: Spawn) -> None:
+def test_a_word_that_is_never_posted(spawn_inproc: Spawn) -> None:
     lane_of = lanes_of(2)
 
     def work(communicator: Communicator) -> None:
@@ -142,7 +142,7 @@ def test_a_number_that_is_never_posted(spawn_inproc: Spawn) -> None:
         if communicator.rank == 1:
             communicator.transport.close()
             return
-        lane.post(0, 1.0)
+        lane.post(0, 1)
         lane.collect(operation(0, "the bread"))
 
     with pytest.raises(PeerLostError, match=r"rank 1 .* is gone .* waited for the bread"):

@@ -19,10 +19,11 @@ def test_every_rank_collects_the_same_sum(spawn: Spawn, size: int) -> None:
         posted = open_posted_sum(communicator, "the loss")
         sums = []
         for step in range(20):
-            posted.post(0.1 * (communicator.rank + 1) + step)
+            posted.post(0.1 * (communicator.rank + 1) + step, step * communicator.rank)
             communicator.all_reduce(np.ones(10))
             sums.append(posted.collect())
-        return [total.tobytes() for total in sums]
+        assert [second for _, second in sums] == [step * sum(range(size)) for step in range(20)]
+        return [total.tobytes() for total, _ in sums]
 
     first, *others = spawn(size, work)
     numbers = np.frombuffer(b"".join(first), np.float32)
@@ -34,7 +35,7 @@ def test_every_rank_collects_the_same_sum(spawn: Spawn, size: int) -> None:
 def test_to_post_waits_for_nobody(spawn: Spawn) -> None:
     posted_alone = threading.Event()
 
-    def work(communicator: Communicator) -> np.float32:
+    def work(communicator: Communicator) -> tuple[np.float32, np.float32]:
         posted = open_posted_sum(communicator, "the loss")
         if communicator.rank == 1:
             assert posted_alone.wait(30)
@@ -43,7 +44,7 @@ def test_to_post_waits_for_nobody(spawn: Spawn) -> None:
             posted_alone.set()
         return posted.collect()
 
-    assert spawn(2, work) == [3.0, 3.0]
+    assert spawn(2, work) == [(3.0, 0.0), (3.0, 0.0)]
 
 
 def test_a_rank_that_leaves_without_posting(spawn: Spawn) -> None:

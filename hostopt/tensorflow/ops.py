@@ -6,7 +6,9 @@ occupies one inter-op thread; those of one reducer are chained, so that they occ
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -46,8 +48,39 @@ def all_reduce(
     )
 
 
+_FLAG_BASE = 4096  # more than there are ranks; two such digits are exact in a float32
+
+
+@dataclasses.dataclass
+class Flags:
+    """What a rank asks the others for between two steps; it travels with a posted number.
+
+    Args:
+      stop: this rank asks for a stop.
+      save: this rank is about to save.
+      ranks_stopping: how many ranks asked for a stop in the last step.
+      ranks_saving: how many were about to save.
+      travel: whether a number that carries the flags is posted in each step.
+    """
+
+    stop: bool = False
+    save: bool = False
+    ranks_stopping: int = 0
+    ranks_saving: int = 0
+    travel: bool = False
+
+    @property
+    def own(self) -> float:
+        """This rank's flags as a number whose sum tells how many ranks have set each."""
+        return float(self.stop + _FLAG_BASE * self.save)
+
+    def agree(self, total: float) -> None:
+        """Take in the sum of all ranks' flags."""
+        self.ranks_saving, self.ranks_stopping = divmod(int(total), _FLAG_BASE)
+
+
 def sum_posted(
-    scalar: tf.Tensor, communicator: Communicator, after: Sequence[tf.Tensor]
+    scalar: tf.Tensor, communicator: Communicator, after: Sequence[tf.Tensor], flags: Flags
 ) -> tf.Tensor:
     """Sum one number over the ranks, without making them wait for each other.
 
@@ -57,6 +90,7 @@ def sum_posted(
       scalar: tensor of shape [], float32.
       communicator: all ranks build the same operations on it, in the same order.
       after: the sum is read when these have been computed, from all ranks.
+      flags: travel with the number.
 
     Returns:
       Tensor of shape [], on the host.
@@ -64,13 +98,20 @@ def sum_posted(
     posted = open_posted_sum(communicator, f"the sum of {scalar.name!r}")
 
     def post(value: Array) -> Any:
-        posted.post(float(value))
+        posted.post(float(value), flags.own)
         return np.int32(0)
+
+    def collect() -> Any:
+        total, agreed = posted.collect()
+        flags.agree(agreed)
+        return total
+
+    flags.travel = True
 
     with tf.device(HOST_DEVICE):
         token = tf.numpy_function(post, [scalar], tf.int32, name="HostPost")
         with tf.control_dependencies([token, *after]):
-            call = _telling(communicator, posted.collect)
+            call = _telling(communicator, collect)
             result = tf.numpy_function(call, [], tf.float32, name="HostCollect")
     result.set_shape([])
     return result
@@ -96,8 +137,74 @@ def broadcast(
     )
 
 
+def sum_slices(
+    slices: Sequence[tf.IndexedSlices],
+    names: Sequence[str],
+    communicator: Communicator,
+    after: Sequence[tf.Tensor] = (),
+) -> list[tf.IndexedSlices]:
+    """Sum sparse gradients over the ranks: all rows travel to all ranks, duplicates are summed.
+
+    Args:
+      slices: gradients of which each rank has other rows, and another number of them.
+      names: the names of their variables.
+      communicator: all ranks build the same operations on it, in the same order.
+      after: nothing is gathered before these have been computed; what waits for other ranks waits
+        one after the other, so that it occupies one thread of TensorFlow.
+
+    Returns:
+      The sums on the host, each row once, in the order of their indices; the same bits on all
+      ranks.
+    """
+    results: list[tf.IndexedSlices] = []
+    before = list(after)[-1:]
+    for each, name in zip(slices, names):
+        channel = communicator.duplicate(f"the sparse gradient of {name!r}")
+        sum_rows = _telling(communicator, functools.partial(_sum_rows, channel))
+        with tf.device(HOST_DEVICE), tf.control_dependencies(before):
+            indices, values = tf.numpy_function(
+                sum_rows,
+                [each.indices, each.values],
+                [each.indices.dtype, each.values.dtype],
+                name="HostGatherSlices",
+            )
+        indices.set_shape([None])
+        values.set_shape([None, *each.values.shape[1:]])
+        results.append(tf.IndexedSlices(values, indices, each.dense_shape))
+        before = [values]
+    return results
+
+
+def _sum_rows(channel: Communicator, indices: Array, values: Array) -> tuple[Array, Array]:
+    indices, values = _sum_duplicates(indices, values)  # what travels is each row once
+    row_shape, row_bytes = values.shape[1:], math.prod(values.shape[1:]) * values.itemsize
+    found = channel.all_gather_bytes(indices.tobytes() + values.tobytes())
+    counts = [len(data) // (indices.itemsize + row_bytes) for data in found]
+    return _sum_duplicates(
+        np.concatenate([np.frombuffer(d, indices.dtype, n) for d, n in zip(found, counts)]),
+        np.concatenate(
+            [
+                np.frombuffer(d, values.dtype, offset=n * indices.itemsize).reshape(n, *row_shape)
+                for d, n in zip(found, counts)
+            ]
+        ),
+    )
+
+
+def _sum_duplicates(indices: Array, values: Array) -> tuple[Array, Array]:
+    """Each index once, in order, with the sum of its rows in the order in which they came."""
+    if not indices.size:
+        return indices, values
+    order = np.argsort(indices, kind="stable")
+    unique, starts = np.unique(indices[order], return_index=True)
+    return unique, np.add.reduceat(values[order], starts, axis=0)
+
+
 def reduce_in_buckets(
-    tensors: Sequence[tf.Tensor], names: Sequence[str], communicator: Communicator
+    tensors: Sequence[tf.Tensor],
+    names: Sequence[str],
+    communicator: Communicator,
+    weight: tf.Tensor | None = None,
 ) -> tuple[list[tf.Tensor], Reducer | InlineReducer | None]:
     """Sum gradients over the ranks, bucket by bucket, while the rest of the graph goes on.
 
@@ -107,6 +214,7 @@ def reduce_in_buckets(
       tensors: gradients of static shape, in variable order.
       names: the names of their variables.
       communicator: all ranks build the same operations on it, in the same order.
+      weight: scalar of float32 by which this rank's gradients are multiplied, where it is not 1.
 
     Returns:
       The sums on the host, in the order of `tensors`, and the reducer, to be closed when the
@@ -126,10 +234,10 @@ def reduce_in_buckets(
     reducer: Reducer | InlineReducer
     if communicator.on_one_host:
         reducer = InlineReducer(gradients, buckets)
-        build = functools.partial(_reduce_inline, reducer)
+        build = functools.partial(_reduce_inline, reducer, weight)
     else:
         reducer = Reducer(gradients, buckets)
-        build = functools.partial(_launch_and_wait, reducer)
+        build = functools.partial(_launch_and_wait, reducer, weight)
     reduced: dict[int, tf.Tensor] = {}
     done: list[tf.Tensor] = []
     with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
@@ -144,13 +252,17 @@ def reduce_in_buckets(
 
 
 def _launch_and_wait(
-    reducer: Reducer, number: int, parts: Sequence[tf.Tensor], after: Sequence[tf.Tensor]
+    reducer: Reducer,
+    weight: tf.Tensor | None,
+    number: int,
+    parts: Sequence[tf.Tensor],
+    after: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
     """A communication thread reduces; the graph brings a bucket, and waits when it has waited."""
     communicator = reducer.communicator
     token = tf.numpy_function(  # 3. the last gradient of the bucket is there
-        _telling(communicator, _launcher(reducer, number)),
-        parts,
+        _telling(communicator, _weighted(_launcher(reducer, number), weight)),
+        [*parts, *_as_list(weight)],
         tf.int32,
         name=f"launch_{number}",
     )
@@ -166,18 +278,43 @@ def _launch_and_wait(
 
 
 def _reduce_inline(
-    reducer: InlineReducer, number: int, parts: Sequence[tf.Tensor], after: Sequence[tf.Tensor]
+    reducer: InlineReducer,
+    weight: tf.Tensor | None,
+    number: int,
+    parts: Sequence[tf.Tensor],
+    after: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
     """The graph's own thread reduces a bucket when it is full."""
+    call = _weighted(lambda *arrays: reducer.reduce(number, arrays), weight)
     with tf.control_dependencies(after):
         return list(
             tf.numpy_function(  # 3. to 5. in one
-                _telling(reducer.communicator, lambda *arrays: reducer.reduce(number, arrays)),
-                parts,
+                _telling(reducer.communicator, call),
+                [*parts, *_as_list(weight)],
                 [part.dtype for part in parts],
                 name=f"reduce_{number}",
             )
         )
+
+
+def _as_list(weight: tf.Tensor | None) -> list[tf.Tensor]:
+    return [] if weight is None else [weight]
+
+
+def _weighted(call: Callable[..., Any], weight: tf.Tensor | None) -> Callable[..., Any]:
+    """`call` of arrays that are multiplied by the last argument; 1 leaves them as they are."""
+    if weight is None:
+        return call
+
+    def weigh(*arrays_and_weight: Array) -> Any:
+        *arrays, factor = arrays_and_weight
+        if factor == 0:  # NaN too
+            arrays = [np.zeros_like(array) for array in arrays]
+        elif factor != 1:
+            arrays = [np.asarray(array * array.dtype.type(factor)) for array in arrays]
+        return call(*arrays)
+
+    return weigh
 
 
 def _array_op(

@@ -22,7 +22,7 @@ SETTINGS = {
     "optimizers": ["sgd"],
     "steps": 20,
     "dtype": "float64",
-    "model": "mlp",  # or "conv"
+    "model": "mlp",  # or "conv", "embedding", "averages": with variables that differ by rank, and an unused one
     "hidden": 8,
     "spec": "host_call",  # or "minimize"
     "variables_on_host": True,
@@ -38,9 +38,16 @@ SETTINGS = {
     "checkpoint_steps": 5,
     "collective_timeout_s": 60.0,
     "summary_steps": 100,
+    "clip": 0.0,  # norm to which the reduced gradients are clipped
+    "accumulate_steps": 1,
+    "sparse_as_dense": False,
+    "lengths": [],  # examples of each batch, for each rank; one rank alone takes those of all
+    "merge": 1,  # how many of such batches become one
+    "uneven_data": "join",
+    "ask_to_stop_after": 0,  # step after which a hook of this rank requests a stop
     "timeline": None,
 }
-GLOBAL_BATCH, BATCHES = 12, 7
+GLOBAL_BATCH, BATCHES, VOCABULARY = 12, 7, 20
 
 
 class Dump(tf.estimator.SessionRunHook):
@@ -126,6 +133,18 @@ class AwaitEvaluation(tf.estimator.SessionRunHook):
         return False
 
 
+class AskToStop(tf.estimator.SessionRunHook):
+    """Requests a stop after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def after_run(self, run_context: object, run_values: object) -> None:
+        self._step -= 1
+        if self._step == 0:
+            run_context.request_stop()
+
+
 def maybe_raise(settings: dict, where: str) -> None:
     if settings["raise_in"] == where:
         raise ZeroDivisionError(f"raised in {where}")
@@ -135,6 +154,9 @@ def arrays(dtype: str, model: str) -> tuple[np.ndarray, np.ndarray]:
     """BATCHES global batches of features and labels, the same in every process."""
     random = np.random.RandomState(0)
     shape = (28, 28, 1) if model == "conv" else (5,)
+    if model == "embedding":
+        x = random.randint(0, VOCABULARY, (BATCHES, GLOBAL_BATCH, 3))
+        return x, (x.sum(-1) % 2).astype(np.int64)
     x = random.standard_normal((BATCHES, GLOBAL_BATCH, *shape)).astype(dtype)
     return x, (x.reshape(BATCHES, GLOBAL_BATCH, -1).sum(-1) > 0).astype(np.int64)
 
@@ -150,6 +172,8 @@ def make_input_fn(settings: dict):
         return held, y
 
     def input_fn(input_context: tf.distribute.InputContext):
+        if settings["lengths"]:
+            return uneven_dataset(settings, input_context)
         x, y = arrays(settings["dtype"], settings["model"])
         if settings["raise_in"] == "input_fn":  # while training, not while the graph is built
             return tf.data.Dataset.from_tensors((x[0], y[0])).map(broken)
@@ -164,6 +188,31 @@ def make_input_fn(settings: dict):
     return input_fn
 
 
+def uneven_dataset(settings: dict, context: tf.distribute.InputContext) -> tf.data.Dataset:
+    """Batches of the chosen lengths; those of one rank alone hold what all ranks would read."""
+    lengths, rank, merge = settings["lengths"], context.input_pipeline_id, settings["merge"]
+    mine = range(len(lengths)) if context.num_input_pipelines == 1 else [rank]
+
+    def batches():
+        for begin in range(0, max(len(lengths[r]) for r in mine), merge):
+            parts = [
+                np.random.RandomState([step, r]).standard_normal((lengths[r][step], 5))
+                for step in range(begin, begin + merge)
+                for r in mine
+                if step < len(lengths[r])
+            ]
+            x = np.concatenate(parts).astype(settings["dtype"])
+            yield x, (x.sum(-1) > 0).astype(np.int64)
+
+    return tf.data.Dataset.from_generator(
+        batches,
+        output_signature=(
+            tf.TensorSpec([None, 5], settings["dtype"]),
+            tf.TensorSpec([None], tf.int64),
+        ),
+    )
+
+
 def make_optimizer(name: str, learning_rate: float) -> tf.compat.v1.train.Optimizer:
     train = tf.compat.v1.train
     return {
@@ -171,6 +220,20 @@ def make_optimizer(name: str, learning_rate: float) -> tf.compat.v1.train.Optimi
         "momentum": lambda: train.MomentumOptimizer(learning_rate, 0.9),
         "adam": lambda: train.AdamOptimizer(learning_rate),
     }[name]()
+
+
+def averages(features: tf.Tensor) -> list[tf.Tensor]:
+    """Updates of a moving average and of a number of examples, which each rank has its own of."""
+    on_read = {"trainable": False, "synchronization": tf.VariableSynchronization.ON_READ}
+    mean, total = tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM
+    get = tf.compat.v1.get_variable
+    zeros = tf.compat.v1.zeros_initializer()
+    moving = get("moving", [5], features.dtype, zeros, aggregation=mean, **on_read)
+    seen = get("seen", [], tf.int64, zeros, aggregation=total, **on_read)
+    get("unused", [3], features.dtype, zeros)
+    now = tf.reduce_mean(features, 0)
+    rows = tf.shape(features, tf.int64)[0]
+    return [moving.assign_add((now - moving) * 0.1), seen.assign_add(rows)]
 
 
 def make_model_fn(settings: dict, optimizer_name: str):
@@ -182,6 +245,10 @@ def make_model_fn(settings: dict, optimizer_name: str):
         if settings["model"] == "conv":
             x = layers.Conv2D(32, 3, activation="relu", dtype=dtype)(x)
             x = layers.Flatten()(layers.MaxPooling2D()(x))
+        if settings["model"] == "embedding":
+            start = tf.random.stateless_normal([VOCABULARY, 4], [1, 2], dtype=dtype)
+            table = tf.compat.v1.get_variable("table", initializer=lambda: start)
+            x = tf.reshape(tf.nn.embedding_lookup(table, x), [-1, 12])
         x = layers.Dense(settings["hidden"], activation="relu", dtype=dtype)(x)
         logits = layers.Dense(2, dtype=dtype)(x)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
@@ -189,6 +256,7 @@ def make_model_fn(settings: dict, optimizer_name: str):
         if mode == tf.estimator.ModeKeys.EVAL:
             accuracy = tf.compat.v1.metrics.accuracy(labels, tf.argmax(logits, 1))
             return estimator_ext.EstimatorSpec(mode, loss=loss, eval_metric_ops={"acc": accuracy})
+        updates = averages(features) if settings["model"] == "averages" else []
         optimizer = make_optimizer(optimizer_name, settings["learning_rate"])
         if settings["spec"] == "minimize":
             step = tf.compat.v1.train.get_global_step()
@@ -199,11 +267,16 @@ def make_model_fn(settings: dict, optimizer_name: str):
 
         def host_model_fn(*gradients: tf.Tensor) -> tf.Operation:
             maybe_raise(settings, "host_call")
+            if settings["clip"]:
+                pairs = estimator_ext.reduce_gradients(zip(gradients, variables))
+                gradients, _ = tf.clip_by_global_norm([g for g, _ in pairs], settings["clip"])
             return optimizer.apply_gradients(zip(gradients, variables))
 
         gradients = [g for g, _ in optimizer.compute_gradients(loss, var_list=variables)]
+        with tf.control_dependencies(updates):
+            train_op = tf.identity(loss)
         return estimator_ext.EstimatorSpec(
-            mode, loss=loss, train_op=tf.identity(loss), host_call=(host_model_fn, gradients)
+            mode, loss=loss, train_op=train_op, host_call=(host_model_fn, gradients)
         )
 
     return model_fn
@@ -215,6 +288,7 @@ def main(settings: dict) -> None:
         tf.distribute.cluster_resolver.TFConfigClusterResolver(),
         variables_on_host=settings["variables_on_host"],
         bucket_mb=settings["bucket_mb"],
+        sparse_as_dense=settings["sparse_as_dense"],
         collective_timeout_s=settings["collective_timeout_s"],
     )
     for name in settings["optimizers"]:
@@ -226,6 +300,8 @@ def main(settings: dict) -> None:
             save_checkpoints_steps=settings["checkpoint_steps"],
             save_summary_steps=settings["summary_steps"],
             timeline=settings["timeline"],
+            accumulate_steps=settings["accumulate_steps"],
+            uneven_data=settings["uneven_data"],
         )
         estimator = estimator_ext.Estimator(
             make_model_fn(settings, name), str(Path(settings["model_dir"]) / name), config
@@ -236,6 +312,8 @@ def main(settings: dict) -> None:
             hooks.append(Dump(str(dump / f"{name}-{strategy.cluster.rank}.npz")))
             if settings["trace"]:
                 hooks.append(Trace(str(dump / f"trace-{strategy.cluster.rank}.json")))
+        if settings["ask_to_stop_after"]:
+            hooks.append(AskToStop(settings["ask_to_stop_after"]))
         if settings["stop_at"]:
             hooks.append(StopHere(settings["stop_at"]))
         if settings["evaluated_at"] and strategy.cluster.is_chief:

@@ -1,0 +1,92 @@
+"""Gradient accumulation: several micro-batches for each reduction and update.
+
+A step of the session takes the last micro-batch, reduces and updates. A hook runs the others
+before it, so that hooks, summaries and global_step see one step for each update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hostopt.tensorflow.ops import HOST_DEVICE
+
+__all__: list[str] = []
+
+_log = tf.get_logger()
+
+
+class Accumulation:
+    """Means over the micro-batches of a step, built into the graph of a training.
+
+    Args:
+      micro_batches: how many a step has, at least 2.
+      examples: scalar of float32, the number of examples in this micro-batch, by which it counts;
+        None where all count alike.
+    """
+
+    def __init__(self, micro_batches: int, examples: tf.Tensor | None = None) -> None:
+        self.micro_batches = micro_batches
+        self._examples = examples
+        self._additions: list[tf.Operation] = []
+        with tf.device(HOST_DEVICE):
+            self.total_examples = None if examples is None else self._total(examples, "examples")
+
+    def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The mean of a tensor over the micro-batches of a step.
+
+        Args:
+          tensor: tensor of static shape and floating dtype, of one micro-batch.
+          name: what it is, for the name of the accumulator.
+
+        Returns:
+          Tensor like it, on the host; to be computed once in each step.
+        """
+        with tf.device(HOST_DEVICE):
+            if self._examples is None or self.total_examples is None:
+                return self._total(tensor, name) / self.micro_batches
+            total = self._total(tensor * tf.cast(self._examples, tensor.dtype), name)
+            return tf.math.divide_no_nan(total, tf.cast(self.total_examples, tensor.dtype))
+
+    def _total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        accumulator = tf.compat.v1.Variable(
+            tf.zeros(tensor.shape, tensor.dtype),
+            trainable=False,
+            collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+            name=f"accumulated/{name}",
+            use_resource=True,
+        )
+        self._additions.append(accumulator.assign_add(tensor, read_value=False))
+        total = accumulator.read_value() + tensor
+        with tf.control_dependencies([total]):
+            reset = accumulator.assign(tf.zeros_like(total), read_value=False)
+        with tf.control_dependencies([reset]):
+            return tf.identity(total)
+
+    def hook(self) -> tf.compat.v1.train.SessionRunHook:
+        """What runs the micro-batches before the last; to be made when all means are built."""
+        updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
+        return _MicroBatchesHook(self.micro_batches - 1, tf.group(*self._additions, *updates))
+
+
+class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
+    """Runs an operation several times before each step."""
+
+    def __init__(self, times: int, operation: tf.Operation) -> None:
+        self._times = times
+        self._operation = operation
+
+    def before_run(self, run_context: Any) -> None:
+        """Add up micro-batches; data that ends here ends the training, as it would in the step."""
+        for number in range(self._times):
+            try:
+                run_context.session.run(self._operation)
+            except tf.errors.OutOfRangeError:
+                if number:
+                    _log.info(
+                        "the data ended after %d of %d micro-batches, which make no step",
+                        number,
+                        self._times + 1,
+                    )
+                raise

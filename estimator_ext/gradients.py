@@ -1,0 +1,54 @@
+"""Gradients that a model_fn wants to see reduced before its optimizer does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext.strategy import HostOffloadStrategy
+
+__all__: list[str] = []
+
+GradsAndVars = list[tuple[Any, tf.Variable]]
+
+
+def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> GradsAndVars:
+    """Reduce gradients over the ranks now, to clip or look at what one worker would have.
+
+    The next `apply_gradients` with these variables does not reduce theirs again. For example, in
+    the function of a host_call or in a model_fn with a plain spec:
+
+        grads_and_vars = estimator_ext.reduce_gradients(zip(gradients, variables))
+        gradients, variables = zip(*grads_and_vars)
+        gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+        return optimizer.apply_gradients(zip(gradients, variables))
+
+    Args:
+      grads_and_vars: pairs of a gradient (tensor, `tf.IndexedSlices` or None) and its variable.
+
+    Returns:
+      The pairs with reduced gradients, in the same order; None stays None. Without a
+      `HostOffloadStrategy` of several ranks, the gradients themselves.
+
+    Raises:
+      ValueError: no pair has a gradient.
+    """
+    pairs = list(grads_and_vars)
+    some = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+    if not some:
+        raise ValueError(
+            f"no gradients provided for any variable: {[v.name for _, v in pairs]}. Look whether "
+            "the loss depends on them"
+        )
+    sums = tf.distribute.get_replica_context().merge_call(_sum, args=(some,))
+    reduced = iter(sums)
+    return [(None if g is None else next(reduced), v) for g, v in pairs]
+
+
+def _sum(strategy: Any, pairs: GradsAndVars) -> list[Any]:
+    sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+    if isinstance(strategy, HostOffloadStrategy):
+        strategy.extended.mark_reduced([variable for _, variable in pairs])
+    return list(sums)

@@ -1,0 +1,101 @@
+"""Variables that each rank changes by itself, such as moving averages of BatchNorm.
+
+Each rank has its own value (`tf.VariableSynchronization.ON_READ`); a checkpoint holds what they
+are together: the mean or the sum, as the variable says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+
+__all__: list[str] = []
+
+_REDUCED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
+
+
+def is_sync_on_read(variable: Any) -> bool:
+    """Whether each rank has a value of its own, and all of them make one when it is read.
+
+    Args:
+      variable: a variable of the graph.
+
+    Returns:
+      True for numbers with a mean or a sum over the ranks.
+    """
+    on_read = getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
+    return on_read and variable.aggregation in _REDUCED
+
+
+class SyncOnRead:
+    """Those variables of a training; true where there are some.
+
+    Args:
+      communicator: a communicator of its own (a `duplicate`).
+      variables: variables of the graph, the same on all ranks.
+    """
+
+    def __init__(
+        self, communicator: hostopt.Communicator, variables: Sequence[tf.Variable]
+    ) -> None:
+        self._communicator = communicator
+        self._variables = sorted(filter(is_sync_on_read, variables), key=lambda v: v.op.name)
+        self._own: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._variables)
+
+    def gather(self, session: tf.compat.v1.Session) -> None:
+        """Give rank 0 what the values of all ranks make together; all ranks call this together.
+
+        Args:
+          session: the session of this rank.
+
+        Raises:
+          hostopt.HostOptError: a rank failed, left or timed out.
+        """
+        own = session.run(self._variables)
+        together = [self._reduce(*pair) for pair in zip(self._variables, own)]
+        if self._communicator.rank == 0:
+            self._own = own
+            self._assign(session, together)
+
+    def take_back(self, session: tf.compat.v1.Session) -> None:
+        """Give rank 0 its own values again.
+
+        Args:
+          session: the session of this rank.
+        """
+        if self._own:
+            self._assign(session, self._own)
+            self._own = []
+
+    def _reduce(self, variable: tf.Variable, value: Any) -> Any:
+        mean = variable.aggregation == tf.VariableAggregation.MEAN
+        total = self._communicator.all_reduce(value, what=f"variable {variable.op.name!r}")
+        return (total / self._communicator.size).astype(total.dtype) if mean else total
+
+    def _assign(self, session: tf.compat.v1.Session, values: Sequence[Any]) -> None:
+        assignments = [variable.initializer for variable in self._variables]
+        feeds = {op.inputs[1]: value for op, value in zip(assignments, values)}
+        session.run(assignments, feeds)
+
+
+def own_part(variable: tf.Variable, value: Any, rank: int) -> Any:
+    """What a rank begins with of a value that was saved.
+
+    Args:
+      variable: the variable.
+      value: what rank 0 has restored or initialised.
+      rank: this rank.
+
+    Returns:
+      `value`; of a sum, rank 0 has all and the others nothing.
+    """
+    is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
+    return np.zeros_like(value) if is_sum and rank != 0 else value
