@@ -89,7 +89,7 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
         del run_values
         self._step += 1
         if not self._flags.travel:
-            self._flags.agree(self._posted.collect()[1])
+            self._flags.agree(float(self._posted.collect()[1]))
         if self._flags.ranks_saving:
             self._sync_on_read.gather(run_context.session)
 

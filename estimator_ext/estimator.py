@@ -17,7 +17,7 @@ from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.run_config import adopt_cluster
-from estimator_ext.spec import stock_spec, with_hooks
+from estimator_ext.spec import stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.sync_on_read import SyncOnRead
@@ -108,30 +108,39 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 first_hooks.append(StepReportHook(own, reducers, every_steps, self._model_dir))
             spec = _whole_step(strategy, spec)
             if strategy.extended.accumulation is not None:
-                spec = with_hooks(spec, strategy.extended.accumulation.hook())
+                hook = strategy.extended.accumulation.hook()
+                spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
             if communicator.size > 1:
-                spec, begin = self._agreeing(strategy, spec, hooks)
-                first_hooks.append(begin)
+                spec, first_hooks = self._agreeing(strategy, spec, first_hooks, hooks)
             return self._train_with_estimator_spec(
                 spec, first_hooks, hooks, global_step, saving_listeners
             )
 
     def _agreeing(
-        self, strategy: HostOffloadStrategy, spec: Any, hooks: Any
-    ) -> tuple[Any, BeginAgreementHook]:
-        """The spec with the hook that agrees on stops and saves, and the one to begin with."""
+        self, strategy: HostOffloadStrategy, spec: Any, first_hooks: list[Any], hooks: Any
+    ) -> tuple[Any, list[Any]]:
+        """The spec and the first hooks, with those that agree on stops and saves."""
         communicator, flags = strategy.communicator, strategy.extended.flags
         own = communicator.duplicate("variables that are synchronised when they are read")
         sync_on_read = SyncOnRead(own, tf.compat.v1.global_variables())
-        if sync_on_read and strategy.cluster.is_chief:
+        is_chief = strategy.cluster.is_chief
+        if sync_on_read and is_chief:
             spec = self._with_saver(spec, hooks)
-        chief_hooks = spec.training_chief_hooks if strategy.cluster.is_chief else ()
-        all_hooks = [*hooks, *spec.training_hooks, *chief_hooks]
+        all_hooks = [
+            *hooks,
+            *spec.training_hooks,
+            *(spec.training_chief_hooks if is_chief else ()),
+        ]
         savers = [h for h in all_hooks if isinstance(h, tf.compat.v1.train.CheckpointSaverHook)]
         begin = BeginAgreementHook(communicator, flags, sync_on_read, savers)
         end = EndAgreementHook(communicator, flags, all_hooks)
-        # the chief's own hooks run after those of all
-        return with_hooks(spec, end, of_chief=strategy.cluster.is_chief), begin
+        spec = stock_spec(spec, training_hooks=[*spec.training_hooks, end])
+        if not is_chief:
+            return spec, [*first_hooks, begin]
+        # the chief's own hooks, its saver among them, run before those of all
+        return stock_spec(
+            spec, training_chief_hooks=[begin, *spec.training_chief_hooks]
+        ), first_hooks
 
     def _with_saver(self, spec: Any, hooks: Any) -> Any:
         """The spec with the saver that the stock class would add later, if it would."""
@@ -147,7 +156,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             scaffold=spec.scaffold,
             save_graph_def=config.checkpoint_save_graph_def,
         )
-        return with_hooks(spec, saver, of_chief=True)
+        return stock_spec(spec, training_chief_hooks=[*spec.training_chief_hooks, saver])
 
     def _training_input(
         self, input_fn: Callable[..., Any], strategy: HostOffloadStrategy

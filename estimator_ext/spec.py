@@ -104,21 +104,6 @@ def stock_spec(spec: _StockSpec, **changes: Any) -> _StockSpec:
     return _StockSpec(**{**spec._asdict(), **changes})
 
 
-def with_hooks(spec: _StockSpec, *hooks: Any, of_chief: bool = False) -> _StockSpec:
-    """Add hooks of training to a spec, after those that it has.
-
-    Args:
-      spec: a spec.
-      *hooks: what to add.
-      of_chief: add them to the hooks of the chief.
-
-    Returns:
-      A stock spec.
-    """
-    field = "training_chief_hooks" if of_chief else "training_hooks"
-    return stock_spec(spec, **{field: [*getattr(spec, field), *hooks]})
-
-
 def _check_call(name: str, call: Any, containers: tuple[type, ...]) -> None:
     if call is None:
         return

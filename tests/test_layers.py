@@ -261,6 +261,7 @@ def test_public_names_of_estimator_ext() -> None:
         "HostOffloadStrategy",
         "RunConfig",
         "install",
+        "reduce_gradients",
         "train_and_evaluate",
     ]
 

@@ -103,7 +103,7 @@ def sum_posted(
 
     def collect() -> Any:
         total, agreed = posted.collect()
-        flags.agree(agreed)
+        flags.agree(float(agreed))
         return total
 
     flags.travel = True

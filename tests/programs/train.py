@@ -22,7 +22,7 @@ SETTINGS = {
     "optimizers": ["sgd"],
     "steps": 20,
     "dtype": "float64",
-    "model": "mlp",  # or "conv", "embedding", "averages": with variables that differ by rank, and an unused one
+    "model": "mlp",  # or "conv", "embedding", "averages"
     "hidden": 8,
     "spec": "host_call",  # or "minimize"
     "variables_on_host": True,
@@ -223,7 +223,7 @@ def make_optimizer(name: str, learning_rate: float) -> tf.compat.v1.train.Optimi
 
 
 def averages(features: tf.Tensor) -> list[tf.Tensor]:
-    """Updates of a moving average and of a number of examples, which each rank has its own of."""
+    """Updates of an average and a count that each rank has of its own; and an unused variable."""
     on_read = {"trainable": False, "synchronization": tf.VariableSynchronization.ON_READ}
     mean, total = tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM
     get = tf.compat.v1.get_variable
