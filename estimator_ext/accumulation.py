@@ -51,7 +51,8 @@ class Accumulation:
 
     def _total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         accumulator = tf.compat.v1.Variable(
-            tf.zeros(tensor.shape, tensor.dtype),
+            # called outside of the step, on whose data an initializer must not depend
+            lambda: tf.zeros(tensor.shape, tensor.dtype),
             trainable=False,
             collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
             name=f"accumulated/{name}",
@@ -76,17 +77,38 @@ class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
     def __init__(self, times: int, operation: tf.Operation) -> None:
         self._times = times
         self._operation = operation
+        self._pending = 0
 
     def before_run(self, run_context: Any) -> None:
-        """Add up micro-batches; data that ends here ends the training, as it would in the step."""
-        for number in range(self._times):
-            try:
-                run_context.session.run(self._operation)
-            except tf.errors.OutOfRangeError:
-                if number:
-                    _log.info(
-                        "the data ended after %d of %d micro-batches, which make no step",
-                        number,
-                        self._times + 1,
-                    )
-                raise
+        """Add up micro-batches; data that end here end the training, as they would in the step.
+
+        Args:
+          run_context: of this step.
+        """
+        for _ in range(self._times):
+            run_context.session.run(self._operation)
+            self._pending += 1
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Note that they have made a step.
+
+        Args:
+          run_context: not used.
+          run_values: not used.
+        """
+        del run_context, run_values
+        self._pending = 0
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Say what the end of the data has left over.
+
+        Args:
+          session: not used.
+        """
+        del session
+        if self._pending:
+            _log.info(
+                "the data ended after %d of %d micro-batches, which make no step",
+                self._pending,
+                self._times + 1,
+            )

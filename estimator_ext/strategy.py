@@ -408,7 +408,7 @@ class _HostOffloadExtended(OneDeviceExtended):
             if reducer is not None:
                 self._reducers.append(reducer)
                 self._sums = sums
-        if any(sparse) and communicator.size > 1:
+        if any(sparse):  # with one rank too: clipping by norm wants each row once
             rows = [i for i, is_sparse in enumerate(sparse) if is_sparse]
             slices = [_weighted(values[i], weight) for i in rows]
             found = ops.sum_slices(slices, [names[i] for i in rows], communicator, sums)

@@ -93,7 +93,7 @@ class BatchWeights:
             token = tf.numpy_function(self._post, [examples], tf.int32, name="HostPost")
             with tf.control_dependencies([token]):
                 self.in_mean, self.in_sum = tf.numpy_function(
-                    self._collect, [], [tf.float32, tf.float32], name="HostCollect"
+                    self._collect, [], [tf.float64, tf.float64], name="HostCollect"
                 )
         self.in_mean.set_shape([])
         self.in_sum.set_shape([])
@@ -103,7 +103,7 @@ class BatchWeights:
         self._posted.post(math.nan if self._stops and not self._own else self._own)
         return np.int32(0)
 
-    def _collect(self) -> tuple[np.float32, np.float32]:
+    def _collect(self) -> tuple[np.float64, np.float64]:
         try:
             total = float(self._posted.collect()[0])
         except hostopt.HostOptError as error:
@@ -115,7 +115,7 @@ class BatchWeights:
         self._steps += 1
         self._idle_steps += not self._own
         share = self._own * self._communicator.size / total
-        return np.float32(share), np.float32(self._own > 0)
+        return np.float64(share), np.float64(self._own > 0)
 
     def _report(self) -> None:
         rank = self._communicator.rank

@@ -1,4 +1,4 @@
-"""Gradients that are not plain, and data that are uneven: as one worker on the whole batch."""
+"""Gradients that are not plain, uneven data, agreed stops: as one worker on the whole batch."""
 
 from __future__ import annotations
 
@@ -9,153 +9,205 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import Rank, Ranks
+from ranks import Ranks
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+
+EMBEDDING = {"model": "embedding", "steps": 15}
+CLIPPED = {"optimizers": ["sgd"], "learning_rate": 0.5, "steps": 10, "clip": 0.05}
+AVERAGES = {"model": "averages", "checkpoint_steps": 4, "steps": 10}
+NONE = {"model": "averages", "steps": 5}
+EVEN = [[4] * 12] * 2
+UNEVEN = {
+    "partial": [[4, 4, 4, 2], [4, 3]],
+    "a rank without data": [[5, 5], [5, 5, 5, 1], []],
+    "even": [[4, 4, 4], [4, 4, 4]],
+}
+# What is trained, by number of ranks and name; one process of each rank does all of it in turn.
+RUNS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "embedding": EMBEDDING,
+        "clipped mlp": {**CLIPPED, "model": "mlp"},
+        "clipped embedding": {**CLIPPED, "model": "embedding"},
+        "unclipped mlp": {**CLIPPED, "model": "mlp", "clip": 0.0},
+        "none": NONE,
+        "none, clipped": {**NONE, "clip": 0.05},
+        "micro-batches": {"lengths": EVEN[:1], "accumulate_steps": 3},
+        "large batches of one": {"lengths": EVEN[:1], "merge": 3},
+        "large batches of two": {"lengths": EVEN, "merge": 3},
+        "micro-batches left over": {"lengths": [[4] * 8], "accumulate_steps": 3},
+        "large batches, none left over": {"lengths": [[4] * 6], "merge": 3},
+        "large uneven batches": {"lengths": UNEVEN["partial"], "merge": 2},
+        "three batches": {"lengths": [[4] * 3, [4] * 3]},
+        "averages": AVERAGES,
+        "averages, 14 steps": {**AVERAGES, "steps": 14},
+        **{name: {"lengths": lengths} for name, lengths in UNEVEN.items()},
+    },
+    2: {
+        "embedding": EMBEDDING,
+        "embedding as dense": {**EMBEDDING, "sparse_as_dense": True},
+        "clipped mlp": {**CLIPPED, "model": "mlp"},
+        "clipped embedding": {**CLIPPED, "model": "embedding"},
+        "none": NONE,
+        "none, clipped": {**NONE, "clip": 0.05},
+        "micro-batches": {"lengths": EVEN, "accumulate_steps": 3},
+        "uneven micro-batches": {"lengths": UNEVEN["partial"], "accumulate_steps": 2},
+        "stop": {"lengths": [[4] * 5, [4] * 3], "uneven_data": "stop"},
+        "averages": AVERAGES,
+        # after 7 steps the data, too, are where they began
+        "averages, 7 steps": {**AVERAGES, "steps": 7, "model_dir": "resumed"},
+        "averages, resumed": {**AVERAGES, "steps": 14, "model_dir": "resumed"},
+        "rank 0 asks": {"steps": 1000, "asking": 0},
+        "rank 1 asks": {"steps": 1000, "asking": 1},
+        "max_steps": {"steps": 7},
+        **{name: {"lengths": UNEVEN[name]} for name in ("partial", "even")},
+    },
+    3: {
+        "embedding": EMBEDDING,
+        "embedding as dense": {**EMBEDDING, "sparse_as_dense": True},
+        "averages": AVERAGES,
+        "a rank without data": {"lengths": UNEVEN["a rank without data"]},
+    },
+}
 
 
-class Training:
-    """Trains from scratch, one directory for each run.
+class Trainings:
+    """What has been trained.
 
     Args:
-      directory: where all of them go.
+      directory: where variables, checkpoints and output go.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.ranks: list[Rank] = []
+        self._outputs: dict[int, list[str]] = {}
+        for size, runs in RUNS.items():
+            settings = []
+            for name, chosen in runs.items():
+                dump_dir = self._dump_dir(size, name)
+                dump_dir.mkdir(parents=True)
+                model_dir = str(directory / str(size) / chosen.get("model_dir", name) / "model")
+                settings.append({**chosen, "dump_dir": str(dump_dir), "model_dir": model_dir})
+            common = {"optimizers": ["adam"], "checkpoint_steps": 100, "runs": settings}
+            ranks = Ranks(directory / str(size))
+            try:
+                started = ranks.run("train.py", size, arguments=[json.dumps(common)])
+            finally:
+                ranks.end()
+            self._outputs[size] = [rank.output for rank in started]
 
-    def variables(self, size: int, **chosen: Any) -> list[dict[str, np.ndarray]]:
-        """Final variables of each rank, by name."""
-        directory = self._directory / str(len(list(self._directory.iterdir())))
-        directory.mkdir()
-        own = chosen.pop("own", None)
-        settings = {"dump_dir": str(directory), "model_dir": str(directory / "model")}
-        settings = {**settings, "optimizers": ["adam"], "checkpoint_steps": 100, **chosen}
-        started = Ranks(directory)
-        try:
-            self.ranks = started.run("train.py", size, arguments=[json.dumps(settings)], own=own)
-        finally:
-            started.end()
-        self.model_dir = directory / "model" / settings["optimizers"][0]
-        name = settings["optimizers"][0]
-        return [dict(np.load(directory / f"{name}-{rank}.npz")) for rank in range(size)]
+    def _dump_dir(self, size: int, name: str) -> Path:
+        return self._directory / str(size) / name
+
+    def variables(self, size: int, name: str) -> list[dict[str, np.ndarray]]:
+        """Final variables of each rank, and its losses, by name."""
+        dump_dir = self._dump_dir(size, name)
+        return [dict(np.load(*dump_dir.glob(f"*-{rank}.npz"))) for rank in range(size)]
+
+    def checkpoint(self, size: int, name: str, step: int) -> Any:
+        """What rank 0 saved after a step."""
+        model_dir = self._directory / str(size) / RUNS[size][name].get("model_dir", name)
+        return tf.train.load_checkpoint(str(model_dir / "model" / "adam" / f"model.ckpt-{step}"))
+
+    def said(self, size: int, text: str) -> list[int]:
+        """How often each rank has logged a text, in all of its runs."""
+        return [output.count(text) for output in self._outputs[size]]
 
 
-@pytest.fixture
-def training(tmp_path: Path) -> Training:
-    return Training(tmp_path)
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(tmp_path_factory.mktemp("trainings"))
 
 
-def check_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert set(found) == set(wanted)
-    for name, expected in wanted.items():
-        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-10, err_msg=name)
-
-
-def check_same_bits(ranks: list[dict[str, np.ndarray]]) -> None:
-    for other in ranks[1:]:
-        for name, expected in ranks[0].items():
-            np.testing.assert_array_equal(other[name], expected, err_msg=name)
+def check_equal(many: list[dict[str, np.ndarray]], one: list[dict[str, np.ndarray]]) -> None:
+    """Many workers have what one has, and all of them have the same bits."""
+    for found in many:
+        assert set(found) == set(one[0])
+        for name, expected in one[0].items():
+            np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-10, err_msg=name)
+            np.testing.assert_array_equal(found[name], many[0][name], err_msg=name)
 
 
 # -- sparse gradients ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.parametrize("name", ["embedding", "embedding as dense"])
 def test_an_embedding_trains_like_on_one_worker(
-    training: Training, size: int, sparse_as_dense: bool
+    trainings: Trainings, size: int, name: str
 ) -> None:
-    chosen = {"model": "embedding", "sparse_as_dense": sparse_as_dense, "steps": 15}
-    one = training.variables(1, **chosen)[0]
-    many = training.variables(size, **chosen)
-    check_equal(many[0], one)
-    check_same_bits(many)
+    check_equal(trainings.variables(size, name), trainings.variables(1, "embedding"))
 
 
 # -- gradients that are reduced before they are applied --------------------------------------
 
 
 @pytest.mark.parametrize("model", ["mlp", "embedding"])
-def test_clipping_by_the_norm_of_the_reduced_gradients(training: Training, model: str) -> None:
-    chosen = {"model": model, "optimizers": ["sgd"], "learning_rate": 0.5, "steps": 10}
-    one = training.variables(1, **chosen, clip=0.05)[0]
-    many = training.variables(2, **chosen, clip=0.05)
-    check_equal(many[0], one)
-    check_same_bits(many)
-    unclipped = training.variables(1, **chosen)[0]
-    assert any(np.abs(unclipped[name] - one[name]).max() > 1e-3 for name in one)
+def test_clipping_by_the_norm_of_the_reduced_gradients(trainings: Trainings, model: str) -> None:
+    name = f"clipped {model}"
+    check_equal(trainings.variables(2, name), trainings.variables(1, name))
 
 
-def test_gradients_that_are_none_stay_none(training: Training) -> None:
-    # the model "averages" has a variable that the loss does not depend on
-    for clip in (0.0, 0.05):
-        chosen = {"model": "averages", "steps": 5, "clip": clip}
-        one = training.variables(1, **chosen)[0]
-        two = training.variables(2, **chosen)[0]
-        for name in ("dense/kernel", "unused"):
-            np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-10, err_msg=name)
-        assert not two["unused"].any()
+def test_clipping_changes_the_result(trainings: Trainings) -> None:
+    clipped = trainings.variables(1, "clipped mlp")[0]
+    unclipped = trainings.variables(1, "unclipped mlp")[0]
+    assert any(np.abs(unclipped[name] - clipped[name]).max() > 1e-3 for name in clipped)
+
+
+@pytest.mark.parametrize("name", ["none", "none, clipped"])
+def test_gradients_that_are_none_stay_none(trainings: Trainings, name: str) -> None:
+    # the loss does not depend on one of the variables
+    one, two = trainings.variables(1, name)[0], trainings.variables(2, name)[0]
+    np.testing.assert_allclose(two["losses"], one["losses"], rtol=0, atol=1e-10)
+    assert not two["unused"].any()
 
 
 # -- accumulation --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_micro_batches_equal_one_large_batch(training: Training, size: int) -> None:
-    lengths = [[4] * 12] * size
-    micro = training.variables(size, lengths=lengths, accumulate_steps=3)
-    whole = training.variables(1, lengths=lengths, merge=3)[0]
-    assert whole["global_step"] == 4
-    check_equal(micro[0], whole)
-    check_same_bits(micro)
+@pytest.mark.parametrize(("size", "whole"), [(1, "of one"), (2, "of two")])
+def test_micro_batches_equal_one_large_batch(trainings: Trainings, size: int, whole: str) -> None:
+    one = trainings.variables(1, f"large batches {whole}")
+    assert one[0]["global_step"] == 4
+    check_equal(trainings.variables(size, "micro-batches"), one)
 
 
-def test_micro_batches_that_make_no_step_are_left_out(training: Training) -> None:
-    micro = training.variables(1, lengths=[[4] * 8], accumulate_steps=3)[0]
-    whole = training.variables(1, lengths=[[4] * 6], merge=3)[0]
-    training.variables(1, lengths=[[4] * 8], accumulate_steps=3)
-    assert "ended after 2 of 3 micro-batches" in training.ranks[0].output
-    check_equal(micro, whole)
+def test_micro_batches_that_make_no_step_are_left_out(trainings: Trainings) -> None:
+    micro = trainings.variables(1, "micro-batches left over")
+    check_equal(micro, trainings.variables(1, "large batches, none left over"))
+    assert trainings.said(1, "ended after 2 of 3 micro-batches") == [1]
 
 
 # -- uneven data ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "lengths", [[[4, 4, 4, 2], [4, 3]], [[5, 5], [5, 5, 5, 1], []], [[4, 4, 4], [4, 4, 4]]]
-)
-def test_uneven_data_train_like_all_data_on_one_worker(
-    training: Training, lengths: list[list[int]]
-) -> None:
-    many = training.variables(len(lengths), lengths=lengths)
-    steps = [len(each) for each in lengths]
-    for rank, mine in zip(training.ranks, steps):
-        idle = max(steps) - mine
-        wanted = f"ended after {mine} steps" + (f"; it took part in {idle} more" if idle else "")
-        assert rank.output.count(wanted) == 1, rank.output
-    one = training.variables(1, lengths=lengths)[0]
-    assert one["global_step"] == max(steps)
-    check_equal(many[0], one)
-    check_same_bits(many)
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_data_train_like_all_data_on_one_worker(trainings: Trainings, name: str) -> None:
+    lengths = UNEVEN[name]
+    one = trainings.variables(1, name)
+    assert one[0]["global_step"] == max(len(each) for each in lengths)
+    check_equal(trainings.variables(len(lengths), name), one)
 
 
-def test_uneven_micro_batches_train_like_all_data_on_one_worker(training: Training) -> None:
-    lengths = [[4, 4, 4, 2], [4, 3]]
-    many = training.variables(2, lengths=lengths, accumulate_steps=2)
-    one = training.variables(1, lengths=lengths, merge=2)[0]
-    assert one["global_step"] == 2
-    check_equal(many[0], one)
+def test_each_rank_says_once_when_its_data_ended(trainings: Trainings) -> None:
+    part = "its data ended after {} steps; it took part in {} more with weight zero"
+    assert trainings.said(2, part.format(2, 2)) == [0, 1]
+    assert trainings.said(3, part.format(2, 2)) == [1, 0, 0]
+    assert trainings.said(3, part.format(0, 4)) == [0, 0, 1]
+    assert trainings.said(3, "its data ended after 4 steps, the last") == [0, 1, 0]
 
 
-def test_all_ranks_stop_with_the_first_that_has_no_data(training: Training) -> None:
-    many = training.variables(2, lengths=[[4] * 5, [4] * 3], uneven_data="stop")
-    one = training.variables(1, lengths=[[4] * 3, [4] * 3])[0]
-    assert one["global_step"] == 3
-    check_equal(many[0], one)
-    check_same_bits(many)
-    assert "its data has ended after 3 steps" in training.ranks[1].output
+def test_uneven_micro_batches_train_like_all_data_on_one_worker(trainings: Trainings) -> None:
+    one = trainings.variables(1, "large uneven batches")
+    assert one[0]["global_step"] == 2
+    check_equal(trainings.variables(2, "uneven micro-batches"), one)
+
+
+def test_all_ranks_stop_with_the_first_that_has_no_data(trainings: Trainings) -> None:
+    one = trainings.variables(1, "three batches")
+    assert one[0]["global_step"] == 3
+    check_equal(trainings.variables(2, "stop"), one)
+    assert trainings.said(2, "its data has ended after 3 steps") == [0, 1]
 
 
 # -- variables that each rank changes by itself ----------------------------------------------
@@ -163,51 +215,43 @@ def test_all_ranks_stop_with_the_first_that_has_no_data(training: Training) -> N
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_checkpoint_holds_what_the_ranks_make_together(
-    training: Training, size: int
+    trainings: Trainings, size: int
 ) -> None:
-    chosen = {"model": "averages", "checkpoint_steps": 4}
-    training.variables(1, **chosen, steps=10)
-    one = training.model_dir
-    many = training.variables(size, **chosen, steps=10)
     for step in (4, 8, 10):
         for name in ("moving", "seen"):
             found, wanted = (
-                tf.train.load_variable(str(model_dir / f"model.ckpt-{step}"), name)
-                for model_dir in (training.model_dir, one)
+                trainings.checkpoint(s, "averages", step).get_tensor(name) for s in (size, 1)
             )
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12, err_msg=name)
-    # each rank has its own, of its part of the data
-    assert many[1]["seen"] == 10 * 12 // size
-    assert np.abs(many[1]["moving"] - many[0]["moving"]).max() > 1e-3
 
 
-def test_a_resumed_training_goes_on_with_the_sum_and_the_mean(training: Training) -> None:
-    training.variables(1, model="averages", steps=14)
-    one = tf.train.load_checkpoint(str(training.model_dir))
-    model_dir = str(training.model_dir.parent.parent / "resumed")
-    # after 7 steps the data, too, are where they began
-    for steps in (7, 14):
-        training.variables(2, model="averages", steps=steps, model_dir=model_dir)
-    two = tf.train.load_checkpoint(model_dir + "/adam")
+def test_each_rank_has_values_of_its_own(trainings: Trainings) -> None:
+    many = trainings.variables(3, "averages")
+    assert many[1]["seen"] == many[2]["seen"] == 10 * 12 // 3  # of its part of the data
+    assert np.abs(many[1]["moving"] - many[2]["moving"]).max() > 1e-3
+
+
+def test_a_resumed_training_goes_on_with_the_sum_and_the_mean(trainings: Trainings) -> None:
+    found = trainings.checkpoint(2, "averages, resumed", 14)
+    wanted = trainings.checkpoint(1, "averages, 14 steps", 14)
     for name in ("moving", "seen"):
-        np.testing.assert_allclose(two.get_tensor(name), one.get_tensor(name), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            found.get_tensor(name), wanted.get_tensor(name), rtol=0, atol=1e-12, err_msg=name
+        )
 
 
 # -- agreed stops --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asking", ["chief", "worker"])
+@pytest.mark.parametrize("name", ["rank 0 asks", "rank 1 asks"])
 def test_a_rank_that_asks_to_stop_stops_all_after_the_same_step(
-    training: Training, asking: str
+    trainings: Trainings, name: str
 ) -> None:
-    index = 0 if asking == "chief" else 1
-    own = {f"worker:{index}": [json.dumps({"ask_to_stop_after": 5})]}
-    many = training.variables(2, steps=1000, own=own)
+    many = trainings.variables(2, name)
     assert [int(each["global_step"]) for each in many] == [6, 6]
-    check_same_bits(many)
-    assert (training.model_dir / "model.ckpt-6.index").exists()
+    assert trainings.checkpoint(2, name, 6).get_tensor("global_step") == 6
 
 
-def test_max_steps_is_met_exactly(training: Training) -> None:
-    many = training.variables(2, steps=7)
+def test_max_steps_is_met_exactly(trainings: Trainings) -> None:
+    many = trainings.variables(2, "max_steps")
     assert [int(each["global_step"]) for each in many] == [7, 7]

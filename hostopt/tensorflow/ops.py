@@ -214,7 +214,7 @@ def reduce_in_buckets(
       tensors: gradients of static shape, in variable order.
       names: the names of their variables.
       communicator: all ranks build the same operations on it, in the same order.
-      weight: scalar of float32 by which this rank's gradients are multiplied, where it is not 1.
+      weight: scalar of float64 by which this rank's gradients are multiplied, where it is not 1.
 
     Returns:
       The sums on the host, in the order of `tensors`, and the reducer, to be closed when the

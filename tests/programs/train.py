@@ -44,7 +44,7 @@ SETTINGS = {
     "lengths": [],  # examples of each batch, for each rank; one rank alone takes those of all
     "merge": 1,  # how many of such batches become one
     "uneven_data": "join",
-    "ask_to_stop_after": 0,  # step after which a hook of this rank requests a stop
+    "asking": None,  # rank whose hook requests a stop after 5 steps
     "timeline": None,
 }
 GLOBAL_BATCH, BATCHES, VOCABULARY = 12, 7, 20
@@ -312,14 +312,15 @@ def main(settings: dict) -> None:
             hooks.append(Dump(str(dump / f"{name}-{strategy.cluster.rank}.npz")))
             if settings["trace"]:
                 hooks.append(Trace(str(dump / f"trace-{strategy.cluster.rank}.json")))
-        if settings["ask_to_stop_after"]:
-            hooks.append(AskToStop(settings["ask_to_stop_after"]))
+        if settings["asking"] is not None and settings["asking"] == strategy.cluster.rank:
+            hooks.append(AskToStop(5))
         if settings["stop_at"]:
             hooks.append(StopHere(settings["stop_at"]))
         if settings["evaluated_at"] and strategy.cluster.is_chief:
             eval_dir = Path(estimator.eval_dir())
             hooks.append(AwaitEvaluation(settings["evaluated_at"], eval_dir))
         train(estimator, make_input_fn(settings), hooks, settings)
+    strategy.close()
 
 
 def train(estimator, input_fn, hooks, settings: dict) -> None:
@@ -341,5 +342,6 @@ if __name__ == "__main__":
     chosen: dict = {}
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
-    assert not set(chosen) - set(SETTINGS), chosen
-    main({**SETTINGS, **chosen})
+    for run in chosen.pop("runs", [{}]):  # one after the other, each with settings of its own
+        assert not {*chosen, *run} - set(SETTINGS), (chosen, run)
+        main({**SETTINGS, **chosen, **run})
