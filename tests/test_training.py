@@ -230,12 +230,14 @@ def test_an_error_of_the_user_is_told_to_all(tmp_path: Path, ranks: Ranks, where
     assert f"raised in {where}" in started[0].output
 
 
-def test_a_rank_with_less_data_ends_the_training_of_all(tmp_path: Path, ranks: Ranks) -> None:
+def test_tensors_of_one_rank_that_end_early_end_the_training_of_all(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     with reserved_addresses(2) as addresses:
         started = ranks.start(
             "train.py",
             {"worker": addresses},
-            arguments=settings(tmp_path, optimizers=["adam"], steps=50),
+            arguments=settings(tmp_path, optimizers=["adam"], steps=50, as_tensors=True),
             own={"worker:1": [json.dumps({"batches": 9})]},
         )
         for rank in started:

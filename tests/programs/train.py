@@ -28,6 +28,7 @@ SETTINGS = {
     "variables_on_host": True,
     "bucket_mb": 25.0,
     "batches": 0,  # batches of this rank, 0 for endless
+    "as_tensors": False,  # input_fn returns tensors, of whose end nobody is told
     "learning_rate": 0.01,
     "api": "train",  # or "ours", "stock": train_and_evaluate
     "trace": False,
@@ -183,7 +184,10 @@ def make_input_fn(settings: dict):
         mine = slice(input_context.input_pipeline_id * rows, None)
         x, y = x[:, mine][:, :rows], y[:, mine][:, :rows]
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
-        return dataset.take(settings["batches"]) if settings["batches"] else dataset
+        dataset = dataset.take(settings["batches"]) if settings["batches"] else dataset
+        if settings["as_tensors"]:
+            return tf.compat.v1.data.make_one_shot_iterator(dataset).get_next()
+        return dataset
 
     return input_fn
 
