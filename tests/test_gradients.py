@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from programs import train
 from ranks import Ranks
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
@@ -22,6 +23,7 @@ UNEVEN = {
     "partial": [[4, 4, 4, 2], [4, 3]],
     "a rank without data": [[5, 5], [5, 5, 5, 1], []],
     "even": [[4, 4, 4], [4, 4, 4]],
+    "long": [[4] * 36 + [3], [4] * 49 + [1]],
 }
 # What is trained, by number of ranks and name; one process of each rank does all of it in turn.
 RUNS: dict[int, dict[str, dict[str, Any]]] = {
@@ -41,7 +43,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "three batches": {"lengths": [[4] * 3, [4] * 3]},
         "averages": AVERAGES,
         "averages, 14 steps": {**AVERAGES, "steps": 14},
-        **{name: {"lengths": lengths} for name, lengths in UNEVEN.items()},
+        **{name: {"lengths": lengths, "steps": 60} for name, lengths in UNEVEN.items()},
     },
     2: {
         "embedding": EMBEDDING,
@@ -57,10 +59,11 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         # after 7 steps the data, too, are where they began
         "averages, 7 steps": {**AVERAGES, "steps": 7, "model_dir": "resumed"},
         "averages, resumed": {**AVERAGES, "steps": 14, "model_dir": "resumed"},
+        "batch_norm": {"model": "batch_norm", "checkpoint_steps": 5, "summary_steps": 1},
         "rank 0 asks": {"steps": 1000, "asking": 0},
         "rank 1 asks": {"steps": 1000, "asking": 1},
         "max_steps": {"steps": 7},
-        **{name: {"lengths": UNEVEN[name]} for name in ("partial", "even")},
+        **{name: {"lengths": UNEVEN[name], "steps": 60} for name in ("partial", "even", "long")},
     },
     3: {
         "embedding": EMBEDDING,
@@ -238,6 +241,21 @@ def test_a_resumed_training_goes_on_with_the_sum_and_the_mean(trainings: Trainin
         np.testing.assert_allclose(
             found.get_tensor(name), wanted.get_tensor(name), rtol=0, atol=1e-12, err_msg=name
         )
+
+
+def test_moving_averages_of_batch_norm_are_the_mean_over_the_ranks(trainings: Trainings) -> None:
+    x, _ = train.arrays("float64", "batch_norm")
+    halves = [x[:, :6], x[:, 6:]]  # of the ranks
+    mean, variance = np.zeros((2, 5)), np.ones((2, 5))
+    for step in range(1, 21):
+        batches = [half[(step - 1) % train.BATCHES] for half in halves]
+        mean += 0.1 * (np.array([batch.mean(0) for batch in batches]) - mean)
+        variance += 0.1 * (np.array([batch.var(0) for batch in batches]) - variance)
+        if step % 5 == 0:
+            saved = trainings.checkpoint(2, "batch_norm", step)
+            for name, values in (("mean", mean), ("variance", variance)):
+                found = saved.get_tensor(f"batch_normalization/moving_{name}")
+                np.testing.assert_allclose(found, values.mean(0), rtol=0, atol=1e-12)
 
 
 # -- agreed stops --------------------------------------------------------------------------

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from conftest import RankProcesses, Spawn, jobs_of, reserved_addresses
+from conftest import RankProcesses, Spawn, jobs_of, reserved_addresses, task_of
 
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
@@ -95,6 +96,33 @@ def test_a_rank_that_ends_as_soon_as_it_has_met_the_others(processes: NewRing) -
     late = ring.start(0, script)
     assert late.exit_code() == 0, late.stderr
     assert early.exit_code() == 0, early.stderr
+
+
+def test_a_rank_that_comes_again_waits_until_the_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered = threading.Event()
+    check_hello = GrpcTransport._check_hello
+
+    def check(transport: GrpcTransport, peer: int, hello: dict[str, Any]) -> None:
+        check_hello(transport, peer, hello)
+        if transport not in old:
+            answered.set()
+
+    with reserved_addresses(2) as addresses, ThreadPoolExecutor() as threads:
+        clusters = [Cluster.from_dict(jobs_of(addresses), *task_of(rank)) for rank in range(2)]
+        old = list(threads.map(lambda cluster: GrpcTransport(cluster, Options()), clusters))
+        monkeypatch.setattr(GrpcTransport, "_check_hello", check)
+        old[0].close()
+        again = threads.submit(GrpcTransport, clusters[0], Options())
+        assert answered.wait(30)  # by the old rank 1, which has not left yet
+        assert not again.done()
+        old[1].close()
+        other = threads.submit(GrpcTransport, clusters[1], Options())
+        ring = [Communicator(again.result(30)), Communicator(other.result(30))]
+        sums = threads.map(lambda communicator: communicator.all_reduce(np.ones(3)), ring)
+        np.testing.assert_array_equal(list(sums), np.full((2, 3), 2.0))
+        list(threads.map(Communicator.close, ring))
 
 
 def test_a_proxy_is_not_asked(processes: NewRing) -> None:

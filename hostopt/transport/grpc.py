@@ -22,6 +22,7 @@ import os
 import threading
 import time
 import traceback
+import uuid
 from typing import Any
 
 from hostopt.cluster import Cluster
@@ -54,6 +55,7 @@ _log = logging.getLogger(__name__)
 _SERVICE = "hostopt.Ring"
 _PROGRESS_EVERY_S = 10.0
 _HELLO_TIMEOUT_S = 1.0
+_AGAIN_AFTER_S = 0.05
 # How long a word of the peer may take that says why its connection broke, or that of another rank.
 _LAST_WORD_TIMEOUT_S = 0.5
 
@@ -75,6 +77,9 @@ class GrpcTransport(Transport):
         keep_freed_memory()
         self._successor = (self.rank + 1) % self.size
         self._missing = {peer for peer in range(self.size) if peer != self.rank}
+        # a rank that was started again, or meets again, is another one to those that knew it
+        self._incarnation = uuid.uuid4().hex
+        self._incarnations: dict[int, str] = {}  # of the peers that this rank has met
         self._streams: dict[int, Stream] = {}
         self._ending = threading.RLock()  # held while the ring is failed or closed
         self._closed = False
@@ -212,6 +217,7 @@ class GrpcTransport(Transport):
         return {
             "version": frame.WIRE_VERSION,
             "rank": self.rank,
+            "incarnation": self._incarnation,
             "ring": ring,
             "segment_bytes": self.options.segment_bytes,
             "timeline": self.options.timeline is not None,  # the ranks compare their clocks
@@ -227,12 +233,15 @@ class GrpcTransport(Transport):
                 self._check_hello(peer, theirs)
             except ConfigError as error:
                 self.abort(error)
+            self._incarnations[peer] = theirs.get("incarnation", "")
             if peer != self._successor:  # to the successor a connection is needed, not a call
                 self._missing.discard(peer)
-        return json.dumps(self._hello()).encode()
+        return json.dumps({**self._hello(), "met": self._incarnations.get(peer, "")}).encode()
 
     def _check_hello(self, peer: int, hello: dict[str, Any]) -> None:
+        hello = {key: value for key, value in hello.items() if key not in ("incarnation", "met")}
         wanted = {**self._hello(), "rank": peer}
+        del wanted["incarnation"]
         if hello != wanted:
             raise ConfigError(
                 f"at {self._name(peer)} rank {self.rank} found {json.dumps(hello)}, wanted "
@@ -275,7 +284,12 @@ class GrpcTransport(Transport):
             self._missing.discard(peer)
         if not answer or peer not in self._missing:
             return
-        self._check_hello(peer, json.loads(answer))
+        hello = json.loads(answer)
+        self._check_hello(peer, hello)
+        if hello["met"] != self._incarnation:  # it is in an earlier ring still
+            await asyncio.sleep(_AGAIN_AFTER_S)
+            return
+        self._incarnations[peer] = hello["incarnation"]
         if peer != self._successor or await self._stream(peer).opened(timeout_s):
             self._missing.discard(peer)
 

@@ -22,7 +22,7 @@ SETTINGS = {
     "optimizers": ["sgd"],
     "steps": 20,
     "dtype": "float64",
-    "model": "mlp",  # or "conv", "embedding", "averages"
+    "model": "mlp",  # or "conv", "embedding", "averages", "batch_norm"
     "hidden": 8,
     "spec": "host_call",  # or "minimize"
     "variables_on_host": True,
@@ -253,6 +253,9 @@ def make_model_fn(settings: dict, optimizer_name: str):
             start = tf.random.stateless_normal([VOCABULARY, 4], [1, 2], dtype=dtype)
             table = tf.compat.v1.get_variable("table", initializer=lambda: start)
             x = tf.reshape(tf.nn.embedding_lookup(table, x), [-1, 12])
+        if settings["model"] == "batch_norm":
+            training = mode == tf.estimator.ModeKeys.TRAIN
+            x = tf.compat.v1.layers.batch_normalization(x, momentum=0.9, training=training)
         x = layers.Dense(settings["hidden"], activation="relu", dtype=dtype)(x)
         logits = layers.Dense(2, dtype=dtype)(x)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
@@ -260,7 +263,9 @@ def make_model_fn(settings: dict, optimizer_name: str):
         if mode == tf.estimator.ModeKeys.EVAL:
             accuracy = tf.compat.v1.metrics.accuracy(labels, tf.argmax(logits, 1))
             return estimator_ext.EstimatorSpec(mode, loss=loss, eval_metric_ops={"acc": accuracy})
-        updates = averages(features) if settings["model"] == "averages" else []
+        updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
+        if settings["model"] == "averages":
+            updates = averages(features)
         optimizer = make_optimizer(optimizer_name, settings["learning_rate"])
         if settings["spec"] == "minimize":
             step = tf.compat.v1.train.get_global_step()
