@@ -249,8 +249,8 @@ def test_moving_averages_of_batch_norm_are_the_mean_over_the_ranks(trainings: Tr
     mean, variance = np.zeros((2, 5)), np.ones((2, 5))
     for step in range(1, 21):
         batches = [half[(step - 1) % train.BATCHES] for half in halves]
-        mean += 0.1 * (np.array([batch.mean(0) for batch in batches]) - mean)
-        variance += 0.1 * (np.array([batch.var(0) for batch in batches]) - variance)
+        mean += 0.125 * (np.array([batch.mean(0) for batch in batches]) - mean)
+        variance += 0.125 * (np.array([batch.var(0) for batch in batches]) - variance)
         if step % 5 == 0:
             saved = trainings.checkpoint(2, "batch_norm", step)
             for name, values in (("mean", mean), ("variance", variance)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -123,6 +124,24 @@ def test_a_rank_that_comes_again_waits_until_the_others_do(
         sums = threads.map(lambda communicator: communicator.all_reduce(np.ones(3)), ring)
         np.testing.assert_array_equal(list(sums), np.full((2, 3), 2.0))
         list(threads.map(Communicator.close, ring))
+
+
+def test_a_late_goodbye_is_not_for_the_next_ring(spawn_grpc: Spawn) -> None:
+    def work(communicator: Communicator) -> None:
+        communicator.barrier()
+        if communicator.rank == 1:
+            channel = communicator.transport._to_peer[0]
+            leave = channel.unary_unary("/hostopt.Ring/Leave")
+            for note in ({}, {"error": {"kind": "PeerLostError", "message": "m", "facts": {}}}):
+                data = json.dumps({"sender": 1, "to": "former", **note}).encode()
+
+                async def call(data: bytes = data) -> bytes:
+                    return bytes(await leave(data, timeout=30))
+
+                event_loop.run(call())
+        assert communicator.all_reduce(np.ones(3))[0] == 2
+
+    spawn_grpc(2, work)
 
 
 def test_a_proxy_is_not_asked(processes: NewRing) -> None:
@@ -473,7 +492,9 @@ def test_garbage_ends_the_ring_and_is_no_hang(spawn_grpc: Spawn, message: bytes)
     def work(communicator: Communicator) -> Any:
         communicator.barrier()  # or rank 0 would find the garbage while it still meets the other
         if communicator.rank == 1:
-            stream(communicator.transport.cluster.ring[0].address, GOOD, message, rank="1")
+            transport = communicator.transport
+            address, to = transport.cluster.ring[0].address, transport._incarnations[0]
+            stream(address, GOOD, message, rank="1", to=to)
         with pytest.raises(Exception, match="frame") as caught:
             for _ in range(2):  # rank 1 may have what it needs for the first
                 communicator.all_reduce(np.ones(3))
@@ -483,14 +504,17 @@ def test_garbage_ends_the_ring_and_is_no_hang(spawn_grpc: Spawn, message: bytes)
     assert isinstance(error, ProtocolError)
 
 
-@pytest.mark.parametrize("metadata", [{}, {"rank": "one"}, {"rank": "7"}, {"rank": "-1"}])
+@pytest.mark.parametrize(
+    "metadata", [{}, {"rank": "one"}, {"rank": "7"}, {"rank": "-1"}, {"rank": "1", "to": "former"}]
+)
 def test_a_stranger_disturbs_nobody(spawn_grpc: Spawn, metadata: dict[str, str]) -> None:
     def work(communicator: Communicator) -> Any:
         refused = None
         communicator.barrier()
         if communicator.rank == 1:
             address = communicator.transport.cluster.ring[0].address
-            refused = stream(address, GOOD, b"garbage", **metadata)
+            known = {"to": communicator.transport._incarnations[0]}
+            refused = stream(address, GOOD, b"garbage", **{**known, **metadata})
         assert communicator.all_reduce(np.ones(3))[0] == 2
         return refused
 

@@ -129,8 +129,9 @@ class GrpcTransport(Transport):
     def _stream(self, peer: int) -> Stream:
         if peer not in self._streams:
             method = self._to_peer[peer].stream_unary(f"/{_SERVICE}/Stream")
+            metadata = ("rank", str(self.rank)), ("to", self._incarnations[peer])
             self._streams[peer] = Stream(
-                method, self.rank, self.options, lambda why: self._lost(peer, why)
+                method, metadata, self.options, lambda why: self._lost(peer, why)
             )
         return self._streams[peer]
 
@@ -189,7 +190,10 @@ class GrpcTransport(Transport):
         await self._server.start()
 
     async def _on_stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:
-        claim = dict(context.invocation_metadata() or ()).get("rank", "")
+        metadata = dict(context.invocation_metadata() or ())
+        claim = metadata.get("rank", "")
+        if metadata.get("to") != self._incarnation:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "this rank is of another ring")
         if not claim.isdigit() or int(claim) not in self._to_peer:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank"
@@ -344,7 +348,9 @@ class GrpcTransport(Transport):
             self._notes.append(event_loop.start(self._leave(peer, error_to_dict(error))))
 
     async def _leave(self, peer: int, error: dict[str, Any] | None = None) -> None:
-        note = {"sender": self.rank, **({"error": error} if error else {})}
+        note: dict[str, Any] = {"sender": self.rank, "to": self._incarnations.get(peer)}
+        if error:
+            note["error"] = error
         leave = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Leave")
         with contextlib.suppress(grpc.aio.AioRpcError):
             await leave(
@@ -355,6 +361,9 @@ class GrpcTransport(Transport):
 
     async def _on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         note = json.loads(request)
+        # without an incarnation it comes from a rendezvous that has failed
+        if note["to"] not in (None, self._incarnation):
+            return b""
         if "error" in note:
             with self._ending:
                 self.mailbox.fail(error_from_dict(note["error"]))

@@ -80,7 +80,7 @@ class Stream:
 
     Args:
       method: the Stream method of the peer.
-      rank: this rank, which the peer is told once.
+      metadata: what the peer is told once: who sends, and to whom.
       options: `collective_timeout_s` is how long a full queue may stand still.
       on_error: called with the reason where the stream ends before its time.
     """
@@ -88,13 +88,13 @@ class Stream:
     def __init__(
         self,
         method: Any,
-        rank: int,
+        metadata: tuple[tuple[str, str], ...],
         options: Options,
         on_error: Callable[[str], Awaitable[None]],
     ) -> None:
         self._frames: asyncio.Queue[bytes] = asyncio.Queue(_QUEUED_FRAMES)
         self._timeout_s = options.collective_timeout_s
-        self._call = method(metadata=(("rank", str(rank)),))
+        self._call = method(metadata=metadata)
         self._greeting = asyncio.ensure_future(self._call.initial_metadata())
         self._writer = asyncio.ensure_future(self._write())
         self._watcher = asyncio.ensure_future(self._watch(on_error))

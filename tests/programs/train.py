@@ -255,7 +255,7 @@ def make_model_fn(settings: dict, optimizer_name: str):
             x = tf.reshape(tf.nn.embedding_lookup(table, x), [-1, 12])
         if settings["model"] == "batch_norm":
             training = mode == tf.estimator.ModeKeys.TRAIN
-            x = tf.compat.v1.layers.batch_normalization(x, momentum=0.9, training=training)
+            x = tf.compat.v1.layers.batch_normalization(x, momentum=0.875, training=training)
         x = layers.Dense(settings["hidden"], activation="relu", dtype=dtype)(x)
         logits = layers.Dense(2, dtype=dtype)(x)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
