@@ -63,6 +63,9 @@ LADDER = [
     "estimator_ext._tf_estimator._loading",
     "estimator_ext._tf_estimator",
     "estimator_ext.installing",
+    "estimator_ext.batch_size",
+    "estimator_ext.strict_rules",
+    "estimator_ext.predictions",
     "estimator_ext.sync_on_read",
     "estimator_ext.accumulation",
     "estimator_ext.uneven_data",
@@ -72,6 +75,7 @@ LADDER = [
     "estimator_ext.hooks",
     "estimator_ext.run_config",
     "estimator_ext.spec",
+    "estimator_ext.loop",
     "estimator_ext.step_report",
     "estimator_ext.host_call",
     "estimator_ext.estimator",
@@ -129,6 +133,7 @@ def function():
         "hostopt.launch",
         "grpc",
         "estimator_ext.spec",
+        "estimator_ext.loop",
     }
 
 
