@@ -134,7 +134,7 @@ class EndAgreementHook(tf.compat.v1.train.SessionRunHook):
           hostopt.HostOptError: a rank failed, left or timed out.
         """
         del session, coord
-        own = json.dumps([hook._last_step for hook in self._hooks]).encode()
+        own = json.dumps([int(hook._last_step) for hook in self._hooks]).encode()
         steps = [set(json.loads(each)) for each in self._communicator.all_gather_bytes(own)]
         self._agreed_steps = set.intersection(*steps)
 

@@ -17,7 +17,7 @@ from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
-from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
+from estimator_ext.loop import check_whole_loops, in_loop, whole_loops, without_reports
 from estimator_ext.predictions import first
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.spec import stock_spec
@@ -225,7 +225,9 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             saving_listeners = ()
         if self._iterations > 1:
             estimator_spec = self._with_saver(estimator_spec, hooks)
-            estimator_spec = in_loop(estimator_spec, self._iterations, hooks)
+            estimator_spec = in_loop(estimator_spec, self._config, hooks)
+            trainer = copy.copy(self)
+            trainer._config = without_reports(self._config)
         return _tf_estimator.Estimator._train_with_estimator_spec(
             trainer, estimator_spec, worker_hooks, hooks, global_step_tensor, saving_listeners
         )

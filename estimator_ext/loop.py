@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext.run_config import RunConfig
 from estimator_ext.spec import stock_spec
 
 __all__: list[str] = []
@@ -55,21 +56,22 @@ def whole_loops(max_steps: int, iterations: int) -> int:
     return -(-max_steps // iterations) * iterations
 
 
-def in_loop(spec: StockSpec, iterations: int, hooks: Sequence[Any]) -> StockSpec:
+def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSpec:
     """Make the step of a spec a loop of steps.
 
     Args:
       spec: the training of one step, built in the default graph.
-      iterations: steps of a loop.
+      config: says how many steps a loop has, and how often to report.
       hooks: those of the training besides the spec's; they learn how far a run goes.
 
     Returns:
-      A stock spec whose train_op makes `iterations` steps over as many batches, and whose loss is
-      the mean over them. Summaries are those of the last step.
+      A stock spec whose train_op makes so many steps over as many batches, and whose loss is the
+      mean over them. It has the hooks that report, with the summaries of a loop's last step.
 
     Raises:
       hostopt.ConfigError: a variable cannot be used in a loop.
     """
+    iterations = config.iterations_per_loop
     summaries = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.SUMMARIES)
     with tf.control_dependencies([spec.train_op]):
         loss = tf.identity(spec.loss)
@@ -86,15 +88,29 @@ def in_loop(spec: StockSpec, iterations: int, hooks: Sequence[Any]) -> StockSpec
             lambda number, *_: number < iterations, body, start, parallel_iterations=1
         )
         mean = total / iterations
+        summaries[:] = [tf.identity(text) for text in texts]
     step.forbid()
-    summaries[:] = [tf.identity(text) for text in texts]
-    all_hooks = [*hooks, *spec.training_hooks, *spec.training_chief_hooks]
+    chief_hooks = [*spec.training_chief_hooks, *_reports(mean, config, spec.scaffold)]
+    end = _LoopEndHook([*hooks, *spec.training_hooks, *chief_hooks], iterations)
     return stock_spec(
         spec,
         loss=mean,
         train_op=mean.op,
-        training_hooks=[*spec.training_hooks, _LoopEndHook(all_hooks, iterations)],
+        training_hooks=[*spec.training_hooks, end],
+        training_chief_hooks=chief_hooks,
     )
+
+
+def without_reports(config: RunConfig) -> RunConfig:
+    """A configuration with which the stock class adds no hooks that report.
+
+    Args:
+      config: that of a training in loops.
+
+    Returns:
+      A copy.
+    """
+    return config.replace(save_summary_steps=0, log_step_count_steps=None)
 
 
 class _Step:
@@ -172,6 +188,39 @@ def _check_variable(op: tf.Operation) -> None:
         )
 
 
+def _reports(loss: tf.Tensor, config: RunConfig, scaffold: Any) -> list[Any]:
+    """The hooks that report as often as configured; the stock ones reckon with single steps."""
+    train = tf.compat.v1.train
+    directory, iterations = config.model_dir, config.iterations_per_loop
+    hooks: list[Any] = []
+    if config.save_summary_steps:
+        hooks.append(_SummaryHook(iterations, config.save_summary_steps, directory, scaffold))
+    if config.log_step_count_steps:
+        every_steps = config.log_step_count_steps
+        told = {"loss": loss, "step": train.get_global_step()}
+        every_loops = max(1, every_steps // iterations)
+        hooks.append(train.LoggingTensorHook(told, every_n_iter=every_loops))
+        hooks.append(train.StepCounterHook(every_steps, output_dir=directory))
+    return hooks
+
+
+class _SummaryHook(tf.compat.v1.train.SummarySaverHook):
+    """Writes summaries of the loops in which they are due."""
+
+    def __init__(self, iterations: int, every_steps: int, directory: str, scaffold: Any) -> None:
+        super().__init__(save_steps=every_steps, output_dir=directory, scaffold=scaffold)
+        self._iterations = iterations
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Write what was asked for, and note where the next loop ends."""
+        super().after_run(run_context, run_values)
+        self._next_step = _global_step(run_context) + self._iterations
+
+
+def _global_step(run_context: Any) -> int:
+    return int(run_context.session.run(tf.compat.v1.train.get_global_step()))
+
+
 class _LoopEndHook(tf.compat.v1.train.SessionRunHook):
     """Stops after the loop in which a step is reached, at which a hook wants to stop.
 
@@ -197,6 +246,6 @@ class _LoopEndHook(tf.compat.v1.train.SessionRunHook):
         """
         del run_values
         if self._hooks:
-            step = run_context.session.run(tf.compat.v1.train.get_global_step())
+            step = _global_step(run_context)
             if any(step >= hook._last_step for hook in self._hooks):
                 run_context.request_stop()

@@ -133,7 +133,6 @@ def function():
         "hostopt.launch",
         "grpc",
         "estimator_ext.spec",
-        "estimator_ext.loop",
     }
 
 
