@@ -79,7 +79,9 @@ def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSp
 
     def body(number: tf.Tensor, total: tf.Tensor, *_: tf.Tensor) -> list[tf.Tensor]:
         loss, *texts = step.copy()
-        with tf.control_dependencies([loss]):  # the next step begins when this one has ended
+        with tf.control_dependencies(
+            [loss, *texts]
+        ):  # the next step begins when this one has ended
             return [number + 1, total + loss, *texts]
 
     start = [tf.constant(0), tf.zeros([], loss.dtype), *[tf.constant("") for _ in summaries]]

@@ -470,16 +470,32 @@ def test_hooks_between_loops(tmp_path: Path) -> None:
             saved.append(int(global_step))
 
     estimator = make_estimator(
-        tmp_path, iterations_per_loop=4, save_checkpoints_steps=8, save_summary_steps=4
+        tmp_path,
+        iterations_per_loop=4,
+        save_checkpoints_steps=8,
+        save_summary_steps=4,
+        log_step_count_steps=8,
     )
     stop = tf.compat.v1.train.StopAtStepHook(last_step=18)
     estimator.train(data(100), hooks=[stop], saving_listeners=[Listener()])
     assert saved == [0, 8, 16, 20]
+    assert len(summaries(tmp_path, "global_step/sec")) == 2  # after 12 and 20 steps
     sizes = summaries(tmp_path, "size")
     assert len(sizes) == 5
     for loop, size in enumerate(sizes):  # of the last batch of the loop
         batch = X[BATCH * (4 * loop + 3) :][:BATCH]
         np.testing.assert_allclose(size, np.abs(batch).mean(), rtol=1e-6)
+
+
+def test_loops_in_train_and_evaluate(tmp_path: Path) -> None:
+    estimator = make_estimator(tmp_path, iterations_per_loop=4, save_checkpoints_steps=8)
+    result, _ = tf.estimator.train_and_evaluate(
+        estimator,
+        tf.estimator.TrainSpec(data(100), max_steps=18),
+        tf.estimator.EvalSpec(data(100), steps=4, throttle_secs=0),
+    )
+    assert result["global_step"] == 20
+    assert len(summaries(tmp_path / "eval", "mean")) == 3  # after 8, 16 and 20 steps
 
 
 def summaries(directory: Path, tag: str) -> list[float]:
