@@ -26,6 +26,7 @@ from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.strict_rules import check_data, check_params, check_spec
 from estimator_ext.sync_on_read import SyncOnRead
 from estimator_ext.uneven_data import MODES, BatchWeights, count_examples, endless, followed
+from hostopt.tensorflow.ops import HOST_DEVICE
 
 __all__: list[str] = []
 
@@ -245,7 +246,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         if self._is_strict:
             check_data(data)
             if mode == ModeKeys.TRAIN and self._config.prefetch_depth is not None:
-                data = data.prefetch(self._config.prefetch_depth)
+                with tf.device(HOST_DEVICE):
+                    data = data.prefetch(self._config.prefetch_depth)
         return data
 
     def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:
@@ -281,7 +283,8 @@ class Estimator(_HostOffloadEstimator):
 
     Batch sizes are global. Each process finds its part in `params["batch_size"]`, in input_fn and
     model_fn: in training the batch size divided by the number of workers; one process evaluates
-    or predicts. The user's params are not changed.
+    or predicts. The user's params are not changed. `predict` takes num_predictions besides the
+    stock arguments: the number of examples after which it ends.
 
     Args:
       model_fn: returns an `estimator_ext.EstimatorSpec` or a `tf.estimator.EstimatorSpec`.

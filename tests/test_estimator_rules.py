@@ -401,6 +401,28 @@ def test_a_loop_of_steps_equals_the_steps(
     np.testing.assert_allclose(losses, means, rtol=1e-12)
 
 
+def test_a_loop_runs_where_a_step_would(tmp_path: Path) -> None:
+    found: dict[str, list[str]] = {}
+
+    class Trace(tf.estimator.SessionRunHook):
+        def before_run(self, run_context: Any) -> Any:
+            full = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
+            return tf.estimator.SessionRunArgs([], options=full)
+
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            for device in run_values.run_metadata.step_stats.dev_stats:
+                found[device.device[-5:]] = [node.node_name for node in device.node_stats]
+
+    strategy = estimator_ext.HostOffloadStrategy(accelerator="/device:CPU:1")
+    estimator = make_estimator(tmp_path, iterations_per_loop=6, train_distribute=strategy)
+    estimator.train(data(6), hooks=[Trace()])
+    products = [name for name in found["CPU:1"] if name.endswith("dense/MatMul")]
+    updates = [name for name in found["CPU:0"] if name.endswith("/ResourceApplyAdam")]
+    assert len(products) == 6
+    assert len(updates) == 6 * 3  # variables
+    assert not [name for name in found["CPU:0"] if "MatMul" in name]
+
+
 class Parts(tf.keras.layers.Layer):
     """A layer with a weight of its own, and control flow."""
 
