@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from estimator_ext._tf_estimator import ModeKeys, fn_args
+from estimator_ext.run_config import whole_number
 
 __all__: list[str] = []
 
@@ -40,7 +41,11 @@ class BatchSizes:
         params: dict[str, Any] | None,
     ) -> None:
         given = {ModeKeys.TRAIN: train, ModeKeys.EVAL: evaluation, ModeKeys.PREDICT: prediction}
-        self._local = {mode: _checked(mode, n) for mode, n in given.items() if n is not None}
+        self._local = {
+            mode: whole_number(_ARGUMENTS[mode], size)
+            for mode, size in given.items()
+            if size is not None
+        }
         if self._local and _KEY in (params or {}):
             names = " and ".join(_ARGUMENTS[mode] for mode in self._local)
             raise ValueError(
@@ -78,12 +83,6 @@ class BatchSizes:
                 f"given, and the batch size of this process is in params['{_KEY}']. Write "
                 f"def input_fn(params), or leave {_ARGUMENTS[mode]} out"
             )
-
-
-def _checked(mode: str, size: Any) -> int:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"{_ARGUMENTS[mode]} is {size!r}, wanted a whole number above 0")
-    return size
 
 
 def _part(train: int, workers: int) -> int:

@@ -17,7 +17,8 @@ from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
-from estimator_ext.loop import check_whole_loops, in_loop, whole_loops, without_reports
+from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
+from estimator_ext.loop_hooks import without_reports
 from estimator_ext.predictions import first
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.spec import stock_spec

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext.loop_hooks import LoopEndHook, reports
 from estimator_ext.run_config import RunConfig
 from estimator_ext.spec import stock_spec
 
@@ -38,7 +39,7 @@ def check_whole_loops(steps: int | None, iterations: int) -> None:
     if steps is not None and steps % iterations:
         raise ValueError(
             f"steps is {steps}, wanted a multiple of iterations_per_loop={iterations}: a loop is "
-            f"run as a whole. Give steps={-(-steps // iterations) * iterations}, or change "
+            f"run as a whole. Give steps={whole_loops(steps, iterations)}, or change "
             "RunConfig.iterations_per_loop"
         )
 
@@ -79,9 +80,8 @@ def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSp
 
     def body(number: tf.Tensor, total: tf.Tensor, *_: tf.Tensor) -> list[tf.Tensor]:
         loss, *texts = step.copy()
-        with tf.control_dependencies(
-            [loss, *texts]
-        ):  # the next step begins when this one has ended
+        # the next step begins when this one has ended
+        with tf.control_dependencies([loss, *texts]):
             return [number + 1, total + loss, *texts]
 
     start = [tf.constant(0), tf.zeros([], loss.dtype), *[tf.constant("") for _ in summaries]]
@@ -92,8 +92,8 @@ def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSp
         mean = total / iterations
         summaries[:] = [tf.identity(text) for text in texts]
     step.forbid()
-    chief_hooks = [*spec.training_chief_hooks, *_reports(mean, config, spec.scaffold)]
-    end = _LoopEndHook([*hooks, *spec.training_hooks, *chief_hooks], iterations)
+    chief_hooks = [*spec.training_chief_hooks, *reports(mean, config, spec.scaffold)]
+    end = LoopEndHook([*hooks, *spec.training_hooks, *chief_hooks], iterations)
     return stock_spec(
         spec,
         loss=mean,
@@ -101,18 +101,6 @@ def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSp
         training_hooks=[*spec.training_hooks, end],
         training_chief_hooks=chief_hooks,
     )
-
-
-def without_reports(config: RunConfig) -> RunConfig:
-    """A configuration with which the stock class adds no hooks that report.
-
-    Args:
-      config: that of a training in loops.
-
-    Returns:
-      A copy.
-    """
-    return config.replace(save_summary_steps=0, log_step_count_steps=None)
 
 
 class _Step:
@@ -188,66 +176,3 @@ def _check_variable(op: tf.Operation) -> None:
             f"variable {op.name!r} is a reference variable, wanted a resource variable with "
             "iterations_per_loop above 1. Call tf.compat.v1.enable_resource_variables() first"
         )
-
-
-def _reports(loss: tf.Tensor, config: RunConfig, scaffold: Any) -> list[Any]:
-    """The hooks that report as often as configured; the stock ones reckon with single steps."""
-    train = tf.compat.v1.train
-    directory, iterations = config.model_dir, config.iterations_per_loop
-    hooks: list[Any] = []
-    if config.save_summary_steps:
-        hooks.append(_SummaryHook(iterations, config.save_summary_steps, directory, scaffold))
-    if config.log_step_count_steps:
-        every_steps = config.log_step_count_steps
-        told = {"loss": loss, "step": train.get_global_step()}
-        every_loops = max(1, every_steps // iterations)
-        hooks.append(train.LoggingTensorHook(told, every_n_iter=every_loops))
-        hooks.append(train.StepCounterHook(every_steps, output_dir=directory))
-    return hooks
-
-
-class _SummaryHook(tf.compat.v1.train.SummarySaverHook):
-    """Writes summaries of the loops in which they are due."""
-
-    def __init__(self, iterations: int, every_steps: int, directory: str, scaffold: Any) -> None:
-        super().__init__(save_steps=every_steps, output_dir=directory, scaffold=scaffold)
-        self._iterations = iterations
-
-    def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Write what was asked for, and note where the next loop ends."""
-        super().after_run(run_context, run_values)
-        self._next_step = _global_step(run_context) + self._iterations
-
-
-def _global_step(run_context: Any) -> int:
-    return int(run_context.session.run(tf.compat.v1.train.get_global_step()))
-
-
-class _LoopEndHook(tf.compat.v1.train.SessionRunHook):
-    """Stops after the loop in which a step is reached, at which a hook wants to stop.
-
-    The stock hooks reckon with one step a run, and would notice one loop later.
-
-    Args:
-      hooks: all others of the training.
-      iterations: steps of a loop.
-    """
-
-    def __init__(self, hooks: Sequence[Any], iterations: int) -> None:
-        self._hooks = [h for h in hooks if isinstance(h, tf.compat.v1.train.StopAtStepHook)]
-        for hook in hooks:
-            if hasattr(hook, "_set_steps_per_run"):  # as the stock saver has
-                hook._set_steps_per_run(iterations)
-
-    def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Compare the step with those at which to stop.
-
-        Args:
-          run_context: of this loop.
-          run_values: not used.
-        """
-        del run_values
-        if self._hooks:
-            step = _global_step(run_context)
-            if any(step >= hook._last_step for hook in self._hooks):
-                run_context.request_stop()
