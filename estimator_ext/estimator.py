@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,20 @@ from estimator_ext import _tf_estimator
 from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
+from estimator_ext.batch_size import BatchSizes
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
-from estimator_ext.run_config import adopt_cluster
+from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
+from estimator_ext.loop_hooks import without_reports
+from estimator_ext.predictions import first
+from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.spec import stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy
+from estimator_ext.strict_rules import check_data, check_params, check_spec
 from estimator_ext.sync_on_read import SyncOnRead
 from estimator_ext.uneven_data import MODES, BatchWeights, count_examples, endless, followed
+from hostopt.tensorflow.ops import HOST_DEVICE
 
 __all__: list[str] = []
 
@@ -43,6 +49,9 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         max_steps: int | None = None,
         saving_listeners: Any = None,
     ) -> _HostOffloadEstimator:
+        check_whole_loops(steps, self._iterations)
+        if max_steps is not None:
+            max_steps = whole_loops(max_steps, self._iterations)
         strategy = self._train_distribution
         arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
@@ -80,8 +89,26 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
+        check_whole_loops(steps, self._iterations)
         hooks = [*(hooks or ()), OwnEventsFileHook(self.eval_dir(name))]
         return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
+
+    def predict(
+        self,
+        input_fn: Callable[..., Any],
+        predict_keys: Any = None,
+        hooks: Any = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+        num_predictions: int | None = None,
+    ) -> Iterator[Any]:
+        predictions = super().predict(
+            input_fn, predict_keys, hooks, checkpoint_path, yield_single_examples
+        )
+        if num_predictions is None:
+            return predictions
+        whole_number("num_predictions", num_predictions)
+        return first(predictions, num_predictions, yield_single_examples)
 
     def _train_model_distributed(
         self, input_fn: Callable[..., Any], hooks: Any, saving_listeners: Any
@@ -198,6 +225,11 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             trainer._config._is_chief = True
             estimator_spec = stock_spec(estimator_spec, training_chief_hooks=())
             saving_listeners = ()
+        if self._iterations > 1:
+            estimator_spec = self._with_saver(estimator_spec, hooks)
+            estimator_spec = in_loop(estimator_spec, self._config, hooks)
+            trainer = copy.copy(self)
+            trainer._config = without_reports(self._config)
         return _tf_estimator.Estimator._train_with_estimator_spec(
             trainer, estimator_spec, worker_hooks, hooks, global_step_tensor, saving_listeners
         )
@@ -208,13 +240,39 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         mode: str,
         input_context: tf.distribute.InputContext | None = None,
     ) -> Any:
+        self._batch_sizes.check_input_fn(input_fn, mode)
         # evaluation and prediction read all data: a pipeline of its own for whoever asks for one
-        return super()._call_input_fn(
-            input_fn, mode, input_context or tf.distribute.InputContext(1, 0, 1)
-        )
+        context = input_context or tf.distribute.InputContext(1, 0, 1)
+        data = _tf_estimator.Estimator._call_input_fn(self._in_mode(mode), input_fn, mode, context)
+        if self._is_strict:
+            check_data(data)
+            if mode == ModeKeys.TRAIN and self._config.prefetch_depth is not None:
+                with tf.device(HOST_DEVICE):
+                    data = data.prefetch(self._config.prefetch_depth)
+        return data
 
     def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:
-        return run_on_host(super()._call_model_fn(features, labels, mode, config), mode)
+        spec = _tf_estimator.Estimator._call_model_fn(
+            self._in_mode(mode), features, labels, mode, config
+        )
+        if self._is_strict:
+            check_spec(spec, mode)
+        return run_on_host(spec, mode, self._iterations)
+
+    def _in_mode(self, mode: str) -> _HostOffloadEstimator:
+        """This estimator with the params of a mode."""
+        estimator = copy.copy(self)
+        estimator._params = self._batch_sizes.add_to(self._params, mode)
+        return estimator
+
+    @property
+    def _is_strict(self) -> bool:
+        """Whether the accelerator estimator's rules hold, beyond the stock ones."""
+        return isinstance(self._config, RunConfig)
+
+    @property
+    def _iterations(self) -> int:
+        return self._config.iterations_per_loop if self._is_strict else 1
 
 
 class Estimator(_HostOffloadEstimator):
@@ -224,12 +282,26 @@ class Estimator(_HostOffloadEstimator):
     reduced over the ranks on the host, and rank 0 alone restores and writes checkpoints and
     summaries; the others start from its values. Without one it works like the stock class.
 
+    Batch sizes are global. Each process finds its part in `params["batch_size"]`, in input_fn and
+    model_fn: in training the batch size divided by the number of workers; one process evaluates
+    or predicts. The user's params are not changed. `predict` takes num_predictions besides the
+    stock arguments: the number of examples after which it ends.
+
     Args:
       model_fn: returns an `estimator_ext.EstimatorSpec` or a `tf.estimator.EstimatorSpec`.
       model_dir: where rank 0 restores and writes, and where evaluators read.
       config: an `estimator_ext.RunConfig` or `tf.estimator.RunConfig`.
       params: dict that model_fn and input_fn receive, if they have such an argument.
       warm_start_from: checkpoint or settings that rank 0 starts a fresh training from.
+      train_batch_size: number of examples of a step, of all workers together.
+      eval_batch_size: number of examples of a batch in evaluation.
+      predict_batch_size: number of examples of a batch in prediction.
+
+    Raises:
+      ValueError: a batch size is no whole number above 0 or not divisible by the number of
+        workers, or params has one too; with an `estimator_ext.RunConfig`, params has the reserved
+        key 'input_fn'.
+      hostopt.ConfigError: a `HostOffloadStrategy` is to evaluate.
     """
 
     def __init__(
@@ -239,8 +311,13 @@ class Estimator(_HostOffloadEstimator):
         config: Any = None,
         params: dict[str, Any] | None = None,
         warm_start_from: Any = None,
+        train_batch_size: int | None = None,
+        eval_batch_size: int | None = None,
+        predict_batch_size: int | None = None,
     ) -> None:
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
+        if self._is_strict:
+            check_params(params)
         if isinstance(self._eval_distribution, HostOffloadStrategy):
             raise hostopt.ConfigError(
                 "RunConfig.eval_distribute is a HostOffloadStrategy, wanted None: one process "
@@ -250,6 +327,11 @@ class Estimator(_HostOffloadEstimator):
             self._config = copy.deepcopy(self._config)
             adopt_cluster(self._config, self._train_distribution)
             self._session_config = self._config.session_config
+        strategy = self._train_distribution
+        workers = strategy.num_replicas_in_sync if strategy else 1
+        self._batch_sizes = BatchSizes(
+            train_batch_size, eval_batch_size, predict_batch_size, workers, params
+        )
 
 
 def _saved_step(model_dir: str) -> int:

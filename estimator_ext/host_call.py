@@ -17,12 +17,13 @@ from hostopt.tensorflow.ops import HOST_DEVICE
 __all__: list[str] = []
 
 
-def run_on_host(spec: StockSpec, mode: str) -> StockSpec:
+def run_on_host(spec: StockSpec, mode: str, iterations: int = 1) -> StockSpec:
     """Build the host side of an extended spec into the graph.
 
     Args:
       spec: what model_fn returned; a stock spec is returned as it is.
       mode: a `tf.estimator.ModeKeys`.
+      iterations: number of steps of a loop.
 
     Returns:
       A stock spec whose train_op runs the host call and increments global_step, or whose
@@ -30,15 +31,25 @@ def run_on_host(spec: StockSpec, mode: str) -> StockSpec:
 
     Raises:
       ValueError: the host call returns nothing that can be run, model_fn increments global_step
-        itself, or there are two kinds of metrics.
+        itself, there is one in a loop, or there are two kinds of metrics.
     """
     if not isinstance(spec, EstimatorSpec):
         return spec
     if mode == ModeKeys.TRAIN and spec.host_call is not None:
+        _check_no_loop(iterations)
         return stock_spec(spec, train_op=_train_op(spec))
     if mode == ModeKeys.EVAL and spec.eval_metrics is not None:
         return stock_spec(spec, eval_metric_ops=_eval_metric_ops(spec))
     return stock_spec(spec)
+
+
+def _check_no_loop(iterations: int) -> None:
+    if iterations > 1:
+        raise ValueError(
+            f"EstimatorSpec has a host_call and RunConfig.iterations_per_loop is {iterations}, "
+            "wanted 1 with a host_call: the host is called once in each run of the session. Leave "
+            "iterations_per_loop out, or return train_op=optimizer.minimize(...) without host_call"
+        )
 
 
 def _train_op(spec: EstimatorSpec) -> tf.Operation:

@@ -31,12 +31,18 @@ class RunConfig(_StockRunConfig):
       uneven_data: what happens where the data of a rank end before those of others. "join": it
         takes part with weight zero until all have ended, so that each example counts once;
         "stop": all ranks stop.
+      iterations_per_loop: number of steps that one run of the session makes, in a loop of the
+        graph; hooks, summaries and checkpoints come between loops.
+      prefetch_depth: number of batches that the training's dataset prepares beforehand; None adds
+        nothing to what input_fn does.
       **fields: as for `tf.estimator.RunConfig`.
 
     Raises:
       hostopt.ConfigError: a timeline without a `HostOffloadStrategy`, or for one whose ranks have
-        met without it; accumulate_steps without a `HostOffloadStrategy`.
-      ValueError: accumulate_steps or uneven_data is none of the values that it may have.
+        met without it; accumulate_steps without a `HostOffloadStrategy`; iterations_per_loop
+        above 1 with several workers or with accumulate_steps.
+      ValueError: accumulate_steps, uneven_data, iterations_per_loop or prefetch_depth is none of
+        the values that it may have.
     """
 
     def __init__(
@@ -45,14 +51,22 @@ class RunConfig(_StockRunConfig):
         timeline: str | None = None,
         accumulate_steps: int = 1,
         uneven_data: str = "join",
+        iterations_per_loop: int = 1,
+        prefetch_depth: int | None = None,
         **fields: Any,
     ) -> None:
         super().__init__(*args, **fields)
         self._timeline = timeline
-        self._accumulate_steps = _whole_number("accumulate_steps", accumulate_steps)
+        self._accumulate_steps = whole_number("accumulate_steps", accumulate_steps)
         if uneven_data not in MODES:
             raise ValueError(f"uneven_data is {uneven_data!r}, wanted one of {', '.join(MODES)}")
         self._uneven_data = uneven_data
+        self._iterations_per_loop = whole_number("iterations_per_loop", iterations_per_loop)
+        self._prefetch_depth = prefetch_depth
+        if prefetch_depth is not None:
+            whole_number("prefetch_depth", prefetch_depth)
+        if iterations_per_loop > 1:
+            self._check_loop()
         if isinstance(self.train_distribute, HostOffloadStrategy):
             if timeline is not None:
                 self.train_distribute.record_timeline(timeline)
@@ -83,8 +97,45 @@ class RunConfig(_StockRunConfig):
         """What happens where the data of a rank end before those of others."""
         return self._uneven_data
 
+    @property
+    def iterations_per_loop(self) -> int:
+        """Number of steps of one run of the session."""
+        return self._iterations_per_loop
 
-def _whole_number(name: str, value: Any) -> int:
+    @property
+    def prefetch_depth(self) -> int | None:
+        """Number of batches that are prepared beforehand; None for none."""
+        return self._prefetch_depth
+
+    def _check_loop(self) -> None:
+        found = f"iterations_per_loop is {self._iterations_per_loop}, wanted 1"
+        strategy = self.train_distribute
+        workers = strategy.num_replicas_in_sync if strategy else 1
+        if workers > 1:
+            raise hostopt.ConfigError(
+                f"{found} with {workers} workers: they meet once in each run of the session. "
+                "Leave it out, or train with one worker"
+            )
+        if self._accumulate_steps > 1:
+            raise hostopt.ConfigError(
+                f"{found} with accumulate_steps={self._accumulate_steps}: micro-batches are runs "
+                "of the session by themselves. Leave one of the two out"
+            )
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Refuse what is no whole number above 0.
+
+    Args:
+      name: of the option.
+      value: as given by the user.
+
+    Returns:
+      The value.
+
+    Raises:
+      ValueError: it is something else.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r}, wanted a whole number above 0")
     return value

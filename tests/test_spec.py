@@ -112,7 +112,11 @@ def test_host_call_is_for_training_only(tmp_path: Path) -> None:
             raise AssertionError("called outside of training")
 
         return estimator_ext.EstimatorSpec(
-            mode, loss=loss, predictions={"y": tf.fill([4], loss)}, host_call=(fail, [])
+            mode,
+            loss=loss,
+            predictions={"y": tf.fill([4], loss)},
+            eval_metric_ops={"mean": tf.compat.v1.metrics.mean(loss)},
+            host_call=(fail, []),
         )
 
     estimator = make_estimator(tmp_path, build)

@@ -22,3 +22,4 @@ TrainSpec = estimator_v2.TrainSpec
 TrainingExecutor = _training._TrainingExecutor
 Evaluator = _training._TrainingExecutor._Evaluator
 parse_input_fn_result = load("util").parse_input_fn_result
+fn_args = load("util").fn_args  # names of the arguments that a function takes

@@ -303,15 +303,21 @@ def main(settings: dict) -> None:
     for name in settings["optimizers"]:
         # Keras layers take their seeds from here; the broadcast must hide what rank 1 has
         tf.keras.utils.set_random_seed(1 if strategy.cluster.is_chief else 2)
-        config = estimator_ext.RunConfig(
-            train_distribute=strategy,
-            session_config=tf.compat.v1.ConfigProto(allow_soft_placement=False),
-            save_checkpoints_steps=settings["checkpoint_steps"],
-            save_summary_steps=settings["summary_steps"],
-            timeline=settings["timeline"],
-            accumulate_steps=settings["accumulate_steps"],
-            uneven_data=settings["uneven_data"],
-        )
+        fields = {
+            "train_distribute": strategy,
+            "session_config": tf.compat.v1.ConfigProto(allow_soft_placement=False),
+            "save_checkpoints_steps": settings["checkpoint_steps"],
+            "save_summary_steps": settings["summary_steps"],
+        }
+        if settings["as_tensors"]:  # which the stock rules allow
+            config = tf.estimator.RunConfig(**fields)
+        else:
+            config = estimator_ext.RunConfig(
+                timeline=settings["timeline"],
+                accumulate_steps=settings["accumulate_steps"],
+                uneven_data=settings["uneven_data"],
+                **fields,
+            )
         estimator = estimator_ext.Estimator(
             make_model_fn(settings, name), str(Path(settings["model_dir"]) / name), config
         )

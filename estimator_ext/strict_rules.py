@@ -1,0 +1,83 @@
+"""What `estimator_ext.RunConfig` asks of input_fn and model_fn, beyond the stock rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext._tf_estimator import ModeKeys
+
+__all__: list[str] = []
+
+_WANTED = "features or (features, labels), each a tensor or a dict of tensors"
+_NEEDED = {
+    ModeKeys.TRAIN: ("loss", "train_op"),
+    ModeKeys.EVAL: ("loss",),
+    ModeKeys.PREDICT: ("predictions",),
+}
+
+
+def check_params(params: dict[str, Any] | None) -> None:
+    """Refuse names that params must not have.
+
+    Args:
+      params: those of the user.
+
+    Raises:
+      ValueError: 'input_fn' is among them.
+    """
+    if isinstance(params, dict) and "input_fn" in params:
+        raise ValueError(
+            "params has the key 'input_fn', wanted any other name: 'input_fn' is reserved. Rename "
+            "it, or give a tf.estimator.RunConfig as config"
+        )
+
+
+def check_data(data: Any) -> None:
+    """Refuse what is not a dataset of features, or of features and labels.
+
+    Args:
+      data: what input_fn returned.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not isinstance(data, tf.data.Dataset):
+        raise ValueError(
+            f"input_fn must return Dataset: got a {type(data).__name__}, wanted a tf.data.Dataset "
+            f"of {_WANTED}. Return for example tf.data.Dataset.from_tensors((features, labels))"
+            ".repeat(), or give a tf.estimator.RunConfig as config, which allows tensors"
+        )
+    element = data.element_spec
+    if isinstance(element, (tuple, list)) and len(element) != 2:
+        raise ValueError(
+            f"input_fn returned a Dataset of {type(element).__name__}s of {len(element)}, wanted "
+            f"{_WANTED}. Put several features into one dict"
+        )
+
+
+def check_spec(spec: StockSpec, mode: str) -> None:
+    """Refuse a spec that lacks what a mode needs.
+
+    Args:
+      spec: what model_fn returned, stock or extended.
+      mode: a `tf.estimator.ModeKeys`, for which model_fn was called.
+
+    Raises:
+      ValueError: a field is missing, or there are no metrics to evaluate.
+    """
+    for name in _NEEDED[mode]:
+        value = getattr(spec, name)
+        if value is None or (isinstance(value, dict) and not value):
+            raise ValueError(
+                f"Missing {name}: model_fn was called with mode {mode!r} and returned an "
+                f"EstimatorSpec of mode {spec.mode!r} without {name}. Give it {name}"
+            )
+    has_metrics = spec.eval_metric_ops or getattr(spec, "eval_metrics", None) is not None
+    if mode == ModeKeys.EVAL and not has_metrics:
+        raise ValueError(
+            "EstimatorSpec must contain either eval_metrics or eval_metric_ops in evaluation, got "
+            "neither. Give it metrics, or give a tf.estimator.RunConfig as config"
+        )
