@@ -74,6 +74,8 @@ LADDER = [
     "estimator_ext.spec",
     "estimator_ext.step_report",
     "estimator_ext.host_call",
+    "estimator_ext.evaluators",
+    "estimator_ext.metric_sums",
     "estimator_ext.estimator",
     "estimator_ext.training",
     "estimator_ext",
