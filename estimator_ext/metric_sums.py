@@ -29,6 +29,7 @@ _READ = {
     "VarIsInitializedOp",
     "VariableShape",
 }
+_PYTHON = {"EagerPyFunc", "PyFunc"}
 
 
 class SumMetricsHook(tf.compat.v1.train.SessionRunHook):
@@ -101,9 +102,14 @@ def find_summable(values: dict[str, Any]) -> list[tf.Variable]:
     changed = {name for name, variable in local.items() if any(_changes(variable))}
     found = set()
     for metric, value in sorted(values.items()):
-        for name in changed & _sources([value.op]):
+        sources = _sources([value.op])
+        own = changed & set(sources)
+        for name in own:
             _check(metric, local[name], changed)
-            found.add(name)
+        called = sorted({op.type for op in sources.values()} & _PYTHON)
+        if called and not own:
+            raise _refusal(metric, f"{called[0]} keeps what it has counted")
+        found |= own
     return [local[name] for name in sorted(found)]
 
 
@@ -118,31 +124,31 @@ def _changes(variable: tf.Variable) -> Iterator[tf.Operation]:
 
 
 def _check(metric: str, variable: tf.Variable, changed: set[str]) -> None:
-    dtype = variable.dtype.base_dtype.name
+    dtype, named = variable.dtype.base_dtype.name, f"its variable {variable.op.name!r}"
     if dtype not in DTYPES:
-        raise _refusal(metric, variable, f"is of dtype {dtype}")
+        raise _refusal(metric, f"{named} is of dtype {dtype}")
     for op in _changes(variable):
         if op.type not in _ADD:
-            raise _refusal(metric, variable, f"changes by {op.type} ({op.name})")
-        if changed & _sources(tensor.op for tensor in op.inputs[1:]):
-            raise _refusal(metric, variable, f"grows by what such variables hold ({op.name})")
+            raise _refusal(metric, f"{named} changes by {op.type} ({op.name})")
+        if changed & set(_sources(tensor.op for tensor in op.inputs[1:])):
+            raise _refusal(metric, f"{named} grows by what such variables hold ({op.name})")
 
 
-def _sources(operations: Iterable[tf.Operation]) -> set[str]:
-    """Names of the operations from which these get data, and of these."""
+def _sources(operations: Iterable[tf.Operation]) -> dict[str, tf.Operation]:
+    """The operations from which these get data, and these, by name."""
     left = list(operations)
-    seen = set()
+    seen: dict[str, tf.Operation] = {}
     while left:
         op = left.pop()
         if op.name not in seen:
-            seen.add(op.name)
+            seen[op.name] = op
             left.extend(tensor.op for tensor in op.inputs)
     return seen
 
 
-def _refusal(metric: str, variable: tf.Variable, why: str) -> hostopt.ConfigError:
+def _refusal(metric: str, why: str) -> hostopt.ConfigError:
     return hostopt.ConfigError(
-        f"metric {metric!r} cannot be summed over several evaluators: its variable "
-        f"{variable.op.name!r} {why}, wanted assign_add only, of what the batch alone says. "
-        "Change or remove this metric, start one evaluator, or give each an EvalSpec of its own"
+        f"metric {metric!r} cannot be summed over several evaluators: {why}, wanted numbers that "
+        "change by assign_add only, of what the batch alone says. Change or remove this metric, "
+        "start one evaluator, or give each an EvalSpec of its own"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -181,6 +182,19 @@ class _Marker:
             return None
 
 
+class _Evaluator(Evaluator):
+    """The stock one, whose exporters get an Estimator that evaluates alone."""
+
+    def _export_eval_result(self, *arguments: Any) -> Any:
+        shared = self._estimator
+        self._estimator = copy.copy(shared)
+        self._estimator._evaluators = None
+        try:
+            return super()._export_eval_result(*arguments)
+        finally:
+            self._estimator = shared
+
+
 class _Evaluation:
     """Evaluates checkpoints of one estimator, each once, and keeps the last result.
 
@@ -193,7 +207,7 @@ class _Evaluation:
     def __init__(self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
         self._estimator = estimator
         self._exports = bool(eval_spec.exporters)
-        self._evaluator = Evaluator(estimator, eval_spec, train_spec.max_steps)
+        self._evaluator = _Evaluator(estimator, eval_spec, train_spec.max_steps)
         self._results: tuple[Any, Any] = (None, [])
 
     def run(self) -> tuple[Any, Any]:

@@ -20,9 +20,8 @@ estimator_ext.install()
 
 SETTINGS = {
     "model_dir": "",
-    "specs": "slices",  # or "named", "stock", "blind": an input_fn without slices
+    "specs": "slices",  # or "named", one for each evaluator
     "metric": "",  # "largest": one that cannot be summed
-    "steps": None,  # of the evaluation
     "stop": False,  # this evaluator waits to be killed after its first batch
 }
 DATA_PY = Path(__file__).parents[2] / "examples" / "mnist" / "data.py"
@@ -113,15 +112,13 @@ class StopHere(tf.estimator.SessionRunHook):
 
 def eval_specs(settings: dict, images: np.ndarray, labels: np.ndarray) -> Any:
     common = {
-        "steps": settings["steps"],
+        "steps": None,
         "start_delay_secs": 0,
         "throttle_secs": 1,
         "hooks": [StopHere()] if settings["stop"] else [],
     }
-    if settings["specs"] in ("slices", "stock"):
+    if settings["specs"] == "slices":
         return tf.estimator.EvalSpec(slices_of(images, labels), **common)
-    if settings["specs"] == "blind":
-        return tf.estimator.EvalSpec(lambda: batches(images, labels), **common)
     return [
         tf.estimator.EvalSpec(lambda: batches(images[:300], labels[:300]), name="few", **common),
         tf.estimator.EvalSpec(lambda: batches(images, labels), name="all", **common),
@@ -134,15 +131,14 @@ def main(settings: dict) -> None:
     images, labels = load_images()
     config = estimator_ext.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
     estimator = estimator_ext.Estimator(make_model_fn(settings), settings["model_dir"], config)
-    api = tf.estimator if settings["specs"] == "stock" else estimator_ext
-    result = api.train_and_evaluate(
+    result = estimator_ext.train_and_evaluate(
         estimator,
         tf.estimator.TrainSpec(lambda: batches(images, labels), max_steps=STEPS),
         eval_specs(settings, images, labels),
     )
     report("RESULT", result)
-    if config.is_chief and settings["specs"] == "slices" and not settings["metric"]:
-        alone = estimator.evaluate(slices_of(images, labels), settings["steps"], name="alone")
+    if config.is_chief and settings["specs"] == "slices":
+        alone = estimator.evaluate(slices_of(images, labels), name="alone")
         report("ALONE", alone)
 
 
