@@ -40,10 +40,10 @@ def started(tmp_path: Path, ranks: Ranks) -> Iterator[Any]:
         yield start
 
 
-def reported(rank: Rank, word: str) -> Any:
-    """What a process reported after `word`."""
-    (line,) = [line for line in rank.output.splitlines() if line.startswith(f"{word} ")]
-    return json.loads(line[len(word) :])
+def result_of(rank: Rank) -> Any:
+    """What train_and_evaluate returned in a process."""
+    (line,) = [line for line in rank.output.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line[len("RESULT") :])
 
 
 def evaluated_steps(eval_dir: Path) -> list[int]:
@@ -61,11 +61,12 @@ def test_three_evaluators_measure_what_one_measures(tmp_path: Path, started: Any
     chief, *evaluators = started(3)
     for rank in (chief, *evaluators):
         assert rank.wait() == 0, rank.output
-    alone = reported(chief, "ALONE")
+    found = [result_of(rank) for rank in evaluators]
+    (alone,) = found[0][1]  # by an exporter, which evaluator 0 alone has called
+    assert [exports for _, exports in found[1:]] == [[], []]
     assert np.sum(alone["confusion"]) == 10_000
-    for rank in evaluators:
-        together, exports = reported(rank, "RESULT")
-        assert (set(together), exports) == (set(alone), [])
+    for together, _ in found:
+        assert set(together) == set(alone)
         for name, value in alone.items():
             tolerance = 0 if name in COUNTS else 1e-6
             np.testing.assert_allclose(together[name], value, 0, tolerance, err_msg=name)
@@ -78,7 +79,7 @@ def test_each_evaluator_has_an_eval_spec_of_its_own(tmp_path: Path, started: Any
     chief, few, everything = started(2, specs="named", metric="largest")
     for rank, count in ((few, 300), (everything, 10_000)):
         assert rank.wait() == 0, rank.output
-        metrics, _ = reported(rank, "RESULT")
+        metrics, _ = result_of(rank)
         assert np.sum(metrics["confusion"]) == count
     assert chief.wait() == 0, chief.output
     for name in ("few", "all"):
@@ -94,6 +95,16 @@ def test_a_killed_evaluator_ends_the_others_but_not_the_training(started: Any) -
         assert "PeerLostError" in rank.output
         assert "rank 1 (evaluator:1, 127.0.0.1:" in rank.output
     assert chief.wait() == 0, chief.output
+
+
+def test_one_process_evaluates_all_eval_specs(tmp_path: Path) -> None:
+    specs = [tf.estimator.EvalSpec(blind_data, name=name) for name in ("day", "night")]
+    metrics, exports = evaluate(estimator_ext, None, tmp_path, *specs)
+    assert [(name, found["global_step"]) for name, found in metrics.items()] == [
+        ("day", 1),
+        ("night", 1),
+    ]
+    assert exports == {"day": [], "night": []}
 
 
 # -- what is refused -----------------------------------------------------------------------
@@ -128,12 +139,12 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
 
 
 def evaluate(
-    api: Any, strategy: estimator_ext.HostOffloadStrategy, model_dir: Path, *specs: Any
+    api: Any, strategy: estimator_ext.HostOffloadStrategy | None, model_dir: Path, *specs: Any
 ) -> Any:
     config = estimator_ext.RunConfig(train_distribute=strategy)
     estimator = estimator_ext.Estimator(model_fn, str(model_dir), config)
     eval_spec = specs[0] if len(specs) == 1 else list(specs)
-    return api.train_and_evaluate(estimator, tf.estimator.TrainSpec(data), eval_spec)
+    return api.train_and_evaluate(estimator, tf.estimator.TrainSpec(data, 1), eval_spec)
 
 
 def test_the_stock_function_refuses_a_second_evaluator(

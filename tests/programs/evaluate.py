@@ -110,6 +110,25 @@ class StopHere(tf.estimator.SessionRunHook):
         threading.Event().wait()
 
 
+class MeasureAlone(tf.estimator.Exporter):
+    """Exports nothing, but what one process measures on all data."""
+
+    name = "alone"
+
+    def __init__(self, input_fn: Callable[..., tf.data.Dataset]) -> None:
+        self._input_fn = input_fn
+
+    def export(
+        self,
+        estimator: Any,
+        export_path: str,
+        checkpoint_path: str,
+        eval_result: Any,
+        is_the_final_export: bool,
+    ) -> Any:
+        return estimator.evaluate(self._input_fn, checkpoint_path=checkpoint_path, name=self.name)
+
+
 def eval_specs(settings: dict, images: np.ndarray, labels: np.ndarray) -> Any:
     common = {
         "steps": None,
@@ -118,7 +137,8 @@ def eval_specs(settings: dict, images: np.ndarray, labels: np.ndarray) -> Any:
         "hooks": [StopHere()] if settings["stop"] else [],
     }
     if settings["specs"] == "slices":
-        return tf.estimator.EvalSpec(slices_of(images, labels), **common)
+        input_fn = slices_of(images, labels)
+        return tf.estimator.EvalSpec(input_fn, exporters=MeasureAlone(input_fn), **common)
     return [
         tf.estimator.EvalSpec(lambda: batches(images[:300], labels[:300]), name="few", **common),
         tf.estimator.EvalSpec(lambda: batches(images, labels), name="all", **common),
@@ -136,14 +156,7 @@ def main(settings: dict) -> None:
         tf.estimator.TrainSpec(lambda: batches(images, labels), max_steps=STEPS),
         eval_specs(settings, images, labels),
     )
-    report("RESULT", result)
-    if config.is_chief and settings["specs"] == "slices":
-        alone = estimator.evaluate(slices_of(images, labels), name="alone")
-        report("ALONE", alone)
-
-
-def report(word: str, value: Any) -> None:
-    print(word, json.dumps(value, default=lambda array: array.tolist()), flush=True)
+    print("RESULT", json.dumps(result, default=lambda array: array.tolist()), flush=True)
 
 
 if __name__ == "__main__":
