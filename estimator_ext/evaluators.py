@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,8 +76,8 @@ class Evaluators:
         """1. Begin a round; evaluator 0 calls this.
 
         Args:
-          **note: checkpoint: what to evaluate; ended: that this was the last round; nothing: that
-            evaluator 0 is there.
+          **note: checkpoint: file name of what to evaluate; ended: that this was the last round;
+            nothing: that evaluator 0 is there.
         """
         self._exchange(note)
 
@@ -84,7 +85,7 @@ class Evaluators:
         """1. Wait for the next checkpoint; all but evaluator 0 call this.
 
         Returns:
-          Its path; None at the end.
+          Its file name in model_dir; None at the end.
         """
         note: dict[str, Any] = {}
         while "checkpoint" not in note:
@@ -108,16 +109,21 @@ class Evaluators:
           Nothing.
 
         Raises:
-          hostopt.CheckpointError: the checkpoint was gone before all had read it.
+          hostopt.CheckpointError: the checkpoint was gone before all had read it. After this
+            error alone there may be another round.
         """
         if self.index == 0:
-            self.say(checkpoint=checkpoint)
+            self.say(checkpoint=os.path.basename(checkpoint))
         self._unread = checkpoint
         try:
             yield
-        except (ValueError, tf.errors.OpError):
-            if self._unread and not tf.io.gfile.exists(f"{checkpoint}.index"):
+        except hostopt.HostOptError:
+            raise
+        except BaseException as error:
+            may_be_gone = self._unread and isinstance(error, (ValueError, tf.errors.OpError))
+            if may_be_gone and not tf.io.gfile.exists(f"{checkpoint}.index"):
                 self.have_read(False)
+            self.communicator.abort(error)
             raise
 
     def have_read(self, success: bool = True) -> None:

@@ -130,7 +130,7 @@ def _run_evaluator(
         with_evaluators(estimator, evaluators) as shared,
     ):
         if index > 0:
-            return _evaluate_when_told(shared, eval_spec, evaluators)
+            return _evaluate_when_told(shared, estimator.model_dir, eval_spec, evaluators)
         results = _evaluate_until_ended(shared, train_spec, eval_spec, evaluators.say)
         evaluators.say(ended=True)
         return results
@@ -256,11 +256,12 @@ def _evaluate_until_ended(
 
 
 def _evaluate_when_told(
-    estimator: Estimator, eval_spec: EvalSpec, evaluators: Evaluators
+    estimator: Estimator, model_dir: str, eval_spec: EvalSpec, evaluators: Evaluators
 ) -> tuple[Any, Any]:
-    """The loop of an evaluator that another one leads."""
+    """The loop of an evaluator that evaluator 0 leads."""
     metrics = None
-    while (path := evaluators.hear()) is not None:
+    while (name := evaluators.hear()) is not None:
+        path = os.path.join(model_dir, name)
         try:
             metrics = estimator.evaluate(
                 eval_spec.input_fn, eval_spec.steps, eval_spec.hooks, path, eval_spec.name

@@ -294,17 +294,24 @@ def test_metrics_of_tensorflow_can_be_summed() -> None:
 # -- rounds --------------------------------------------------------------------------------
 
 
+def hear_or_say(evaluators: Evaluators, **note: Any) -> list[str | None]:
+    """Begin a round as evaluator 0, or what the others hear of it."""
+    if evaluators.index > 0:
+        return [evaluators.hear()]
+    evaluators.say(**note)
+    return []
+
+
 def test_a_round_in_which_one_finds_the_checkpoint_deleted(
     spawn_inproc: Spawn, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "model.ckpt-1")
 
     def run(communicator: hostopt.Communicator) -> list[str | None]:
-        evaluators, heard = Evaluators(communicator), []
-        if evaluators.index > 0:
-            heard.append(evaluators.hear())
-        else:
-            evaluators.say()  # there is nothing yet
+        evaluators = Evaluators(communicator)
+        if evaluators.index == 0:
+            evaluators.say()  # nothing yet
+        heard = [] if evaluators.index == 0 else [evaluators.hear()]
         with (
             pytest.raises(hostopt.CheckpointError, match=r"worker:1 did not find .*ckpt-1"),
             evaluators.round(path),
@@ -312,13 +319,30 @@ def test_a_round_in_which_one_finds_the_checkpoint_deleted(
             if evaluators.index == 1:
                 raise tf.errors.NotFoundError(None, None, path)
             evaluators.have_read()
-        if evaluators.index > 0:
-            heard.append(evaluators.hear())
-        else:
-            evaluators.say(ended=True)
-        return heard
+        return heard + hear_or_say(evaluators, ended=True)
 
-    assert spawn_inproc(3, run) == [[], [path, None], [path, None]]
+    heard = ["model.ckpt-1", None]
+    assert spawn_inproc(3, run) == [[], heard, heard]
+
+
+def test_a_round_in_which_one_fails(spawn_inproc: Spawn, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.ckpt-1")
+
+    def run(communicator: hostopt.Communicator) -> None:
+        evaluators = Evaluators(communicator)
+        if evaluators.index > 0:
+            evaluators.hear()
+        failure = ValueError("of the user") if evaluators.index == 0 else None
+        wanted = ValueError if failure else hostopt.PeerLostError
+        with pytest.raises(wanted, match="of the user"), evaluators.round(path):
+            evaluators.have_read()
+            if failure:  # though the checkpoint is gone meanwhile
+                raise failure
+            communicator.barrier()
+        with pytest.raises(hostopt.PeerLostError, match="of the user"):
+            hear_or_say(evaluators)
+
+    spawn_inproc(3, run)
 
 
 def test_steps_are_divided(spawn_inproc: Spawn) -> None:
