@@ -80,12 +80,16 @@ def train_and_evaluate(
 
 
 def _check_specs(eval_spec: EvalSpec | Sequence[EvalSpec]) -> list[EvalSpec]:
-    eval_specs = [eval_spec] if isinstance(eval_spec, EvalSpec) else list(eval_spec)
+    several = isinstance(eval_spec, (list, tuple)) and not isinstance(eval_spec, EvalSpec)
+    eval_specs = list(eval_spec) if several else [eval_spec]
     for spec in eval_specs:
         if not isinstance(spec, EvalSpec):
-            raise TypeError(f"eval_spec holds {spec!r}, wanted a tf.estimator.EvalSpec")
+            raise TypeError(
+                f"`eval_spec` must have type `tf.estimator.EvalSpec`, or be a list of them. Got: "
+                f"{type(spec)}"
+            )
     names = [spec.name for spec in eval_specs]
-    if len(names) != 1 and (not all(names) or len(set(names)) < len(names)):
+    if not names or (len(names) > 1 and (not all(names) or len(set(names)) < len(names))):
         raise hostopt.ConfigError(
             f"the EvalSpecs are named {names}, wanted one EvalSpec or several that have a name "
             "each, such as EvalSpec(..., name='night')"

@@ -43,6 +43,7 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
       ConfigError: TF_CONFIG, an option, this task's address or the timeline's file cannot be used.
       RendezvousTimeoutError: a rank did not appear in time.
     """
+    exit_with_error_code()
     cluster = cluster or Cluster.from_tf_config()
     return meet(cluster, (options or Options()).with_environment())
 
@@ -61,7 +62,6 @@ def meet(cluster: Cluster, options: Options) -> Communicator:
       ConfigError: this task's address or the timeline's file cannot be used.
       RendezvousTimeoutError: a rank did not appear in time.
     """
-    exit_with_error_code()
     communicator = Communicator(_transport(cluster, options))
     _connected.add(communicator)
     try:
