@@ -15,10 +15,12 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
+from estimator_ext.evaluators import Evaluators
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
+from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.spec import stock_spec
@@ -40,6 +42,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
     The stock class refuses a leaf class that overrides its methods, so they are overridden here,
     one class above the leaf.
     """
+
+    _evaluators: Evaluators | None = None  # those with whom this one evaluates
 
     def train(
         self,
@@ -91,7 +95,16 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
     ) -> dict[str, Any]:
         check_whole_loops(steps, self._iterations)
         hooks = [*(hooks or ()), OwnEventsFileHook(self.eval_dir(name))]
-        return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
+        if self._evaluators is None:
+            return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
+        steps = self._evaluators.share(steps)
+        with self._evaluators.round(checkpoint_path):
+            return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
+
+    def _evaluate_run(self, *, eval_dict: Any, all_hooks: Any, **arguments: Any) -> dict[str, Any]:
+        if self._evaluators is not None:
+            all_hooks = [SumMetricsHook(self._evaluators, eval_dict), *all_hooks]
+        return super()._evaluate_run(eval_dict=eval_dict, all_hooks=all_hooks, **arguments)
 
     def predict(
         self,
@@ -241,7 +254,9 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         input_context: tf.distribute.InputContext | None = None,
     ) -> Any:
         self._batch_sizes.check_input_fn(input_fn, mode)
-        # evaluation and prediction read all data: a pipeline of its own for whoever asks for one
+        if input_context is None and mode == ModeKeys.EVAL and self._evaluators is not None:
+            input_context = self._evaluators.input_context
+        # one process reads all data: a pipeline of its own for whoever asks for one
         context = input_context or tf.distribute.InputContext(1, 0, 1)
         data = _tf_estimator.Estimator._call_input_fn(self._in_mode(mode), input_fn, mode, context)
         if self._is_strict:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+import hostopt
 from estimator_ext._tf_estimator import Estimator, EvalSpec, Evaluator, TrainingExecutor, TrainSpec
+from estimator_ext.evaluators import Evaluators, meet_evaluators, with_evaluators
 from estimator_ext.strategy import HostOffloadStrategy
 
 __all__: list[str] = []
@@ -24,32 +28,43 @@ _POLL_S = 0.5
 _OLD_MARKER_S = 60.0
 
 
-def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> Any:
+def train_and_evaluate(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec | Sequence[EvalSpec]
+) -> Any:
     """Train on all ranks and evaluate in parallel; same signature as the stock function.
 
     The chief and the workers train. An evaluator evaluates and exports each new checkpoint, until
-    the chief has ended, early or not. Where the cluster lists no evaluator the chief evaluates the
+    the chief has ended, early or not. Several evaluators divide the data of each checkpoint among
+    them, or have an EvalSpec each. Where the cluster lists no evaluator the chief evaluates the
     final checkpoint itself. Without a cluster, one process does everything in turn.
 
     Args:
       estimator: an `estimator_ext.Estimator`.
       train_spec: a `tf.estimator.TrainSpec`.
-      eval_spec: a `tf.estimator.EvalSpec`.
+      eval_spec: a `tf.estimator.EvalSpec`, whose input_fn has an argument input_context where
+        there are several evaluators; or a list of them with a name each: evaluator i takes
+        number i. Without an evaluator all are evaluated at the end only.
 
     Returns:
       (metrics, export results) of the last evaluation in the process that evaluated, an evaluator
-      among them; (None, []) in the others.
+      among them; (None, []) in the others. Exports are in evaluator 0 of several. A process that
+      evaluates a list of EvalSpecs returns two dicts, by name.
 
     Raises:
+      hostopt.ConfigError: the cluster's evaluators do not fit eval_spec.
       hostopt.HostOptError: the ring failed.
       TypeError: an argument is not of the type that it should be.
     """
-    executor = TrainingExecutor(estimator, train_spec, eval_spec)
+    eval_specs = _check_specs(eval_spec)
+    executor = TrainingExecutor(estimator, train_spec, eval_specs[0])
     strategy = estimator.config.train_distribute
     if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.task is None:
-        return executor.run()
+        if len(eval_specs) == 1:
+            return executor.run()
+        _train(estimator, train_spec)
+        return _evaluate_all(estimator, train_spec, eval_specs)
     if strategy.cluster.role == "evaluator":
-        return _evaluate_until_ended(estimator, train_spec, eval_spec)
+        return _run_evaluator(strategy.cluster, estimator, train_spec, eval_specs)
     if not strategy.cluster.is_chief:
         _train(estimator, train_spec)
         return None, []
@@ -59,9 +74,70 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     results = (None, [])
     if not strategy.cluster.evaluators:
         _log.info("the cluster has no evaluator: the chief evaluates the final checkpoint")
-        results = _Evaluation(estimator, train_spec, eval_spec).run_final()
+        results = _evaluate_all(estimator, train_spec, eval_specs)
     marker.write(tf.train.latest_checkpoint(estimator.model_dir))
     return results
+
+
+def _check_specs(eval_spec: EvalSpec | Sequence[EvalSpec]) -> list[EvalSpec]:
+    several = isinstance(eval_spec, (list, tuple)) and not isinstance(eval_spec, EvalSpec)
+    eval_specs = list(eval_spec) if several else [eval_spec]
+    for spec in eval_specs:
+        if not isinstance(spec, EvalSpec):
+            raise TypeError(
+                f"`eval_spec` must have type `tf.estimator.EvalSpec`, or be a list of them. Got: "
+                f"{type(spec)}"
+            )
+    names = [spec.name for spec in eval_specs]
+    if not names or (len(names) > 1 and (not all(names) or len(set(names)) < len(names))):
+        raise hostopt.ConfigError(
+            f"the EvalSpecs are named {names}, wanted one EvalSpec or several that have a name "
+            "each, such as EvalSpec(..., name='night')"
+        )
+    return eval_specs
+
+
+def _evaluate_all(
+    estimator: Estimator, train_spec: TrainSpec, eval_specs: list[EvalSpec]
+) -> tuple[Any, Any]:
+    """The final evaluation in a process that evaluates alone."""
+    found = {
+        spec.name: _Evaluation(estimator, train_spec, spec).run_final() for spec in eval_specs
+    }
+    if len(eval_specs) == 1:
+        return found[eval_specs[0].name]
+    return {k: metrics for k, (metrics, _) in found.items()}, {k: e for k, (_, e) in found.items()}
+
+
+def _run_evaluator(
+    cluster: hostopt.Cluster,
+    estimator: Estimator,
+    train_spec: TrainSpec,
+    eval_specs: list[EvalSpec],
+) -> tuple[Any, Any]:
+    """What an evaluator does: alone, with an EvalSpec of its own, or with the others."""
+    index, count = cluster.task.index, len(cluster.evaluators)
+    if len(eval_specs) > 1:
+        if index >= len(eval_specs) or count not in (0, len(eval_specs)):
+            names = [spec.name for spec in eval_specs]
+            raise hostopt.ConfigError(
+                f"evaluator {index} of {count or 'an unknown number'} finds the EvalSpecs "
+                f"{names}, wanted one for each evaluator. Start {len(names)} evaluators"
+            )
+        return _evaluate_until_ended(estimator, train_spec, eval_specs[index])
+    (eval_spec,) = eval_specs
+    if index == 0 and count <= 1:
+        return _evaluate_until_ended(estimator, train_spec, eval_spec)
+    strategy = estimator.config.train_distribute
+    with (
+        meet_evaluators(strategy, eval_spec.input_fn) as evaluators,
+        with_evaluators(estimator, evaluators) as shared,
+    ):
+        if index > 0:
+            return _evaluate_when_told(shared, estimator.model_dir, eval_spec, evaluators)
+        results = _evaluate_until_ended(shared, train_spec, eval_spec, evaluators.say)
+        evaluators.say(ended=True)
+        return results
 
 
 def _train(estimator: Estimator, train_spec: TrainSpec) -> None:
@@ -110,6 +186,19 @@ class _Marker:
             return None
 
 
+class _Evaluator(Evaluator):
+    """The stock one, whose exporters get an Estimator that evaluates alone."""
+
+    def _export_eval_result(self, *arguments: Any) -> Any:
+        shared = self._estimator
+        self._estimator = copy.copy(shared)
+        self._estimator._evaluators = None
+        try:
+            return super()._export_eval_result(*arguments)
+        finally:
+            self._estimator = shared
+
+
 class _Evaluation:
     """Evaluates checkpoints of one estimator, each once, and keeps the last result.
 
@@ -122,7 +211,7 @@ class _Evaluation:
     def __init__(self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
         self._estimator = estimator
         self._exports = bool(eval_spec.exporters)
-        self._evaluator = Evaluator(estimator, eval_spec, train_spec.max_steps)
+        self._evaluator = _Evaluator(estimator, eval_spec, train_spec.max_steps)
         self._results: tuple[Any, Any] = (None, [])
 
     def run(self) -> tuple[Any, Any]:
@@ -130,7 +219,7 @@ class _Evaluation:
         path = self._estimator.latest_checkpoint()
         try:
             result, exports = self._evaluator.evaluate_and_export()
-        except (ValueError, tf.errors.OpError):
+        except (ValueError, tf.errors.OpError, hostopt.CheckpointError):
             if path is None or tf.io.gfile.exists(f"{path}.index"):
                 raise
             # training is quicker than this evaluator: a newer one is there already
@@ -153,11 +242,14 @@ class _Evaluation:
 
 
 def _evaluate_until_ended(
-    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+    estimator: Estimator,
+    train_spec: TrainSpec,
+    eval_spec: EvalSpec,
+    beat: Callable[[], None] = lambda: None,
 ) -> tuple[Any, Any]:
     """The evaluator's loop: throttled evaluations, then the final one."""
     evaluation = _Evaluation(estimator, train_spec, eval_spec)
-    watch = _Watch(_Marker(estimator.model_dir))
+    watch = _Watch(_Marker(estimator.model_dir), beat)
     pause_s = eval_spec.start_delay_secs
     while not watch.ends_within(pause_s):
         started_s = time.monotonic()
@@ -167,15 +259,33 @@ def _evaluate_until_ended(
     return evaluation.run_final()
 
 
+def _evaluate_when_told(
+    estimator: Estimator, model_dir: str, eval_spec: EvalSpec, evaluators: Evaluators
+) -> tuple[Any, Any]:
+    """The loop of an evaluator that evaluator 0 leads."""
+    metrics = None
+    while (name := evaluators.hear()) is not None:
+        path = os.path.join(model_dir, name)
+        try:
+            metrics = estimator.evaluate(
+                eval_spec.input_fn, eval_spec.steps, eval_spec.hooks, path, eval_spec.name
+            )
+        except hostopt.CheckpointError as error:
+            _log.warning("%s", error)
+    return metrics, []
+
+
 class _Watch:
     """Watches for the end of training.
 
     Args:
       marker: what the chief leaves at the end.
+      beat: called at least twice a second meanwhile.
     """
 
-    def __init__(self, marker: _Marker) -> None:
+    def __init__(self, marker: _Marker, beat: Callable[[], None]) -> None:
         self._marker = marker
+        self._beat = beat
         self._old = marker.read()
         self._trusted_from_s = time.monotonic() + _OLD_MARKER_S
 
@@ -190,6 +300,7 @@ class _Watch:
         """
         until_s = time.monotonic() + pause_s
         while not self._ended():
+            self._beat()
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False

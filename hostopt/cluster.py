@@ -80,6 +80,32 @@ class Cluster:
         """True on rank 0, which alone writes checkpoints and summaries."""
         return self.rank == 0
 
+    def evaluator_ring(self) -> Cluster:
+        """The cluster of the evaluators alone, whose ring they are.
+
+        Returns:
+          A cluster with the evaluators as ring, rank i being ``evaluator:i``, and this task.
+
+        Raises:
+          ConfigError: the cluster does not list this evaluator, two tasks have one address, or
+            this task's host does not resolve.
+        """
+        task, listed = self.task, self.evaluators
+        if task is None or task not in listed:
+            raise ConfigError(
+                f'TF_CONFIG key "evaluator" lists {len(listed)} addresses [{_join(listed)}], and '
+                f"none of this task ({task or LOCAL}). Several evaluators reach each other at "
+                'their addresses: list those of all under "evaluator", on each of them'
+            )
+        addresses = [member.address for member in (*self.ring, *listed)]
+        if addresses.count(task.address) > 1:
+            raise ConfigError(
+                f'TF_CONFIG key "cluster" lists the address {task.address!r} of this task '
+                f"({task.name}) more than once. Give every evaluator a port of its own"
+            )
+        _check_resolves(task)
+        return Cluster(task, listed)
+
     @classmethod
     def local(cls) -> Cluster:
         """A cluster of this process alone."""

@@ -45,7 +45,23 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
     """
     exit_with_error_code()
     cluster = cluster or Cluster.from_tf_config()
-    options = (options or Options()).with_environment()
+    return meet(cluster, (options or Options()).with_environment())
+
+
+def meet(cluster: Cluster, options: Options) -> Communicator:
+    """`connect` with these options, whatever the environment says.
+
+    Args:
+      cluster: the ring.
+      options: deadlines and sizes.
+
+    Returns:
+      This rank's communicator.
+
+    Raises:
+      ConfigError: this task's address or the timeline's file cannot be used.
+      RendezvousTimeoutError: a rank did not appear in time.
+    """
     communicator = Communicator(_transport(cluster, options))
     _connected.add(communicator)
     try:

@@ -82,6 +82,36 @@ def test_an_evaluator_that_the_cluster_lists_is_not_in_the_ring_either(index: in
     assert cluster.task.address == [C, D, ""][index]
 
 
+def test_evaluators_have_a_ring_of_their_own() -> None:
+    jobs = {"chief": [A], "worker": [B], "evaluator": [C, D]}
+    ring = read(jobs, task("evaluator", 1)).evaluator_ring()
+    assert (ring.rank, ring.size, ring.role) == (1, 2, "evaluator")
+    assert [str(member) for member in ring.ring] == [f"evaluator:0, {C}", f"evaluator:1, {D}"]
+
+
+@pytest.mark.parametrize(
+    ("evaluators", "index", "message"),
+    [
+        ([], 0, r'"evaluator" lists 0 addresses .*none of this task \(evaluator:0\)'),
+        ([C], 1, r'"evaluator" lists 1 addresses .*none of this task \(evaluator:1\)'),
+        ([C, C], 0, "more than once. Give every evaluator a port"),
+        ([A, C], 0, "more than once. Give every evaluator a port"),
+        (["no.such.host.invalid:1", C], 0, "does not resolve"),
+    ],
+)
+def test_evaluators_that_cannot_reach_each_other(
+    evaluators: list[str], index: int, message: str
+) -> None:
+    cluster = read({"chief": [A], "evaluator": evaluators}, task("evaluator", index))
+    with pytest.raises(ConfigError, match=message):
+        cluster.evaluator_ring()
+
+
+def test_only_an_evaluator_has_that_ring() -> None:
+    with pytest.raises(ConfigError, match=r"none of this task \(local\)"):
+        Cluster.local().evaluator_ring()
+
+
 @pytest.mark.parametrize(
     "environ",
     [

@@ -79,6 +79,8 @@ LADDER = [
     "estimator_ext.loop",
     "estimator_ext.step_report",
     "estimator_ext.host_call",
+    "estimator_ext.evaluators",
+    "estimator_ext.metric_sums",
     "estimator_ext.estimator",
     "estimator_ext.training",
     "estimator_ext",

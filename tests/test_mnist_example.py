@@ -16,24 +16,25 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 MAIN = Path(__file__).parents[1] / "examples" / "mnist" / "main.py"
 
 
-def test_chief_worker_and_evaluator_by_the_launcher(
+def test_chief_worker_and_evaluators_by_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
     model_dir = tmp_path / "model"
-    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--evaluators", "1", "--"]
+    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--evaluators", "2", "--"]
     command += [sys.executable, str(MAIN), "--steps", "400", "--model-dir", str(model_dir)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = re.search(r"^\[chief:0\] test accuracy: ([0-9.]+)$", done.stdout, re.MULTILINE)
     assert float(accuracy[1]) > 0.9
-    for role in ("chief:0", "worker:0", "evaluator:0"):
+    for role in ("chief:0", "worker:0", "evaluator:0", "evaluator:1"):
         assert len(re.findall(rf"^\[{role}\] data: ", done.stdout, re.MULTILINE)) == 1
     assert re.search(r"^\[chief:0\] training: [0-9.]+ steps/s", done.stdout, re.MULTILINE)
     assert f"tensorboard --logdir {model_dir}" in done.stdout
-    evaluated = re.compile(r"\[evaluator:0\].*Saving dict for global step 400: accuracy = ")
-    assert evaluated.search(done.stderr)
+    evaluated = r"\[evaluator:(\d)\].*Saving dict for global step 400: accuracy = ([0-9.]+)"
+    found = dict(re.findall(evaluated, done.stderr))
+    assert found == {"0": accuracy[1], "1": accuracy[1]}  # each of them on half of the images
     assert tf.train.latest_checkpoint(str(model_dir)).endswith("model.ckpt-400")
 
 

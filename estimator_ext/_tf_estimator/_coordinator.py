@@ -64,7 +64,16 @@ def should_run_distribute_coordinator(config: Any) -> bool:
 
     Returns:
       True for a strategy that trains on several tasks through the coordinator.
+
+    Raises:
+      ValueError: tf.estimator.train_and_evaluate asks for an evaluator that it has no work for.
     """
+    if config.task_type == "evaluator" and config.task_id > 0:  # what TensorFlow says, and more
+        raise ValueError(
+            "For distributed training, there can only be one `evaluator` task (with task id 0).  "
+            f"Given task id {config.task_id}. Use estimator_ext.train_and_evaluate, which takes "
+            "several"
+        )
     if config.train_distribute is None:
         _warn_of_lonely_workers(config.cluster_spec.as_dict())
     mode = getattr(config, "_distribute_coordinator_mode", None)  # a RunConfig may never set it

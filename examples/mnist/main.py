@@ -117,8 +117,15 @@ def make_train_input_fn(digits: data.Digits, batch_size: int) -> Callable[..., t
     return input_fn
 
 
-def make_test_input_fn(images: np.ndarray, labels: np.ndarray) -> Callable[[], tf.data.Dataset]:
-    return lambda: dataset_of(images, labels).batch(EVAL_BATCH).map(normalise).prefetch(2)
+def make_test_input_fn(images: np.ndarray, labels: np.ndarray) -> Callable[..., tf.data.Dataset]:
+    def input_fn(input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
+        context = input_context or tf.distribute.InputContext()
+        dataset = dataset_of(images, labels).batch(EVAL_BATCH)
+        # every evaluator takes a part of the batches, so that the metrics are those of all
+        dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return dataset.map(normalise).prefetch(2)
+
+    return input_fn
 
 
 class StepRate(tf.estimator.SessionRunHook):
