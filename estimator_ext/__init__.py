@@ -6,6 +6,7 @@ from estimator_ext.estimator import Estimator
 from estimator_ext.gradients import reduce_gradients
 from estimator_ext.hooks import BroadcastVariablesHook
 from estimator_ext.installing import install
+from estimator_ext.loss_scale import LossScaleOptimizer
 from estimator_ext.run_config import RunConfig
 from estimator_ext.spec import EstimatorSpec
 from estimator_ext.strategy import HostOffloadStrategy
@@ -16,6 +17,7 @@ __all__ = [
     "Estimator",
     "EstimatorSpec",
     "HostOffloadStrategy",
+    "LossScaleOptimizer",
     "RunConfig",
     "install",
     "reduce_gradients",

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 EMBEDDING = {"model": "embedding", "steps": 15}
 CLIPPED = {"optimizers": ["sgd"], "learning_rate": 0.5, "steps": 10, "clip": 0.05}
 AVERAGES = {"model": "averages", "checkpoint_steps": 4, "steps": 10}
+SCALED = {"loss_scale": True, "steps": 12}
 NONE = {"model": "averages", "steps": 5}
 EVEN = [[4] * 12] * 2
 UNEVEN = {
@@ -32,6 +33,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "clipped mlp": {**CLIPPED, "model": "mlp"},
         "clipped embedding": {**CLIPPED, "model": "embedding"},
         "unclipped mlp": {**CLIPPED, "model": "mlp", "clip": 0.0},
+        "scaled loss": SCALED,
         "none": NONE,
         "none, clipped": {**NONE, "clip": 0.05},
         "micro-batches": {"lengths": EVEN[:1], "accumulate_steps": 3},
@@ -50,6 +52,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "embedding as dense": {**EMBEDDING, "sparse_as_dense": True},
         "clipped mlp": {**CLIPPED, "model": "mlp"},
         "clipped embedding": {**CLIPPED, "model": "embedding"},
+        "scaled loss": SCALED,
         "none": NONE,
         "none, clipped": {**NONE, "clip": 0.05},
         "micro-batches": {"lengths": EVEN, "accumulate_steps": 3},
@@ -163,6 +166,19 @@ def test_gradients_that_are_none_stay_none(trainings: Trainings, name: str) -> N
     one, two = trainings.variables(1, name)[0], trainings.variables(2, name)[0]
     np.testing.assert_allclose(two["losses"], one["losses"], rtol=0, atol=1e-10)
     assert not two["unused"].any()
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(trainings: Trainings) -> None:
+    one, two = trainings.variables(1, "scaled loss"), trainings.variables(2, "scaled loss")
+    for ranks in (one, two):
+        for found in ranks:
+            del found["losses"]  # one of them is infinite
+    check_equal(two, one)
+    # 11 steps update the moments: Adam's power of beta says so
+    np.testing.assert_allclose(two[0]["beta1_power"], 0.9**12, rtol=1e-6)
+    # 1024, halved by the third step, doubled by the seventh and the eleventh
+    assert two[0]["loss_scale"] == 2048
+    assert two[0]["good_steps"] == 1
 
 
 # -- accumulation --------------------------------------------------------------------------

@@ -39,6 +39,7 @@ SETTINGS = {
     "checkpoint_steps": 5,
     "collective_timeout_s": 60.0,
     "summary_steps": 100,
+    "loss_scale": False,  # with a step whose gradient overflows on rank 1, the third
     "clip": 0.0,  # norm to which the reduced gradients are clipped
     "accumulate_steps": 1,
     "sparse_as_dense": False,
@@ -267,6 +268,15 @@ def make_model_fn(settings: dict, optimizer_name: str):
         if settings["model"] == "averages":
             updates = averages(features)
         optimizer = make_optimizer(optimizer_name, settings["learning_rate"])
+        if settings["loss_scale"]:
+            optimizer = estimator_ext.LossScaleOptimizer(optimizer, scale=2.0**10, growth_steps=4)
+            step = tf.compat.v1.train.get_global_step()
+            overflows = tf.logical_and(
+                tf.equal(step, 2),
+                tf.distribute.get_strategy().extended.input_context().input_pipeline_id
+                == tf.distribute.get_strategy().num_replicas_in_sync - 1,
+            )
+            loss *= tf.where(overflows, tf.constant(np.inf, loss.dtype), 1.0)
         if settings["spec"] == "minimize":
             step = tf.compat.v1.train.get_global_step()
             return tf.estimator.EstimatorSpec(

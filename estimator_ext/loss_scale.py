@@ -1,0 +1,154 @@
+"""Loss scaling: small gradients survive float16, and steps that overflow are skipped by all ranks.
+
+After Micikevicius et al., Mixed Precision Training (2018): the loss is multiplied by a scale and
+the gradients divided by it. Where a reduced gradient is not finite no variable is updated, and the
+scale is halved; after a number of good steps in a row it is doubled. All ranks decide alike, as
+reduced gradients have the same bits on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext.gradients import GradsAndVars, reduce_gradients
+
+__all__: list[str] = []
+
+_LARGEST_SCALE = 2.0**24
+
+
+class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
+    """Wraps an optimizer that then works on a scaled loss, and skips steps that are not finite.
+
+    Args:
+      optimizer: a `tf.compat.v1.train.Optimizer`.
+      scale: what the loss is multiplied by at first.
+      growth_steps: how many finite steps in a row double the scale; 0 keeps it as it is.
+
+    Raises:
+      ValueError: the scale is not above 0, or growth_steps is negative.
+    """
+
+    def __init__(
+        self,
+        optimizer: tf.compat.v1.train.Optimizer,
+        scale: float = 2.0**15,
+        growth_steps: int = 2000,
+    ) -> None:
+        if scale <= 0 or growth_steps < 0:
+            raise ValueError(
+                f"scale is {scale} and growth_steps {growth_steps}, wanted a scale above 0 and a "
+                "number of steps from 0"
+            )
+        super().__init__(use_locking=False, name="LossScaleOptimizer")
+        self._optimizer = optimizer
+        self._initial_scale = scale
+        self._growth_steps = growth_steps
+        self._state: tuple[tf.Variable, tf.Variable] | None = None
+
+    @property
+    def scale(self) -> tf.Variable:
+        """The scale of the next step, which checkpoints hold."""
+        return self._variables()[0]
+
+    def compute_gradients(self, loss: tf.Tensor, *args: Any, **kwargs: Any) -> GradsAndVars:
+        """Gradients of the scaled loss, divided by the scale.
+
+        Args:
+          loss: scalar tensor.
+          *args: as for the wrapped optimizer.
+          **kwargs: as for the wrapped optimizer.
+
+        Returns:
+          Pairs of a gradient, or None, and its variable.
+        """
+        scale = tf.identity(self.scale)
+        pairs = self._optimizer.compute_gradients(
+            loss * tf.cast(scale, loss.dtype), *args, **kwargs
+        )
+        return [(_divided(gradient, scale), variable) for gradient, variable in pairs]
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, tf.Variable]],
+        global_step: tf.Variable | None = None,
+        name: str | None = None,
+    ) -> tf.Operation:
+        """Reduce the gradients, and update the variables where all of them are finite.
+
+        Args:
+          grads_and_vars: what `compute_gradients` returned; reduced ones are not reduced again.
+          global_step: counts the updates.
+          name: name of the operation.
+
+        Returns:
+          The operation of the step.
+        """
+        pairs = [
+            (gradient, variable)
+            for gradient, variable in reduce_gradients(grads_and_vars)
+            if gradient is not None
+        ]
+        merge_call = tf.distribute.get_replica_context().merge_call
+        return merge_call(self._apply_if_finite, args=(pairs, global_step, name))
+
+    def _apply_if_finite(
+        self, strategy: Any, pairs: GradsAndVars, global_step: tf.Variable | None, name: str | None
+    ) -> tf.Operation:
+        values = [getattr(gradient, "values", gradient) for gradient, _ in pairs]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+
+        def update() -> tf.Operation:
+            return strategy.extended.call_for_each_replica(
+                self._optimizer.apply_gradients, args=(pairs, global_step)
+            )
+
+        applied = _branch(finite, update)
+        with tf.control_dependencies(values):  # the scale is read before
+            return tf.group(applied, self._adapt(finite), name=name)
+
+    def _adapt(self, finite: tf.Tensor) -> tf.Operation:
+        if not self._growth_steps:
+            return tf.no_op()
+        scale, good_steps = self._variables()
+        good = tf.where(finite, good_steps + 1, 0)
+        grows = tf.greater_equal(good, self._growth_steps)
+        grown = tf.where(grows, tf.minimum(scale * 2, _LARGEST_SCALE), scale * 1)
+        return tf.group(
+            scale.assign(tf.where(finite, grown, tf.maximum(scale / 2, 1.0)), read_value=False),
+            good_steps.assign(tf.where(grows, 0, good), read_value=False),
+        )
+
+    def _variables(self) -> tuple[tf.Variable, tf.Variable]:
+        if self._state is None:
+            scale = tf.compat.v1.Variable(
+                lambda: tf.constant(self._initial_scale, tf.float32),
+                trainable=False,
+                use_resource=True,
+                name="loss_scale",
+            )
+            good_steps = tf.compat.v1.Variable(
+                lambda: tf.constant(0), trainable=False, use_resource=True, name="good_steps"
+            )
+            self._state = scale, good_steps
+        return self._state
+
+
+def _branch(condition: tf.Tensor, operation: Callable[[], tf.Operation]) -> tf.Tensor:
+    def run() -> tf.Tensor:
+        with tf.control_dependencies([operation()]):
+            return tf.constant(True)
+
+    return tf.cond(condition, run, lambda: tf.constant(False))
+
+
+def _divided(gradient: Any, scale: tf.Tensor) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _divided(gradient.values, scale)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(scale, gradient.dtype)
