@@ -29,7 +29,8 @@ test: check
 # equality, roles, checkpoints, MNIST, older programs, gRPC: what another release may break
 test-core: $(STAMP)
 	$(BIN)/python -m pytest tests/test_equality.py tests/test_training.py \
-		tests/test_mnist_example.py tests/test_installing.py tests/test_grpc.py
+		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
+		tests/test_installing.py tests/test_grpc.py
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
 test-matrix:

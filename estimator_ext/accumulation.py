@@ -31,7 +31,7 @@ class Accumulation:
         self._examples = examples
         self._additions: list[tf.Operation] = []
         with tf.device(HOST_DEVICE):
-            self.total_examples = None if examples is None else self._total(examples, "examples")
+            self._all_examples = None if examples is None else self.total(examples, "examples")
 
     def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """The mean of a tensor over the micro-batches of a step.
@@ -44,12 +44,25 @@ class Accumulation:
           Tensor like it, on the host; to be computed once in each step.
         """
         with tf.device(HOST_DEVICE):
-            if self._examples is None or self.total_examples is None:
-                return self._total(tensor, name) / self.micro_batches
-            total = self._total(tensor * tf.cast(self._examples, tensor.dtype), name)
-            return tf.math.divide_no_nan(total, tf.cast(self.total_examples, tensor.dtype))
+            if self._examples is None or self._all_examples is None:
+                return self.total(tensor, name) / self.micro_batches
+            total = self.total(tensor * tf.cast(self._examples, tensor.dtype), name)
+            return tf.math.divide_no_nan(total, tf.cast(self._all_examples, tensor.dtype))
 
-    def _total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+    def total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The sum of a tensor over the micro-batches of a step.
+
+        Args:
+          tensor: tensor of static shape and floating dtype, of one micro-batch.
+          name: what it is, for the name of the accumulator.
+
+        Returns:
+          Tensor like it; to be computed once in each step.
+        """
+        with tf.device(HOST_DEVICE):
+            return self._accumulated(tensor, name)
+
+    def _accumulated(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         accumulator = tf.compat.v1.Variable(
             # called outside of the step, on whose data an initializer must not depend
             lambda: tf.zeros(tensor.shape, tensor.dtype),
@@ -68,14 +81,22 @@ class Accumulation:
     def hook(self) -> tf.compat.v1.train.SessionRunHook:
         """What runs the micro-batches before the last; to be made when all means are built."""
         updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
-        return _MicroBatchesHook(self.micro_batches - 1, tf.group(*self._additions, *updates))
+        additions = tf.group(*self._additions, *updates)
+        return _MicroBatchesHook(self.micro_batches - 1, additions, self._examples is None)
 
 
 class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
-    """Runs an operation several times before each step."""
+    """Runs an operation several times before each step.
 
-    def __init__(self, times: int, operation: tf.Operation) -> None:
+    Args:
+      times: how often.
+      operation: what is run.
+      data_may_end: whether the data of this rank may end in the middle of a step.
+    """
+
+    def __init__(self, times: int, operation: tf.Operation, data_may_end: bool) -> None:
         self._times = times
+        self._data_may_end = data_may_end
         self._operation = operation
         self._pending = 0
 
@@ -106,7 +127,7 @@ class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
           session: not used.
         """
         del session
-        if self._pending:
+        if self._pending and self._data_may_end:
             _log.info(
                 "the data ended after %d of %d micro-batches, which make no step",
                 self._pending,

@@ -45,6 +45,7 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
         sync_on_read: SyncOnRead,
         savers: Sequence[_Saver],
     ) -> None:
+        self._communicator = communicator
         self._posted = open_posted_sum(communicator, "requests to stop or save")
         self._flags = flags
         self._sync_on_read = sync_on_read
@@ -87,7 +88,8 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
           hostopt.HostOptError: a rank failed, left or timed out.
         """
         del run_values
-        self._step += 1
+        if self._timers:  # a train_op may count otherwise than in ones
+            self._step = int(run_context.session.run(tf.compat.v1.train.get_global_step()))
         if not self._flags.travel:
             self._flags.agree(float(self._posted.collect()[1]))
         if self._flags.ranks_saving:
@@ -102,8 +104,10 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
         Raises:
           hostopt.HostOptError: a rank failed, left or timed out.
         """
-        self._sync_on_read.take_back(session)
-        self._sync_on_read.gather(session)
+        if self._sync_on_read:
+            self._communicator.finish("the last step")  # or a rank that has more would not hear it
+            self._sync_on_read.take_back(session)
+            self._sync_on_read.gather(session)
 
 
 class EndAgreementHook(tf.compat.v1.train.SessionRunHook):

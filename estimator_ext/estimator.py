@@ -211,15 +211,20 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return _tf_estimator.parse_input_fn_result(data)
         # features and labels, and whether they are new, stand where features and labels do
         batch, new, hooks = _tf_estimator.parse_input_fn_result(endless(data))
-        examples = count_examples(batch, new)
+        counts = count_examples(batch, new)
         if micro_batches > 1:
-            extended.accumulation = Accumulation(micro_batches, examples)
-            examples = extended.accumulation.total_examples
+            extended.accumulation = Accumulation(micro_batches, counts[0])
+            counts = [extended.accumulation.total(count, "count") for count in counts]
         mode = getattr(self._config, "uneven_data", MODES[0])
-        extended.weights = BatchWeights(examples, communicator, mode)
-        pair = isinstance(batch, (list, tuple)) and len(batch) == 2
-        features, labels = batch if pair else (batch, None)
-        return features, labels, hooks
+        extended.weights = BatchWeights(*counts, communicator, mode)
+        if extended.accumulation is None:  # in a step that has no data nothing is computed
+            with tf.control_dependencies([extended.weights.in_mean]):
+                batch = tf.nest.map_structure(tf.identity, batch)
+        if not isinstance(batch, (list, tuple)):
+            return batch, None, hooks
+        if len(batch) != 2:
+            raise ValueError("input_fn should return (features, labels) as a len 2 tuple.")
+        return batch[0], batch[1], hooks
 
     def _train_with_estimator_spec(
         self,
@@ -342,6 +347,8 @@ class Estimator(_HostOffloadEstimator):
             self._config = copy.deepcopy(self._config)
             adopt_cluster(self._config, self._train_distribution)
             self._session_config = self._config.session_config
+        if isinstance(self._config, RunConfig):
+            self._config.check_loop()  # what `replace` has made of it
         strategy = self._train_distribution
         workers = strategy.num_replicas_in_sync if strategy else 1
         self._batch_sizes = BatchSizes(

@@ -17,7 +17,8 @@ GradsAndVars = list[tuple[Any, tf.Variable]]
 def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> GradsAndVars:
     """Reduce gradients over the ranks now, to clip or look at what one worker would have.
 
-    The next `apply_gradients` with these variables does not reduce theirs again. For example, in
+    The next `apply_gradients` with these variables does not reduce again what is made of the
+    results. For example, in
     the function of a host_call or in a model_fn with a plain spec:
 
         grads_and_vars = estimator_ext.reduce_gradients(zip(gradients, variables))
@@ -50,5 +51,5 @@ def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> Grads
 def _sum(strategy: Any, pairs: GradsAndVars) -> list[Any]:
     sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
     if isinstance(strategy, HostOffloadStrategy):
-        strategy.extended.mark_reduced([variable for _, variable in pairs])
+        strategy.extended.mark_reduced([(total, v) for total, (_, v) in zip(sums, pairs)])
     return list(sums)

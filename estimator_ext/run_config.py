@@ -65,8 +65,7 @@ class RunConfig(_StockRunConfig):
         self._prefetch_depth = prefetch_depth
         if prefetch_depth is not None:
             whole_number("prefetch_depth", prefetch_depth)
-        if iterations_per_loop > 1:
-            self._check_loop()
+        self.check_loop()
         if isinstance(self.train_distribute, HostOffloadStrategy):
             if timeline is not None:
                 self.train_distribute.record_timeline(timeline)
@@ -107,7 +106,14 @@ class RunConfig(_StockRunConfig):
         """Number of batches that are prepared beforehand; None for none."""
         return self._prefetch_depth
 
-    def _check_loop(self) -> None:
+    def check_loop(self) -> None:
+        """Make sure that `iterations_per_loop` goes together with the rest.
+
+        Raises:
+          hostopt.ConfigError: it does not.
+        """
+        if self._iterations_per_loop == 1:
+            return
         found = f"iterations_per_loop is {self._iterations_per_loop}, wanted 1"
         strategy = self.train_distribute
         workers = strategy.num_replicas_in_sync if strategy else 1

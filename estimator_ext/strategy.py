@@ -234,7 +234,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         self._sparse_as_dense = sparse_as_dense
         self._cluster_resolver = cluster_resolver
         self._reducers: list[Any] = []
-        self._reduced: set[Any] = set()  # variables whose gradients need not be reduced again
+        self._reduced: dict[Any, tf.Tensor] = {}  # gradients by variable; not to be reduced again
         self._forget_training()
 
     def _forget_training(self) -> None:
@@ -363,26 +363,26 @@ class _HostOffloadExtended(OneDeviceExtended):
         del options
         pairs = list(value_destination_pairs)
         results = [value for value, _ in pairs]
-        left = [i for i, (_, to) in enumerate(pairs) if not self._take_reduced(to)]
+        left = [i for i, pair in enumerate(pairs) if not self._take_reduced(*pair)]
         names = [_name(pairs[i][1], i) for i in left]
         sums = self._sum([results[i] for i in left], names)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             with tf.device(HOST_DEVICE):
-                sums = [total / self._num_replicas_in_sync for total in sums]
+                sums = [_divided(total, self._num_replicas_in_sync) for total in sums]
         for i, total in zip(left, sums):
             results[i] = total
         return results
 
-    def mark_reduced(self, variables: Sequence[tf.Variable]) -> None:
-        """Let the next reduction of gradients of these variables pass them on as they are."""
-        self._reduced.update(variable.ref() for variable in variables)
+    def mark_reduced(self, sums_and_vars: Sequence[tuple[Any, tf.Variable]]) -> None:
+        """Let the next reduction pass on, as it is, what is made of these reduced gradients."""
+        self._reduced.update(
+            (v.ref(), getattr(total, "values", total)) for total, v in sums_and_vars
+        )
 
-    def _take_reduced(self, destination: Any) -> bool:
+    def _take_reduced(self, value: Any, destination: Any) -> bool:
         reference = destination.ref() if isinstance(destination, tf.Variable) else None
-        if reference in self._reduced:
-            self._reduced.remove(reference)
-            return True
-        return False
+        total = self._reduced.pop(reference, None)
+        return total is not None and _is_made_of(getattr(value, "values", value), total)
 
     def _sum(self, values: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """Sums over the ranks, of gradients that are dense or sparse."""
@@ -403,15 +403,16 @@ class _HostOffloadExtended(OneDeviceExtended):
                 [names[i] for i in dense],
                 communicator,
                 weight,
+                self._sums,
             )
             results.update(zip(dense, sums))
             if reducer is not None:
                 self._reducers.append(reducer)
-                self._sums = sums
+                self._sums = [*self._sums, *sums]
         if any(sparse):  # with one rank too: clipping by norm wants each row once
             rows = [i for i, is_sparse in enumerate(sparse) if is_sparse]
             slices = [_weighted(values[i], weight) for i in rows]
-            found = ops.sum_slices(slices, [names[i] for i in rows], communicator, sums)
+            found = ops.sum_slices(slices, [names[i] for i in rows], communicator, self._sums)
             results.update(zip(rows, found))
         return [results[i] for i in range(len(values))]
 
@@ -525,6 +526,27 @@ def _find_accelerator(cluster: hostopt.Cluster) -> str:
 def _loss_is_scaled() -> bool:
     """Whether the optimizer divides the loss by the number of ranks, as for a mean."""
     return getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
+
+
+def _is_made_of(value: tf.Tensor, part: tf.Tensor) -> bool:
+    """Whether a tensor depends on another one; taken for granted where a branch has its own."""
+    if value.graph is not part.graph:
+        return True
+    seen, todo = {value.op}, [value.op]
+    while todo:
+        op = todo.pop()
+        if op is part.op:
+            return True
+        inputs = {tensor.op for tensor in op.inputs} - seen
+        seen |= inputs
+        todo += inputs
+    return False
+
+
+def _divided(total: Any, count: int) -> Any:
+    if isinstance(total, tf.IndexedSlices):
+        return tf.IndexedSlices(total.values / count, total.indices, total.dense_shape)
+    return total / count
 
 
 def _weighted(slices: tf.IndexedSlices, weight: tf.Tensor | None) -> tf.IndexedSlices:

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
+from hostopt.communicator import DTYPES
 
 __all__: list[str] = []
 
@@ -38,6 +39,9 @@ class SyncOnRead:
     Args:
       communicator: a communicator of its own (a `duplicate`).
       variables: variables of the graph, the same on all ranks.
+
+    Raises:
+      hostopt.ConfigError: one is of a dtype that cannot be reduced.
     """
 
     def __init__(
@@ -46,6 +50,12 @@ class SyncOnRead:
         self._communicator = communicator
         self._variables = sorted(filter(is_sync_on_read, variables), key=lambda v: v.op.name)
         self._own: list[Any] = []
+        for variable in self._variables:
+            if variable.dtype.base_dtype.name not in DTYPES:
+                raise hostopt.ConfigError(
+                    f"variable {variable.op.name!r} is synchronised when it is read, and is of "
+                    f"{variable.dtype.base_dtype.name}, wanted one of {', '.join(DTYPES)}"
+                )
 
     def __bool__(self) -> bool:
         return bool(self._variables)
@@ -81,9 +91,9 @@ class SyncOnRead:
         return (total / self._communicator.size).astype(total.dtype) if mean else total
 
     def _assign(self, session: tf.compat.v1.Session, values: Sequence[Any]) -> None:
-        assignments = [variable.initializer for variable in self._variables]
-        feeds = {op.inputs[1]: value for op, value in zip(assignments, values)}
-        session.run(assignments, feeds)
+        for variable, value in zip(self._variables, values):  # two may begin with one tensor
+            assign = variable.initializer
+            session.run(assign, {assign.inputs[1]: value})
 
 
 def own_part(variable: tf.Variable, value: Any, rank: int) -> Any:

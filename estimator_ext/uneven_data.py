@@ -7,7 +7,6 @@ data have ended for all of them, before the step changes anything.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ def endless(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return kept, (kept, new)
 
     after = tf.data.Dataset.from_tensors(zeros).map(lambda *e: (_as_one(e, spec), False)).repeat()
-    return dataset.map(mark).concatenate(after).scan(zeros, step)
+    return dataset.map(mark).concatenate(after).scan(zeros, step).prefetch(1)
 
 
 class BatchWeights:
@@ -79,18 +78,25 @@ class BatchWeights:
 
     Args:
       examples: scalar of float32, how many examples this rank has in the step.
+      batches: scalar of float32, how many new batches.
       communicator: the ring.
       mode: "join" ends with the last rank's data, "stop" with the first's.
     """
 
-    def __init__(self, examples: tf.Tensor, communicator: hostopt.Communicator, mode: str) -> None:
+    def __init__(
+        self,
+        examples: tf.Tensor,
+        batches: tf.Tensor,
+        communicator: hostopt.Communicator,
+        mode: str,
+    ) -> None:
         self._posted = open_posted_sum(communicator, "the number of examples")
         self._communicator = communicator
         self._stops = mode == "stop"
-        self._own = 0.0
+        self._own, self._has_data = 0.0, False
         self._steps = self._idle_steps = 0
         with tf.device(HOST_DEVICE), tf.name_scope("batch_weights"):
-            token = tf.numpy_function(self._post, [examples], tf.int32, name="HostPost")
+            token = tf.numpy_function(self._post, [examples, batches], tf.int32, name="HostPost")
             with tf.control_dependencies([token]):
                 self.in_mean, self.in_sum = tf.numpy_function(
                     self._collect, [], [tf.float64, tf.float64], name="HostCollect"
@@ -98,29 +104,30 @@ class BatchWeights:
         self.in_mean.set_shape([])
         self.in_sum.set_shape([])
 
-    def _post(self, examples: np.ndarray) -> np.int32:
-        self._own = float(examples)
-        self._posted.post(math.nan if self._stops and not self._own else self._own)
+    def _post(self, examples: np.ndarray, batches: np.ndarray) -> np.int32:
+        self._own, self._has_data = float(examples), bool(batches > 0)
+        self._posted.post(self._own, float(self._has_data))
         return np.int32(0)
 
     def _collect(self) -> tuple[np.float64, np.float64]:
         try:
-            total = float(self._posted.collect()[0])
+            total, ranks_with_data = self._posted.collect()
         except hostopt.HostOptError as error:
             self._communicator.abort(error)
             raise
-        if math.isnan(total) or total == 0:
+        size = self._communicator.size
+        if ranks_with_data < (size if self._stops else 1):
             self._report()
             raise StopIteration  # to TensorFlow: the data have ended
         self._steps += 1
-        self._idle_steps += not self._own
-        share = self._own * self._communicator.size / total
-        return np.float64(share), np.float64(self._own > 0)
+        self._idle_steps += not self._has_data
+        share = self._own * size / float(total) if total else 0.0
+        return np.float64(share), np.float64(self._has_data)
 
     def _report(self) -> None:
         rank = self._communicator.rank
         if self._stops:
-            end = "has ended" if not self._own else "goes on, that of another rank has ended"
+            end = "has ended" if not self._has_data else "goes on, that of another rank has ended"
             _log.info("rank %d: its data %s after %d steps", rank, end, self._steps)
         elif self._idle_steps:
             _log.info(
@@ -133,19 +140,21 @@ class BatchWeights:
             _log.info("rank %d: its data ended after %d steps, the last", rank, self._steps)
 
 
-def count_examples(element: Any, new: tf.Tensor) -> tf.Tensor:
-    """How many examples a batch has.
+def count_examples(element: Any, new: tf.Tensor) -> list[tf.Tensor]:
+    """How many examples a batch has, and whether it counts as a batch.
 
     Args:
       element: features and perhaps labels.
       new: whether it is a new element.
 
     Returns:
-      Scalar of float32: the length of the first tensor, 1 for a scalar; 0 for an old element.
+      Two scalars of float32: the length of the first tensor, or 1 for a scalar, and 1; both 0 for
+      an old element.
     """
     first = tf.nest.flatten(element)[0]
     count = tf.shape(first)[0] if first.shape.rank else 1
-    return tf.where(new, tf.cast(count, tf.float32), 0.0)
+    batches = tf.cast(new, tf.float32)
+    return [tf.cast(count, tf.float32) * batches, batches]
 
 
 def _is_dataset(dataset: Any) -> bool:

@@ -44,6 +44,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "large uneven batches": {"lengths": UNEVEN["partial"], "merge": 2},
         "three batches": {"lengths": [[4] * 3, [4] * 3]},
         "averages": AVERAGES,
+        "variables": {"model": "variables"},
         "averages, 14 steps": {**AVERAGES, "steps": 14},
         **{name: {"lengths": lengths, "steps": 60} for name, lengths in UNEVEN.items()},
     },
@@ -58,11 +59,15 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "micro-batches": {"lengths": EVEN, "accumulate_steps": 3},
         "uneven micro-batches": {"lengths": UNEVEN["partial"], "accumulate_steps": 2},
         "stop": {"lengths": [[4] * 5, [4] * 3], "uneven_data": "stop"},
+        "embedding in buckets": {**EMBEDDING, "bucket_mb": 128 / 2**20},
+        "batch_norm, data that end": {"model": "batch_norm", "batches": 6, "steps": 60},
         "averages": AVERAGES,
         # after 7 steps the data, too, are where they began
         "averages, 7 steps": {**AVERAGES, "steps": 7, "model_dir": "resumed"},
         "averages, resumed": {**AVERAGES, "steps": 14, "model_dir": "resumed"},
         "batch_norm": {"model": "batch_norm", "checkpoint_steps": 5, "summary_steps": 1},
+        "variables": {"model": "variables"},
+        "early stopping": {"steps": 1000, "early_stopping": True},
         "rank 0 asks": {"steps": 1000, "asking": 0},
         "rank 1 asks": {"steps": 1000, "asking": 1},
         "max_steps": {"steps": 7},
@@ -135,6 +140,11 @@ def check_equal(many: list[dict[str, np.ndarray]], one: list[dict[str, np.ndarra
 
 
 # -- sparse gradients ----------------------------------------------------------------------
+
+
+def test_sparse_gradients_and_several_buckets(trainings: Trainings) -> None:
+    found = trainings.variables(2, "embedding in buckets")
+    check_equal(found, trainings.variables(1, "embedding"))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -259,19 +269,33 @@ def test_a_resumed_training_goes_on_with_the_sum_and_the_mean(trainings: Trainin
         )
 
 
-def test_moving_averages_of_batch_norm_are_the_mean_over_the_ranks(trainings: Trainings) -> None:
+@pytest.mark.parametrize(
+    ("name", "steps"), [("batch_norm", [5, 10, 15, 20]), ("batch_norm, data that end", [6])]
+)
+def test_moving_averages_of_batch_norm_are_the_mean_over_the_ranks(
+    trainings: Trainings, name: str, steps: list[int]
+) -> None:
     x, _ = train.arrays("float64", "batch_norm")
     halves = [x[:, :6], x[:, 6:]]  # of the ranks
     mean, variance = np.zeros((2, 5)), np.ones((2, 5))
-    for step in range(1, 21):
+    for step in range(1, steps[-1] + 1):
         batches = [half[(step - 1) % train.BATCHES] for half in halves]
         mean += 0.125 * (np.array([batch.mean(0) for batch in batches]) - mean)
         variance += 0.125 * (np.array([batch.var(0) for batch in batches]) - variance)
-        if step % 5 == 0:
-            saved = trainings.checkpoint(2, "batch_norm", step)
-            for name, values in (("mean", mean), ("variance", variance)):
-                found = saved.get_tensor(f"batch_normalization/moving_{name}")
+        if step in steps:
+            saved = trainings.checkpoint(2, name, step)
+            for moment, values in (("mean", mean), ("variance", variance)):
+                found = saved.get_tensor(f"batch_normalization/moving_{moment}")
                 np.testing.assert_allclose(found, values.mean(0), rtol=0, atol=1e-12)
+
+
+def test_variables_that_are_partitioned_shared_or_whole_numbers(trainings: Trainings) -> None:
+    one, two = trainings.variables(1, "variables"), trainings.variables(2, "variables")
+    # TensorFlow does not partition under a strategy
+    assert {"kinds/parts", "kinds/shared", "kinds/runs"} < set(one[0])
+    check_equal(two, one)
+    assert one[0]["kinds/runs"] == 20
+    assert one[0]["kinds/parts"].all()  # it has been trained
 
 
 # -- agreed stops --------------------------------------------------------------------------
@@ -284,6 +308,11 @@ def test_a_rank_that_asks_to_stop_stops_all_after_the_same_step(
     many = trainings.variables(2, name)
     assert [int(each["global_step"]) for each in many] == [6, 6]
     assert trainings.checkpoint(2, name, 6).get_tensor("global_step") == 6
+
+
+def test_early_stopping_of_tensorflow_stops_all_ranks(trainings: Trainings) -> None:
+    first, second = (int(each["global_step"]) for each in trainings.variables(2, "early stopping"))
+    assert 6 <= first == second <= 9
 
 
 def test_max_steps_is_met_exactly(trainings: Trainings) -> None:

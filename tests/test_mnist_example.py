@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
+from exports import operation_types
 from ranks import QUIET, Ranks
+
+import estimator_ext
+
+estimator_ext.install()
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 
@@ -34,8 +42,33 @@ def test_chief_worker_and_evaluators_by_the_launcher(
     assert f"tensorboard --logdir {model_dir}" in done.stdout
     evaluated = r"\[evaluator:(\d)\].*Saving dict for global step 400: accuracy = ([0-9.]+)"
     found = dict(re.findall(evaluated, done.stderr))
-    assert found == {"0": accuracy[1], "1": accuracy[1]}  # each of them on half of the images
+    # each of them on half of the images, as exactly as it is printed
+    assert {index: f"{float(value):.4f}" for index, value in found.items()} == {
+        "0": accuracy[1],
+        "1": accuracy[1],
+    }
     assert tf.train.latest_checkpoint(str(model_dir)).endswith("model.ckpt-400")
+    monkeypatch.syspath_prepend(str(MAIN.parent))
+    check_export(model_dir, tmp_path)
+
+
+def check_export(model_dir: Path, directory: Path) -> None:
+    """What two workers have trained predicts the same in plain TensorFlow."""
+    model_fn = importlib.import_module("main").make_model_fn(learning_rate=2e-3, hidden=64)
+    estimator = estimator_ext.Estimator(model_fn, str(model_dir))
+
+    def receiver() -> Any:
+        images = tf.compat.v1.placeholder(tf.float32, [None, 28, 28, 1])
+        return tf.estimator.export.TensorServingInputReceiver(images, {"images": images})
+
+    images = np.random.default_rng(0).random((20, 28, 28, 1), np.float32)
+    predicted = estimator.predict(lambda: tf.data.Dataset.from_tensors(images))
+    export = Path(estimator.export_saved_model(str(directory / "export"), receiver).decode())
+    loaded = tf.saved_model.load(str(export)).signatures["serving_default"]
+    found = loaded(images=tf.constant(images))["probabilities"]
+    wanted = [each["probabilities"] for each in predicted]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    assert not any("PyFunc" in kind for kind in operation_types(export))
 
 
 def test_two_workers_by_hand(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from exports import operation_types
 from programs import canned
 from ranks import Ranks
-from tensorflow.core.protobuf import saved_model_pb2
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 
@@ -85,11 +85,3 @@ def test_their_exports_predict_the_same_in_plain_tensorflow(trained: Path, name:
         found[who] = predict(x=tf.constant(canned.X[0]))["probabilities"].numpy()
         assert not any("PyFunc" in kind for kind in operation_types(export))
     np.testing.assert_allclose(found["two"], found["stock"], rtol=0, atol=1e-6)
-
-
-def operation_types(export: Path) -> set[str]:
-    """Types of all operations of a SavedModel, in functions too."""
-    model = saved_model_pb2.SavedModel.FromString((export / "saved_model.pb").read_bytes())
-    graph = model.meta_graphs[0].graph_def
-    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-    return {node.op for node in nodes}

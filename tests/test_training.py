@@ -230,14 +230,17 @@ def test_an_error_of_the_user_is_told_to_all(tmp_path: Path, ranks: Ranks, where
     assert f"raised in {where}" in started[0].output
 
 
+@pytest.mark.parametrize("model", ["mlp", "averages"])
 def test_tensors_of_one_rank_that_end_early_end_the_training_of_all(
-    tmp_path: Path, ranks: Ranks
+    tmp_path: Path, ranks: Ranks, model: str
 ) -> None:
     with reserved_addresses(2) as addresses:
         started = ranks.start(
             "train.py",
             {"worker": addresses},
-            arguments=settings(tmp_path, optimizers=["adam"], steps=50, as_tensors=True),
+            arguments=settings(
+                tmp_path, optimizers=["adam"], steps=50, as_tensors=True, model=model
+            ),
             own={"worker:1": [json.dumps({"batches": 9})]},
         )
         for rank in started:

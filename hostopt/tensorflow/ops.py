@@ -157,7 +157,7 @@ def sum_slices(
       ranks.
     """
     results: list[tf.IndexedSlices] = []
-    before = list(after)[-1:]
+    before = list(after)
     for each, name in zip(slices, names):
         channel = communicator.duplicate(f"the sparse gradient of {name!r}")
         sum_rows = _telling(communicator, functools.partial(_sum_rows, channel))
@@ -205,6 +205,7 @@ def reduce_in_buckets(
     names: Sequence[str],
     communicator: Communicator,
     weight: tf.Tensor | None = None,
+    after: Sequence[tf.Tensor] = (),
 ) -> tuple[list[tf.Tensor], Reducer | InlineReducer | None]:
     """Sum gradients over the ranks, bucket by bucket, while the rest of the graph goes on.
 
@@ -215,6 +216,8 @@ def reduce_in_buckets(
       names: the names of their variables.
       communicator: all ranks build the same operations on it, in the same order.
       weight: scalar of float64 by which this rank's gradients are multiplied, where it is not 1.
+      after: the sums of earlier calls in this graph; what waits for other ranks waits one after
+        the other, so that it occupies one thread of TensorFlow.
 
     Returns:
       The sums on the host, in the order of `tensors`, and the reducer, to be closed when the
@@ -239,12 +242,12 @@ def reduce_in_buckets(
         reducer = Reducer(gradients, buckets)
         build = functools.partial(_launch_and_wait, reducer, weight)
     reduced: dict[int, tf.Tensor] = {}
-    done: list[tf.Tensor] = []
+    before = list(after)
     with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
         for number, bucket in enumerate(buckets):
             # one after the other, in the order in which the ranks reduce
-            results = build(number, [arrived[i] for i in bucket.indices], done[-1:])
-            done.append(results[0])
+            results = build(number, [arrived[i] for i in bucket.indices], before)
+            before = results[:1]
             for index, result in zip(bucket.indices, results):
                 result.set_shape(arrived[index].shape)
                 reduced[index] = result

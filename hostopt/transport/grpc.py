@@ -129,7 +129,7 @@ class GrpcTransport(Transport):
     def _stream(self, peer: int) -> Stream:
         if peer not in self._streams:
             method = self._to_peer[peer].stream_unary(f"/{_SERVICE}/Stream")
-            metadata = ("rank", str(self.rank)), ("to", self._incarnations[peer])
+            metadata = ("rank", str(self.rank)), ("to", self._incarnations.get(peer, ""))
             self._streams[peer] = Stream(
                 method, metadata, self.options, lambda why: self._lost(peer, why)
             )

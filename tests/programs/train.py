@@ -22,7 +22,7 @@ SETTINGS = {
     "optimizers": ["sgd"],
     "steps": 20,
     "dtype": "float64",
-    "model": "mlp",  # or "conv", "embedding", "averages", "batch_norm"
+    "model": "mlp",  # or "conv", "embedding", "averages", "batch_norm", "variables"
     "hidden": 8,
     "spec": "host_call",  # or "minimize"
     "variables_on_host": True,
@@ -46,6 +46,7 @@ SETTINGS = {
     "lengths": [],  # examples of each batch, for each rank; one rank alone takes those of all
     "merge": 1,  # how many of such batches become one
     "uneven_data": "join",
+    "early_stopping": False,  # a hook of TensorFlow's that stops after 6 steps
     "asking": None,  # rank whose hook requests a stop after 5 steps
     "timeline": None,
 }
@@ -241,6 +242,20 @@ def averages(features: tf.Tensor) -> list[tf.Tensor]:
     return [moving.assign_add((now - moving) * 0.1), seen.assign_add(rows)]
 
 
+def variables_of_all_kinds(x: tf.Tensor) -> tf.Tensor:
+    """Features changed by variables that are partitioned, shared, whole numbers and local."""
+    v1 = tf.compat.v1
+    with v1.variable_scope("kinds", reuse=v1.AUTO_REUSE):
+        split = v1.fixed_size_partitioner(2)
+        parts = v1.get_variable("parts", [4], x.dtype, v1.zeros_initializer(), partitioner=split)
+        shared = [v1.get_variable("shared", [1], x.dtype, v1.ones_initializer()) for _ in range(2)]
+        runs = v1.get_variable("runs", [], tf.int64, v1.zeros_initializer(), trainable=False)
+        local = v1.get_local_variable("local", [], x.dtype, v1.ones_initializer())
+    scale = tf.concat([tf.convert_to_tensor(parts), shared[0] * shared[1]], 0)
+    with tf.control_dependencies([runs.assign_add(1), local.assign_add(1)]):
+        return x * (1 + scale)
+
+
 def make_model_fn(settings: dict, optimizer_name: str):
     def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str):
         maybe_raise(settings, "model_fn")
@@ -257,6 +272,8 @@ def make_model_fn(settings: dict, optimizer_name: str):
         if settings["model"] == "batch_norm":
             training = mode == tf.estimator.ModeKeys.TRAIN
             x = tf.compat.v1.layers.batch_normalization(x, momentum=0.875, training=training)
+        if settings["model"] == "variables":
+            x = variables_of_all_kinds(x)
         x = layers.Dense(settings["hidden"], activation="relu", dtype=dtype)(x)
         logits = layers.Dense(2, dtype=dtype)(x)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
@@ -337,6 +354,13 @@ def main(settings: dict) -> None:
             hooks.append(Dump(str(dump / f"{name}-{strategy.cluster.rank}.npz")))
             if settings["trace"]:
                 hooks.append(Trace(str(dump / f"trace-{strategy.cluster.rank}.json")))
+        if settings["early_stopping"]:
+            seen = iter([False, False, True])
+            hooks.append(
+                tf.estimator.experimental.make_early_stopping_hook(
+                    estimator, lambda seen=seen: next(seen), run_every_secs=None, run_every_steps=3
+                )
+            )
         if settings["asking"] is not None and settings["asking"] == strategy.cluster.rank:
             hooks.append(AskToStop(5))
         if settings["stop_at"]:
