@@ -106,6 +106,8 @@ def find_summable(values: dict[str, Any]) -> list[tf.Variable]:
         own = changed & set(sources)
         for name in own:
             _check(metric, local[name], changed)
+        if any(op.type.startswith("IteratorGetNext") for op in sources.values()):
+            raise _refusal(metric, "it is made of the last batch")
         called = sorted({op.type for op in sources.values()} & _PYTHON)
         if called and not own:
             raise _refusal(metric, f"{called[0]} keeps what it has counted")

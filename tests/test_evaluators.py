@@ -236,6 +236,11 @@ def largest_of_a_reference(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
     return variable + 0.0, tf.compat.v1.assign(variable, value)
 
 
+def of_the_last_batch(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    dataset = tf.data.Dataset.from_tensors(1.0)
+    return value + tf.compat.v1.data.make_one_shot_iterator(dataset).get_next(), tf.no_op()
+
+
 def counted_in_python(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
     counts = []
     update = tf.numpy_function(counts.append, [value], [])
@@ -249,6 +254,7 @@ def counted_in_python(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
         (moving_average, "its variable 'average' grows by what such variables hold"),
         (was_there, "its variable 'there' is of dtype bool"),
         (largest_of_a_reference, "its variable 'reference' changes by Assign "),
+        (of_the_last_batch, "it is made of the last batch"),
         (counted_in_python, "PyFunc keeps what it has counted"),
     ],
 )
