@@ -30,8 +30,7 @@ class Accumulation:
         self.micro_batches = micro_batches
         self._examples = examples
         self._additions: list[tf.Operation] = []
-        with tf.device(HOST_DEVICE):
-            self._all_examples = None if examples is None else self.total(examples, "examples")
+        self.all_examples = None if examples is None else self.total(examples, "examples")
 
     def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """The mean of a tensor over the micro-batches of a step.
@@ -44,10 +43,10 @@ class Accumulation:
           Tensor like it, on the host; to be computed once in each step.
         """
         with tf.device(HOST_DEVICE):
-            if self._examples is None or self._all_examples is None:
+            if self._examples is None:
                 return self.total(tensor, name) / self.micro_batches
             total = self.total(tensor * tf.cast(self._examples, tensor.dtype), name)
-            return tf.math.divide_no_nan(total, tf.cast(self._all_examples, tensor.dtype))
+            return tf.math.divide_no_nan(total, tf.cast(self.all_examples, tensor.dtype))
 
     def total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """The sum of a tensor over the micro-batches of a step.
@@ -60,23 +59,20 @@ class Accumulation:
           Tensor like it; to be computed once in each step.
         """
         with tf.device(HOST_DEVICE):
-            return self._accumulated(tensor, name)
-
-    def _accumulated(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        accumulator = tf.compat.v1.Variable(
-            # called outside of the step, on whose data an initializer must not depend
-            lambda: tf.zeros(tensor.shape, tensor.dtype),
-            trainable=False,
-            collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
-            name=f"accumulated/{name}",
-            use_resource=True,
-        )
-        self._additions.append(accumulator.assign_add(tensor, read_value=False))
-        total = accumulator.read_value() + tensor
-        with tf.control_dependencies([total]):
-            reset = accumulator.assign(tf.zeros_like(total), read_value=False)
-        with tf.control_dependencies([reset]):
-            return tf.identity(total)
+            accumulator = tf.compat.v1.Variable(
+                # called outside of the step, on whose data an initializer must not depend
+                lambda: tf.zeros(tensor.shape, tensor.dtype),
+                trainable=False,
+                collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+                name=f"accumulated/{name}",
+                use_resource=True,
+            )
+            self._additions.append(accumulator.assign_add(tensor, read_value=False))
+            total = accumulator.read_value() + tensor
+            with tf.control_dependencies([total]):
+                reset = accumulator.assign(tf.zeros_like(total), read_value=False)
+            with tf.control_dependencies([reset]):
+                return tf.identity(total)
 
     def hook(self) -> tf.compat.v1.train.SessionRunHook:
         """What runs the micro-batches before the last; to be made when all means are built."""

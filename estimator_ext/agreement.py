@@ -46,7 +46,9 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
         savers: Sequence[_Saver],
     ) -> None:
         self._communicator = communicator
-        self._posted = open_posted_sum(communicator, "requests to stop or save")
+        self._posted = None
+        if not flags.travel:
+            self._posted = open_posted_sum(communicator, "requests to stop or save")
         self._flags = flags
         self._sync_on_read = sync_on_read
         self._timers = []
@@ -74,7 +76,7 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
         """
         self._sync_on_read.take_back(run_context.session)
         self._flags.save = any(timer.is_due(self._step + 1) for timer in self._timers)
-        if not self._flags.travel:
+        if self._posted is not None:
             self._posted.post(0.0, self._flags.own)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
@@ -90,7 +92,7 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
         del run_values
         if self._timers:  # a train_op may count otherwise than in ones
             self._step = int(run_context.session.run(tf.compat.v1.train.get_global_step()))
-        if not self._flags.travel:
+        if self._posted is not None:
             self._flags.agree(float(self._posted.collect()[1]))
         if self._flags.ranks_saving:
             self._sync_on_read.gather(run_context.session)

@@ -25,7 +25,7 @@ from estimator_ext.predictions import first
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.spec import stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
-from estimator_ext.strategy import HostOffloadStrategy
+from estimator_ext.strategy import HostOffloadStrategy, loss_is_scaled
 from estimator_ext.strict_rules import check_data, check_params, check_spec
 from estimator_ext.sync_on_read import SyncOnRead
 from estimator_ext.uneven_data import MODES, BatchWeights, count_examples, endless, followed
@@ -213,8 +213,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         batch, new, hooks = _tf_estimator.parse_input_fn_result(endless(data))
         counts = count_examples(batch, new)
         if micro_batches > 1:
-            extended.accumulation = Accumulation(micro_batches, counts[0])
-            counts = [extended.accumulation.total(count, "count") for count in counts]
+            accumulation = extended.accumulation = Accumulation(micro_batches, counts[0])
+            counts = [accumulation.all_examples, accumulation.total(counts[1], "batches")]
         mode = getattr(self._config, "uneven_data", MODES[0])
         extended.weights = BatchWeights(*counts, communicator, mode)
         if extended.accumulation is None:  # in a step that has no data nothing is computed
@@ -367,8 +367,7 @@ def _whole_step(strategy: HostOffloadStrategy, spec: Any) -> Any:
     if strategy.extended.accumulation is not None:
         loss = strategy.extended.accumulation.mean(loss, "loss")
     # the mean over the ranks where the optimizer scaled the loss, else the sum, as stock does
-    scaled = getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
-    op = tf.distribute.ReduceOp.MEAN if scaled else tf.distribute.ReduceOp.SUM
+    op = tf.distribute.ReduceOp.MEAN if loss_is_scaled() else tf.distribute.ReduceOp.SUM
     train_op = spec.train_op
     if strategy.extended.weights is not None:
         train_op = tf.group(train_op, strategy.extended.weights.in_mean)

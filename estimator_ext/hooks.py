@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.sync_on_read import own_part
+from estimator_ext.sync_on_read import assign, own_part
 
 __all__: list[str] = []
 
@@ -55,9 +55,7 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
             own = session.run(variable)
             value = self._communicator.broadcast(own, what=f"variable {variable.op.name!r}")
             if self._communicator.rank != 0:
-                assign = variable.initializer
-                value = own_part(variable, value, self._communicator.rank)
-                session.run(assign, {assign.inputs[1]: value})
+                assign(session, variable, own_part(variable, value, self._communicator.rank))
 
 
 class OwnEventsFileHook(tf.compat.v1.train.SessionRunHook):

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.evaluators import Evaluators
+from estimator_ext.sync_on_read import assign
 from hostopt.communicator import DTYPES
 
 __all__: list[str] = []
@@ -80,8 +81,7 @@ class SumMetricsHook(tf.compat.v1.train.SessionRunHook):
             added = np.asarray(session.run(variable) - begun)
             what = f"metric variable {variable.op.name!r}"
             total = begun + self._evaluators.communicator.all_reduce(added, what=what)
-            assign = variable.initializer
-            session.run(assign, {assign.inputs[1]: total})
+            assign(session, variable, total)
 
 
 def find_summable(values: dict[str, Any]) -> list[tf.Variable]:

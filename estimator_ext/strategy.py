@@ -393,7 +393,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         if self.accumulation is not None:
             values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
         communicator = self._strategy.communicator
-        weight = self._weight(of_mean=_loss_is_scaled())
+        weight = self._weight(of_mean=loss_is_scaled())
         dense = [i for i, is_sparse in enumerate(sparse) if not is_sparse]
         results = dict(enumerate(values))
         sums: list[tf.Tensor] = []
@@ -523,8 +523,12 @@ def _find_accelerator(cluster: hostopt.Cluster) -> str:
     return "/device:GPU:0" if tf.config.list_physical_devices("GPU") else VIRTUAL_ACCELERATOR
 
 
-def _loss_is_scaled() -> bool:
-    """Whether the optimizer divides the loss by the number of ranks, as for a mean."""
+def loss_is_scaled() -> bool:
+    """Whether the optimizer divides the loss by the number of ranks, as for a mean.
+
+    Returns:
+      True where it does in the default graph.
+    """
     return getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
 
 

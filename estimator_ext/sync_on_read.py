@@ -92,8 +92,18 @@ class SyncOnRead:
 
     def _assign(self, session: tf.compat.v1.Session, values: Sequence[Any]) -> None:
         for variable, value in zip(self._variables, values):  # two may begin with one tensor
-            assign = variable.initializer
-            session.run(assign, {assign.inputs[1]: value})
+            assign(session, variable, value)
+
+
+def assign(session: tf.compat.v1.Session, variable: tf.Variable, value: Any) -> None:
+    """Give a variable a value without another operation in the graph, which may be final.
+
+    Args:
+      session: where.
+      variable: one with an initializer.
+      value: an array of its shape.
+    """
+    session.run(variable.initializer, {variable.initializer.inputs[1]: value})
 
 
 def own_part(variable: tf.Variable, value: Any, rank: int) -> Any:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from hostopt.posted_sum import open_posted_sum
-from hostopt.tensorflow.ops import HOST_DEVICE
+from hostopt.tensorflow.ops import HOST_DEVICE, telling
 
 __all__: list[str] = []
 
@@ -99,7 +99,10 @@ class BatchWeights:
             token = tf.numpy_function(self._post, [examples, batches], tf.int32, name="HostPost")
             with tf.control_dependencies([token]):
                 self.in_mean, self.in_sum = tf.numpy_function(
-                    self._collect, [], [tf.float64, tf.float64], name="HostCollect"
+                    telling(communicator, self._collect),
+                    [],
+                    [tf.float64, tf.float64],
+                    name="HostCollect",
                 )
         self.in_mean.set_shape([])
         self.in_sum.set_shape([])
@@ -110,11 +113,7 @@ class BatchWeights:
         return np.int32(0)
 
     def _collect(self) -> tuple[np.float64, np.float64]:
-        try:
-            total, ranks_with_data = self._posted.collect()
-        except hostopt.HostOptError as error:
-            self._communicator.abort(error)
-            raise
+        total, ranks_with_data = self._posted.collect()
         size = self._communicator.size
         if ranks_with_data < (size if self._stops else 1):
             self._report()

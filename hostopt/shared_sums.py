@@ -2,7 +2,7 @@
 
 A place for the sums is used again when no rank holds a view of it: each rank offers the places
 that it has done with, and all take the first that is offered by all. Where there is none, they
-share another; most programs need two, as TensorFlow lets go of an array at its next call.
+share another. A training needs one, where nothing holds on to its gradients.
 """
 
 from __future__ import annotations

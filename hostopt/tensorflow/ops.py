@@ -111,7 +111,7 @@ def sum_posted(
     with tf.device(HOST_DEVICE):
         token = tf.numpy_function(post, [scalar], tf.int32, name="HostPost")
         with tf.control_dependencies([token, *after]):
-            call = _telling(communicator, collect)
+            call = telling(communicator, collect)
             result = tf.numpy_function(call, [], tf.float32, name="HostCollect")
     result.set_shape([])
     return result
@@ -160,7 +160,7 @@ def sum_slices(
     before = list(after)
     for each, name in zip(slices, names):
         channel = communicator.duplicate(f"the sparse gradient of {name!r}")
-        sum_rows = _telling(communicator, functools.partial(_sum_rows, channel))
+        sum_rows = telling(communicator, functools.partial(_sum_rows, channel))
         with tf.device(HOST_DEVICE), tf.control_dependencies(before):
             indices, values = tf.numpy_function(
                 sum_rows,
@@ -264,7 +264,7 @@ def _launch_and_wait(
     """A communication thread reduces; the graph brings a bucket, and waits when it has waited."""
     communicator = reducer.communicator
     token = tf.numpy_function(  # 3. the last gradient of the bucket is there
-        _telling(communicator, _weighted(_launcher(reducer, number), weight)),
+        telling(communicator, _weighted(_launcher(reducer, number), weight)),
         [*parts, *_as_list(weight)],
         tf.int32,
         name=f"launch_{number}",
@@ -272,7 +272,7 @@ def _launch_and_wait(
     with tf.control_dependencies([token, *after]):  # 5.
         return list(
             tf.numpy_function(
-                _telling(communicator, lambda: reducer.wait(number)),
+                telling(communicator, lambda: reducer.wait(number)),
                 [],
                 [part.dtype for part in parts],
                 name=f"wait_{number}",
@@ -292,7 +292,7 @@ def _reduce_inline(
     with tf.control_dependencies(after):
         return list(
             tf.numpy_function(  # 3. to 5. in one
-                _telling(reducer.communicator, call),
+                telling(reducer.communicator, call),
                 [*parts, *_as_list(weight)],
                 [part.dtype for part in parts],
                 name=f"reduce_{number}",
@@ -327,14 +327,22 @@ def _array_op(
     name: str,
 ) -> tf.Tensor:
     with tf.device(HOST_DEVICE):
-        call = _telling(communicator, function)
+        call = telling(communicator, function)
         result = tf.numpy_function(call, [tensor], tensor.dtype, name=name)
         result.set_shape(tensor.shape)
         return result
 
 
-def _telling(communicator: Communicator, function: Callable[..., Any]) -> Callable[..., Any]:
-    """End the ring with a typed error that leaves `function`: TensorFlow would drop its type."""
+def telling(communicator: Communicator, function: Callable[..., Any]) -> Callable[..., Any]:
+    """End the ring with a typed error that leaves a function: TensorFlow would drop its type.
+
+    Args:
+      communicator: whose ring.
+      function: what a graph is to call.
+
+    Returns:
+      A function that does the same.
+    """
 
     def call(*arrays: Array) -> Any:
         try:
