@@ -55,6 +55,11 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       rendezvous_timeout_s: how long to wait for all ranks to appear.
       stall_warning_s: a rank that waits longer says for whom.
       collective_timeout_s: a rank that waits longer without progress gives up.
+      checksum: True has a checksum of its data travel with each message; None does so where a peer
+        is reached over a network, and not where all addresses are loopback ones.
+      nonfinite: what happens where a reduced gradient holds NaN or Inf. "error" ends the training,
+        "skip" leaves the step's update out on all ranks, "warn" says so and goes on.
+      desync_check_steps: every so many steps the ranks compare their variables; 0 for never.
 
     Raises:
       hostopt.ConfigError: the resolver, TF_CONFIG or an option cannot be used.
@@ -73,6 +78,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         rendezvous_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         collective_timeout_s: float = 300.0,
+        checksum: bool | None = None,
+        nonfinite: str = "error",
+        desync_check_steps: int = 1000,
     ) -> None:
         exit_with_error_code()
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
@@ -83,6 +91,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             rendezvous_timeout_s=rendezvous_timeout_s,
             stall_warning_s=stall_warning_s,
             collective_timeout_s=collective_timeout_s,
+            checksum=checksum,
+            nonfinite=nonfinite,
+            desync_check_steps=desync_check_steps,
         ).with_environment()
         device = accelerator or _find_accelerator(self.cluster)
         super().__init__(

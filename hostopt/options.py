@@ -22,10 +22,14 @@ _NUMBERS = (
     "stall_warning_s",
     "collective_timeout_s",
 )
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+_CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "communication": ("auto", "grpc", "shm"),
     "compression": (None, "fp16", "bf16"),
+    "checksum": (None, True, False),
+    "nonfinite": ("error", "skip", "warn"),
 }
+# How the environment writes values that are no text.
+_WORDS: dict[str, bool | None] = {"": None, "none": None, "true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,14 @@ class Options:
         hosts; "grpc" uses gRPC alone; "shm" is an error where a host's ranks cannot share memory.
       compression: "fp16" or "bf16" halves float32 gradients on the wire; None sends them whole.
       timeline: file for a Chrome trace, one for each rank; None records nothing.
+      checksum: True has a checksum of its data travel with each message, False of its header
+        alone; None is True where a peer is reached over a network, and False where all addresses
+        are loopback ones.
+      nonfinite: what happens where a reduced gradient holds NaN or Inf. "error" ends the training,
+        "skip" leaves the step's update out on all ranks, "warn" says so and goes on.
+      desync_check_steps: every so many steps the ranks compare their variables; 0 for never.
+      debug_dir: directory for the stacks and the last events of a rank whose ring was aborted;
+        None keeps nothing.
     """
 
     bucket_mb: float = 25.0
@@ -52,6 +64,10 @@ class Options:
     communication: str = "auto"
     compression: str | None = None
     timeline: str | None = None
+    checksum: bool | None = None
+    nonfinite: str = "error"
+    desync_check_steps: int = 1000
+    debug_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -68,6 +84,11 @@ class Options:
             raise ConfigError(
                 f"option segment_bytes is {self.segment_bytes}, wanted a whole number up to "
                 f"{MAX_SEGMENT_BYTES}"
+            )
+        steps = self.desync_check_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+            raise ConfigError(
+                f"option desync_check_steps is {steps!r}, wanted a whole number from 0"
             )
         if self.bucket_mb * MIB % _BUCKET_ALIGNMENT_BYTES:
             raise ConfigError(
@@ -98,8 +119,8 @@ class Options:
             name = f"HOSTOPT_{field.name.upper()}"
             if name not in environ:
                 continue
-            if field.name not in _NUMBERS:
-                found[field.name] = None if environ[name] in ("", "none") else environ[name]
+            if field.name not in (*_NUMBERS, "desync_check_steps"):
+                found[field.name] = _WORDS.get(environ[name], environ[name])
                 continue
             try:
                 found[field.name] = _number(environ[name])

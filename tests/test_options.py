@@ -23,6 +23,10 @@ def test_defaults() -> None:
         "communication": "auto",
         "compression": None,
         "timeline": None,
+        "checksum": None,
+        "nonfinite": "error",
+        "desync_check_steps": 1000,
+        "debug_dir": None,
     }
     assert Options().bucket_bytes == 25 * 1024 * 1024
 
@@ -57,10 +61,16 @@ def test_the_environment_overrides() -> None:
         "HOSTOPT_COMMUNICATION": "grpc",
         "HOSTOPT_COMPRESSION": "bf16",
         "HOSTOPT_TIMELINE": "trace.json",
+        "HOSTOPT_CHECKSUM": "true",
+        "HOSTOPT_NONFINITE": "skip",
+        "HOSTOPT_DESYNC_CHECK_STEPS": "0",
+        "HOSTOPT_DEBUG_DIR": "debug",
         "HOSTOPT_OF_ANOTHER_KIND": "x",
     }
     found = Options(bucket_mb=4, stall_warning_s=9).with_environment(environ)
-    assert found == Options(0.5, 4096, 1.5, 2.0, 3.0, "grpc", "bf16", "trace.json")
+    assert found == Options(
+        0.5, 4096, 1.5, 2.0, 3.0, "grpc", "bf16", "trace.json", True, "skip", 0, "debug"
+    )
     assert isinstance(found.segment_bytes, int)
 
 
@@ -91,7 +101,14 @@ def test_bad_values_in_the_environment(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("communication", "mpi"), ("communication", None), ("compression", "int8")]
+    ("name", "value"),
+    [
+        ("communication", "mpi"),
+        ("communication", None),
+        ("compression", "int8"),
+        ("checksum", "crc"),
+        ("nonfinite", None),
+    ],
 )
 def test_bad_choices(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is {value!r}, wanted one of"):
@@ -108,3 +125,10 @@ def test_segments_have_whole_bytes() -> None:
         Options(segment_bytes=1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"(?i)segment_bytes"):
         Options().with_environment({"HOSTOPT_SEGMENT_BYTES": "1.5"})
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None, "1"])
+def test_desync_check_steps_is_a_whole_number(value: object) -> None:
+    assert Options(desync_check_steps=0).desync_check_steps == 0
+    with pytest.raises(ConfigError, match="desync_check_steps"):
+        Options(desync_check_steps=value)  # type: ignore[arg-type]

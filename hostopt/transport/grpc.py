@@ -227,6 +227,8 @@ class GrpcTransport(Transport):
             "timeline": self.options.timeline is not None,  # the ranks compare their clocks
             "communication": self.options.communication,
             "compression": self.options.compression,
+            "nonfinite": self.options.nonfinite,
+            "desync_check_steps": self.options.desync_check_steps,
         }
 
     async def _on_hello(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
