@@ -299,6 +299,7 @@ async def _receive(
     """Receive as many elements as `part` has, of the dtype on the wire; read-only."""
     begin_s = time.monotonic()
     payload = await transport.recv(peer, tag, what)
+    transport.recorder.note("received", peer, what, tag, len(payload))
     _show(transport, Track.RING_RECEIVE, tag, what, begin_s, len(payload))
     nbytes = part.size * dtype.itemsize
     if len(payload) != nbytes:
@@ -345,6 +346,7 @@ def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
 async def _send(transport: Transport, peer: int, tag: Tag, part: Array, what: str) -> None:
     begin_s = time.monotonic()
     await transport.send(peer, tag, part.view(np.uint8).data, what)
+    transport.recorder.note("sent", peer, what, tag, part.nbytes)
     _show(transport, Track.RING_SEND, tag, what, begin_s, part.nbytes)
 
 

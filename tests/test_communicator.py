@@ -346,7 +346,7 @@ def test_a_timeout_names_who_waits_for_whom_and_what(
     wanted = ["rank 0", "rank 1", error.task, error.address, "step 1", "bucket 3", "dense/kernel"]
     for words in [*wanted, "collective_timeout_s"]:
         assert words in str(error)
-    said = [r.getMessage() for r in caplog.records if r.name == "hostopt.transport.mailbox"]
+    said = [r.getMessage() for r in caplog.records if r.name == "hostopt.transport.base"]
     warnings = [line for line in said if "dense/kernel" in line]  # a slow barrier may warn too
     assert len(warnings) == 2  # after 0.4 s and after 0.8 s
     for words in wanted:

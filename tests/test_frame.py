@@ -1,48 +1,83 @@
-"""Frames: what goes in comes out, and nothing else is let in."""
+"""Frames: what goes in comes out, once and in order, and nothing else is let in."""
 
 from __future__ import annotations
 
 import struct
+import zlib
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hostopt.errors import ProtocolError
-from hostopt.transport import frame
 from hostopt.transport.base import FINISH_CHANNEL, Tag
+from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter, Origin
 
 TAG = Tag(channel=1, step=2, bucket=3, round=4, chunk=5, segment=6, layout=7)
+LARGEST = Tag(FINISH_CHANNEL, 2**64 - 1, *[2**32 - 1] * 5)
+ORIGIN = Origin(job=8, incarnation=9)
+
+numbers = st.integers(0, 2**32 - 1)
+tags = st.builds(Tag, numbers, st.integers(0, 2**64 - 1), *[numbers] * 5)
 
 
-@pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 33])
-@pytest.mark.parametrize("tag", [TAG, Tag(0, 0), Tag(FINISH_CHANNEL, 2**64 - 1, *[2**32 - 1] * 5)])
-def test_round_trip(tag: Tag, payload: bytes) -> None:
-    encoded = frame.encode(tag, memoryview(payload))
-    assert len(encoded) == 64 + len(payload)
-    found_tag, found = frame.decode(encoded)
+def frame_of(payload: bytes, checksum: bool = True, tag: Tag = TAG) -> bytes:
+    """The first frame of a stream."""
+    return FrameWriter(ORIGIN, checksum).write(tag, payload)
+
+
+def read(message: bytes) -> tuple[Tag, memoryview] | None:
+    """What a reader makes of the first frame of a stream."""
+    return FrameReader(ORIGIN).read(message)
+
+
+@given(tags, st.binary(max_size=300), st.booleans())
+def test_round_trip(tag: Tag, payload: bytes, checksum: bool) -> None:
+    message = frame_of(payload, checksum, tag)
+    assert len(message) == 64 + len(payload)
+    read_back = read(message)
+    assert read_back is not None
+    found_tag, found = read_back
     assert isinstance(found_tag, Tag)
     assert found_tag == tag
     assert found == payload
     assert found.readonly
 
 
-def test_the_bytes_of_a_frame() -> None:
-    header = b"HO" + bytes([1, 0]) + struct.pack("<IQIIIIIQ", 1, 2, 3, 4, 5, 6, 7, 3) + bytes(20)
-    assert frame.encode(TAG, b"abc") == header + b"abc"
+@pytest.mark.parametrize("tag", [Tag(0, 0), LARGEST])
+def test_the_least_and_the_largest_tag(tag: Tag) -> None:
+    found = read(frame_of(b"", tag=tag))
+    assert found is not None
+    assert found[0] == tag
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_the_bytes_of_a_frame(checksum: bool) -> None:
+    header = b"HO" + bytes([2, checksum]) + struct.pack("<IQIIIIIQ", 1, 2, 3, 4, 5, 6, 7, 3)
+    writer = FrameWriter(ORIGIN, checksum)
+    for number in range(3):
+        begin = header + struct.pack("<IQI", 8, 9, number)
+        crc = zlib.crc32(begin + b"abc" if checksum else begin)
+        assert writer.write(TAG, b"abc") == begin + struct.pack("<I", crc) + b"abc"
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i4", "i8"])
 def test_the_payload_is_aligned_for_numpy(dtype: str) -> None:
-    assert frame.HEADER_BYTES % 64 == 0
+    assert HEADER_BYTES % 64 == 0
     array = np.arange(100, dtype=dtype)
-    _, payload = frame.decode(frame.encode(TAG, array.view(np.uint8).data))
-    found = np.frombuffer(payload, dtype)
-    assert found.flags.aligned
-    np.testing.assert_array_equal(found, array)
+    found = read(frame_of(array.view(np.uint8).data))
+    assert found is not None
+    values = np.frombuffer(found[1], dtype)
+    assert values.flags.aligned
+    np.testing.assert_array_equal(values, array)
+
+
+# --- what is not let in -----------------------------------------------------------------------
 
 
 def changed(position: int, value: bytes) -> bytes:
-    good = frame.encode(TAG, bytes(1000))
+    good = frame_of(bytes(1000))
     return good[:position] + value + good[position + len(value) :]
 
 
@@ -51,34 +86,101 @@ def changed(position: int, value: bytes) -> bytes:
     [
         (b"", "0 bytes"),
         (b"HO", "2 bytes"),
-        (frame.encode(TAG, b"")[:-1], "63 bytes.*64"),
-        (frame.encode(TAG, bytes(1000))[:-1], "1000 bytes.*999"),
-        (frame.encode(TAG, bytes(1000)) + b"x", "1000 bytes.*1001"),
+        (frame_of(b"")[:-1], "63 bytes.*64"),
+        (frame_of(bytes(4096))[:1064], "expected 4096 bytes of payload, got 1000"),
+        (frame_of(bytes(1000)) + b"x", "expected 1000 bytes of payload, got 1001"),
         (changed(0, b"GE"), "GE"),
-        (changed(2, b"\x02"), "version 2.*version 1"),
-        (changed(36, struct.pack("<Q", 2**64 - 1)), f"{2**64 - 1} bytes"),
+        (changed(2, b"\x01"), "version 1.*version 2"),
+        (changed(36, struct.pack("<Q", 2**64 - 1)), f"expected {2**64 - 1} bytes"),
+        (changed(600, b"\x01"), "step 2, bucket 3, round 4, chunk 5, segment 6.*checksum"),
         (b"GET / HTTP/1.1\r\n" * 8, "GE"),
     ],
-    ids=["empty", "magic", "header", "short", "long", "not-ours", "version", "length", "http"],
+    ids=[
+        "empty",
+        "magic",
+        "header",
+        "short",
+        "long",
+        "not-ours",
+        "version",
+        "length",
+        "flipped",
+        "http",
+    ],
 )
 def test_what_is_not_a_frame(bad: bytes, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        frame.decode(bad)
+        read(bad)
 
 
-def test_random_bytes_raise_nothing_else() -> None:
-    rng = np.random.default_rng(11)
-    good = bytearray(frame.encode(TAG, bytes(100)))
-    accepted = 0
-    for _ in range(10_000):
-        bad = good[: rng.integers(len(good) + 1)]
-        for position in rng.integers(0, max(len(bad), 1), 3)[: len(bad)]:
-            bad[position] ^= rng.integers(1, 256)
-        try:
-            tag, payload = frame.decode(bytes(bad))
-        except ProtocolError:
-            continue
-        accepted += 1
-        assert len(payload) == len(bad) - frame.HEADER_BYTES
-        assert all(0 <= number < 2**64 for number in tag)
-    assert accepted < 1000
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(message: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read(message)
+
+
+@given(st.binary(max_size=100), st.data())
+def test_a_flipped_bit_anywhere_is_found(payload: bytes, data: st.DataObject) -> None:
+    message = bytearray(frame_of(payload))
+    bit = data.draw(st.integers(0, 8 * len(message) - 1))
+    message[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolError):
+        read(bytes(message))
+
+
+@given(st.integers(0, 8 * HEADER_BYTES - 1))
+def test_a_flipped_bit_of_the_header_is_found_without_a_checksum_of_the_data(bit: int) -> None:
+    message = bytearray(frame_of(bytes(100), checksum=False))
+    message[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolError):
+        read(bytes(message))
+
+
+@given(st.binary(max_size=100), st.data())
+def test_a_frame_that_is_cut_or_has_more_is_found(payload: bytes, data: st.DataObject) -> None:
+    message = frame_of(payload, checksum=False)
+    length = data.draw(st.integers(0, 2 * len(message)).filter(lambda n: n != len(message)))
+    with pytest.raises(ProtocolError):
+        read((message + bytes(len(message)))[:length])
+
+
+@pytest.mark.parametrize("origin", [Origin(8, 10), Origin(7, 9)])
+def test_a_frame_of_another_job_or_life_is_refused(origin: Origin) -> None:
+    with pytest.raises(ProtocolError, match=r"job 00000008, incarnation 0+9, expected"):
+        FrameReader(origin).read(frame_of(b"abc"))
+
+
+# --- each once, in order ----------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
+def test_frames_that_come_again_are_ignored(again: list[int]) -> None:
+    writer, reader = FrameWriter(ORIGIN, False), FrameReader(ORIGIN)
+    frames = [writer.write(TAG, bytes([n])) for n in range(10)]
+    taken = []
+    for number, message in enumerate(frames):
+        for repeated in [n for n in again if n < number]:
+            assert reader.read(frames[repeated]) is None
+        found = reader.read(message)
+        assert found is not None
+        taken.append(found[1][0])
+    assert taken == list(range(10))
+    assert reader.ignored == sum(9 - n for n in again)
+
+
+def test_a_missing_frame_is_found() -> None:
+    writer, reader = FrameWriter(ORIGIN, False), FrameReader(ORIGIN)
+    frames = [writer.write(TAG, b"") for _ in range(4)]
+    assert reader.read(frames[0]) is not None
+    with pytest.raises(ProtocolError, match="2 frame"):
+        reader.read(frames[3])
+
+
+def test_numbers_go_round() -> None:
+    writer, reader = FrameWriter(ORIGIN, False), FrameReader(ORIGIN)
+    writer._next = reader._next = 2**32 - 2
+    frames = [writer.write(TAG, bytes([n])) for n in range(4)]
+    for message in frames:
+        found = reader.read(message)
+        assert found is not None
+        assert reader.read(message) is None

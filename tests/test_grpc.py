@@ -22,9 +22,11 @@ from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, PeerLostError, ProtocolError
 from hostopt.options import Options
-from hostopt.transport import event_loop, frame
+from hostopt.transport import event_loop
 from hostopt.transport.base import Tag
+from hostopt.transport.frame import FrameWriter, Origin
 from hostopt.transport.grpc import GrpcTransport
+from hostopt.transport.meeting import Meeting
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -103,17 +105,17 @@ def test_a_rank_that_comes_again_waits_until_the_others_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answered = threading.Event()
-    check_hello = GrpcTransport._check_hello
+    check_hello = Meeting.check
 
-    def check(transport: GrpcTransport, peer: int, hello: dict[str, Any]) -> None:
-        check_hello(transport, peer, hello)
-        if transport not in old:
+    def check(meeting: Meeting, peer: int, hello: dict[str, Any]) -> None:
+        check_hello(meeting, peer, hello)
+        if meeting not in [transport._meeting for transport in old]:
             answered.set()
 
     with reserved_addresses(2) as addresses, ThreadPoolExecutor() as threads:
         clusters = [Cluster.from_dict(jobs_of(addresses), *task_of(rank)) for rank in range(2)]
         old = list(threads.map(lambda cluster: GrpcTransport(cluster, Options()), clusters))
-        monkeypatch.setattr(GrpcTransport, "_check_hello", check)
+        monkeypatch.setattr(Meeting, "check", check)
         old[0].close()
         again = threads.submit(GrpcTransport, clusters[0], Options())
         assert answered.wait(30)  # by the old rank 1, which has not left yet
@@ -473,53 +475,109 @@ def stream(address: str, *messages: bytes, **metadata: str) -> Any:
         return call.exception()
 
 
-GOOD = frame.encode(Tag(0, 5), b"flour")
+BAD_FRAMES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda good: b"",
+    "short": lambda good: b"garbage",
+    "http": lambda good: b"GET / HTTP/1.1\r\n" * 9,
+    "truncated": lambda good: good[:-1],
+    "too-long": lambda good: good + b"x",
+    "magic": lambda good: b"HU" + good[2:],
+    "flipped": lambda good: good[:-1] + bytes([good[-1] ^ 1]),
+    "of-another-life": lambda good: FrameWriter(Origin(0, 0), True).write(Tag(0, 5), b"flour"),
+}
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"",
-        b"garbage",
-        b"GET / HTTP/1.1\r\n" * 9,
-        GOOD[:-1],
-        GOOD + b"x",
-        GOOD.replace(b"HO", b"HU"),
-    ],
-    ids=["empty", "short", "http", "truncated", "too-long", "magic"],
-)
-def test_garbage_ends_the_ring_and_is_no_hang(spawn_grpc: Spawn, message: bytes) -> None:
+@pytest.mark.parametrize("kind", BAD_FRAMES)
+def test_a_bad_frame_of_a_peer_ends_the_ring_and_is_no_hang(spawn_grpc: Spawn, kind: str) -> None:
     def work(communicator: Communicator) -> Any:
         communicator.barrier()  # or rank 0 would find the garbage while it still meets the other
+
+        async def send_bad_frame() -> None:
+            peer = communicator.transport._stream(0)
+            peer._frames.put_nowait(BAD_FRAMES[kind](peer._writer.write(Tag(0, 5), b"flour")))
+
         if communicator.rank == 1:
-            transport = communicator.transport
-            address, to = transport.cluster.ring[0].address, transport._incarnations[0]
-            stream(address, GOOD, message, rank="1", to=to)
-        with pytest.raises(Exception, match="frame") as caught:
+            event_loop.run(send_bad_frame())
+        with pytest.raises(ProtocolError, match="frame") as caught:
             for _ in range(2):  # rank 1 may have what it needs for the first
                 communicator.all_reduce(np.ones(3))
         return caught.value
 
-    error, _ = spawn_grpc(2, work)
-    assert isinstance(error, ProtocolError)
+    for error in spawn_grpc(2, work, checksum=True):
+        assert error.rank == 1
+        assert "rank 1 (worker:0, " in str(error)
+        assert error.root_cause in str(error)
 
 
 @pytest.mark.parametrize(
-    "metadata", [{}, {"rank": "one"}, {"rank": "7"}, {"rank": "-1"}, {"rank": "1", "to": "former"}]
+    "metadata",
+    [
+        {},
+        {"rank": "one"},
+        {"rank": "7"},
+        {"rank": "-1"},
+        {"rank": "1" * 5000},
+        {"rank": "1", "to": "former"},
+        {"rank": "1", "from": "former"},
+        {"rank": "1"},  # it has a stream already
+    ],
 )
 def test_a_stranger_disturbs_nobody(spawn_grpc: Spawn, metadata: dict[str, str]) -> None:
     def work(communicator: Communicator) -> Any:
         refused = None
         communicator.barrier()
         if communicator.rank == 1:
-            address = communicator.transport.cluster.ring[0].address
-            known = {"to": communicator.transport._incarnations[0]}
-            refused = stream(address, GOOD, b"garbage", **{**known, **metadata})
+            transport = communicator.transport
+            known = {
+                "to": transport._meeting.incarnations[0],
+                "from": transport._meeting.incarnation,
+            }
+            frame = FrameWriter(transport._meeting.origin(1), True).write(Tag(0, 5), b"flour")
+            address = transport.cluster.ring[0].address
+            refused = stream(address, frame, b"garbage", **{**known, **metadata})
         assert communicator.all_reduce(np.ones(3))[0] == 2
         return refused
 
     _, refused = spawn_grpc(2, work)
     assert isinstance(refused, grpc.RpcError)
+
+
+@pytest.mark.parametrize("method", ["Hello", "Leave", "Status"])
+@pytest.mark.parametrize(
+    "request_", [b"", b"{", b"[]", b"7", b'{"rank": 7}', b'{"rank": 1, "incarnation": "x"}']
+)
+def test_a_strangers_call_disturbs_nobody(spawn_grpc: Spawn, method: str, request_: bytes) -> None:
+    def work(communicator: Communicator) -> None:
+        communicator.barrier()
+        if communicator.rank == 1:
+            address = communicator.transport.cluster.ring[0].address
+            with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+                call = channel.unary_unary(f"/hostopt.Ring/{method}").future(request_, timeout=30)
+                assert (call.exception() is None) == (method == "Status")
+        assert communicator.all_reduce(np.ones(3))[0] == 2
+
+    spawn_grpc(2, work)
+
+
+def test_frames_that_are_sent_again_are_taken_once(spawn_grpc: Spawn) -> None:
+    def work(communicator: Communicator) -> Any:
+        communicator.barrier()
+        transport = communicator.transport
+        peer = transport._stream((communicator.rank + 1) % 3)
+        write, sent = peer._writer.write, []
+
+        def write_again(tag: Tag, payload: Any) -> bytes:
+            sent.append(write(tag, payload))
+            peer._frames.put_nowait(sent[-1])
+            peer._frames.put_nowait(sent[0])
+            return sent[-1]
+
+        peer._writer.write = write_again  # type: ignore[method-assign]
+        return [communicator.all_reduce(np.arange(50_000.0) + step) for step in range(5)]
+
+    for sums in spawn_grpc(3, work, segment_bytes=4096):
+        for step, total in enumerate(sums):
+            np.testing.assert_array_equal(total, 3 * (np.arange(50_000.0) + step))
 
 
 def unindent(script: str) -> str:

@@ -21,6 +21,7 @@ FILES = {
 # Each module imports only modules above it.
 LADDER = [
     "hostopt.errors",
+    "hostopt.flight_recorder",
     "hostopt.cluster",
     "hostopt.options",
     "hostopt.step_stats",
@@ -28,9 +29,11 @@ LADDER = [
     "hostopt.transport",
     "hostopt.transport.event_loop",
     "hostopt.transport.mailbox",
+    "hostopt.transport.stall",
     "hostopt.transport.base",
     "hostopt.transport.inproc",
     "hostopt.transport.frame",
+    "hostopt.transport.meeting",
     "hostopt.transport.grpc_import",
     "hostopt.transport.grpc_parts",
     "hostopt.transport.allocator",

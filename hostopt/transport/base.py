@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import abc
 import itertools
+import logging
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 from hostopt.cluster import Cluster
-from hostopt.errors import ConfigError, HostOptError
+from hostopt.errors import ConfigError, HostOptError, error_to_dict
+from hostopt.flight_recorder import FlightRecorder
 from hostopt.options import Options
 from hostopt.timeline import Timeline
-from hostopt.transport.mailbox import Mailbox
+from hostopt.transport import event_loop
+from hostopt.transport.mailbox import Mailbox, Wait
+from hostopt.transport.stall import find_culprit, status_of
 
 __all__: list[str] = []
+
+_log = logging.getLogger(__name__)
 
 Payload = Union[bytes, memoryview]
 
@@ -90,7 +96,9 @@ class Transport(abc.ABC):
         self.rank: int = cluster.rank
         self.size = cluster.size
         self.traffic = Traffic()
-        self.mailbox = Mailbox(cluster, options)
+        self.mailbox = Mailbox(cluster, options, self._on_stall)
+        self.recorder = FlightRecorder(self.rank, options.debug_dir)
+        self.mailbox.on_failure(self._write_record)
         self.timeline: Timeline | None = None  # where messages are shown
         self._channels = itertools.count(1)
 
@@ -127,6 +135,35 @@ class Transport(abc.ABC):
         except HostOptError as error:
             self.abort(error)
             raise
+
+    @abc.abstractmethod
+    async def ask(self, peer: int) -> dict[str, Any] | None:
+        """Ask a peer what it does.
+
+        Args:
+          peer: which rank.
+
+        Returns:
+          Its `stall.status_of`; None where it does not answer soon.
+        """
+
+    def blocked_sends(self) -> dict[int, float]:
+        """Since when a message to a peer waits for the peer, or for the network, to take it."""
+        return {}
+
+    def _on_stall(self, wait: Wait, gives_up: bool) -> None:
+        event_loop.start(self._explain(wait, gives_up))
+
+    async def _explain(self, wait: Wait, gives_up: bool) -> None:
+        """Say who keeps this rank waiting: a warning, or the error that ends the ring."""
+        culprit = await find_culprit(self, wait.peer)
+        if gives_up:
+            self.abort(self.mailbox.timeout(wait, culprit.rank, culprit.text))
+        else:
+            _log.warning("%s: %s", self.mailbox.waiting_text(wait), culprit.text)
+
+    def _write_record(self, error: HostOptError) -> None:
+        self.recorder.write({"error": error_to_dict(error), **status_of(self)})
 
     @property
     def error(self) -> HostOptError | None:

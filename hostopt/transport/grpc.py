@@ -5,6 +5,7 @@ bytes (generic handlers without serializers), so nothing but frames and small JS
 
     Hello    JSON, both ways: who are you, and do you know the same ring?
     Stream   frames, one way; ends in good order when the sender leaves
+    Status   JSON: what do you wait for?
     Leave    JSON: I go now, because of this error, or with none
 
 All of it runs on the loop; what users and other threads call hands work over to it.
@@ -22,7 +23,6 @@ import os
 import threading
 import time
 import traceback
-import uuid
 from typing import Any
 
 from hostopt.cluster import Cluster
@@ -31,22 +31,27 @@ from hostopt.errors import (
     ConfigError,
     HostOptError,
     PeerLostError,
+    ProtocolError,
     RendezvousTimeoutError,
     error_from_dict,
     error_to_dict,
 )
 from hostopt.options import Options
-from hostopt.transport import event_loop, frame
+from hostopt.transport import event_loop
 from hostopt.transport.allocator import keep_freed_memory
 from hostopt.transport.base import Payload, Tag, Transport
+from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter
 from hostopt.transport.grpc_import import grpc
 from hostopt.transport.grpc_parts import (
     END_OF_STREAM,
     GOODBYE_TIMEOUT_S,
     Stream,
     channel_options,
+    is_loopback,
     listen_address,
 )
+from hostopt.transport.meeting import Meeting
+from hostopt.transport.stall import status_of
 
 __all__: list[str] = []
 
@@ -58,6 +63,10 @@ _HELLO_TIMEOUT_S = 1.0
 _AGAIN_AFTER_S = 0.05
 # How long a word of the peer may take that says why its connection broke, or that of another rank.
 _LAST_WORD_TIMEOUT_S = 0.5
+_STATUS_TIMEOUT_S = 1.0
+_RANK_DIGITS = 10
+_SILENT = "no answer to ping, its process is frozen, or its host or link is silent"
+_INCARNATION_CHANGED = "incarnation changed, its process was started again"
 
 
 class GrpcTransport(Transport):
@@ -76,10 +85,8 @@ class GrpcTransport(Transport):
         super().__init__(cluster, options)
         keep_freed_memory()
         self._successor = (self.rank + 1) % self.size
-        self._missing = {peer for peer in range(self.size) if peer != self.rank}
-        # a rank that was started again, or meets again, is another one to those that knew it
-        self._incarnation = uuid.uuid4().hex
-        self._incarnations: dict[int, str] = {}  # of the peers that this rank has met
+        self._meeting = Meeting(cluster, options)
+        self._met = False
         self._streams: dict[int, Stream] = {}
         self._ending = threading.RLock()  # held while the ring is failed or closed
         self._closed = False
@@ -87,7 +94,11 @@ class GrpcTransport(Transport):
         # to peers, of the error that ended the ring
         self._notes: list[concurrent.futures.Future[None]] = []
         self._gone: set[int] = set()  # peers that have left, or whose connection broke
+        self._read_from: set[int] = set()  # peers whose stream is open
         self._to_peer: dict[int, grpc.aio.Channel] = {}
+        self._checksum = options.checksum
+        if self._checksum is None:
+            self._checksum = not all(is_loopback(task.address) for task in cluster.ring)
         self._server: grpc.aio.Server | None = None
         event_loop.run(self._serve())
         atexit.register(self.close)
@@ -106,8 +117,8 @@ class GrpcTransport(Transport):
             raise self.error
         facts = {**self._facts(peer), "step": tag.step, "bucket": tag.bucket}
         stream = self._stream(peer)
-        self._count(len(payload), frame.HEADER_BYTES)
-        if await stream.put(frame.encode(tag, payload)):
+        self._count(len(payload), HEADER_BYTES)
+        if await stream.put(tag, payload):
             return
         error: HostOptError
         if stream.ended or self.mailbox.has_left(peer):
@@ -122,6 +133,7 @@ class GrpcTransport(Transport):
                 f"{self.options.collective_timeout_s:g} s, at {tag} of {what or 'data'}. Look "
                 "what it does, or raise collective_timeout_s",
                 **facts,
+                root_cause=f"{self._name(peer)} makes no progress",
             )
         self.abort(error)
         raise self.error or error
@@ -129,35 +141,79 @@ class GrpcTransport(Transport):
     def _stream(self, peer: int) -> Stream:
         if peer not in self._streams:
             method = self._to_peer[peer].stream_unary(f"/{_SERVICE}/Stream")
-            metadata = ("rank", str(self.rank)), ("to", self._incarnations.get(peer, ""))
+            metadata = (
+                ("rank", str(self.rank)),
+                ("from", self._meeting.incarnation),
+                ("to", self._meeting.incarnations.get(peer, "")),
+            )
+            writer = FrameWriter(self._meeting.origin(self.rank), bool(self._checksum))
             self._streams[peer] = Stream(
-                method, metadata, self.options, lambda why: self._lost(peer, why)
+                method, metadata, writer, self.options, lambda why: self._lost(peer, why)
             )
         return self._streams[peer]
+
+    def blocked_sends(self) -> dict[int, float]:
+        """See `Transport.blocked_sends`."""
+        since = {peer: stream.writing_since_s for peer, stream in list(self._streams.items())}
+        return {peer: since_s for peer, since_s in since.items() if since_s is not None}
+
+    # -- losing a peer ---------------------------------------------------------------------
 
     async def _lost(self, peer: int, why: str) -> None:
         """The connection to a peer broke, which is no news where the peer says goodbye."""
         if self._closed or self.mailbox.has_left(peer):
             return
-        self._gone.add(peer)
-        await asyncio.sleep(_LAST_WORD_TIMEOUT_S)
+        life = self._meeting.incarnations.get(peer)
+        last_word = asyncio.sleep(_LAST_WORD_TIMEOUT_S)
+        found, _ = await asyncio.gather(self._examine(peer, why), last_word)
         if self._closed or self.mailbox.has_left(peer):
             return
-        facts, meanwhile = self._facts(peer), ""
-        wait = self.mailbox.current_wait()
-        if wait is not None:
-            tag, what = wait
-            facts |= {"step": tag.step, "bucket": tag.bucket}
-            meanwhile = f" while it waited for {what or 'data'} at {tag}"
-        self.abort(
-            PeerLostError(
-                f"{self._name(peer)} lost: rank {self.rank} ({self.cluster.task}) found its "
-                f"connection broken{meanwhile} ({why}); its process is gone or its host is "
-                "silent. Look at the output of that rank, then run the same command again",
-                **facts,
-                root_cause=f"connection to rank {peer} broken",
+        if not self._met:
+            if life == self._meeting.incarnations.get(peer):
+                _log.warning("%s lost before all had met: %s", self._name(peer), found)
+                self._forget(peer)
+            return
+        self._gone.add(peer)
+        self.abort(self._lost_error(peer, found))
+
+    async def _examine(self, peer: int, why: str) -> str:
+        """Why the connection to a peer broke, in words."""
+        if any(word in why.lower() for word in ("ping", "keepalive")):
+            return _SILENT
+        try:
+            status = await self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")(
+                b"{}", timeout=_LAST_WORD_TIMEOUT_S
             )
+        except grpc.aio.AioRpcError as error:
+            is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            return _SILENT if is_silent else f"connection reset, process gone ({why})"
+        if json.loads(status)["incarnation"] != self._meeting.incarnations.get(peer):
+            return _INCARNATION_CHANGED
+        return f"connection reset, though its process lives ({why}): look at the network"
+
+    def _lost_error(self, peer: int, found: str) -> PeerLostError:
+        facts, at = self._facts(peer), ""
+        waits = self.mailbox.waits()
+        if waits:
+            tag, what = waits[0].tag, waits[0].what
+            facts |= {"step": tag.step, "bucket": tag.bucket}
+            at = f" at step {tag.step} while rank {self.rank} waited for {what or 'data'} ({tag})"
+        return PeerLostError(
+            f"{self._name(peer)} lost{at}: {found}. Found by rank {self.rank} "
+            f"({self.cluster.task}). Look at the output of rank {peer}, then run the same command "
+            "again",
+            **facts,
+            root_cause=f"{self._name(peer)} lost",
         )
+
+    def _forget(self, peer: int) -> None:
+        """A peer begins anew, before all have met."""
+        self._meeting.forget(peer)
+        self.mailbox.forget(peer)
+        self._gone.discard(peer)
+        stream = self._streams.pop(peer, None)
+        if stream is not None:
+            stream.cancel()
 
     # -- receiving -------------------------------------------------------------------------
 
@@ -165,12 +221,13 @@ class GrpcTransport(Transport):
         task, options = self.cluster.ring[self.rank], channel_options(self.options)
         self._to_peer = {
             peer: grpc.aio.insecure_channel(self.cluster.ring[peer].address, options)
-            for peer in self._missing
+            for peer in self._meeting.missing
         }
         self._server = grpc.aio.server(options=options)
         handlers = {
             "Hello": grpc.unary_unary_rpc_method_handler(self._on_hello),
             "Stream": grpc.stream_unary_rpc_method_handler(self._on_stream),
+            "Status": grpc.unary_unary_rpc_method_handler(self._on_status),
             "Leave": grpc.unary_unary_rpc_method_handler(self._on_leave),
         }
         self._server.add_generic_rpc_handlers(
@@ -190,114 +247,140 @@ class GrpcTransport(Transport):
         await self._server.start()
 
     async def _on_stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:
-        metadata = dict(context.invocation_metadata() or ())
-        claim = metadata.get("rank", "")
-        if metadata.get("to") != self._incarnation:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "this rank is of another ring")
-        if not claim.isdigit() or int(claim) not in self._to_peer:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank"
-            )
-        peer, why = int(claim), "connection reset"
+        peer = await self._admit(context)
+        reader = FrameReader(self._meeting.origin(peer))
+        self._read_from.add(peer)
+        why = "connection reset"
         try:
             await context.send_initial_metadata(())  # the peer waits for it
             while (message := await context.read()) is not grpc.aio.EOF:
                 if message == END_OF_STREAM:
                     self.mailbox.leave(peer, "it has closed its communicator")
-                else:
-                    self.mailbox.put(peer, *frame.decode(message))
-        except HostOptError as error:
-            self.abort(error)
+                elif (found := reader.read(message)) is not None:
+                    self.mailbox.put(peer, *found)
+        except ProtocolError as error:
+            self.abort(
+                ProtocolError(
+                    f"{self._name(peer)} sent to rank {self.rank} ({self.cluster.task}) what "
+                    f"cannot be used: {error}",
+                    **{**self._facts(peer), "step": error.step, "bucket": error.bucket},
+                    root_cause=str(error),
+                )
+            )
         except (Exception, asyncio.CancelledError) as error:  # how a connection breaks
             why = str(error) or why
+        finally:
+            self._read_from.discard(peer)
         # not lost where END_OF_STREAM was the last message; gRPC may well cancel this call now
         await asyncio.shield(self._lost(peer, why))
         return b""
 
+    async def _admit(self, context: grpc.aio.ServicerContext) -> int:
+        """The peer whose stream begins; a stranger's call ends here, and disturbs nobody."""
+        metadata = dict(context.invocation_metadata() or ())
+        claim, code = metadata.get("rank", ""), grpc.StatusCode
+        peer = int(claim) if claim.isdigit() and len(claim) < _RANK_DIGITS else -1
+        if peer not in self._to_peer:
+            await context.abort(code.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank")
+        met = self._meeting.incarnations.get(peer)
+        if metadata.get("to") != self._meeting.incarnation or metadata.get("from") != met:
+            await context.abort(code.NOT_FOUND, "this rank is of another ring")
+        if peer in self._read_from:
+            await context.abort(code.ALREADY_EXISTS, f"rank {peer} has a stream already")
+        return peer
+
+    async def _on_status(self, _: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        status = {"incarnation": self._meeting.incarnation, **status_of(self)}
+        return json.dumps(status).encode()
+
+    async def ask(self, peer: int) -> dict[str, Any] | None:
+        """See `Transport.ask`."""
+        status = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")
+        try:
+            answer: dict[str, Any] = json.loads(await status(b"{}", timeout=_STATUS_TIMEOUT_S))
+        except grpc.aio.AioRpcError:
+            return None
+        return answer
+
     # -- beginning -------------------------------------------------------------------------
 
-    def _hello(self) -> dict[str, Any]:
-        ring = [str(task) for task in self.cluster.ring]
-        return {
-            "version": frame.WIRE_VERSION,
-            "rank": self.rank,
-            "incarnation": self._incarnation,
-            "ring": ring,
-            "segment_bytes": self.options.segment_bytes,
-            "timeline": self.options.timeline is not None,  # the ranks compare their clocks
-            "communication": self.options.communication,
-            "compression": self.options.compression,
-            "nonfinite": self.options.nonfinite,
-            "desync_check_steps": self.options.desync_check_steps,
-        }
-
     async def _on_hello(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        theirs = json.loads(request)
-        peer = theirs["rank"]
-        if peer in self._missing:  # later callers are strangers; the answer tells them
+        try:
+            theirs = json.loads(request)
+            peer, incarnation = theirs["rank"], theirs["incarnation"]
+            int(incarnation, 16)
+        except (ValueError, TypeError, KeyError):
+            peer = -1
+        if peer not in self._to_peer:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no rank of this ring")
+        meeting = self._meeting
+        if meeting.is_another_life(peer, incarnation) and not self.mailbox.has_left(peer):
+            if not self._met:
+                self._forget(peer)
+            else:  # before its connection was found broken
+                self._gone.add(peer)
+                self.abort(self._lost_error(peer, _INCARNATION_CHANGED))
+        if peer in meeting.missing:  # later callers are strangers; the answer tells them
             try:
-                self._check_hello(peer, theirs)
+                meeting.check(peer, theirs)
             except ConfigError as error:
                 self.abort(error)
-            self._incarnations[peer] = theirs.get("incarnation", "")
+            meeting.incarnations[peer] = incarnation
             if peer != self._successor:  # to the successor a connection is needed, not a call
-                self._missing.discard(peer)
-        return json.dumps({**self._hello(), "met": self._incarnations.get(peer, "")}).encode()
-
-    def _check_hello(self, peer: int, hello: dict[str, Any]) -> None:
-        hello = {key: value for key, value in hello.items() if key not in ("incarnation", "met")}
-        wanted = {**self._hello(), "rank": peer}
-        del wanted["incarnation"]
-        if hello != wanted:
-            raise ConfigError(
-                f"at {self._name(peer)} rank {self.rank} found {json.dumps(hello)}, wanted "
-                f'{json.dumps(wanted)}. Give all ranks the same "cluster" in TF_CONFIG, the '
-                "same options and the same version of hostopt",
-                **self._facts(peer),
-            )
+                meeting.missing.discard(peer)
+        return json.dumps(meeting.hello(to=peer)).encode()
 
     async def _rendezvous(self) -> None:
         """Say hello to every peer until all have answered, or have called themselves."""
         started = time.monotonic()
         report_at_s = _PROGRESS_EVERY_S
-        while self._missing and self.error is None:
-            await asyncio.gather(*map(self._greet, self._missing))
+        missing = self._meeting.missing
+        while missing and self.error is None:
+            await asyncio.gather(*map(self._greet, list(missing)))
             waited_s = time.monotonic() - started
-            tasks = [self.cluster.ring[peer] for peer in sorted(self._missing)]
-            names = ", ".join(f"{task.name} ({task.address})" for task in tasks)
+            names = self._meeting.missing_names()
             if names and waited_s >= self.options.rendezvous_timeout_s:
                 raise RendezvousTimeoutError(
                     f"{self._name(self.rank)} has waited {waited_s:.0f} s, missing: {names}. "
                     "Start them, or correct their addresses in TF_CONFIG",
-                    **self._facts(self.cluster.ring.index(tasks[0])),
+                    **self._facts(min(missing)),
+                    root_cause=f"missing: {names}",
                 )
             if names and waited_s >= report_at_s:
                 _log.warning("rank %d has waited %.0f s, missing: %s", self.rank, waited_s, names)
                 report_at_s += _PROGRESS_EVERY_S
         if self.error is not None:
             raise self.error
+        self._met = True
 
     async def _greet(self, peer: int) -> None:
         hello = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Hello")
+        meeting = self._meeting
         timeout_s = min(_HELLO_TIMEOUT_S, self.options.rendezvous_timeout_s)
         try:
             answer = await hello(
-                json.dumps(self._hello()).encode(), timeout=timeout_s, wait_for_ready=True
+                json.dumps(meeting.hello()).encode(), timeout=timeout_s, wait_for_ready=True
             )
         except grpc.aio.AioRpcError:
             answer = b""
         if self.mailbox.has_left(peer):
-            self._missing.discard(peer)
-        if not answer or peer not in self._missing:
+            meeting.missing.discard(peer)
+        if not answer or peer not in meeting.missing:
             return
         hello = json.loads(answer)
-        self._check_hello(peer, hello)
-        if hello["met"] != self._incarnation:  # it is in an earlier ring still
+        meeting.check(peer, hello)
+        if hello["met"] != meeting.incarnation:  # it is in an earlier ring still
+            meeting.reasons[peer] = (
+                "knows an earlier incarnation of this rank, and is to end first"
+            )
             await asyncio.sleep(_AGAIN_AFTER_S)
             return
-        self._incarnations[peer] = hello["incarnation"]
+        meeting.reasons.pop(peer, None)
+        if meeting.is_another_life(peer, hello["incarnation"]):
+            self._forget(peer)
+        meeting.incarnations[peer] = hello["incarnation"]
         if peer != self._successor or await self._stream(peer).opened(timeout_s):
-            self._missing.discard(peer)
+            meeting.missing.discard(peer)
 
     # -- end -------------------------------------------------------------------------------
 
@@ -350,7 +433,7 @@ class GrpcTransport(Transport):
             self._notes.append(event_loop.start(self._leave(peer, error_to_dict(error))))
 
     async def _leave(self, peer: int, error: dict[str, Any] | None = None) -> None:
-        note: dict[str, Any] = {"sender": self.rank, "to": self._incarnations.get(peer)}
+        note: dict[str, Any] = {"sender": self.rank, "to": self._meeting.incarnations.get(peer)}
         if error:
             note["error"] = error
         leave = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Leave")
@@ -362,15 +445,21 @@ class GrpcTransport(Transport):
             )
 
     async def _on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        note = json.loads(request)
+        try:
+            note = json.loads(request)
+            sender, to = note["sender"], note["to"]
+            error = error_from_dict(note["error"]) if "error" in note else None
+        except (ValueError, TypeError, KeyError):
+            sender = -1
+        if sender not in self._to_peer:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no goodbye of a peer")
         # without an incarnation it comes from a rendezvous that has failed
-        if note["to"] not in (None, self._incarnation):
+        if to not in (None, self._meeting.incarnation):
             return b""
-        if "error" in note:
+        if error is not None:
             with self._ending:
-                self.mailbox.fail(error_from_dict(note["error"]))
+                self.mailbox.fail(error)
             return b""
-        sender = note["sender"]
         self.mailbox.leave(sender, "it has closed its communicator")
         self._gone.add(sender)
         if sender in self._streams:

@@ -6,15 +6,21 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+import time
 from collections.abc import Awaitable
 from typing import Any, Callable
 
 from hostopt.options import Options
+from hostopt.transport.base import Payload, Tag
+from hostopt.transport.frame import FrameWriter
 from hostopt.transport.grpc_import import grpc
 
 __all__: list[str] = []
 
 GOODBYE_TIMEOUT_S = 2.0
+# A peer that is silent for so long is asked whether it lives, and lost where it does not answer.
+KEEPALIVE_S = 10.0
+PING_TIMEOUT_S = 15.0
 # Last message of a stream that ends in good order; gRPC does not always tell it from a break.
 END_OF_STREAM = b"end"
 # Frames that wait to be written. gRPC writes them one by one; more would only take fresh memory,
@@ -34,16 +40,17 @@ def channel_options(options: Options) -> list[tuple[str, int]]:
       Arguments for servers and channels.
     """
     message_bytes = options.segment_bytes + _HEADROOM_BYTES
+    keepalive_ms, ping_timeout_ms = int(1e3 * KEEPALIVE_S), int(1e3 * PING_TIMEOUT_S)
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 15_000),
-        ("grpc.http2.ping_timeout_ms", 15_000),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", ping_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", keepalive_ms // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
@@ -63,16 +70,35 @@ def listen_address(address: str) -> str:
     Returns:
       One numeric address. With two (::1 and 127.0.0.1) a second process could take the other.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    infos = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    host, port = _host_and_port(address)
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, sockaddr = min(infos, key=lambda info: info[0] != socket.AF_INET)
     ip = str(sockaddr[0])
-    # by what is written: some systems resolve their own host name to a loopback address
-    literal = ip == host or (family == socket.AF_INET6 and ":" in host)
-    if not (host == "localhost" or (literal and ipaddress.ip_address(ip).is_loopback)):
+    if not is_loopback(address):
         ip = "::" if family == socket.AF_INET6 else "0.0.0.0"
     return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is written as one of this machine alone.
+
+    Args:
+      address: ``host:port``; a name other than localhost counts as another machine's, as some
+        systems resolve their own name to a loopback address.
+
+    Returns:
+      True where it is.
+    """
+    host, _ = _host_and_port(address)
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 class Stream:
@@ -81,6 +107,7 @@ class Stream:
     Args:
       method: the Stream method of the peer.
       metadata: what the peer is told once: who sends, and to whom.
+      writer: makes the frames.
       options: `collective_timeout_s` is how long a full queue may stand still.
       on_error: called with the reason where the stream ends before its time.
     """
@@ -89,15 +116,19 @@ class Stream:
         self,
         method: Any,
         metadata: tuple[tuple[str, str], ...],
+        writer: FrameWriter,
         options: Options,
         on_error: Callable[[str], Awaitable[None]],
     ) -> None:
-        self._frames: asyncio.Queue[bytes] = asyncio.Queue(_QUEUED_FRAMES)
+        self._writer = writer
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self._room = asyncio.Semaphore(_QUEUED_FRAMES)
         self._timeout_s = options.collective_timeout_s
         self._call = method(metadata=metadata)
         self._greeting = asyncio.ensure_future(self._call.initial_metadata())
-        self._writer = asyncio.ensure_future(self._write())
+        self._writing = asyncio.ensure_future(self._write())
         self._watcher = asyncio.ensure_future(self._watch(on_error))
+        self.writing_since_s: float | None = None  # the frame that the peer has yet to take
 
     @property
     def ended(self) -> bool:
@@ -116,33 +147,42 @@ class Stream:
         await self._first_of(self._greeting, timeout_s)
         return self._greeting.done() and not self._call.done()
 
-    async def put(self, message: bytes) -> bool:
-        """Queue a frame.
+    async def put(self, tag: Tag, payload: Payload) -> bool:
+        """Queue a message.
 
         Args:
-          message: a frame, or END_OF_STREAM.
+          tag: which message this is.
+          payload: contiguous bytes; may be changed once this returns.
 
         Returns:
           False where the stream has `ended`, or stood still until the deadline.
         """
-        try:
-            self._frames.put_nowait(message)
-        except asyncio.QueueFull:
-            room = asyncio.ensure_future(self._frames.put(message))
-            await self._first_of(room, self._timeout_s)
-            if not room.done():
-                room.cancel()
-                return False
+        if not await self._find_room():
+            return False
+        # nothing may come between the two: frames are numbered in the order of the queue
+        self._frames.put_nowait(self._writer.write(tag, payload))
         return not self.ended
 
     async def flush(self) -> None:
         """Say that no frame follows, and return once the peer has them all."""
-        if await self.put(END_OF_STREAM):
+        if await self._find_room():
+            self._frames.put_nowait(END_OF_STREAM)
             await asyncio.wait({self._watcher}, timeout=self._timeout_s)
 
     def cancel(self) -> None:
         """Drop the stream and what is queued."""
         self._call.cancel()
+
+    async def _find_room(self) -> bool:
+        if not self._room.locked():
+            await self._room.acquire()
+            return True
+        room = asyncio.ensure_future(self._room.acquire())
+        await self._first_of(room, self._timeout_s)
+        if not room.done():
+            room.cancel()
+            return False
+        return not self.ended
 
     async def _first_of(self, future: asyncio.Future[Any], timeout_s: float) -> None:
         """Wait for a future, the end of the stream or the deadline."""
@@ -155,7 +195,10 @@ class Stream:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # see _watch
             while message != END_OF_STREAM:
                 message = await self._frames.get()
+                self.writing_since_s = time.monotonic()
                 await self._call.write(message)
+                self.writing_since_s = None
+                self._room.release()
             await self._call.done_writing()
 
     async def _watch(self, on_error: Callable[[str], Awaitable[None]]) -> None:
@@ -168,4 +211,4 @@ class Stream:
         except asyncio.CancelledError:
             pass
         finally:
-            self._writer.cancel()
+            self._writing.cancel()

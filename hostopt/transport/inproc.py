@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hostopt.cluster import WORKER, Cluster, Task
 from hostopt.errors import HostOptError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport.base import Payload, Tag, Transport
+from hostopt.transport.stall import status_of
 
 __all__: list[str] = []
 
@@ -45,6 +48,10 @@ class InprocTransport(Transport):
             raise self.error
         self._count(len(payload), 0)
         self._peers[peer].mailbox.put(self.rank, tag, memoryview(bytes(payload)))
+
+    async def ask(self, peer: int) -> dict[str, Any] | None:
+        """See `Transport.ask`."""
+        return status_of(self._peers[peer])
 
     def abort(self, error: BaseException) -> None:
         """See `Transport.abort`."""

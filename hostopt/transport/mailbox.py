@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 from hostopt.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError, ProtocolError
@@ -19,7 +18,24 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_log = logging.getLogger(__name__)
+# How long it may take to find out why a wait has come to its deadline.
+_DIAGNOSIS_S = 5.0
+
+
+class Wait(NamedTuple):
+    """A wait for a peer that has begun and not ended.
+
+    Args:
+      peer: rank that is waited for.
+      tag: what is waited for.
+      what: the same in words.
+      since_s: when it began, on the monotonic clock.
+    """
+
+    peer: int
+    tag: Tag
+    what: str
+    since_s: float
 
 
 class Mailbox:
@@ -28,16 +44,21 @@ class Mailbox:
     Args:
       cluster: the ring, for the names of peers.
       options: `stall_warning_s` and `collective_timeout_s`.
+      on_stall: called from any thread when it is time to warn of a wait, and, with True, when it
+        has come to its deadline: then it has the ring failed, with what it finds out.
     """
 
-    def __init__(self, cluster: Cluster, options: Options) -> None:
+    def __init__(
+        self, cluster: Cluster, options: Options, on_stall: Callable[[Wait, bool], None]
+    ) -> None:
         self._cluster = cluster
         self._options = options
+        self._on_stall = on_stall
         self._messages: dict[tuple[int, ...], tuple[Tag, memoryview]] = {}
         self._left: dict[int, str] = {}
         self._finished: dict[int, Tag] = {}
         self._resumed_step = -1  # markers up to this one are of work that all have finished
-        self._waits: dict[object, tuple[Tag, str]] = {}
+        self._waits: dict[object, Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
         self._on_failure: list[Callable[[HostOptError], None]] = []
         self._lock = threading.RLock()  # a handler of signals may come at any time
@@ -103,21 +124,28 @@ class Mailbox:
           Function that warns where it is time, raises where waiting is in vain, and else returns
           how many seconds may pass until the next call.
         """
-        started = time.monotonic()
+        wait = Wait(peer, tag, what, time.monotonic())
         warn_after_s = self._options.stall_warning_s
+        timeout_s = self._options.collective_timeout_s
+        given_up = False
 
         def check() -> float:
-            nonlocal warn_after_s
+            nonlocal warn_after_s, given_up
             self._raise_if_hopeless(peer, tag, what)
-            waited_s = time.monotonic() - started
-            if waited_s >= self._options.collective_timeout_s:
-                raise self._timeout(peer, tag, what, waited_s)
+            waited_s = time.monotonic() - wait.since_s
+            if waited_s >= timeout_s + _DIAGNOSIS_S:
+                raise self.timeout(wait, peer, "")
+            if waited_s >= timeout_s:
+                if not given_up:
+                    given_up = True
+                    self._on_stall(wait, True)
+                return timeout_s + _DIAGNOSIS_S - waited_s
             if waited_s >= warn_after_s:
-                _log.warning("%s", self._waiting(peer, tag, what, waited_s))
+                self._on_stall(wait, False)
                 warn_after_s *= 2
-            return min(warn_after_s, self._options.collective_timeout_s) - waited_s
+            return min(warn_after_s, timeout_s) - waited_s
 
-        with self._noted(tag, what):
+        with self._noted(wait):
             yield check
 
     def layout_error(self, peer: int, tag: Tag, what: str) -> ProtocolError:
@@ -169,18 +197,26 @@ class Mailbox:
             self._resumed_step = step
             self._finished = {p: tag for p, tag in self._finished.items() if tag.step > step}
 
-    def current_wait(self) -> tuple[Tag, str] | None:
-        """What this rank waits for at the moment, if it does: (tag, description)."""
-        return next(iter(list(self._waits.values())), None)
+    def forget(self, peer: int) -> None:
+        """Drop all that has come from `peer`: it begins anew."""
+        with self._lock:
+            self._left.pop(peer, None)
+            self._finished.pop(peer, None)
+            for key in [key for key in self._messages if key[0] == peer]:
+                del self._messages[key]
+
+    def waits(self) -> list[Wait]:
+        """What this rank waits for at the moment."""
+        return list(self._waits.values())
 
     @contextlib.contextmanager
-    def _noted(self, tag: Tag, what: str) -> Iterator[None]:
-        wait = object()
-        self._waits[wait] = (tag, what)
+    def _noted(self, wait: Wait) -> Iterator[None]:
+        key = object()
+        self._waits[key] = wait
         try:
             yield
         finally:
-            del self._waits[wait]
+            del self._waits[key]
 
     def has_left(self, peer: int) -> bool:
         """True where `peer` has left in good order."""
@@ -201,18 +237,28 @@ class Mailbox:
                 **self._facts(peer, tag),
             )
 
-    def _timeout(self, peer: int, tag: Tag, what: str, waited_s: float) -> HostOptError:
+    def timeout(self, wait: Wait, culprit: int, why: str) -> CollectiveTimeoutError:
+        """The error of a wait that has come to its deadline.
+
+        Args:
+          wait: which one.
+          culprit: rank that keeps this one waiting, if only through others.
+          why: what was found out, or "".
+        """
+        timeout_s = self._options.collective_timeout_s
+        found = why or f"{self._name(wait.peer)} is connected but sends nothing"
         return CollectiveTimeoutError(
-            f"{self._waiting(peer, tag, what, waited_s)}, and it is connected but sends nothing. "
-            f"Look what it does, or raise collective_timeout_s "
-            f"({self._options.collective_timeout_s:g} s)",
-            **self._facts(peer, tag),
+            f"{self.waiting_text(wait)}: {found}. Look what rank {culprit} does, or raise "
+            f"collective_timeout_s ({timeout_s:g} s)",
+            **self._facts(culprit, wait.tag),
+            root_cause=f"{self._name(culprit)} makes no progress",
         )
 
-    def _waiting(self, peer: int, tag: Tag, what: str, waited_s: float) -> str:
+    def waiting_text(self, wait: Wait) -> str:
+        """A wait in words."""
         return (
-            f"rank {self._cluster.rank} has waited {waited_s:.1f} s for {what or 'data'} from "
-            f"{self._name(peer)} at {tag}"
+            f"rank {self._cluster.rank} has waited {time.monotonic() - wait.since_s:.1f} s for "
+            f"{wait.what or 'data'} from {self._name(wait.peer)} at {wait.tag}"
         )
 
     def _name(self, peer: int) -> str:
