@@ -163,7 +163,7 @@ class Lane:
           ProtocolError: a rank has an array of another shape or dtype.
           HostOptError: a rank failed, left or timed out.
         """
-        self._announce(flat)
+        self._announce(flat, operation)
         if len(self._members) > 2 and source is not None:
             source.copy_to(flat)
             source = None
@@ -254,7 +254,7 @@ class Lane:
           ProtocolError: a rank has an array of another shape or dtype.
           HostOptError: a rank failed, left or timed out.
         """
-        self._announce(sums)
+        self._announce(sums, operation)
         count = len(self._members)
         chunks = chunk_slices(sums.size, count)
         length = self._block_bytes // sums.itemsize // count  # of a piece of each chunk
@@ -356,7 +356,8 @@ class Lane:
         tag = operation.tag(round_, 0, 0, 0)
         pause_s = _SHORTEST_SLEEP_S
         try:
-            with self._transport.mailbox.waiting(rank, tag, operation.what) as check:
+            what = operation.in_phase("exchange in memory")
+            with self._transport.mailbox.waiting(rank, tag, what) as check:
                 while self._marks[place] < wanted:
                     check()
                     time.sleep(pause_s)
@@ -365,7 +366,9 @@ class Lane:
             self._transport.abort(error)
             raise
 
-    def _announce(self, flat: Array) -> None:
+    def _announce(self, flat: Array, operation: Operation) -> None:
+        tag = operation.tag(0, 0, 0, 0)
+        self._transport.recorder.note("in memory", -1, operation.what, tag, flat.nbytes)
         self._calls += 1
         self._marks[self._index * _WORDS + _LAYOUT + self._calls % 2] = layout_of(flat)
 

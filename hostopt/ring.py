@@ -77,6 +77,10 @@ class Operation(NamedTuple):
     bucket: int = 0
     what: str = ""
 
+    def in_phase(self, phase: str) -> str:
+        """What is under way, for warnings and errors."""
+        return f"the {phase} of {self.what or 'data'}"
+
     def tag(self, round_: int, chunk: int, segment: int, layout: int) -> Tag:
         """Tag of one message of this call."""
         return Tag(self.channel, self.step, self.bucket, round_, chunk, segment, layout)
@@ -242,18 +246,20 @@ async def _run(
 
     first = _segments(flat[slices[rounds[0].send]], segment_bytes)
     exchanged = rounds[0].send == rounds[0].recv
+    phases = {True: "exchange" if exchanged else "reduce-scatter", False: "all-gather"}
 
     async def send_first(count: int) -> None:
         for segment, part in itertools.islice(first, count):
             tag = operation.tag(0, rounds[0].send, segment, layout)
             outgoing = _encode(wire, part, keep=exchanged or not rounds[0].reduce)
-            await _send(transport, succ, tag, outgoing, operation.what)
+            await _send(transport, succ, tag, outgoing, operation, phases[rounds[0].reduce])
 
     await send_first(_SEGMENTS_AHEAD)
     for index, round_ in enumerate(rounds):
         for segment, part in _segments(flat[slices[round_.recv]], segment_bytes):
             tag = operation.tag(index, round_.recv, segment, layout)
-            incoming = await _receive(transport, pred, tag, part, operation.what, wire.dtype)
+            phase = phases[round_.reduce]
+            incoming = await _receive(transport, pred, tag, part, operation, phase, wire.dtype)
             if round_.reduce:
                 wire.combine(part, incoming, combine)
             else:
@@ -262,7 +268,8 @@ async def _run(
                 tag = operation.tag(index + 1, round_.recv, segment, layout)
                 if round_.reduce:
                     incoming = _encode(wire, part, keep=not rounds[index + 1].reduce)
-                await _send(transport, succ, tag, incoming, operation.what)
+                phase = phases[rounds[index + 1].reduce]
+                await _send(transport, succ, tag, incoming, operation, phase)
             if index == 0:
                 await send_first(1)
 
@@ -288,23 +295,32 @@ async def _broadcast(transport: Transport, operation: Operation, flat: Array, ro
     for segment, part in _segments(flat, transport.options.segment_bytes):
         tag = operation.tag(0, 0, segment, layout)
         if transport.rank != root:
-            part[:] = await _receive(transport, pred, tag, part, operation.what, flat.dtype)
+            part[:] = await _receive(
+                transport, pred, tag, part, operation, "broadcast", flat.dtype
+            )
         if succ != root:
-            await _send(transport, succ, tag, part, operation.what)
+            await _send(transport, succ, tag, part, operation, "broadcast")
 
 
 async def _receive(
-    transport: Transport, peer: int, tag: Tag, part: Array, what: str, dtype: np.dtype[Any]
+    transport: Transport,
+    peer: int,
+    tag: Tag,
+    part: Array,
+    operation: Operation,
+    phase: str,
+    dtype: np.dtype[Any],
 ) -> Array:
     """Receive as many elements as `part` has, of the dtype on the wire; read-only."""
     begin_s = time.monotonic()
+    what = operation.in_phase(phase)
     payload = await transport.recv(peer, tag, what)
     transport.recorder.note("received", peer, what, tag, len(payload))
-    _show(transport, Track.RING_RECEIVE, tag, what, begin_s, len(payload))
+    _show(transport, Track.RING_RECEIVE, tag, operation.what, begin_s, len(payload))
     nbytes = part.size * dtype.itemsize
     if len(payload) != nbytes:
         error = ProtocolError(
-            f"rank {transport.rank} expected {nbytes} bytes of {what or 'data'} from rank "
+            f"rank {transport.rank} expected {nbytes} bytes of {what} from rank "
             f"{peer} ({transport.cluster.ring[peer]}) at {tag}, got {len(payload)}. All ranks "
             "must pass arrays of the same shape and dtype",
             rank=peer,
@@ -343,11 +359,14 @@ def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
     return encoded
 
 
-async def _send(transport: Transport, peer: int, tag: Tag, part: Array, what: str) -> None:
+async def _send(
+    transport: Transport, peer: int, tag: Tag, part: Array, operation: Operation, phase: str
+) -> None:
     begin_s = time.monotonic()
+    what = operation.in_phase(phase)
     await transport.send(peer, tag, part.view(np.uint8).data, what)
     transport.recorder.note("sent", peer, what, tag, part.nbytes)
-    _show(transport, Track.RING_SEND, tag, what, begin_s, part.nbytes)
+    _show(transport, Track.RING_SEND, tag, operation.what, begin_s, part.nbytes)
 
 
 def _show(

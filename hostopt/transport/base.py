@@ -157,6 +157,8 @@ class Transport(abc.ABC):
     async def _explain(self, wait: Wait, gives_up: bool) -> None:
         """Say who keeps this rank waiting: a warning, or the error that ends the ring."""
         culprit = await find_culprit(self, wait.peer)
+        if self.error is not None:
+            return
         if gives_up:
             self.abort(self.mailbox.timeout(wait, culprit.rank, culprit.text))
         else:
