@@ -79,7 +79,7 @@ class Operation(NamedTuple):
 
     def in_phase(self, phase: str) -> str:
         """What is under way, for warnings and errors."""
-        return f"the {phase} of {self.what or 'data'}"
+        return f"{self.what or 'data'} ({phase})"
 
     def tag(self, round_: int, chunk: int, segment: int, layout: int) -> Tag:
         """Tag of one message of this call."""
