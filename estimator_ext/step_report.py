@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Sequence
 from typing import Any, Callable, Union
@@ -15,17 +14,14 @@ from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext.spec import stock_spec
 from hostopt.inline_reducer import InlineReducer
 from hostopt.reducer import Reducer
-from hostopt.step_stats import StepTimes, slowest_rank, together
+from hostopt.skew import SkewReports
+from hostopt.step_stats import StepTimes, together
 from hostopt.tensorflow.ops import HOST_DEVICE
 from hostopt.timeline import Timeline, Track
-from hostopt.transport import event_loop
-from hostopt.transport.base import Tag
 
 __all__: list[str] = []
 
 AnyReducer = Union[Reducer, InlineReducer]
-
-_MILLISECONDS = struct.Struct("<d")
 
 
 class StepReportHook(tf.compat.v1.train.SessionRunHook):
@@ -52,8 +48,9 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._reducers = reducers
         self._every_steps = every_steps
         self._model_dir = model_dir
+        self._reports = SkewReports(communicator)
         self._step = 0
-        self._uncollected: tuple[int, StepTimes] | None = None
+        self._sent: tuple[int, StepTimes] | None = None
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Agree on the step from which all ranks count, and on how often to report.
@@ -70,6 +67,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         own = np.array([session.run(tf.compat.v1.train.get_global_step()), self._every_steps])
         agreed = self._communicator.broadcast(own, what="the interval of step reports")
         self._step, self._every_steps = (int(number) for number in agreed)
+        self._reports.begin(self._step)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Collect what was sent after the previous step; send, where this step is to be reported.
@@ -90,12 +88,8 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         measured = [each for each in times if each is not None]
         if len(measured) < len(times):  # on all ranks alike: nothing was reduced so far
             return
-        if self._communicator.rank == 0:
-            self._uncollected = self._step, together(measured)
-        else:
-            message = _MILLISECONDS.pack(together(measured).wait_ms)
-            transport, tag = self._communicator.transport, self._tag(self._step)
-            event_loop.run(transport.send(0, tag, message, "a step report"))
+        self._sent = self._step, together(measured)
+        self._reports.send(*self._sent)
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Collect the last report.
@@ -109,23 +103,16 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         del session
         self._collect()
 
-    def _tag(self, step: int) -> Tag:
-        return Tag(self._communicator.channel, step, bucket=1)  # bucket 0 is the broadcast
-
     def _collect(self) -> None:
-        if self._uncollected is None:
+        skew = self._reports.collect()
+        if skew is None or self._sent is None:
             return
-        (step, times), self._uncollected = self._uncollected, None
-        transport, tag = self._communicator.transport, self._tag(step)
-        waits_ms = [times.wait_ms]
-        for peer in range(1, self._communicator.size):
-            message = event_loop.run(transport.recv(peer, tag, "a step report"))
-            waits_ms += _MILLISECONDS.unpack(message)
+        step, times = self._sent
         scalars = {
             "communication_ms": times.communication_ms,
             "exposed_communication_ms": times.exposed_ms,
             "overlap_percent": times.overlap_percent,
-            "slowest_rank": slowest_rank(waits_ms),
+            **skew._asdict(),
         }
         summary = tf.compat.v1.Summary()
         for name, value in scalars.items():

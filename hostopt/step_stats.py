@@ -20,6 +20,7 @@ class StepTimes(NamedTuple):
       wait_ms: sum over the buckets of the time in `wait`.
       last_launch_s: when the last launch returned, on this rank's clock.
       first_return_s: when the first wait returned, on this rank's clock.
+      total_wait_ms: sum of `wait_ms` over all steps so far.
     """
 
     step: int
@@ -28,6 +29,7 @@ class StepTimes(NamedTuple):
     wait_ms: float
     last_launch_s: float
     first_return_s: float
+    total_wait_ms: float
 
     @property
     def overlap_percent(self) -> float:
@@ -53,6 +55,7 @@ def together(times: Sequence[StepTimes]) -> StepTimes:
         sum(each.wait_ms for each in times),
         max(each.last_launch_s for each in times),
         min(each.first_return_s for each in times),
+        sum(each.total_wait_ms for each in times),
     )
 
 
@@ -74,7 +77,8 @@ class _Step:
     ring_s: dict[int, tuple[float, float]] = field(default_factory=dict)
     wait_s: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def times(self, step: int) -> StepTimes:
+    def times(self, step: int, earlier_waits_ms: float) -> StepTimes:
+        wait_ms = 1e3 * sum(end - begin for begin, end in self.wait_s.values())
         last_launch_s = max(self.launched_s.values())
         rings = self.ring_s.values()
         exposed_s = sum(max(end - max(begin, last_launch_s), 0.0) for begin, end in rings)
@@ -82,9 +86,10 @@ class _Step:
             step,
             1e3 * sum(end - begin for begin, end in rings),
             1e3 * exposed_s,
-            1e3 * sum(end - begin for begin, end in self.wait_s.values()),
+            wait_ms,
             last_launch_s,
             min(end for _, end in self.wait_s.values()),
+            earlier_waits_ms + wait_ms,
         )
 
 
@@ -159,7 +164,8 @@ class StepStats:
             found = self._steps.setdefault(step, _Step())
             found.wait_s[bucket] = begin_s, end_s
             if len(found.wait_s) == self._buckets:
-                self._last = self._steps.pop(step).times(step)
+                earlier_waits_ms = self._last.total_wait_ms if self._last else 0.0
+                self._last = self._steps.pop(step).times(step, earlier_waits_ms)
             return step
 
     def _next(self, counts: list[int], bucket: int) -> int:

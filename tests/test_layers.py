@@ -49,6 +49,7 @@ LADDER = [
     "hostopt.clock",
     "hostopt.bucket",
     "hostopt.record",
+    "hostopt.skew",
     "hostopt.reducer",
     "hostopt.shared_sums",
     "hostopt.inline_reducer",

@@ -19,7 +19,14 @@ estimator_ext.install()
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
 
-NAMES = ("communication_ms", "exposed_communication_ms", "overlap_percent", "slowest_rank")
+NAMES = (
+    "communication_ms",
+    "exposed_communication_ms",
+    "overlap_percent",
+    "slowest_rank",
+    "skew_ms",
+    "slowest_link",
+)
 
 
 def settings(tmp_path: Path, **chosen: Any) -> list[str]:
@@ -57,6 +64,8 @@ def test_a_training_of_two_ranks(tmp_path: Path, ranks: Ranks, spec: str, way: s
         assert 0 <= values["exposed_communication_ms"] <= values["communication_ms"]
         assert 0 <= values["overlap_percent"] <= 100
         assert values["slowest_rank"] in (0, 1)
+        assert values["slowest_link"] in (0, 1)
+        assert values["skew_ms"] >= 0
     merged = tmp_path / "merged.json"
     files = [str(tmp_path / f"trace.rank{rank}.json") for rank in range(2)]
     assert main(["trace", "merge", *files, "-o", str(merged)]) == 0

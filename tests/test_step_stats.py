@@ -80,13 +80,13 @@ def test_threads_lose_nothing() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert stats.last == StepTimes(steps - 1, 4000.0, 4000.0, 4000.0, 0.0, 1.0)
+    assert stats.last == StepTimes(steps - 1, 4000.0, 4000.0, 4000.0, 0.0, 1.0, steps * 4000.0)
 
 
 def test_several_reducers_of_one_step() -> None:
-    first = StepTimes(7, 10.0, 1.0, 5.0, 1.5, 1.25)
-    second = StepTimes(7, 30.0, 3.0, 7.0, 1.25, 1.75)
-    assert together([first, second]) == StepTimes(7, 40.0, 4.0, 12.0, 1.5, 1.25)
+    first = StepTimes(7, 10.0, 1.0, 5.0, 1.5, 1.25, 100.0)
+    second = StepTimes(7, 30.0, 3.0, 7.0, 1.25, 1.75, 200.0)
+    assert together([first, second]) == StepTimes(7, 40.0, 4.0, 12.0, 1.5, 1.25, 300.0)
     assert together([first]) == first
     assert together([first, second]).overlap_percent == pytest.approx(90)
 

@@ -151,6 +151,10 @@ class Transport(abc.ABC):
         """Since when a message to a peer waits for the peer, or for the network, to take it."""
         return {}
 
+    def sending_s(self) -> float:
+        """How long messages have waited so far to be taken by a peer or by the network."""
+        return 0.0
+
     def _on_stall(self, wait: Wait, gives_up: bool) -> None:
         event_loop.start(self._explain(wait, gives_up))
 

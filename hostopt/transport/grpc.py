@@ -157,6 +157,10 @@ class GrpcTransport(Transport):
         since = {peer: stream.writing_since_s for peer, stream in list(self._streams.items())}
         return {peer: since_s for peer, since_s in since.items() if since_s is not None}
 
+    def sending_s(self) -> float:
+        """See `Transport.sending_s`."""
+        return sum(stream.written_s for stream in list(self._streams.values()))
+
     # -- losing a peer ---------------------------------------------------------------------
 
     async def _lost(self, peer: int, why: str) -> None:

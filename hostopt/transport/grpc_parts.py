@@ -129,6 +129,7 @@ class Stream:
         self._writing = asyncio.ensure_future(self._write())
         self._watcher = asyncio.ensure_future(self._watch(on_error))
         self.writing_since_s: float | None = None  # the frame that the peer has yet to take
+        self.written_s = 0.0  # time that all others took
 
     @property
     def ended(self) -> bool:
@@ -195,9 +196,10 @@ class Stream:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # see _watch
             while message != END_OF_STREAM:
                 message = await self._frames.get()
-                self.writing_since_s = time.monotonic()
+                self.writing_since_s = begin_s = time.monotonic()
                 await self._call.write(message)
                 self.writing_since_s = None
+                self.written_s += time.monotonic() - begin_s
                 self._room.release()
             await self._call.done_writing()
 
