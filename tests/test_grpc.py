@@ -128,6 +128,22 @@ def test_a_rank_that_comes_again_waits_until_the_others_do(
         list(threads.map(Communicator.close, ring))
 
 
+def test_a_rank_that_dies_and_comes_again_before_all_have_met(processes: NewRing) -> None:
+    ring = processes(3)
+    script = MEET + SUM + "say('done')"
+    waiting = [ring.start(rank, script, PROGRESS_EVERY_S="0.1") for rank in (0, 2)]
+    while f"missing: worker:0 ({ring.addresses[1]})" not in waiting[1].line():
+        pass  # the two have met
+    waiting[1].kill()
+    while not waiting[0].line().endswith(f"worker:1 ({ring.addresses[2]})"):
+        pass  # it is missing again
+    again = [ring.start(rank, script) for rank in (1, 2)]
+    for process in again:
+        process.expect("done")
+        assert process.exit_code() == 0, process.stderr
+    assert waiting[0].exit_code() == 0, waiting[0].stderr
+
+
 def test_a_late_goodbye_is_not_for_the_next_ring(spawn_grpc: Spawn) -> None:
     def work(communicator: Communicator) -> None:
         communicator.barrier()
@@ -554,6 +570,22 @@ def test_a_strangers_call_disturbs_nobody(spawn_grpc: Spawn, method: str, reques
             with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
                 call = channel.unary_unary(f"/hostopt.Ring/{method}").future(request_, timeout=30)
                 assert (call.exception() is None) == (method == "Status")
+        assert communicator.all_reduce(np.ones(3))[0] == 2
+
+    spawn_grpc(2, work)
+
+
+def test_another_process_of_the_same_task_disturbs_nobody(spawn_grpc: Spawn) -> None:
+    # on another host it can listen; its hello comes from no known life of that rank
+    def work(communicator: Communicator) -> None:
+        communicator.barrier()
+        if communicator.rank == 1:
+            transport = communicator.transport
+            hello = {**transport._meeting.hello(), "incarnation": "77"}
+            with grpc.insecure_channel(transport.cluster.ring[0].address) as channel:
+                call = channel.unary_unary("/hostopt.Ring/Hello")
+                answer = json.loads(call(json.dumps(hello).encode(), timeout=30))
+            assert answer["met"] == transport._meeting.incarnation
         assert communicator.all_reduce(np.ones(3))[0] == 2
 
     spawn_grpc(2, work)

@@ -160,7 +160,11 @@ class Transport(abc.ABC):
 
     async def _explain(self, wait: Wait, gives_up: bool) -> None:
         """Say who keeps this rank waiting: a warning, or the error that ends the ring."""
-        culprit = await find_culprit(self, wait.peer)
+        try:
+            culprit = await find_culprit(self, wait.peer)
+        except HostOptError as error:
+            self.abort(error)
+            return
         if self.error is not None:
             return
         if gives_up:
@@ -169,7 +173,7 @@ class Transport(abc.ABC):
             _log.warning("%s: %s", self.mailbox.waiting_text(wait), culprit.text)
 
     def _write_record(self, error: HostOptError) -> None:
-        self.recorder.write({"error": error_to_dict(error), **status_of(self)})
+        self.recorder.write({**status_of(self), "error": error_to_dict(error)})
 
     @property
     def error(self) -> HostOptError | None:

@@ -319,11 +319,7 @@ class GrpcTransport(Transport):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no rank of this ring")
         meeting = self._meeting
         if meeting.is_another_life(peer, incarnation) and not self.mailbox.has_left(peer):
-            if not self._met:
-                self._forget(peer)
-            else:  # before its connection was found broken
-                self._gone.add(peer)
-                self.abort(self._lost_error(peer, _INCARNATION_CHANGED))
+            await self._check_life(peer, incarnation)
         if peer in meeting.missing:  # later callers are strangers; the answer tells them
             try:
                 meeting.check(peer, theirs)
@@ -333,6 +329,17 @@ class GrpcTransport(Transport):
             if peer != self._successor:  # to the successor a connection is needed, not a call
                 meeting.missing.discard(peer)
         return json.dumps(meeting.hello(to=peer)).encode()
+
+    async def _check_life(self, peer: int, incarnation: str) -> None:
+        """Believe that a peer was started again where the one at its address says so."""
+        status = await self.ask(peer)
+        if status is None or status["incarnation"] != incarnation:
+            return  # a stranger, such as the same task on another host
+        if not self._met:
+            self._forget(peer)
+        else:  # before its connection was found broken
+            self._gone.add(peer)
+            self.abort(self._lost_error(peer, _INCARNATION_CHANGED))
 
     async def _rendezvous(self) -> None:
         """Say hello to every peer until all have answered, or have called themselves."""
@@ -444,7 +451,7 @@ class GrpcTransport(Transport):
         with contextlib.suppress(grpc.aio.AioRpcError):
             await leave(
                 json.dumps(note, default=str).encode(),
-                timeout=GOODBYE_TIMEOUT_S,
+                timeout=GOODBYE_TIMEOUT_S if self._met else _LAST_WORD_TIMEOUT_S,
                 wait_for_ready=True,
             )
 
@@ -461,6 +468,7 @@ class GrpcTransport(Transport):
         if to not in (None, self._meeting.incarnation):
             return b""
         if error is not None:
+            self._gone.add(sender)  # it need not be told what it tells
             with self._ending:
                 self.mailbox.fail(error)
             return b""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hostopt.errors import error_from_dict, error_to_dict
+
 if TYPE_CHECKING:
     from hostopt.transport.base import Transport
 
@@ -37,7 +39,8 @@ def status_of(transport: Transport) -> dict[str, Any]:
       transport: its transport.
 
     Returns:
-      The waits and the blocked sends, longest first, and the last event.
+      The waits and the blocked sends, longest first, the last event, and the error that has ended
+      its ring.
     """
     now_s = time.monotonic()
     waits = [
@@ -49,7 +52,9 @@ def status_of(transport: Transport) -> dict[str, Any]:
         for peer, since_s in transport.blocked_sends().items()
     ]
     last = transport.recorder.last
+    error = transport.error
     return {
+        "error": error and error_to_dict(error),
         "waits": sorted(waits, key=_longest_first),
         "sends": sorted(sends, key=_longest_first),
         "last": last and {"what": last.what, "step": last.tag.step, "ago_s": now_s - last.time_s},
@@ -65,6 +70,9 @@ async def find_culprit(transport: Transport, peer: int) -> Culprit:
 
     Returns:
       The rank at the end of the waits.
+
+    Raises:
+      HostOptError: a rank on the way has found out earlier, and ended the ring.
     """
     path, text = [transport.rank], ""
     while True:
@@ -75,6 +83,8 @@ async def find_culprit(transport: Transport, peer: int) -> Culprit:
             return Culprit(
                 peer, f"{text}{name} does not answer: it is frozen, or cannot run Python"
             )
+        if status["error"]:
+            raise error_from_dict(status["error"])
         sends = [send["peer"] for send in status["sends"]]
         if path[-2] in sends:
             link = f"the link from rank {peer} to rank {path[-2]} is slow"

@@ -1,0 +1,92 @@
+"""A rank that keeps others waiting is named, also by those that wait for somebody else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+from conftest import Spawn
+
+from hostopt.communicator import Communicator
+from hostopt.errors import CollectiveTimeoutError
+
+SHORT = {"stall_warning_s": 0.3, "collective_timeout_s": 1.0}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_all_accuse_the_rank_that_is_stuck(
+    spawn: Spawn, caplog: pytest.LogCaptureFixture, size: int, stuck: int
+) -> None:
+    told = threading.Barrier(size)
+
+    def work(communicator: Communicator) -> CollectiveTimeoutError | None:
+        gradients = communicator.duplicate("gradients")
+        gradients.all_reduce(np.ones(9), what="the first")
+        if communicator.rank == stuck:
+            told.wait(30)
+            return None
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            gradients.all_reduce(np.ones(9), what="the second")
+        told.wait(30)
+        return caught.value
+
+    with caplog.at_level(logging.WARNING):
+        errors = [error for error in spawn(size, work, **SHORT) if error is not None]
+    assert len(errors) == size - 1
+    for error in errors:
+        assert (error.rank, error.step) == (stuck, 1)
+        assert "the second (" in str(error)  # and the phase
+        assert "is in no collective; its last was the first" in str(error)
+        assert "collective_timeout_s (1 s)" in str(error)
+    assert len({error.root_cause for error in errors}) == 1
+    assert f"rank {stuck} (" in str(errors[0].root_cause)
+    warnings = [r.getMessage() for r in caplog.records if " has waited 0." in r.getMessage()]
+    assert {int(line.split()[1]) for line in warnings} == set(range(size)) - {stuck}
+    assert all(f"rank {stuck} (" in line.partition(": ")[2] for line in warnings)
+
+
+def test_ranks_that_wait_for_each_other(spawn: Spawn) -> None:
+    def work(communicator: Communicator) -> CollectiveTimeoutError:
+        both = [communicator.duplicate("odd"), communicator.duplicate("even")]
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            both[communicator.rank % 2].all_reduce(np.ones(9))
+        return caught.value
+
+    for error in spawn(2, work, **SHORT):
+        assert "they wait for each other, in different collectives" in str(error)
+
+
+def test_a_wait_that_is_long_and_ends_well(spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+    warned = threading.Event()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warned.set()
+
+    def work(communicator: Communicator) -> float:
+        communicator.barrier()
+        if communicator.rank == 1:
+            assert warned.wait(30)
+        return float(communicator.all_reduce(np.ones(9))[0])
+
+    logger, watch = logging.getLogger("hostopt.transport.base"), Watch()
+    logger.addHandler(watch)
+    try:
+        assert spawn(3, work, stall_warning_s=0.2, collective_timeout_s=30.0) == [3.0] * 3
+    finally:
+        logger.removeHandler(watch)
+
+
+def test_no_warning_where_nobody_waits_long(
+    spawn: Spawn, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(communicator: Communicator) -> None:
+        for _ in range(50):
+            communicator.all_reduce(np.ones(1000))
+
+    with caplog.at_level(logging.WARNING):
+        spawn(3, work, stall_warning_s=5.0, collective_timeout_s=10.0)
+    assert not [r for r in caplog.records if r.name.startswith("hostopt")]
