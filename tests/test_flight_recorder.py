@@ -14,11 +14,11 @@ from conftest import Spawn
 from hostopt.communicator import Communicator
 from hostopt.errors import HostOptError
 
-met = threading.Barrier(3)
 
-
-def stand_still_in_user_code() -> None:
-    met.wait(30)
+def stand_still_in_user_code(communicator: Communicator) -> None:
+    told = threading.Event()
+    communicator.transport.mailbox.on_failure(lambda error: told.set())  # after the records' own
+    assert told.wait(30)
 
 
 def fail(communicator: Communicator) -> HostOptError | None:
@@ -27,11 +27,10 @@ def fail(communicator: Communicator) -> HostOptError | None:
         communicator.all_reduce(np.ones(9), what=f"step {step}")
     try:
         if communicator.rank == 1:
-            stand_still_in_user_code()
+            stand_still_in_user_code(communicator)
             return None
         communicator.all_reduce(np.ones(9), what="the last")
     except HostOptError as error:
-        met.wait(30)
         return error
     raise AssertionError("this is not reached")
 
