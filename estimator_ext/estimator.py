@@ -63,6 +63,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return self
         with strategy.errors_told():
             communicator = strategy.communicator
+            strategy.leave_records_in(self._model_dir)
             if max_steps is not None and self._agreed_start_step() >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self

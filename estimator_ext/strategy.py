@@ -177,6 +177,16 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             )
         self.options = options
 
+    def leave_records_in(self, model_dir: str) -> None:
+        """Have an abort leave stacks and last events in a directory, if no option names another.
+
+        Args:
+          model_dir: of the training; one that is no local path gets none.
+        """
+        if self.options.debug_dir is None and "://" not in model_dir:
+            recorder = self.communicator.transport.recorder
+            recorder.directory = os.path.join(model_dir, "hostopt-debug")
+
     @contextlib.contextmanager
     def errors_told(self) -> Iterator[None]:
         """Tell the other ranks of an error that leaves the block, and raise what they report.

@@ -85,6 +85,7 @@ class Ranks:
         arguments: Sequence[str] = (),
         environ: dict[str, str] | None = None,
         evaluators: int = 0,
+        tasks: Sequence[tuple[str, int]] = (),
     ) -> list[Rank]:
         """Start `program` once for each task of `jobs`, and for evaluators outside of it.
 
@@ -95,11 +96,12 @@ class Ranks:
           arguments: arguments of all.
           environ: more environment of all.
           evaluators: number of evaluators that the cluster does not list.
+          tasks: those to start, where it is not all of them.
         """
-        tasks = [(job, i) for job, addresses in jobs.items() for i in range(len(addresses))]
-        tasks += [("evaluator", i) for i in range(evaluators)]
+        all_tasks = [(job, i) for job, addresses in jobs.items() for i in range(len(addresses))]
+        all_tasks += [("evaluator", i) for i in range(evaluators)]
         begin = len(self.started)
-        for job, index in tasks:
+        for job, index in tasks or all_tasks:
             name = f"{job}:{index}"
             config = {"cluster": jobs, "task": {"type": job, "index": index}}
             log = self.directory / f"{len(self.started)}-{job}-{index}.log"

@@ -1,0 +1,131 @@
+"""train.py, in which something breaks on one rank at a chosen moment of a step.
+
+The setting "fault" says what: {"point": ..., "step": counted from 0, "action": ...}.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import train
+
+from hostopt.inline_reducer import InlineReducer
+from hostopt.reducer import Reducer
+
+
+def stuck_in_user_code() -> None:
+    print("stuck", flush=True)
+    time.sleep(1000)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("in the middle of a step")
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raise": fail,
+    "sleep": stuck_in_user_code,
+}
+
+
+def strike_in_step(fault: dict, calls_per_step: int = 1) -> Callable[[], None]:
+    """A function that does nothing until it is called in the step of the fault."""
+    calls = iter(range(1_000_000))
+
+    def strike() -> None:
+        if next(calls) == fault["step"] * calls_per_step:
+            ACTIONS[fault["action"]]()
+
+    return strike
+
+
+def break_reducers(fault: dict) -> None:
+    """Before a gradient of this rank is handed over, or when the sums are there."""
+    before = fault["point"] == "before-reduce"
+    for kind, names in ((InlineReducer, ("reduce", "reduce")), (Reducer, ("launch", "wait"))):
+        strike, method = strike_in_step(fault), names[0 if before else 1]
+        original = getattr(kind, method)
+
+        @functools.wraps(original)
+        def broken(self: Any, bucket: int, *args: Any, _o=original, _s=strike) -> Any:
+            if before and bucket == 0:
+                _s()
+            result = _o(self, bucket, *args)
+            if not before and bucket == 0:
+                _s()
+            return result
+
+        setattr(kind, method, broken)
+
+
+def break_updates(fault: dict) -> None:
+    """Between the update of the first variable and that of the second."""
+    make = train.make_optimizer
+    strike = strike_in_step(fault)
+
+    def call() -> np.int32:
+        strike()
+        return np.int32(0)
+
+    def make_broken(name: str, learning_rate: float) -> tf.compat.v1.train.Optimizer:
+        optimizer = make(name, learning_rate)
+        apply, updates = optimizer._resource_apply_dense, []
+
+        def apply_in_turn(gradient: tf.Tensor, variable: tf.Variable) -> tf.Operation:
+            with tf.control_dependencies(updates[-1:]):
+                after = tf.numpy_function(call, [], tf.int32) if len(updates) == 1 else tf.no_op()
+            with tf.control_dependencies([after]):
+                updates.append(apply(gradient, variable))
+            return updates[-1]
+
+        optimizer._resource_apply_dense = apply_in_turn
+        return optimizer
+
+    train.make_optimizer = make_broken
+
+
+def break_input(fault: dict) -> None:
+    """While a batch is made."""
+    make = train.make_input_fn
+    strike = strike_in_step(fault)
+
+    def make_broken(settings: dict):
+        def hold(x: np.ndarray) -> np.ndarray:
+            strike()
+            return x
+
+        def broken(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            held = tf.numpy_function(hold, [x], x.dtype)
+            held.set_shape(x.shape)
+            return held, y
+
+        return lambda input_context: make(settings)(input_context).map(broken)
+
+    train.make_input_fn = make_broken
+
+
+BREAK = {
+    "before-reduce": break_reducers,
+    "after-reduce": break_reducers,
+    "between-updates": break_updates,
+    "input": break_input,
+}
+
+if __name__ == "__main__":
+    chosen: dict = {}
+    for argument in sys.argv[1:]:
+        chosen.update(json.loads(argument))
+    fault = chosen.pop("fault", None)
+    if fault is not None:
+        BREAK[fault["point"]](fault)
+    train.main({**train.SETTINGS, **chosen})

@@ -1,0 +1,146 @@
+"""Trainings in which a rank breaks: what the others say, how they end, and what is saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from ranks import Rank, Ranks, reserved_addresses
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(120)]
+
+STEPS = 4  # as many checkpoints are kept
+# every step is saved, in several buckets, and updates of two variables lie between two of them
+SETTINGS = {
+    "optimizers": ["adam"],
+    "steps": STEPS,
+    "checkpoint_steps": 1,
+    "bucket_mb": 2**-12,
+    "collective_timeout_s": 30.0,
+}
+SHORT = {"HOSTOPT_STALL_WARNING_S": "1", "HOSTOPT_COLLECTIVE_TIMEOUT_S": "3"}
+
+
+def settings(directory: Path, **chosen: Any) -> list[str]:
+    directories = {"model_dir": str(directory / "model"), "dump_dir": str(directory)}
+    return [json.dumps({**SETTINGS, **directories, **chosen})]
+
+
+def checkpoints(directory: Path) -> dict[int, dict[str, np.ndarray]]:
+    """The variables of every checkpoint that is there, by step."""
+    model = directory / "model" / "adam"
+    found = {}
+    for index in model.glob("model.ckpt-*.index"):
+        reader = tf.train.load_checkpoint(str(index.with_suffix("")))
+        variables = {n: reader.get_tensor(n) for n in reader.get_variable_to_shape_map()}
+        found[int(index.stem.rpartition("-")[2])] = variables
+    return found
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, np.ndarray]]:
+    """The checkpoints of a run of two ranks in which nothing breaks."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    ranks = Ranks(directory)
+    try:
+        for rank in ranks.run(
+            "train_with_fault.py", 2, arguments=settings(directory), environ=SHORT
+        ):
+            assert "has waited" not in rank.output  # no false alarm
+        assert not (directory / "model" / "adam" / "hostopt-debug").exists()
+        found = checkpoints(directory)
+        assert sorted(found)[-1] == STEPS
+        return found
+    finally:
+        ranks.end()
+
+
+def start(
+    ranks: Ranks, directory: Path, addresses: list[str], victim: int, fault: dict, **environ: str
+) -> list[Rank]:
+    return ranks.start(
+        "train_with_fault.py",
+        {"worker": addresses},
+        arguments=settings(directory),
+        own={f"worker:{victim}": [json.dumps({"fault": fault})]},
+        environ=environ,
+    )
+
+
+FAULTS = [
+    ("between-updates", "kill", 1, "shm"),
+    ("between-updates", "raise", 0, "grpc"),
+    ("before-reduce", "kill", 1, "grpc"),
+    ("after-reduce", "kill", 0, "shm"),
+]
+
+
+@pytest.mark.parametrize(("point", "action", "victim", "communication"), FAULTS)
+def test_no_torn_step_is_saved(
+    tmp_path: Path,
+    ranks: Ranks,
+    unbroken: dict[int, dict[str, np.ndarray]],
+    point: str,
+    action: str,
+    victim: int,
+    communication: str,
+) -> None:
+    fault = {"point": point, "step": 3, "action": action}
+    with reserved_addresses(2) as addresses:
+        started = start(
+            ranks, tmp_path, addresses, victim, fault, HOSTOPT_COMMUNICATION=communication
+        )
+        assert started[victim].wait(60) == {"kill": -9, "raise": 1}[action]
+        survivor = started[1 - victim]
+        assert survivor.wait(10) == 200, survivor.output
+    verb = {"kill": "lost", "raise": "stopped with an error"}[action]
+    assert f"PeerLostError: rank {victim} (worker:{victim}, {addresses[victim]}) {verb}" in (
+        survivor.output
+    )
+    if action == "raise":
+        for rank in started:
+            assert "ZeroDivisionError: in the middle of a step" in rank.output
+    found = checkpoints(tmp_path)
+    # a chief whose worker dies when both have the sums may well end that step
+    assert max(found) in (3, 4) if victim == 1 and point != "before-reduce" else max(found) == 3
+    for step, variables in found.items():
+        assert variables["global_step"] == step
+        for name, value in unbroken[step].items():
+            np.testing.assert_array_equal(variables[name], value, err_msg=f"{name} at {step}")
+
+
+def test_a_rank_that_is_stuck_in_input_fn_is_named_with_its_stacks(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    fault = {"point": "input", "step": 4, "action": "sleep"}
+    with reserved_addresses(2) as addresses:
+        chief, stuck = start(ranks, tmp_path, addresses, 1, fault, **SHORT)
+        assert chief.wait(60) == 201, chief.output
+        assert stuck.process.poll() is None
+        assert "CollectiveTimeoutError" in chief.output
+        assert f"rank 1 (worker:1, {addresses[1]}) is in no collective" in chief.output
+        assert "rank 0 has waited 1." in chief.output  # the warning before
+        debug = tmp_path / "model" / "adam" / "hostopt-debug"
+        assert "stuck_in_user_code" in (debug / "rank_1.stacks.txt").read_text()
+        assert (
+            json.loads((debug / "rank_0.events.json").read_text())["error"]["facts"]["rank"] == 1
+        )
+        stuck.process.kill()
+        stuck.process.wait()
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path, ranks: Ranks) -> None:
+    with reserved_addresses(2) as addresses:
+        (chief,) = ranks.start(
+            "train_with_fault.py",
+            {"worker": addresses},
+            tasks=[("worker", 0)],
+            arguments=settings(tmp_path),
+            environ={"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "3"},
+        )
+        assert chief.wait(60) == 202, chief.output
+    assert f"missing: worker:1 ({addresses[1]})" in chief.output
