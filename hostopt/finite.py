@@ -82,7 +82,7 @@ def explain(
     text = f"not finite in step {step} (counted from 0 since the start), summing {what}: "
     if blamed:
         return text + "; ".join(blamed)
-    wire = f", or their {travels_as} form on the wire" if travels_as else ""
+    wire = f", or their {travels_as} form on the wire," if travels_as else ""
     overflown = ", ".join(f"{kind} for {name!r}" for name, kind in sums.items())
     return (
         f"{text}the gradients of every rank are finite, but their sum{wire} has overflowed: "

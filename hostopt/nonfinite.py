@@ -88,7 +88,7 @@ class NonFiniteCheck:
             _log.warning("%s", text)
             return
         rank = next((rank for rank, names in enumerate(found) if names), None)
-        raise NonFiniteGradientError(
+        error = NonFiniteGradientError(
             text,
             rank=rank,
             task=None if rank is None else ring[rank].name,
@@ -96,3 +96,5 @@ class NonFiniteCheck:
             step=operation.step,
             bucket=operation.bucket,
         )
+        self._channel.abort(error)  # a rank that has not heard of all gradients raises it as well
+        raise error
