@@ -1,4 +1,4 @@
-"""Steps that update nothing, where a gradient is not finite and `nonfinite` is "skip"."""
+"""Trainings that go on where a gradient is not finite, with steps that update nothing."""
 
 from __future__ import annotations
 
@@ -63,6 +63,18 @@ class SkippedUpdates:
 
     def _all_finite(self) -> np.bool_:
         return np.bool_(all(check.finite for check in self._checks))
+
+
+class WithoutNanHook(list[Any]):
+    """A list of hooks to which the stock Estimator adds none that ends a training at a NaN loss.
+
+    Those that a user adds stay.
+    """
+
+    def append(self, hook: Any) -> None:
+        """Add a hook, but for a `NanTensorHook`."""
+        if not isinstance(hook, tf.compat.v1.train.NanTensorHook):
+            super().append(hook)
 
 
 def _depend_on(operations: Sequence[tf.Operation], source: tf.Operation) -> bool:

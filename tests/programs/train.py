@@ -52,6 +52,7 @@ SETTINGS = {
     "communication": "auto",
     "nonfinite": "error",
     "nan_at": [],  # rank and step at which the gradients of all but the last layer are NaN
+    "nan_loss": False,  # True: the loss is NaN as well, and all gradients
     "leave_out": [],  # batches that are not trained on
 }
 GLOBAL_BATCH, BATCHES, VOCABULARY = 12, 7, 20
@@ -265,15 +266,18 @@ def variables_of_all_kinds(x: tf.Tensor) -> tf.Tensor:
 
 
 def poisoned(tensor: tf.Tensor, settings: dict) -> tf.Tensor:
-    """The same tensor, whose gradient is NaN on one rank in one step."""
+    """The same tensor, whose gradient or value is NaN on one rank in one step."""
     rank, step = settings["nan_at"]
     if tf.distribute.get_strategy().extended.input_context().input_pipeline_id != rank:
         return tensor
     now = tf.equal(tf.compat.v1.train.get_global_step(), step)
+    factor = tf.where(now, tf.constant(np.nan, tensor.dtype), 1.0)
+    if settings["nan_loss"]:
+        return tensor * factor
 
     @tf.custom_gradient
     def same(values: tf.Tensor):
-        return tf.identity(values), lambda up: tf.where(now, up * np.nan, up)
+        return tf.identity(values), lambda up: up * factor
 
     return same(tensor)
 
@@ -325,11 +329,13 @@ def make_model_fn(settings: dict, optimizer_name: str):
             )
         variables = tf.compat.v1.trainable_variables()
         if settings["spec"] == "two_minimize":
-            last, first = variables[2:], variables[:2]
-            with tf.control_dependencies([optimizer.minimize(loss, var_list=last)]):
-                count = tf.compat.v1.train.get_global_step().assign_add(1, read_value=False)
-            both = tf.group(count, optimizer.minimize(loss, var_list=first))
-            return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=both)
+            other = make_optimizer(optimizer_name, settings["learning_rate"])
+            step = tf.compat.v1.train.get_global_step()
+            both = [
+                optimizer.minimize(loss, var_list=variables[2:], global_step=step),
+                other.minimize(loss, var_list=variables[:2]),
+            ]
+            return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=tf.group(*both))
 
         def host_model_fn(*gradients: tf.Tensor) -> tf.Operation:
             maybe_raise(settings, "host_call")
