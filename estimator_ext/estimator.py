@@ -23,6 +23,7 @@ from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
+from estimator_ext.skipped_updates import WithoutNanHook
 from estimator_ext.spec import stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy, loss_is_scaled
@@ -153,6 +154,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
             if communicator.size > 1:
                 spec, first_hooks = self._agreeing(strategy, spec, first_hooks, hooks)
+            if strategy.options.nonfinite != "error":
+                first_hooks = WithoutNanHook(first_hooks)
             return self._train_with_estimator_spec(
                 spec, first_hooks, hooks, global_step, saving_listeners
             )

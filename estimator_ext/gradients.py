@@ -36,6 +36,24 @@ def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> Grads
     Raises:
       ValueError: no pair has a gradient.
     """
+    return reduce_pairs(grads_and_vars)
+
+
+def reduce_pairs(
+    grads_and_vars: Iterable[tuple[Any, tf.Variable]], nonfinite: str | None = None
+) -> GradsAndVars:
+    """`reduce_gradients`, with a choice of what follows where the results are not finite.
+
+    Args:
+      grads_and_vars: as for `reduce_gradients`.
+      nonfinite: as for `hostopt.nonfinite.NonFiniteCheck`.
+
+    Returns:
+      As `reduce_gradients`.
+
+    Raises:
+      ValueError: no pair has a gradient.
+    """
     pairs = list(grads_and_vars)
     some = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
     if not some:
@@ -43,13 +61,12 @@ def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> Grads
             f"no gradients provided for any variable: {[v.name for _, v in pairs]}. Look whether "
             "the loss depends on them"
         )
-    sums = tf.distribute.get_replica_context().merge_call(_sum, args=(some,))
+    sums = tf.distribute.get_replica_context().merge_call(_sum, args=(some, nonfinite))
     reduced = iter(sums)
     return [(None if g is None else next(reduced), v) for g, v in pairs]
 
 
-def _sum(strategy: Any, pairs: GradsAndVars) -> list[Any]:
-    sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+def _sum(strategy: Any, pairs: GradsAndVars, nonfinite: str | None) -> list[Any]:
     if isinstance(strategy, HostOffloadStrategy):
-        strategy.extended.mark_reduced([(total, v) for total, (_, v) in zip(sums, pairs)])
-    return list(sums)
+        return list(strategy.extended.reduce_now(pairs, nonfinite))
+    return list(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs))

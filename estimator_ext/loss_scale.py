@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext.gradients import GradsAndVars, reduce_gradients
+from estimator_ext.gradients import GradsAndVars, reduce_pairs
+from hostopt.nonfinite import ALLOW
 
 __all__: list[str] = []
 
@@ -89,7 +90,7 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
         """
         pairs = [
             (gradient, variable)
-            for gradient, variable in reduce_gradients(grads_and_vars)
+            for gradient, variable in reduce_pairs(grads_and_vars, ALLOW)
             if gradient is not None
         ]
         merge_call = tf.distribute.get_replica_context().merge_call

@@ -17,9 +17,11 @@ from tensorflow.python.framework.ops import colocate_with as colocate_with_op
 
 import hostopt
 from estimator_ext.accumulation import Accumulation
+from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
 from estimator_ext.uneven_data import BatchWeights
 from hostopt.connect import exit_with_error_code
+from hostopt.nonfinite import NonFiniteCheck
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.ops import HOST_DEVICE
 
@@ -262,6 +264,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         """What belongs to the training graph that is built."""
         self._initialise_together = True
         self._sums: list[tf.Tensor] = []  # of the gradients
+        self._skipping = SkippedUpdates()
         self.flags = ops.Flags()
         self.accumulation: Accumulation | None = None
         self.weights: BatchWeights | None = None
@@ -380,13 +383,35 @@ class _HostOffloadExtended(OneDeviceExtended):
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        """2-5. Gradients to the host, through the ring, and back as sums or means."""
         del options
-        pairs = list(value_destination_pairs)
+        return self._reduce_pairs(reduce_op, list(value_destination_pairs))
+
+    def reduce_now(
+        self, pairs: Sequence[tuple[Any, tf.Variable]], nonfinite: str | None
+    ) -> list[Any]:
+        """Sum gradients; the next reduction passes on, as it is, what is made of the sums.
+
+        Args:
+          pairs: gradients and their variables.
+          nonfinite: as for `hostopt.nonfinite.NonFiniteCheck`.
+
+        Returns:
+          The sums.
+        """
+        sums = self._reduce_pairs(tf.distribute.ReduceOp.SUM, pairs, nonfinite)
+        self._reduced.update(
+            (v.ref(), getattr(total, "values", total)) for total, (_, v) in zip(sums, pairs)
+        )
+        return sums
+
+    def _reduce_pairs(
+        self, reduce_op: Any, pairs: Sequence[tuple[Any, Any]], nonfinite: str | None = None
+    ) -> list[Any]:
+        """2-5. Gradients to the host, through the ring, and back as sums or means."""
         results = [value for value, _ in pairs]
         left = [i for i, pair in enumerate(pairs) if not self._take_reduced(*pair)]
         names = [_name(pairs[i][1], i) for i in left]
-        sums = self._sum([results[i] for i in left], names)
+        sums = self._sum([results[i] for i in left], names, nonfinite)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             with tf.device(HOST_DEVICE):
                 sums = [_divided(total, self._num_replicas_in_sync) for total in sums]
@@ -394,19 +419,17 @@ class _HostOffloadExtended(OneDeviceExtended):
             results[i] = total
         return results
 
-    def mark_reduced(self, sums_and_vars: Sequence[tuple[Any, tf.Variable]]) -> None:
-        """Let the next reduction pass on, as it is, what is made of these reduced gradients."""
-        self._reduced.update(
-            (v.ref(), getattr(total, "values", total)) for total, v in sums_and_vars
-        )
-
     def _take_reduced(self, value: Any, destination: Any) -> bool:
         reference = destination.ref() if isinstance(destination, tf.Variable) else None
         total = self._reduced.pop(reference, None)
         return total is not None and _is_made_of(getattr(value, "values", value), total)
 
-    def _sum(self, values: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    def _sum(
+        self, values: Sequence[Any], names: Sequence[str], nonfinite: str | None
+    ) -> list[Any]:
         """Sums over the ranks, of gradients that are dense or sparse."""
+        if not values:
+            return []
         sparse = [isinstance(value, tf.IndexedSlices) for value in values]
         if self._sparse_as_dense or self.accumulation is not None:
             values = [tf.convert_to_tensor(value) for value in values]
@@ -414,6 +437,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         if self.accumulation is not None:
             values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
         communicator = self._strategy.communicator
+        check = NonFiniteCheck(communicator, nonfinite)
         weight = self._weight(of_mean=loss_is_scaled())
         dense = [i for i, is_sparse in enumerate(sparse) if not is_sparse]
         results = dict(enumerate(values))
@@ -425,6 +449,7 @@ class _HostOffloadExtended(OneDeviceExtended):
                 communicator,
                 weight,
                 self._sums,
+                check,
             )
             results.update(zip(dense, sums))
             if reducer is not None:
@@ -433,18 +458,24 @@ class _HostOffloadExtended(OneDeviceExtended):
         if any(sparse):  # with one rank too: clipping by norm wants each row once
             rows = [i for i, is_sparse in enumerate(sparse) if is_sparse]
             slices = [_weighted(values[i], weight) for i in rows]
-            found = ops.sum_slices(slices, [names[i] for i in rows], communicator, self._sums)
+            found = ops.sum_slices(
+                slices, [names[i] for i in rows], communicator, self._sums, check
+            )
             results.update(zip(rows, found))
+        if check.nonfinite == "skip":
+            self._skipping.watch(check, [getattr(r, "values", r) for r in results.values()])
         return [results[i] for i in range(len(values))]
 
     def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         """6. The user's optimizer, where the variable is."""
-        return self._on_device(var.device, fn, (var, *args), kwargs, group)
+        if var is tf.compat.v1.train.get_global_step():  # it counts the steps without update too
+            return self._on_device(var.device, fn, (var, *args), kwargs, group)
+        return self._on_device(var.device, self._skipping.guard(fn), (var, *args), kwargs, group)
 
     def _update_non_slot(
         self, colocate_with: Any, fn: Any, args: Any, kwargs: Any, group: bool
     ) -> Any:
-        return self._on_device(colocate_with[0], fn, args, kwargs, group)
+        return self._on_device(colocate_with[0], self._skipping.guard(fn), args, kwargs, group)
 
     def _on_device(self, device: str, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         with tf.device(device), distribute_lib.UpdateContext(device):

@@ -68,6 +68,11 @@ class Bucket:
         """Size of the flat buffer in bytes, with the gaps that keep gradients aligned."""
         return sum(_padded(spec.nbytes) for spec in self.specs)
 
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of the variables, in packing order."""
+        return [spec.name for spec in self.specs]
+
     @property
     def what(self) -> str:
         """Short description for warnings and errors."""

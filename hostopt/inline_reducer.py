@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from hostopt.bucket import Bucket, BufferPool, title
 from hostopt.communicator import Communicator, ReduceOp
+from hostopt.finite import all_finite, troubles
 from hostopt.lane import Source
+from hostopt.nonfinite import NonFiniteCheck
 from hostopt.record import BucketRecord
 from hostopt.ring import Array, Operation
 from hostopt.shared_sums import SharedSums
@@ -29,10 +31,17 @@ class InlineReducer:
     Args:
       communicator: a communicator of its own (a `duplicate`), of ranks on one host.
       buckets: the fusion plan, the same on all ranks.
+      check: what follows where sums are not finite; by default what the option says.
     """
 
-    def __init__(self, communicator: Communicator, buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        buckets: Sequence[Bucket],
+        check: NonFiniteCheck | None = None,
+    ) -> None:
         self.communicator = communicator
+        self._check = check or NonFiniteCheck(communicator)
         self._buckets = tuple(buckets)
         self._shared = [SharedSums(communicator, bucket) for bucket in buckets]
         self._pools = [BufferPool(bucket) for bucket in buckets]
@@ -57,6 +66,7 @@ class InlineReducer:
           they live on any rank. Other ranks read it too: they are not writeable.
 
         Raises:
+          NonFiniteGradientError: the sums are not finite, and that is an error.
           HostOptError: a rank failed, left or timed out.
         """
         plan = self._buckets[bucket]
@@ -66,19 +76,27 @@ class InlineReducer:
             operation = Operation(self.communicator.channel, self._steps[bucket], bucket, what)
             self._steps[bucket] += 1
             source = Source([array.reshape(-1) for array in arrays], plan.starts)
-            views = plan.views(self._sum(bucket, source, operation))
+            sums, finite = self._sum(bucket, source, operation)
+            views = plan.views(sums)
             end_s = time.monotonic()
             self._record.launched(bucket, begin_s, begin_s)
             self._record.ring(bucket, begin_s, end_s)
             self._record.waited(bucket, begin_s, end_s)
+            self._check.look(
+                operation,
+                finite,
+                lambda: troubles(plan.names, arrays),
+                lambda: troubles(plan.names, views),
+            )
         return views
 
-    def _sum(self, bucket: int, source: Source, operation: Operation) -> Array:
-        sums = self._shared[bucket].reduce(source, operation)
-        if sums is None:  # no more memory to share
-            sums = self._pools[bucket].take()
-            self.communicator.all_reduce_in_place(sums, ReduceOp.SUM, operation, source=source)
-        return sums
+    def _sum(self, bucket: int, source: Source, operation: Operation) -> tuple[Array, bool]:
+        shared = self._shared[bucket].reduce(source, operation)
+        if shared is not None:
+            return shared
+        sums = self._pools[bucket].take()  # no more memory to share
+        self.communicator.all_reduce_in_place(sums, ReduceOp.SUM, operation, source=source)
+        return sums, all_finite(sums)
 
     def close(self) -> None:
         """Free the buffers."""

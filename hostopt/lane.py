@@ -50,17 +50,19 @@ from typing import Any
 import numpy as np
 
 from hostopt.errors import HostOptError
+from hostopt.finite import all_finite
 from hostopt.ring import Array, Operation, chunk_slices, layout_of
 from hostopt.transport.base import Transport
 
 __all__: list[str] = []
 
-_LINE_BYTES = 64
+_LINE_BYTES = 128  # two lines of the cache, which processors fetch together
 _WORDS = _LINE_BYTES // 8
-# Words of a rank's line: its meetings; its flags; and each twice, in turn, what it posts, the step
-# of that and the layout of an array. So a rank which is ahead overwrites none that another has yet
+# Words of a rank's line: its meetings; its flags; each twice, in turn, what it posts, the step of
+# that and the layout of an array; and whether its part of the sums is finite, which is written
+# behind the first meeting of a call. So a rank which is ahead overwrites none that another has yet
 # to read.
-_MEETINGS, _FLAGS, _POSTED, _POSTED_STEP, _LAYOUT = 0, 1, 2, 4, 6
+_MEETINGS, _FLAGS, _POSTED, _POSTED_STEP, _LAYOUT, _FINITE = 0, 1, 2, 4, 6, 8
 _PAGE_BYTES = 4096
 _TURNS = 4  # blocks of an inbox that are used in turn
 # Looks at a mark before the thread sleeps between looks, about 2 ms: a rank that sleeps when the
@@ -240,7 +242,7 @@ class Lane:
 
     def reduce_scatter(
         self, sums: Array, combine: np.ufunc, operation: Operation, source: Source
-    ) -> None:
+    ) -> bool:
         """Reduce into memory that all ranks of this host share and read in place.
 
         Args:
@@ -250,6 +252,9 @@ class Lane:
           operation: which call this is.
           source: this rank's values, of the same size and dtype.
 
+        Returns:
+          Whether the sums are finite, the same on all ranks.
+
         Raises:
           ProtocolError: a rank has an array of another shape or dtype.
           HostOptError: a rank failed, left or timed out.
@@ -258,6 +263,7 @@ class Lane:
         count = len(self._members)
         chunks = chunk_slices(sums.size, count)
         length = self._block_bytes // sums.itemsize // count  # of a piece of each chunk
+        finite = True
         longest = max(chunk.stop - chunk.start for chunk in chunks)
         for number, start in enumerate(range(0, max(longest, 1), length)):
             inboxes = [self._memory_of(i, sums.dtype, count * length) for i in range(count)]
@@ -283,7 +289,10 @@ class Lane:
                 combine(parts[0], parts[1], out=out)  # 2.
                 for part in parts[2:]:
                     combine(out, part, out=out)
+            finite = all_finite(sums[mine]) and finite  # while it is in the cache
+        self._marks[self._index * _WORDS + _FINITE] = finite
         self._meet(operation, number + 1)
+        return finite and all(self._marks[line + _FINITE] for line, _ in self._others)
 
     def broadcast(self, flat: Array, root: int, operation: Operation) -> None:
         """Give all ranks of this host the values of one of them, in place.

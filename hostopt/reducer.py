@@ -16,6 +16,8 @@ from hostopt.bucket import Bucket, BufferPool, title
 from hostopt.communicator import Communicator, ReduceOp
 from hostopt.compression import new_wire_format
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
+from hostopt.finite import all_finite, troubles
+from hostopt.nonfinite import NonFiniteCheck
 from hostopt.record import BucketRecord
 from hostopt.ring import Array, Operation
 from hostopt.step_stats import StepTimes
@@ -37,15 +39,22 @@ class Reducer:
     Args:
       communicator: a communicator of its own (a `duplicate`).
       buckets: the fusion plan, the same on all ranks.
+      check: what follows where sums are not finite; by default what the option says.
     """
 
-    def __init__(self, communicator: Communicator, buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        buckets: Sequence[Bucket],
+        check: NonFiniteCheck | None = None,
+    ) -> None:
         self.communicator = communicator
+        self._check = check or NonFiniteCheck(communicator)
         self._buckets = tuple(buckets)
         self._pools = [BufferPool(bucket) for bucket in buckets]
         self._wire_format = new_wire_format(communicator.transport.options.compression)
         self._under_way: set[int] = set()  # from launch to wait
-        self._launched: dict[int, Array] = {}
+        self._launched: dict[int, tuple[Array, dict[str, str]]] = {}
         self._reduced: dict[int, Array] = {}
         self._record = BucketRecord(self._buckets, communicator.transport.timeline)
         self._changed = threading.Condition()
@@ -83,9 +92,12 @@ class Reducer:
                 )
             self._under_way.add(bucket)
             buffer = self._pools[bucket].take()
-        self._buckets[bucket].pack(arrays, buffer)  # 3. into the flat buffer
+        plan = self._buckets[bucket]
+        plan.pack(arrays, buffer)  # 3. into the flat buffer
+        # the ring writes over what this rank has: so find out before whether it is to blame
+        own = {} if all_finite(buffer) else troubles(plan.names, arrays)
         with self._changed:
-            self._launched[bucket] = buffer
+            self._launched[bucket] = buffer, own
             self._progress_s = time.monotonic()
             self._record.launched(bucket, begin_s, self._progress_s)
             self._changed.notify_all()
@@ -101,6 +113,7 @@ class Reducer:
           while they live.
 
         Raises:
+          NonFiniteGradientError: sums are not finite, and that is an error.
           HostOptError: a rank failed, left or timed out.
         """
         begin_s = time.monotonic()
@@ -151,17 +164,26 @@ class Reducer:
                 if self._error is not None:
                     raise self._error
                 self._changed.wait()
-            buffer = self._launched.pop(index)
+            buffer, own = self._launched.pop(index)
             self._in_ring = True
         begin_s = time.monotonic()
         # 4. the ring, while backward goes on
         wire_format = self._wire_format if buffer.dtype == np.float32 else None
         self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, operation, wire_format)
+        end_s = time.monotonic()
+        plan = self._buckets[index]
+        self._check.look(
+            operation,
+            all_finite(buffer),
+            lambda: own,
+            lambda: troubles(plan.names, plan.views(buffer)),
+            None if wire_format is None else wire_format.name,
+        )
         with self._changed:
             self._reduced[index] = buffer
             self._in_ring = False
             self._progress_s = time.monotonic()
-            self._record.ring(index, begin_s, self._progress_s)
+            self._record.ring(index, begin_s, end_s)
             self._changed.notify_all()
 
     def _never_launched(self, bucket: int) -> CollectiveTimeoutError:

@@ -33,7 +33,7 @@ class SharedSums:
         self._places: list[Array] = []
         self._can_share = True
 
-    def reduce(self, source: Source, operation: Operation) -> Array | None:
+    def reduce(self, source: Source, operation: Operation) -> tuple[Array, bool] | None:
         """Sum over the ranks.
 
         Args:
@@ -41,8 +41,8 @@ class SharedSums:
           operation: which call this is.
 
         Returns:
-          The sums, of shape [n], not writeable; None, with nothing reduced, where no place is
-          free and no memory left.
+          The sums, of shape [n], not writeable, and whether they are finite; None, with nothing
+          reduced, where no place is free and no memory left.
 
         Raises:
           HostOptError: a rank failed, left or timed out.
@@ -56,10 +56,10 @@ class SharedSums:
                 return None
             offered = 1 << (len(self._places) - 1)
         place = self._places[(offered & -offered).bit_length() - 1]
-        lane.reduce_scatter(place, np.add, operation, source)
+        finite = lane.reduce_scatter(place, np.add, operation, source)
         sums = place[:]
         sums.flags.writeable = False
-        return sums
+        return sums, finite
 
     def _share_another(self) -> bool:
         """All ranks share a new place, or find that they cannot, now and later."""

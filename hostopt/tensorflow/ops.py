@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Callable
@@ -18,10 +19,12 @@ import tensorflow as tf
 from hostopt.bucket import TensorSpec, plan_buckets
 from hostopt.communicator import Communicator, ReduceOp
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
+from hostopt.finite import all_finite, troubles
 from hostopt.inline_reducer import InlineReducer
+from hostopt.nonfinite import NonFiniteCheck
 from hostopt.posted_sum import open_posted_sum
 from hostopt.reducer import Reducer
-from hostopt.ring import Array
+from hostopt.ring import Array, Operation
 
 __all__: list[str] = []
 
@@ -142,6 +145,7 @@ def sum_slices(
     names: Sequence[str],
     communicator: Communicator,
     after: Sequence[tf.Tensor] = (),
+    check: NonFiniteCheck | None = None,
 ) -> list[tf.IndexedSlices]:
     """Sum sparse gradients over the ranks: all rows travel to all ranks, duplicates are summed.
 
@@ -151,6 +155,7 @@ def sum_slices(
       communicator: all ranks build the same operations on it, in the same order.
       after: nothing is gathered before these have been computed; what waits for other ranks waits
         one after the other, so that it occupies one thread of TensorFlow.
+      check: what follows where sums are not finite; by default what the option says.
 
     Returns:
       The sums on the host, each row once, in the order of their indices; the same bits on all
@@ -158,9 +163,10 @@ def sum_slices(
     """
     results: list[tf.IndexedSlices] = []
     before = list(after)
+    check = check or NonFiniteCheck(communicator)
     for each, name in zip(slices, names):
         channel = communicator.duplicate(f"the sparse gradient of {name!r}")
-        sum_rows = telling(communicator, functools.partial(_sum_rows, channel))
+        sum_rows = telling(communicator, _row_summer(channel, name, check))
         with tf.device(HOST_DEVICE), tf.control_dependencies(before):
             indices, values = tf.numpy_function(
                 sum_rows,
@@ -173,6 +179,22 @@ def sum_slices(
         results.append(tf.IndexedSlices(values, indices, each.dense_shape))
         before = [values]
     return results
+
+
+def _row_summer(channel: Communicator, name: str, check: NonFiniteCheck) -> Callable[..., Any]:
+    steps = itertools.count()
+
+    def sum_rows(indices: Array, values: Array) -> tuple[Array, Array]:
+        indices_of_sums, sums = _sum_rows(channel, indices, values)
+        check.look(
+            Operation(channel.channel, next(steps), what=channel.what),
+            all_finite(sums),
+            lambda: troubles([name], [values]),
+            lambda: troubles([name], [sums]),
+        )
+        return indices_of_sums, sums
+
+    return sum_rows
 
 
 def _sum_rows(channel: Communicator, indices: Array, values: Array) -> tuple[Array, Array]:
@@ -206,6 +228,7 @@ def reduce_in_buckets(
     communicator: Communicator,
     weight: tf.Tensor | None = None,
     after: Sequence[tf.Tensor] = (),
+    check: NonFiniteCheck | None = None,
 ) -> tuple[list[tf.Tensor], Reducer | InlineReducer | None]:
     """Sum gradients over the ranks, bucket by bucket, while the rest of the graph goes on.
 
@@ -218,6 +241,7 @@ def reduce_in_buckets(
       weight: scalar of float64 by which this rank's gradients are multiplied, where it is not 1.
       after: the sums of earlier calls in this graph; what waits for other ranks waits one after
         the other, so that it occupies one thread of TensorFlow.
+      check: what follows where sums are not finite; by default what the option says.
 
     Returns:
       The sums on the host, in the order of `tensors`, and the reducer, to be closed when the
@@ -228,18 +252,19 @@ def reduce_in_buckets(
     """
     with tf.device(HOST_DEVICE):
         arrived = [tf.identity(tensor) for tensor in tensors]  # 2. received on the host
+    check = check or NonFiniteCheck(communicator)
     if communicator.size == 1:
-        return arrived, None
+        return _checked_alone(arrived, names, communicator, check), None
     specs = [_spec(tensor, name) for tensor, name in zip(tensors, names)]
     buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
     _check_plan(communicator, specs, buckets)
     gradients = communicator.duplicate("gradients")
     reducer: Reducer | InlineReducer
     if communicator.on_one_host:
-        reducer = InlineReducer(gradients, buckets)
+        reducer = InlineReducer(gradients, buckets, check)
         build = functools.partial(_reduce_inline, reducer, weight)
     else:
-        reducer = Reducer(gradients, buckets)
+        reducer = Reducer(gradients, buckets, check)
         build = functools.partial(_launch_and_wait, reducer, weight)
     reduced: dict[int, tf.Tensor] = {}
     before = list(after)
@@ -252,6 +277,31 @@ def reduce_in_buckets(
                 result.set_shape(arrived[index].shape)
                 reduced[index] = result
     return [reduced[index] for index in range(len(arrived))], reducer
+
+
+def _checked_alone(
+    tensors: Sequence[tf.Tensor],
+    names: Sequence[str],
+    communicator: Communicator,
+    check: NonFiniteCheck,
+) -> list[tf.Tensor]:
+    """With one rank nothing is reduced: TensorFlow looks at each gradient when it is there."""
+    steps = itertools.count()
+
+    def look(finite: Array) -> Any:
+        found = {name: "NaN or Inf" for name, good in zip(names, finite) if not good}
+        operation = Operation(0, next(steps), what="the gradients of one rank")
+        check.look(operation, not found, lambda: found, lambda: found)
+        return np.int32(0)
+
+    with tf.device(HOST_DEVICE), tf.name_scope("host_check"):
+        finite = [
+            tf.reduce_all(tf.math.is_finite(tensor)) if tensor.dtype.is_floating else True
+            for tensor in tensors
+        ]
+        token = tf.numpy_function(telling(communicator, look), [tf.stack(finite)], tf.int32)
+        with tf.control_dependencies([token]):  # backward brings this one last
+            return [tf.identity(tensors[0]), *tensors[1:]]
 
 
 def _launch_and_wait(

@@ -24,7 +24,7 @@ SETTINGS = {
     "dtype": "float64",
     "model": "mlp",  # or "conv", "embedding", "averages", "batch_norm", "variables"
     "hidden": 8,
-    "spec": "host_call",  # or "minimize"
+    "spec": "host_call",  # or "minimize", or "two_minimize", one for each layer
     "variables_on_host": True,
     "bucket_mb": 25.0,
     "batches": 0,  # batches of this rank, 0 for endless
@@ -49,6 +49,11 @@ SETTINGS = {
     "early_stopping": False,  # a hook of TensorFlow's that stops after 6 steps
     "asking": None,  # rank whose hook requests a stop after 5 steps
     "timeline": None,
+    "communication": "auto",
+    "nonfinite": "error",
+    "nan_at": [],  # rank and step at which the gradients of all but the last layer are NaN
+    "nan_loss": False,  # True: the loss is NaN as well, and all gradients
+    "leave_out": [],  # batches that are not trained on
 }
 GLOBAL_BATCH, BATCHES, VOCABULARY = 12, 7, 20
 
@@ -186,6 +191,8 @@ def make_input_fn(settings: dict):
         mine = slice(input_context.input_pipeline_id * rows, None)
         x, y = x[:, mine][:, :rows], y[:, mine][:, :rows]
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
+        for number in settings["leave_out"]:
+            dataset = dataset.take(number).concatenate(dataset.skip(number + 1))
         dataset = dataset.take(settings["batches"]) if settings["batches"] else dataset
         if settings["as_tensors"]:
             return tf.compat.v1.data.make_one_shot_iterator(dataset).get_next()
@@ -201,6 +208,8 @@ def uneven_dataset(settings: dict, context: tf.distribute.InputContext) -> tf.da
 
     def batches():
         for begin in range(0, max(len(lengths[r]) for r in mine), merge):
+            if begin in settings["leave_out"]:
+                continue
             parts = [
                 np.random.RandomState([step, r]).standard_normal((lengths[r][step], 5))
                 for step in range(begin, begin + merge)
@@ -256,6 +265,23 @@ def variables_of_all_kinds(x: tf.Tensor) -> tf.Tensor:
         return x * (1 + scale)
 
 
+def poisoned(tensor: tf.Tensor, settings: dict) -> tf.Tensor:
+    """The same tensor, whose gradient or value is NaN on one rank in one step."""
+    rank, step = settings["nan_at"]
+    if tf.distribute.get_strategy().extended.input_context().input_pipeline_id != rank:
+        return tensor
+    now = tf.equal(tf.compat.v1.train.get_global_step(), step)
+    factor = tf.where(now, tf.constant(np.nan, tensor.dtype), 1.0)
+    if settings["nan_loss"]:
+        return tensor * factor
+
+    @tf.custom_gradient
+    def same(values: tf.Tensor):
+        return tf.identity(values), lambda up: up * factor
+
+    return same(tensor)
+
+
 def make_model_fn(settings: dict, optimizer_name: str):
     def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str):
         maybe_raise(settings, "model_fn")
@@ -275,6 +301,8 @@ def make_model_fn(settings: dict, optimizer_name: str):
         if settings["model"] == "variables":
             x = variables_of_all_kinds(x)
         x = layers.Dense(settings["hidden"], activation="relu", dtype=dtype)(x)
+        if settings["nan_at"] and mode == tf.estimator.ModeKeys.TRAIN:
+            x = poisoned(x, settings)
         logits = layers.Dense(2, dtype=dtype)(x)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
         loss = tf.reduce_sum(losses) / tf.cast(tf.size(labels), losses.dtype)
@@ -300,6 +328,14 @@ def make_model_fn(settings: dict, optimizer_name: str):
                 mode, loss=loss, train_op=optimizer.minimize(loss, global_step=step)
             )
         variables = tf.compat.v1.trainable_variables()
+        if settings["spec"] == "two_minimize":
+            other = make_optimizer(optimizer_name, settings["learning_rate"])
+            step = tf.compat.v1.train.get_global_step()
+            both = [
+                optimizer.minimize(loss, var_list=variables[2:], global_step=step),
+                other.minimize(loss, var_list=variables[:2]),
+            ]
+            return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=tf.group(*both))
 
         def host_model_fn(*gradients: tf.Tensor) -> tf.Operation:
             maybe_raise(settings, "host_call")
@@ -326,6 +362,8 @@ def main(settings: dict) -> None:
         bucket_mb=settings["bucket_mb"],
         sparse_as_dense=settings["sparse_as_dense"],
         collective_timeout_s=settings["collective_timeout_s"],
+        communication=settings["communication"],
+        nonfinite=settings["nonfinite"],
     )
     for name in settings["optimizers"]:
         # Keras layers take their seeds from here; the broadcast must hide what rank 1 has

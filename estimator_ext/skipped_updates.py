@@ -1,0 +1,90 @@
+"""Trainings that go on where a gradient is not finite, with steps that update nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hostopt.nonfinite import NonFiniteCheck
+from hostopt.tensorflow.ops import HOST_DEVICE
+
+__all__: list[str] = []
+
+
+class SkippedUpdates:
+    """Puts the updates of a graph under a condition: all sums of the step are finite."""
+
+    def __init__(self) -> None:
+        self._checks: list[NonFiniteCheck] = []
+        self._finite: tf.Tensor | None = None
+
+    def watch(self, check: NonFiniteCheck, sums: Sequence[tf.Tensor]) -> None:
+        """Have the updates depend on these sums too, those that are built already among them.
+
+        Args:
+          check: says whether they are finite.
+          sums: tensors that are there when it can say so.
+        """
+        self._checks.append(check)
+        sources = [tensor.op for tensor in sums]
+        if self._finite is None or _depend_on(sources, self._finite.op):
+            # sums that are made of what has been updated come too late for those updates
+            with tf.device(HOST_DEVICE), tf.control_dependencies(sources):
+                self._finite = tf.numpy_function(self._all_finite, [], tf.bool, name="AllFinite")
+            self._finite.set_shape([])
+        else:
+            self._finite.op._add_control_inputs(sources)
+
+    def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that builds the same updates, to be made in steps whose sums are finite.
+
+        Args:
+          function: builds operations; called once.
+
+        Returns:
+          The function itself, where nothing is watched; else one that returns an operation.
+        """
+        finite = self._finite
+        if finite is None:
+            return function
+
+        def guarded(*args: Any, **kwargs: Any) -> tf.Operation:
+            def update() -> tf.Tensor:
+                built = tf.nest.flatten(function(*args, **kwargs))
+                with tf.control_dependencies([each for each in built if each is not None]):
+                    return tf.constant(True)
+
+            return tf.cond(finite, update, lambda: tf.constant(False)).op
+
+        return guarded
+
+    def _all_finite(self) -> np.bool_:
+        return np.bool_(all(check.finite for check in self._checks))
+
+
+class WithoutNanHook(list[Any]):
+    """A list of hooks to which the stock Estimator adds none that ends a training at a NaN loss.
+
+    Those that a user adds stay.
+    """
+
+    def append(self, hook: Any) -> None:
+        """Add a hook, but for a `NanTensorHook`."""
+        if not isinstance(hook, tf.compat.v1.train.NanTensorHook):
+            super().append(hook)
+
+
+def _depend_on(operations: Sequence[tf.Operation], source: tf.Operation) -> bool:
+    """Whether one of these cannot run before another one has."""
+    seen, todo = set(operations), list(operations)
+    while todo:
+        op = todo.pop()
+        if op is source:
+            return True
+        before = {tensor.op for tensor in op.inputs} | set(op.control_inputs)
+        todo += before - seen
+        seen |= before
+    return False
