@@ -68,6 +68,8 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         agreed = self._communicator.broadcast(own, what="the interval of step reports")
         self._step, self._every_steps = (int(number) for number in agreed)
         self._reports.begin(self._step)
+        for reducer in self._reducers:
+            reducer.count_from(self._step)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Collect what was sent after the previous step; send, where this step is to be reported.

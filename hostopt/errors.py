@@ -33,7 +33,8 @@ class HostOptError(RuntimeError):
       rank: rank that the error is about (0..size-1), where there is one.
       task: task of that rank, such as ``worker:1``.
       address: ``host:port`` of that rank.
-      step: sequence number of the collective that was under way, counted from 0.
+      step: number of the step that was under way, counted from 0; of a collective outside of
+        training, its number.
       bucket: index of the gradient bucket that was under way.
       root_cause: what another rank reported as the first failure.
       last_checkpoint: path of the newest whole checkpoint.

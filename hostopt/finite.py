@@ -79,7 +79,7 @@ def explain(
         for rank, names in found.items()
         if names
     ]
-    text = f"not finite in step {step} (counted from 0 since the start), summing {what}: "
+    text = f"not finite in step {step} (counted from 0), summing {what}: "
     if blamed:
         return text + "; ".join(blamed)
     wire = f", or their {travels_as} form on the wire," if travels_as else ""

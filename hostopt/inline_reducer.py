@@ -54,6 +54,14 @@ class InlineReducer:
         """What was measured in the last step; a bucket is launched when its reduction begins."""
         return self._record.stats.last
 
+    def count_from(self, step: int) -> None:
+        """Number the steps from here, in errors; before the first reduction.
+
+        Args:
+          step: number of the first step, the same on all ranks.
+        """
+        self._steps = [step] * len(self._buckets)
+
     def reduce(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
         """Sum a bucket over the ranks.
 

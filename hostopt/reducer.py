@@ -53,6 +53,7 @@ class Reducer:
         self._buckets = tuple(buckets)
         self._pools = [BufferPool(bucket) for bucket in buckets]
         self._wire_format = new_wire_format(communicator.transport.options.compression)
+        self._first_step = 0
         self._under_way: set[int] = set()  # from launch to wait
         self._launched: dict[int, tuple[Array, dict[str, str]]] = {}
         self._reduced: dict[int, Array] = {}
@@ -69,6 +70,14 @@ class Reducer:
     def last_times(self) -> StepTimes | None:
         """What was measured in the last step whose buckets have all been awaited."""
         return self._record.stats.last
+
+    def count_from(self, step: int) -> None:
+        """Number the steps from here, in messages and errors; before the first launch.
+
+        Args:
+          step: number of the first step, the same on all ranks.
+        """
+        self._first_step = step
 
     def launch(self, bucket: int, arrays: Sequence[Array]) -> None:
         """Start the reduction of a bucket; returns at once.
@@ -158,7 +167,6 @@ class Reducer:
             self._changed.notify_all()
 
     def _reduce(self, step: int, index: int) -> None:
-        operation = Operation(self.communicator.channel, step, index, title(self._buckets, index))
         with self._changed:
             while index not in self._launched:  # idle until the graph launches the next bucket
                 if self._error is not None:
@@ -167,6 +175,8 @@ class Reducer:
             buffer, own = self._launched.pop(index)
             self._in_ring = True
         begin_s = time.monotonic()
+        step += self._first_step
+        operation = Operation(self.communicator.channel, step, index, title(self._buckets, index))
         # 4. the ring, while backward goes on
         wire_format = self._wire_format if buffer.dtype == np.float32 else None
         self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, operation, wire_format)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -178,9 +179,9 @@ def test_a_killed_rank_is_named_and_no_torn_step_is_saved(tmp_path: Path, ranks:
         for rank in (started[0], started[2]):
             assert rank.wait(10) == 200, rank.output
             assert "PeerLostError" in rank.output
-            assert f"rank 1 (worker:1, {addresses[1]}) lost" in rank.output
-            assert "while it waited for" in rank.output
-            assert "at step 7, bucket 0" in rank.output  # counted from 0
+            # counted from 0
+            wanted = rf"rank 1 \(worker:1, {addresses[1]}\) lost at step 7 while rank [02] waited"
+            assert re.search(wanted, rank.output)
     model = tmp_path / "model" / "adam"
     assert tf.train.latest_checkpoint(str(model)).endswith("model.ckpt-4")
     assert not list(model.glob("model.ckpt-7*"))  # the step that was torn
