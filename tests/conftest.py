@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.hosts import Hosts
 from hostopt.options import Options
+from hostopt.shared_file import DIRECTORY
 from hostopt.transport.grpc import GrpcTransport
 from hostopt.transport.inproc import InprocTransport
 
@@ -33,6 +35,12 @@ DEADLINE_S = 30.0
 def jobs_of(addresses: list[str]) -> dict[str, list[str]]:
     """The "cluster" of TF_CONFIG: rank 0 is the chief, the others are workers."""
     return {"chief": addresses[:1], "worker": addresses[1:]}
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port, as sockets take them."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def task_of(rank: int) -> tuple[str, int]:
@@ -183,6 +191,12 @@ class RankProcess:
         found = self.line()
         assert found == line, f"{self.task} printed {found!r} and to stderr:\n{self.stderr}"
 
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
     def go_on(self) -> None:
         """End its standard input, which `sys.stdin.read()` in the script waits for."""
         assert self.process.stdin is not None
@@ -192,12 +206,12 @@ class RankProcess:
         """SIGKILL."""
         self.process.send_signal(signal.SIGKILL)
 
-    def exit_code(self) -> int:
+    def exit_code(self, deadline_s: float = DEADLINE_S) -> int:
         """Wait for its end."""
         try:
-            return self.process.wait(DEADLINE_S)
+            return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{self.task} did not end; its stderr:\n{self.stderr}")
+            pytest.fail(f"{self.task} did not end in time; its stderr:\n{self.stderr}")
 
     @property
     def stderr(self) -> str:
@@ -294,9 +308,27 @@ class RankProcesses:
         return [process.task for process in self._started if process.end()]
 
 
+NewRing = Callable[[int], RankProcesses]
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Fails a test that leaves a thread in this process or shared memory with a name."""
+    threads, names = set(threading.enumerate()), set(Path(DIRECTORY).glob("hostopt-*"))
+    yield
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(DEADLINE_S / 3)
+        assert not thread.is_alive(), f"left by the test: {thread}"
+    deadline = time.monotonic() + DEADLINE_S / 3
+    # others on this machine have such files as well, for a moment
+    while left := set(Path(DIRECTORY).glob("hostopt-*")) - names:
+        assert time.monotonic() < deadline, f"left by the test: {left}"
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Callable[[int], RankProcesses]]:
-    """`processes(size)`: a ring of processes, of which none may be left at the end of the test."""
+    """`processes(size)`: a ring of processes, of which nothing may be left in the end."""
     with contextlib.ExitStack() as stack:
         rings: list[RankProcesses] = []
 
@@ -308,6 +340,9 @@ def processes(tmp_path: Path) -> Iterator[Callable[[int], RankProcesses]]:
         yield new
         left = [task for ring in rings for task in ring.end()]
         assert not left, f"still running at the end of the test: {', '.join(left)}"
+        for address in (address for ring in rings for address in ring.addresses):
+            with socket.socket() as caller, pytest.raises(ConnectionRefusedError):
+                caller.connect(split_address(address))
 
 
 @pytest.fixture

@@ -15,6 +15,9 @@ from hostopt.transport.grpc_import import grpc
 __all__: list[str] = []
 
 GOODBYE_TIMEOUT_S = 2.0
+# A peer of which nothing was heard so long is asked for a sign of life, and has so long to answer.
+KEEPALIVE_S = 10.0
+PING_TIMEOUT_S = 15.0
 # Last message of a stream that ends in good order; gRPC does not always tell it from a break.
 END_OF_STREAM = b"end"
 # Frames that wait to be written. gRPC writes them one by one; more would only take fresh memory,
@@ -34,13 +37,14 @@ def channel_options(options: Options) -> list[tuple[str, int]]:
       Arguments for servers and channels.
     """
     message_bytes = options.segment_bytes + _HEADROOM_BYTES
+    keepalive_ms, ping_timeout_ms = int(1000 * KEEPALIVE_S), int(1000 * PING_TIMEOUT_S)
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 15_000),
-        ("grpc.http2.ping_timeout_ms", 15_000),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", ping_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
