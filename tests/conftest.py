@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.hosts import Hosts
 from hostopt.options import Options
-from hostopt.shared_file import DIRECTORY
 from hostopt.transport.grpc import GrpcTransport
 from hostopt.transport.inproc import InprocTransport
 
@@ -35,6 +34,12 @@ DEADLINE_S = 30.0
 def jobs_of(addresses: list[str]) -> dict[str, list[str]]:
     """The "cluster" of TF_CONFIG: rank 0 is the chief, the others are workers."""
     return {"chief": addresses[:1], "worker": addresses[1:]}
+
+
+def listens(address: str) -> bool:
+    """True where somebody listens there."""
+    with socket.socket() as caller:
+        return caller.connect_ex(split_address(address)) == 0
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -158,6 +163,7 @@ class RankProcess:
       environ: its environment.
       errors: file for its standard error.
       arguments: arguments of the script.
+      through: program and arguments that run another one, such as ``ip netns exec <name>``.
     """
 
     def __init__(
@@ -167,12 +173,13 @@ class RankProcess:
         environ: dict[str, str],
         errors: Path,
         arguments: tuple[object, ...],
+        through: Sequence[str] = (),
     ) -> None:
         self.task = task
         self._errors = errors
         with errors.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+                [*through, sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -241,11 +248,15 @@ class RankProcesses:
     Args:
       addresses: the address of each rank.
       directory: where their output goes.
+      through: what each rank is started with, if it is; see `RankProcess`.
     """
 
-    def __init__(self, addresses: list[str], directory: Path) -> None:
+    def __init__(
+        self, addresses: list[str], directory: Path, through: Sequence[Sequence[str]] = ()
+    ) -> None:
         self.addresses = addresses
-        self._directory = directory
+        self.directory = directory
+        self._through = through
         self._started: list[RankProcess] = []
 
     def name(self, rank: int) -> str:
@@ -291,8 +302,9 @@ class RankProcesses:
                 "HOSTOPT_COMMUNICATION": "grpc",
                 **environ,
             },
-            self._directory / f"stderr.{len(self._started)}",
+            self.directory / f"stderr.{len(self._started)}",
             arguments,
+            self._through[rank] if self._through else (),
         )
         self._started.append(process)
         return process
@@ -304,26 +316,22 @@ class RankProcesses:
         ]
 
     def end(self) -> list[str]:
-        """Kill what is left, and name it."""
-        return [process.task for process in self._started if process.end()]
+        """Kill what is left, and name it and what shared memory is left."""
+        left = [process.task for process in self._started if process.end()]
+        return left + [str(path) for path in self.directory.glob("hostopt-*")]
 
 
 NewRing = Callable[[int], RankProcesses]
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Fails a test that leaves a thread in this process or shared memory with a name."""
-    threads, names = set(threading.enumerate()), set(Path(DIRECTORY).glob("hostopt-*"))
+def no_thread_left() -> Iterator[None]:
+    """Fails a test that leaves a thread in this process."""
+    threads = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - threads:
         thread.join(DEADLINE_S / 3)
         assert not thread.is_alive(), f"left by the test: {thread}"
-    deadline = time.monotonic() + DEADLINE_S / 3
-    # others on this machine have such files as well, for a moment
-    while left := set(Path(DIRECTORY).glob("hostopt-*")) - names:
-        assert time.monotonic() < deadline, f"left by the test: {left}"
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -331,18 +339,18 @@ def processes(tmp_path: Path) -> Iterator[Callable[[int], RankProcesses]]:
     """`processes(size)`: a ring of processes, of which nothing may be left in the end."""
     with contextlib.ExitStack() as stack:
         rings: list[RankProcesses] = []
+        reserved: list[str] = []
 
         def new(size: int) -> RankProcesses:
             addresses = stack.enter_context(reserved_addresses(size))
+            reserved.extend(addresses)
             rings.append(RankProcesses(addresses, tmp_path))
             return rings[-1]
 
         yield new
-        left = [task for ring in rings for task in ring.end()]
-        assert not left, f"still running at the end of the test: {', '.join(left)}"
-        for address in (address for ring in rings for address in ring.addresses):
-            with socket.socket() as caller, pytest.raises(ConnectionRefusedError):
-                caller.connect(split_address(address))
+        left = [name for ring in rings for name in ring.end()]
+        left += [address for address in reserved if listens(address)]
+        assert not left, f"left by the test: {', '.join(left)}"
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class FaultRing:
         return self._processes.start(
             rank,
             (PROGRAMS / "ring_steps.py").read_text(),
-            *("--ping-s", PING_S, *plan, *arguments),
+            *("--ping-s", PING_S, "--memory-in", self._processes.directory, *plan, *arguments),
             **{**self._environ, **options},
         )
 

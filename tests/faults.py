@@ -11,6 +11,7 @@ A `FaultPlan` names the rank, the step, the point of the step and what happens t
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -20,8 +21,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hostopt import hierarchy
 from hostopt.communicator import Communicator
 from hostopt.lane import Lane
+from hostopt.shared_file import SharedFile
 from hostopt.transport import grpc, grpc_parts
 
 STUCK_S = 20  # longer than any test waits
@@ -125,6 +128,11 @@ def send_again(communicator: Communicator, when: str) -> None:
 def set_ping_times(seconds: float) -> None:
     """Ask silent peers of this process sooner than after the default times, and wait as long."""
     grpc_parts.KEEPALIVE_S = grpc_parts.PING_TIMEOUT_S = seconds
+
+
+def share_memory_in(directory: str) -> None:
+    """Name shared memory there: in /dev/shm are that of others, and what they have left."""
+    hierarchy.SharedFile = functools.partial(SharedFile, directory=directory)
 
 
 def listen_at(address: str) -> None:

@@ -14,11 +14,16 @@ from conftest import NewRing, RankProcess, RankProcesses, split_address
 from fault_ring import PING_S, FaultRing, assert_exact, let_meet, report
 from faults import FaultPlan
 from proxy import Proxy
+from ranks import reserved_addresses
 
 from hostopt.transport import frame
 from hostopt.transport.base import Tag
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("no_thread_left"),
+]
 
 over_both = pytest.mark.parametrize("communication", ["grpc", "shm"])
 # What the deadline of a fault leaves for the end of a process, on a machine that is busy.
@@ -82,6 +87,16 @@ def test_no_alarm_for_a_rank_that_is_ten_times_slower(
     for process in ring.start_all("--pause-s", 0.05, own={VICTIM: ("--pause-s", 0.5)}):
         assert_exact(process)
         assert not process.stderr
+
+
+def test_no_proxy_of_the_environment_is_asked(processes: NewRing) -> None:
+    with reserved_addresses(1) as dead:  # nobody listens there
+        environ = {f"{name}_proxy": f"http://{dead[0]}" for name in ("http", "https", "grpc")}
+        environ |= {name.upper(): value for name, value in environ.items()}
+        ring = FaultRing(processes(3), **environ, no_proxy="", NO_PROXY="")
+        for process in ring.start_all():
+            assert_exact(process)
+            assert not process.stderr
 
 
 # --- a rank that is gone ----------------------------------------------------------------------
@@ -177,10 +192,7 @@ def test_a_rank_that_holds_the_gil(processes: NewRing, communication: str) -> No
 
 def start_behind(ring: RankProcesses, proxy: Proxy, **environ: str) -> list[RankProcess]:
     """Start all ranks; data for the victim pass the proxy, whose address all ranks know."""
-    addresses = [*ring.addresses]
-    listen = addresses[VICTIM]
-    addresses[VICTIM] = proxy.address
-    ring.addresses[:] = addresses
+    listen, ring.addresses[VICTIM] = ring.addresses[VICTIM], proxy.address
     return FaultRing(ring, **environ).start_all(own={VICTIM: ("--listen", listen)})
 
 
@@ -285,13 +297,21 @@ def flood_of_bytes(address: str) -> None:
 
 def message_that_is_too_long(address: str) -> None:
     """128 MiB at once."""
+    send_long_message(address, "Stream")
+
+
+def hello_that_is_too_long(address: str) -> None:
+    """128 MiB at once, from one who would have to be heard first."""
+    send_long_message(address, "Hello")
+
+
+def send_long_message(address: str, method: str) -> None:
     limits = [("grpc.enable_http_proxy", 0), ("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(address, limits) as channel:
-        for method in ("Stream", "Hello"):
-            call = channel.stream_unary(f"/hostopt.Ring/{method}")
-            metadata = (("rank", "0"), ("to", ""))
-            error = call.future(iter([bytes(128 << 20)]), metadata=metadata, timeout=30)
-            assert isinstance(error.exception(), grpc.RpcError)
+        call = channel.stream_unary(f"/hostopt.Ring/{method}")
+        metadata = (("rank", "0"), ("to", ""))
+        error = call.future(iter([bytes(128 << 20)]), metadata=metadata, timeout=30)
+        assert isinstance(error.exception(), grpc.RpcError)
 
 
 def length_that_is_a_lie(address: str) -> None:
@@ -330,6 +350,7 @@ def length_that_is_a_lie(address: str) -> None:
         flood_of_calls,
         flood_of_bytes,
         message_that_is_too_long,
+        hello_that_is_too_long,
         length_that_is_a_lie,
     ],
 )
@@ -365,6 +386,23 @@ def test_ranks_that_never_come_are_named(processes: NewRing, present: tuple[int,
         error = report(process)["error"]
         assert error["kind"] == "RendezvousTimeoutError"
         assert f"missing: {', '.join(missing)}" in error["message"]
+
+
+def test_the_same_task_twice(processes: NewRing) -> None:
+    ring = processes(3)
+    runner = FaultRing(ring)
+    started = runner.start_all("--ask-after", 3)
+    for process in started:
+        process.expect("go on?")
+    again = runner.start(VICTIM)
+    let_meet([again])
+    assert again.exit_code(2.0 + END_S) == 78
+    assert f"{ring.addresses[VICTIM]} of this task (worker:0) is in use" in again.stderr
+    for process in started:  # and these are not disturbed
+        process.tell("go on")
+    for process in started:
+        assert_exact(process)
+        assert not process.stderr
 
 
 @over_both

@@ -72,9 +72,11 @@ def main() -> None:
     parser.add_argument("--send-again", choices=["at-once", "later"])
     parser.add_argument("--listen", help="own address, where a proxy has that of the cluster")
     parser.add_argument("--ping-s", type=float, required=True)
+    parser.add_argument("--memory-in", required=True, help="directory")
     args = parser.parse_args()
     logging.basicConfig(format="%(levelname)s %(message)s")
     faults.set_ping_times(args.ping_s)
+    faults.share_memory_in(args.memory_in)
     if args.listen:
         faults.listen_at(args.listen)
     print("here", flush=True)
