@@ -110,7 +110,7 @@ def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: 
     started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
     assert started[VICTIM].exit_code() == -9
     for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
-        assert found["steps"] == 3  # and no step that the victim has not finished
+        assert found["steps"] <= 3  # what the victim had sent of step 2 may be lost as well
 
 
 @over_both
@@ -332,7 +332,7 @@ def length_that_is_a_lie(address: str) -> None:
 )
 def test_strangers_disturb_nobody(processes: NewRing, disturb: Callable[[str], None]) -> None:
     ring = processes(3)
-    started = FaultRing(ring).start_all("--steps", 60, "--ask-after", 30)
+    started = FaultRing(ring).start_all("--steps", 20, "--ask-after", 10)
     for process in started:
         process.expect("go on?")
     memory = psutil.Process(started[VICTIM].process.pid)
@@ -342,7 +342,7 @@ def test_strangers_disturb_nobody(processes: NewRing, disturb: Callable[[str], N
     for process in started:
         process.tell("go on")
     for process in started:
-        assert_exact(process, steps=60)
+        assert_exact(process, steps=20)
     assert grown < 10 << 20
 
 
