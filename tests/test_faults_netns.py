@@ -73,7 +73,7 @@ def go_on(started: list[RankProcess]) -> None:
 
 
 def test_no_alarm_where_all_links_are_well(hosts: Hosts) -> None:
-    started = hosts.start("--pause-s", 0.4)
+    started = hosts.start("--pause-s", 0.3)
     go_on(started)
     for process in started:
         assert_exact(process)

@@ -74,7 +74,7 @@ def assert_all_blame(
 @over_both
 def test_no_alarm_where_all_is_well(processes: NewRing, communication: str) -> None:
     ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
-    for process in ring.start_all("--pause-s", 0.4):
+    for process in ring.start_all("--pause-s", 0.3):
         assert_exact(process)
         assert not process.stderr
 
@@ -84,7 +84,7 @@ def test_no_alarm_for_a_rank_that_is_ten_times_slower(
     processes: NewRing, communication: str
 ) -> None:
     ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
-    for process in ring.start_all("--pause-s", 0.05, own={VICTIM: ("--pause-s", 0.5)}):
+    for process in ring.start_all("--pause-s", 0.03, own={VICTIM: ("--pause-s", 0.3)}):
         assert_exact(process)
         assert not process.stderr
 
@@ -349,7 +349,7 @@ def test_strangers_disturb_nobody(processes: NewRing, disturb: Callable[[str], N
 # --- who may take part ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("present", [(0, 1), (0, 2), (1, 2), (2,)])
+@pytest.mark.parametrize("present", [(0, 2), (1,)])
 def test_ranks_that_never_come_are_named(processes: NewRing, present: tuple[int, ...]) -> None:
     ring = processes(3)
     runner = FaultRing(ring)
