@@ -15,7 +15,7 @@ PINNED := $(addprefix --constraint ,$(wildcard constraints$(SUFFIX).txt))
 WANTED := $(patsubst %,"tensorflow==%.*",$(TENSORFLOW))
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: venv mnist test test-core test-matrix check format clean
+.PHONY: venv mnist test test-core test-faults test-netns test-matrix check format clean
 
 venv: $(STAMP)
 
@@ -24,24 +24,33 @@ mnist: $(STAMP)
 		--model-dir mnist_model/$$(date +%Y%m%d-%H%M%S) $(MNIST_ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m tensorflow
+	$(BIN)/python -m pytest -m "(tensorflow or faults) and not netns"
 
-# equality, roles, checkpoints, MNIST, older programs, gRPC: what another release may break
+# what breaks, and what the others say of it; minutes, as much of it is waiting for deadlines
+test-faults: $(STAMP)
+	$(BIN)/python -m pytest -m "faults and not netns"
+
+# links between hosts that break: needs root
+test-netns: $(STAMP)
+	$(BIN)/python -m pytest -m netns
+
+# equality, roles, checkpoints, MNIST, older programs, gRPC, faults: what another release may break
 test-core: $(STAMP)
 	$(BIN)/python -m pytest tests/test_equality.py tests/test_training.py \
 		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
-		tests/test_installing.py tests/test_grpc.py
+		tests/test_installing.py tests/test_grpc.py \
+		tests/test_faults_ring.py
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
 test-matrix:
 	$(PYTHON) tests/matrix.py
 
-# fast: style, types, and the tests that start no TensorFlow
+# fast: style, types, and the tests that start no TensorFlow and wait for no deadlines
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not tensorflow"
+	$(BIN)/python -m pytest -m "not tensorflow and not faults and not netns"
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""Two "hosts" on one machine: network namespaces, joined by a link of chosen speed."""
+"""Several "hosts" on one machine: network namespaces, joined by a link or a switch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks import common
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 INTERFACE = "wire0"  # its name in both namespaces
 _PORT = 2222
-_PREFIX = "hostopt-bench"
+_PREFIX = "hostopt-net"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,19 @@ class Link:
           burst: how much may pass at once after a pause.
         """
         for namespace in self.namespaces:
-            shape = f"tbf rate {rate_bit_per_s:.0f}bit burst {burst} latency 50ms"
-            _do(f"tc -n {namespace} qdisc replace dev {INTERFACE} root {shape}")
+            limit_rate(namespace, rate_bit_per_s, burst)
+
+
+def limit_rate(namespace: str, rate_bit_per_s: float, burst: str = "256kb") -> None:
+    """Limit what a namespace sends.
+
+    Args:
+      namespace: its name.
+      rate_bit_per_s: bits a second, of frames as Ethernet counts them.
+      burst: how much may pass at once after a pause.
+    """
+    shape = f"tbf rate {rate_bit_per_s:.0f}bit burst {burst} latency 50ms"
+    do(f"tc -n {namespace} qdisc replace dev {INTERFACE} root {shape}")
 
 
 @contextlib.contextmanager
@@ -80,27 +91,62 @@ def joined(mtu: int = 1500) -> Iterator[Link]:
     Raises:
       BenchmarkError: not root, or no `ip` or `tc`, or they fail.
     """
+    with _namespaces(2) as (first, second):
+        ends = f"{INTERFACE} netns {first} type veth peer name {INTERFACE} netns {second}"
+        do(f"ip link add {ends}")
+        for name, address in zip((first, second), ADDRESSES):
+            _connect(name, f"{address}/30", mtu)
+        yield Link((first, second))
+
+
+@contextlib.contextmanager
+def bridged(count: int) -> Iterator[dict[str, str]]:
+    """Make namespaces that a switch joins, and remove them in the end.
+
+    Args:
+      count: number of namespaces.
+
+    Yields:
+      Namespaces by address.
+
+    Raises:
+      BenchmarkError: not root, or no `ip` or `tc`, or they fail.
+    """
+    with _namespaces(count + 1) as (switch, *names):
+        do(f"ip -n {switch} link add bridge0 type bridge")
+        do(f"ip -n {switch} link set bridge0 up")
+        addresses = [f"10.213.78.{index + 1}" for index in range(count)]
+        for index, (name, address) in enumerate(zip(names, addresses)):
+            port = f"port{index}"
+            do(f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}")
+            do(f"ip -n {switch} link set {port} master bridge0 up")
+            _connect(name, f"{address}/24")
+        yield dict(zip(addresses, names))
+
+
+@contextlib.contextmanager
+def _namespaces(count: int) -> Iterator[list[str]]:
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if missing:
         raise BenchmarkError(f"no {' and no '.join(missing)} here: apt-get install iproute2")
     if os.geteuid() != 0:
         raise BenchmarkError("network namespaces need root: run this with sudo")
     _remove_left_behind()
-    first, second = names = (f"{_PREFIX}-{os.getpid()}-0", f"{_PREFIX}-{os.getpid()}-1")
+    names = [f"{_PREFIX}-{os.getpid()}-{index}" for index in range(count)]
     try:
         for name in names:
-            _do(f"ip netns add {name}")
-        ends = f"{INTERFACE} netns {first} type veth peer name {INTERFACE} netns {second}"
-        _do(f"ip link add {ends}")
-        for name, address in zip(names, ADDRESSES):
-            _do(f"ip -n {name} addr add {address}/30 dev {INTERFACE}")
-            _do(f"ip -n {name} link set {INTERFACE} mtu {mtu} up")
-            _do(f"ip -n {name} link set lo up")
-        yield Link(names)
+            do(f"ip netns add {name}")
+            do(f"ip -n {name} link set lo up")
+        yield names
     finally:
         for name in names:
             with contextlib.suppress(BenchmarkError):
-                _do(f"ip netns del {name}")
+                do(f"ip netns del {name}")
+
+
+def _connect(namespace: str, address: str, mtu: int = 1500) -> None:
+    do(f"ip -n {namespace} addr add {address} dev {INTERFACE}")
+    do(f"ip -n {namespace} link set {INTERFACE} mtu {mtu} up")
 
 
 def sent_bytes() -> int:
@@ -114,12 +160,13 @@ BenchmarkError = common.BenchmarkError
 
 def _remove_left_behind() -> None:
     """Remove namespaces of benchmarks that were killed."""
-    for name in re.findall(rf"^{_PREFIX}-\d+-\d", _do("ip netns list"), re.MULTILINE):
+    for name in re.findall(rf"^{_PREFIX}-\d+-\d", do("ip netns list"), re.MULTILINE):
         if not os.path.exists(f"/proc/{name.split('-')[2]}"):
-            _do(f"ip netns del {name}")
+            do(f"ip netns del {name}")
 
 
-def _do(command: str) -> str:
+def do(command: str) -> str:
+    """Run a command of `ip` or `tc`, and return what it prints; BenchmarkError where it fails."""
     done = subprocess.run(command.split(), check=False, capture_output=True, text=True, timeout=30)
     if done.returncode:
         raise BenchmarkError(f"{command}: {done.stderr.strip()}")

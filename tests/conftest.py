@@ -6,12 +6,13 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,18 @@ DEADLINE_S = 30.0
 def jobs_of(addresses: list[str]) -> dict[str, list[str]]:
     """The "cluster" of TF_CONFIG: rank 0 is the chief, the others are workers."""
     return {"chief": addresses[:1], "worker": addresses[1:]}
+
+
+def listens(address: str) -> bool:
+    """True where somebody listens there."""
+    with socket.socket() as caller:
+        return caller.connect_ex(split_address(address)) == 0
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port, as sockets take them."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def task_of(rank: int) -> tuple[str, int]:
@@ -150,6 +163,7 @@ class RankProcess:
       environ: its environment.
       errors: file for its standard error.
       arguments: arguments of the script.
+      through: program and arguments that run another one, such as ``ip netns exec <name>``.
     """
 
     def __init__(
@@ -159,12 +173,13 @@ class RankProcess:
         environ: dict[str, str],
         errors: Path,
         arguments: tuple[object, ...],
+        through: Sequence[str] = (),
     ) -> None:
         self.task = task
         self._errors = errors
         with errors.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+                [*through, sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -183,6 +198,12 @@ class RankProcess:
         found = self.line()
         assert found == line, f"{self.task} printed {found!r} and to stderr:\n{self.stderr}"
 
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
     def go_on(self) -> None:
         """End its standard input, which `sys.stdin.read()` in the script waits for."""
         assert self.process.stdin is not None
@@ -192,12 +213,12 @@ class RankProcess:
         """SIGKILL."""
         self.process.send_signal(signal.SIGKILL)
 
-    def exit_code(self) -> int:
+    def exit_code(self, deadline_s: float = DEADLINE_S) -> int:
         """Wait for its end."""
         try:
-            return self.process.wait(DEADLINE_S)
+            return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{self.task} did not end; its stderr:\n{self.stderr}")
+            pytest.fail(f"{self.task} did not end in time; its stderr:\n{self.stderr}")
 
     @property
     def stderr(self) -> str:
@@ -227,11 +248,15 @@ class RankProcesses:
     Args:
       addresses: the address of each rank.
       directory: where their output goes.
+      through: what each rank is started with, if it is; see `RankProcess`.
     """
 
-    def __init__(self, addresses: list[str], directory: Path) -> None:
+    def __init__(
+        self, addresses: list[str], directory: Path, through: Sequence[Sequence[str]] = ()
+    ) -> None:
         self.addresses = addresses
-        self._directory = directory
+        self.directory = directory
+        self._through = through
         self._started: list[RankProcess] = []
 
     def name(self, rank: int) -> str:
@@ -277,8 +302,9 @@ class RankProcesses:
                 "HOSTOPT_COMMUNICATION": "grpc",
                 **environ,
             },
-            self._directory / f"stderr.{len(self._started)}",
+            self.directory / f"stderr.{len(self._started)}",
             arguments,
+            self._through[rank] if self._through else (),
         )
         self._started.append(process)
         return process
@@ -290,24 +316,41 @@ class RankProcesses:
         ]
 
     def end(self) -> list[str]:
-        """Kill what is left, and name it."""
-        return [process.task for process in self._started if process.end()]
+        """Kill what is left, and name it and what shared memory is left."""
+        left = [process.task for process in self._started if process.end()]
+        return left + [str(path) for path in self.directory.glob("hostopt-*")]
+
+
+NewRing = Callable[[int], RankProcesses]
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    """Fails a test that leaves a thread in this process."""
+    threads = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(DEADLINE_S / 3)
+        assert not thread.is_alive(), f"left by the test: {thread}"
 
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Callable[[int], RankProcesses]]:
-    """`processes(size)`: a ring of processes, of which none may be left at the end of the test."""
+    """`processes(size)`: a ring of processes, of which nothing may be left in the end."""
     with contextlib.ExitStack() as stack:
         rings: list[RankProcesses] = []
+        reserved: list[str] = []
 
         def new(size: int) -> RankProcesses:
             addresses = stack.enter_context(reserved_addresses(size))
+            reserved.extend(addresses)
             rings.append(RankProcesses(addresses, tmp_path))
             return rings[-1]
 
         yield new
-        left = [task for ring in rings for task in ring.end()]
-        assert not left, f"still running at the end of the test: {', '.join(left)}"
+        left = [name for ring in rings for name in ring.end()]
+        left += [address for address in reserved if listens(address)]
+        assert not left, f"left by the test: {', '.join(left)}"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from conftest import RankProcesses, Spawn, jobs_of, reserved_addresses, task_of
+from conftest import NewRing, Spawn, jobs_of, reserved_addresses, task_of
 
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
@@ -29,8 +29,6 @@ from hostopt.transport.grpc import GrpcTransport
 from hostopt.transport.meeting import Meeting
 
 pytestmark = pytest.mark.timeout(60)
-
-NewRing = Callable[[int], RankProcesses]
 
 # What a script begins with: rank 0..size-1 of the ring in TF_CONFIG.
 MEET = """
@@ -162,14 +160,6 @@ def test_a_late_goodbye_is_not_for_the_next_ring(spawn_grpc: Spawn) -> None:
     spawn_grpc(2, work)
 
 
-def test_a_proxy_is_not_asked(processes: NewRing) -> None:
-    ring = processes(2)
-    with reserved_addresses(1) as dead:  # nobody listens there
-        proxy = dict.fromkeys(PROXY_VARIABLES, f"http://{dead[0]}")
-        for process in ring.start_all(MEET + SUM, no_proxy="", NO_PROXY="", **proxy):
-            assert process.exit_code() == 0, process.stderr
-
-
 def test_grpc_is_imported_in_a_mode_that_only_it_knows() -> None:
     script = """
         import os
@@ -190,9 +180,6 @@ def test_grpc_is_imported_in_a_mode_that_only_it_knows() -> None:
         # gRPC complains of names that it does not know: of the user's, and not of ours
         assert ("no_such_experiment" in run.stderr) == bool(environ)
         assert run.stderr.count("nknown experiment") == len(environ)
-
-
-PROXY_VARIABLES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 
 
 def test_names_of_hosts(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,15 +293,6 @@ def test_a_rank_may_start_other_programs(processes: NewRing) -> None:
         assert process.exit_code() == 0, process.stderr
 
 
-def test_a_rank_that_never_comes(processes: NewRing) -> None:
-    ring = processes(3)
-    started = [ring.start(rank, MEET, HOSTOPT_RENDEZVOUS_TIMEOUT_S="1.5") for rank in (0, 2)]
-    for process in started:
-        assert process.exit_code() == 202
-        assert "RendezvousTimeoutError" in process.stderr
-        assert f"missing: worker:0 ({ring.addresses[1]})" in process.stderr
-
-
 def test_a_port_in_use(processes: NewRing) -> None:
     ring = processes(2)
     host, _, port = ring.addresses[0].rpartition(":")
@@ -326,21 +304,6 @@ def test_a_port_in_use(processes: NewRing) -> None:
         assert process.exit_code() == 78
     assert "ConfigError" in process.stderr
     assert f"{ring.addresses[0]} of this task (chief:0) is in use" in process.stderr
-
-
-def test_the_same_task_twice(processes: NewRing) -> None:
-    ring = processes(2)
-    script = MEET + SUM + "say('ready'); sys.stdin.read()" + SUM
-    started = ring.start_all(script)
-    for process in started:
-        process.expect("ready")
-    again = ring.start(1, script)
-    assert again.exit_code() == 78
-    assert f"{ring.addresses[1]} of this task (worker:0) is in use" in again.stderr
-    for process in started:  # and these are not disturbed
-        process.go_on()
-    for process in started:
-        assert process.exit_code() == 0, process.stderr
 
 
 def test_a_tf_config_that_cannot_be_used(processes: NewRing) -> None:
@@ -407,24 +370,6 @@ def test_a_killed_rank_is_named_by_all_others(
             continue
         assert process.exit_code() == 200, process.stderr
         assert f"\nhostopt.errors.PeerLostError: {ring.name(victim)} lost" in process.stderr
-
-
-def test_a_rank_killed_in_the_middle_of_a_message(processes: NewRing) -> None:
-    ring = processes(3)
-    script = """
-        if rank == 1:
-            send, sent = communicator.transport.send, []
-            async def send_three(*message):
-                if len(sent) == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                sent.append(await send(*message))
-            communicator.transport.send = send_three
-        communicator.all_reduce(np.ones(10_000), what="the flour")
-    """
-    started = ring.start_all(MEET + unindent(script), HOSTOPT_SEGMENT_BYTES="4096")
-    assert [process.exit_code() for process in started] == [200, -9, 200]
-    for process in (started[0], started[2]):
-        assert f"PeerLostError: {ring.name(1)} lost" in process.stderr
 
 
 def test_a_rank_killed_before_it_has_sent_anything(processes: NewRing) -> None:

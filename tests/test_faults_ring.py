@@ -1,0 +1,417 @@
+"""Faults in a ring of processes, under short deadlines: who is named, how soon, what is summed."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from conftest import NewRing, RankProcess, RankProcesses, split_address
+from fault_ring import PING_S, FaultRing, assert_exact, let_meet, report
+from faults import FaultPlan
+from proxy import Proxy
+from ranks import reserved_addresses
+
+from hostopt.transport.base import Tag
+from hostopt.transport.frame import FrameWriter, Origin
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("no_thread_left"),
+]
+
+over_both = pytest.mark.parametrize("communication", ["grpc", "shm"])
+# What the deadline of a fault leaves for the end of a process, on a machine that is busy.
+END_S = 4.0
+VICTIM = 1
+
+
+def others(started: Sequence[RankProcess]) -> list[RankProcess]:
+    return [process for rank, process in enumerate(started) if rank != VICTIM]
+
+
+def end(process: RankProcess) -> None:
+    """Kill a rank that would not end by itself for long."""
+    process.kill()
+    assert process.exit_code() == -9
+
+
+def assert_all_blame(
+    ring: RankProcesses,
+    survivors: Sequence[RankProcess],
+    kind: str,
+    within_s: float,
+    blamed: int = VICTIM,
+) -> list[dict[str, Any]]:
+    """All survivors end with this error, which names one rank and one cause.
+
+    Args:
+      ring: the ring.
+      survivors: processes of all ranks but the victim.
+      kind: name of the error.
+      within_s: what they may take from now on.
+      blamed: the rank that is named.
+
+    Returns:
+      What each reports.
+    """
+    code = {"ProtocolError": 76, "PeerLostError": 200, "CollectiveTimeoutError": 201}[kind]
+    assert {process.exit_code(within_s + END_S) for process in survivors} == {code}
+    reports = [report(process) for process in survivors]
+    for found in reports:
+        assert found["exact"] and found["only_sums"], found
+        error = found["error"]
+        assert error["kind"] == kind, error
+        assert error["facts"]["rank"] == blamed, error
+        assert ring.name(blamed) in error["message"]
+    assert len({found["error"]["facts"]["root_cause"] for found in reports}) == 1, reports
+    return reports
+
+
+# --- without a fault --------------------------------------------------------------------------
+
+
+@over_both
+def test_no_alarm_where_all_is_well(processes: NewRing, communication: str) -> None:
+    ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
+    for process in ring.start_all("--pause-s", 0.3):
+        assert_exact(process)
+        assert not process.stderr
+
+
+@over_both
+def test_no_alarm_for_a_rank_that_is_ten_times_slower(
+    processes: NewRing, communication: str
+) -> None:
+    ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
+    for process in ring.start_all("--pause-s", 0.03, own={VICTIM: ("--pause-s", 0.3)}):
+        assert_exact(process)
+        assert not process.stderr
+
+
+def test_no_proxy_of_the_environment_is_asked(processes: NewRing) -> None:
+    with reserved_addresses(1) as dead:  # nobody listens there
+        environ = {f"{name}_proxy": f"http://{dead[0]}" for name in ("http", "https", "grpc")}
+        environ |= {name.upper(): value for name, value in environ.items()}
+        ring = FaultRing(processes(3), **environ, no_proxy="", NO_PROXY="")
+        for process in ring.start_all():
+            assert_exact(process)
+            assert not process.stderr
+
+
+# --- a rank that is gone ----------------------------------------------------------------------
+
+
+@over_both
+@pytest.mark.parametrize("point", ["before-send", "mid-chunk", "after-reduce"])
+def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: str) -> None:
+    plan = FaultPlan(VICTIM, step=3, point=point, action="kill")
+    ring = processes(3)
+    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
+    assert started[VICTIM].exit_code() == -9
+    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
+        assert found["steps"] <= 3  # what the victim had sent of step 2 may be lost as well
+
+
+@over_both
+@pytest.mark.parametrize(("action", "code"), [("raise", 1), ("exit", 0)])
+def test_a_rank_that_gives_up(
+    processes: NewRing, communication: str, action: str, code: int
+) -> None:
+    plan = FaultPlan(VICTIM, step=3, point="between-steps", action=action)
+    ring = processes(3)
+    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
+    assert started[VICTIM].exit_code() == code
+    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
+        assert ("no more flour" in found["error"]["message"]) == (action == "raise")
+
+
+# --- a rank that is there, and does nothing ---------------------------------------------------
+
+
+@over_both
+def test_a_frozen_rank_is_found_by_ping(processes: NewRing, communication: str) -> None:
+    plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="stop")
+    ring = processes(3)
+    # a timeout of the collective comes long after the ping, as by default
+    started = FaultRing(
+        ring, plan, HOSTOPT_COMMUNICATION=communication, HOSTOPT_COLLECTIVE_TIMEOUT_S="20"
+    ).start_all()
+    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=5.0):
+        assert found["waited_s"] >= PING_S
+    end(started[VICTIM])
+
+
+@over_both
+def test_a_rank_frozen_for_a_second(processes: NewRing, communication: str) -> None:
+    plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="stop-1s")
+    ring = processes(3)
+    started = FaultRing(
+        ring, plan, HOSTOPT_COMMUNICATION=communication, HOSTOPT_STALL_WARNING_S="0.5"
+    ).start_all()
+    for process in started:
+        assert_exact(process)
+    warnings = "".join(process.stderr for process in others(started))
+    assert warnings.startswith("WARNING "), warnings
+    assert f"from {ring.name(VICTIM)}" in warnings
+
+
+@over_both
+def test_a_rank_stuck_in_its_program_is_named_by_all(
+    processes: NewRing, communication: str
+) -> None:
+    plan = FaultPlan(VICTIM, step=3, point="between-steps", action="sleep")
+    ring = processes(3)
+    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
+    survivors = others(started)
+    for found in assert_all_blame(ring, survivors, "CollectiveTimeoutError", within_s=5.0):
+        assert found["steps"] == 3
+        facts = found["error"]["facts"]
+        assert (facts["step"], facts["bucket"]) == (3, 0), facts
+    for process in survivors:
+        assert process.stderr.startswith("WARNING "), process.stderr
+        assert ring.name(VICTIM) in process.stderr.splitlines()[0]
+    end(started[VICTIM])
+
+
+@over_both
+def test_a_rank_that_holds_the_gil(processes: NewRing, communication: str) -> None:
+    plan = FaultPlan(VICTIM, step=3, point="between-steps", action="hold-gil")
+    ring = processes(3)
+    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
+    survivors = others(started)
+    assert {process.exit_code(8.0) for process in survivors} <= {200, 201}
+    errors = [report(process)["error"] for process in survivors]
+    assert [error["facts"]["rank"] for error in errors] == [VICTIM, VICTIM], errors
+    assert errors[0]["kind"] == errors[1]["kind"]
+    end(started[VICTIM])
+
+
+# --- a connection that does harm --------------------------------------------------------------
+
+
+def start_behind(ring: RankProcesses, proxy: Proxy, **environ: str) -> list[RankProcess]:
+    """Start all ranks; data for the victim pass the proxy, whose address all ranks know."""
+    listen, ring.addresses[VICTIM] = ring.addresses[VICTIM], proxy.address
+    return FaultRing(ring, **environ).start_all(own={VICTIM: ("--listen", listen)})
+
+
+@pytest.mark.parametrize("action", ["reset", "truncate"])
+def test_a_connection_that_breaks_in_the_middle_of_a_message(
+    processes: NewRing, action: str
+) -> None:
+    ring = processes(3)
+    with Proxy(ring.addresses[VICTIM], action) as proxy:
+        started = start_behind(ring, proxy)
+        assert [process.exit_code() for process in started] == [200, 200, 200]
+        assert proxy.acted
+    for process in started:
+        found = report(process)
+        # both ends of the connection are right: the other one is gone
+        assert found["error"]["facts"]["rank"] in (VICTIM - 1, VICTIM), found
+        assert found["exact"] and found["only_sums"], found
+
+
+@pytest.mark.parametrize("action", ["delay", "pause"])
+def test_a_connection_that_is_slow_for_a_time(processes: NewRing, action: str) -> None:
+    ring = processes(3)
+    with Proxy(ring.addresses[VICTIM], action) as proxy:
+        for process in start_behind(ring, proxy):
+            assert_exact(process)
+        assert proxy.acted
+
+
+def test_a_flipped_bit_goes_into_the_sum_without_checksums(processes: NewRing) -> None:
+    ring = processes(3)
+    with Proxy(ring.addresses[VICTIM], "flip") as proxy:
+        started = start_behind(ring, proxy, HOSTOPT_CHECKSUM="false")
+        assert [process.exit_code() for process in started] == [0, 0, 0]
+        assert proxy.acted
+    assert [report(process)["exact"] for process in started] == [False, False, False]
+
+
+def test_a_flipped_bit_is_found_with_checksums_and_reaches_no_sum(processes: NewRing) -> None:
+    ring = processes(3)
+    with Proxy(ring.addresses[VICTIM], "flip") as proxy:
+        started = start_behind(ring, proxy, HOSTOPT_CHECKSUM="true")
+        # its sender is named
+        found = assert_all_blame(ring, started, "ProtocolError", 10.0, blamed=VICTIM - 1)
+        assert proxy.acted
+    for each in found:
+        assert "checksum" in each["error"]["message"]
+
+
+@pytest.mark.parametrize("when", ["at-once", "later"])
+def test_frames_that_arrive_once_more(processes: NewRing, when: str) -> None:
+    ring = FaultRing(processes(3))
+    for process in ring.start_all(own={VICTIM: ("--send-again", when)}):
+        assert_exact(process)
+        assert not process.stderr
+
+
+# --- strangers --------------------------------------------------------------------------------
+
+FLOOD_FRAMES = 10_000
+
+
+def flood_of_frames(address: str) -> None:
+    """Frames of all kinds in many streams, from one who has not met the ring."""
+    chance = random.Random(7)
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        stream = channel.stream_unary("/hostopt.Ring/Stream")
+        calls = []
+        for number in range(100):
+            to = chance.choice(["", "former", f"{chance.getrandbits(128):032x}"])
+            metadata = (("rank", str(number % 4)), ("to", to))
+            frames = iter([random_frame(chance) for _ in range(FLOOD_FRAMES // 100)])
+            calls.append(stream.future(frames, metadata=metadata, timeout=30))
+        assert all(isinstance(call.exception(), grpc.RpcError) for call in calls)
+
+
+def random_frame(chance: random.Random) -> bytes:
+    """A frame, one that ends too early, or no frame."""
+    step, channel = chance.randrange(100), chance.randrange(4)
+    writer = FrameWriter(Origin(chance.getrandbits(32), chance.getrandbits(64)), checksum=True)
+    good = writer.write(Tag(channel, step), chance.randbytes(chance.randrange(2000)))
+    return chance.choice([good, good[: chance.randrange(64)], chance.randbytes(len(good))])
+
+
+def flood_of_calls(address: str) -> None:
+    """Notes that are none, to all methods and to those that there are not."""
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        for method in ("Hello", "Leave", "Other"):
+            call = channel.unary_unary(f"/hostopt.Ring/{method}")
+            for note in (b"", b"\xff" * 99, b"[]", b"{}", b'{"rank": "x"}', b'{"to": 7}'):
+                call.future(note, timeout=30).exception()
+
+
+def flood_of_bytes(address: str) -> None:
+    """Bytes that are no HTTP/2."""
+    chance = random.Random(7)
+    for _ in range(100):
+        with socket.create_connection(split_address(address)) as garbage:
+            garbage.sendall(chance.randbytes(chance.randrange(1, 100_000)))
+
+
+def message_that_is_too_long(address: str) -> None:
+    """128 MiB at once."""
+    limits = [("grpc.enable_http_proxy", 0), ("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(address, limits) as channel:
+        call = channel.stream_unary("/hostopt.Ring/Stream")
+        metadata = (("rank", "0"), ("to", ""))
+        error = call.future(iter([bytes(128 << 20)]), metadata=metadata, timeout=30)
+        assert isinstance(error.exception(), grpc.RpcError)
+
+
+def length_that_is_a_lie(address: str) -> None:
+    """A call by hand whose message says that it has 4 GiB - 1, of which little follows."""
+
+    def field(name: bytes, value: bytes) -> bytes:
+        return bytes([0, len(name)]) + name + bytes([len(value)]) + value
+
+    def http2(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags, 0, 0, 0, stream]) + payload
+
+    headers = b"".join(
+        [
+            field(b":method", b"POST"),
+            field(b":scheme", b"http"),
+            field(b":path", b"/hostopt.Ring/Stream"),
+            field(b":authority", b"ring"),
+            field(b"content-type", b"application/grpc"),
+            field(b"te", b"trailers"),
+        ]
+    )
+    with socket.create_connection(split_address(address)) as caller:
+        caller.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2(4, 0, 0, b""))
+        caller.sendall(http2(1, 4, 1, headers))
+        caller.sendall(http2(0, 0, 1, b"\0\xff\xff\xff\xff" + bytes(10_000)))
+        caller.shutdown(socket.SHUT_WR)
+        caller.settimeout(30)
+        while caller.recv(65536):
+            pass
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        flood_of_frames,
+        flood_of_calls,
+        flood_of_bytes,
+        message_that_is_too_long,
+        length_that_is_a_lie,
+    ],
+)
+def test_strangers_disturb_nobody(processes: NewRing, disturb: Callable[[str], None]) -> None:
+    ring = processes(3)
+    started = FaultRing(ring).start_all("--steps", 20, "--ask-after", 10)
+    for process in started:
+        process.expect("go on?")
+    memory = psutil.Process(started[VICTIM].process.pid)
+    before = memory.memory_info().rss
+    disturb(ring.addresses[VICTIM])
+    grown = memory.memory_info().rss - before
+    for process in started:
+        process.tell("go on")
+    for process in started:
+        assert_exact(process, steps=20)
+    assert grown < 10 << 20
+
+
+# --- who may take part ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("present", [(0, 2), (1,)])
+def test_ranks_that_never_come_are_named(processes: NewRing, present: tuple[int, ...]) -> None:
+    ring = processes(3)
+    runner = FaultRing(ring)
+    started = [runner.start(rank) for rank in present]
+    let_meet(started)
+    names = ["chief:0", "worker:0", "worker:1"]
+    missing = [f"{names[i]} ({ring.addresses[i]})" for i in range(3) if i not in present]
+    for process in started:
+        assert process.exit_code(3.0 + END_S) == 202, process.stderr
+        error = report(process)["error"]
+        assert error["kind"] == "RendezvousTimeoutError"
+        assert f"missing: {', '.join(missing)}" in error["message"]
+
+
+def test_the_same_task_twice(processes: NewRing) -> None:
+    ring = processes(3)
+    runner = FaultRing(ring)
+    started = runner.start_all("--ask-after", 3)
+    for process in started:
+        process.expect("go on?")
+    again = runner.start(VICTIM)
+    let_meet([again])
+    assert again.exit_code(2.0 + END_S) == 78
+    assert f"{ring.addresses[VICTIM]} of this task (worker:0) is in use" in again.stderr
+    for process in started:  # and these are not disturbed
+        process.tell("go on")
+    for process in started:
+        assert_exact(process)
+        assert not process.stderr
+
+
+@over_both
+def test_a_rank_started_again_joins_no_old_ring(processes: NewRing, communication: str) -> None:
+    ring = processes(3)
+    runner = FaultRing(ring, HOSTOPT_COMMUNICATION=communication)
+    started = runner.start_all("--ask-after", 3)
+    for process in started:
+        process.expect("go on?")
+    end(started[VICTIM])
+    again = runner.start(VICTIM)
+    let_meet([again])
+    assert again.exit_code(3.0 + END_S) == 202, again.stderr
+    for process in others(started):  # they were in their programs meanwhile
+        process.tell("go on")
+    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
+        assert found["steps"] == 3
+    for process in runner.start_all():  # and all together can
+        assert_exact(process)
