@@ -86,5 +86,5 @@ def report(process: RankProcess) -> dict[str, Any]:
 
 def assert_exact(process: RankProcess, steps: int = 6) -> None:
     """The rank ended well, and each of its sums was exact."""
-    assert report(process) == {"steps": steps, "exact": True}, process.stderr
+    assert report(process) == {"steps": steps, "exact": True, "unread": 0}, process.stderr
     assert process.exit_code() == 0, process.stderr

@@ -123,3 +123,12 @@ def test_a_slow_link_is_no_error(hosts: Hosts) -> None:
         assert_exact(process, steps=4)
     warnings = "".join(process.stderr for process in started)
     assert f"from {hosts.processes.name(VICTIM)}" in warnings
+
+
+def test_a_ping_that_waits_behind_a_long_message_is_no_error(hosts: Hosts) -> None:
+    environ = {"HOSTOPT_SEGMENT_BYTES": "2097152", "HOSTOPT_COLLECTIVE_TIMEOUT_S": "20"}
+    started = hosts.start("--steps", 4, "--length", 60_000, **environ)
+    limit_rate(hosts.victim, 5e5, "16kb")  # bit/s: a message takes 2.6 s, a ping has 2 s
+    go_on(started)
+    for process in started:
+        assert_exact(process, steps=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 from collections.abc import Callable, Sequence
@@ -116,6 +117,9 @@ def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: 
     assert started[VICTIM].exit_code() == -9
     for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
         assert found["steps"] <= 3  # what the victim had sent of step 2 may be lost as well
+        facts = found["error"]["facts"]
+        assert facts["step"] == found["steps"], facts
+        assert facts["bucket"] in (0, 1), facts
 
 
 @over_both
@@ -210,11 +214,13 @@ def test_a_connection_that_breaks_in_the_middle_of_a_message(
         started = start_behind(ring, proxy)
         assert [process.exit_code() for process in started] == [200, 200, 200]
         assert proxy.acted
-    for process in started:
-        found = report(process)
-        # both ends of the connection are right: the other one is gone
-        assert found["error"]["facts"]["rank"] in (VICTIM - 1, VICTIM), found
+    reports = [report(process) for process in started]
+    for found in reports:
         assert found["exact"] and found["only_sums"], found
+    # each end would blame the other, and all ranks agree on one of them
+    blamed = {found["error"]["facts"]["rank"] for found in reports}
+    assert blamed in ({VICTIM - 1}, {VICTIM}), reports
+    assert len({found["error"]["facts"]["root_cause"] for found in reports}) == 1, reports
 
 
 @pytest.mark.parametrize("action", ["delay", "pause"])
@@ -290,6 +296,27 @@ def flood_of_calls(address: str) -> None:
                 call.future(note, timeout=30).exception()
 
 
+def stream_in_the_name_of_a_rank(address: str) -> None:
+    """Frames from one who asks for the incarnation that a peer would know."""
+    chance = random.Random(7)
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        status = channel.unary_unary("/hostopt.Ring/Status")(b"", timeout=30)
+        metadata = (("rank", "0"), ("from", "7"), ("to", json.loads(status)["incarnation"]))
+        stream = channel.stream_unary("/hostopt.Ring/Stream")
+        frames = iter([random_frame(chance) for _ in range(100)])
+        call = stream.future(frames, metadata=metadata, timeout=30)
+        assert isinstance(call.exception(), grpc.RpcError)
+
+
+def goodbye_of_a_stranger(address: str) -> None:
+    """A note that a rank ends, to nobody in particular."""
+    error = {"kind": "PeerLostError", "message": "no more flour", "facts": {}}
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        leave = channel.unary_unary("/hostopt.Ring/Leave")
+        note = {"sender": 0, "from": "7", "to": None, "error": error}
+        leave(json.dumps(note).encode(), timeout=30)
+
+
 def flood_of_bytes(address: str) -> None:
     """Bytes that are no HTTP/2."""
     chance = random.Random(7)
@@ -342,6 +369,8 @@ def length_that_is_a_lie(address: str) -> None:
     [
         flood_of_frames,
         flood_of_calls,
+        stream_in_the_name_of_a_rank,
+        goodbye_of_a_stranger,
         flood_of_bytes,
         message_that_is_too_long,
         length_that_is_a_lie,

@@ -149,7 +149,7 @@ def test_a_late_goodbye_is_not_for_the_next_ring(spawn_grpc: Spawn) -> None:
             channel = communicator.transport._to_peer[0]
             leave = channel.unary_unary("/hostopt.Ring/Leave")
             for note in ({}, {"error": {"kind": "PeerLostError", "message": "m", "facts": {}}}):
-                data = json.dumps({"sender": 1, "to": "former", **note}).encode()
+                data = json.dumps({"sender": 1, "from": "x", "to": "former", **note}).encode()
 
                 async def call(data: bytes = data) -> bytes:
                     return bytes(await leave(data, timeout=30))

@@ -8,7 +8,9 @@ bytes (generic handlers without serializers), so nothing but frames and small JS
     Status   JSON: what do you wait for?
     Leave    JSON: I go now, because of this error, or with none
 
-All of it runs on the loop; what users and other threads call hands work over to it.
+A rank has two connections to the one that it sends to: one for frames, and one, as to every peer,
+for all the rest, on which gRPC pings. All of it runs on the loop; what users and other threads
+call hands work over to it.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ from hostopt.transport.grpc_parts import (
     END_OF_STREAM,
     GOODBYE_TIMEOUT_S,
     Stream,
-    channel_options,
+    control_options,
     is_loopback,
     listen_address,
+    message_options,
 )
 from hostopt.transport.meeting import Meeting
 from hostopt.transport.stall import status_of
@@ -95,6 +98,7 @@ class GrpcTransport(Transport):
         self._notes: list[concurrent.futures.Future[None]] = []
         self._gone: set[int] = set()  # peers that have left, or whose connection broke
         self._read_from: set[int] = set()  # peers whose stream is open
+        self._watches: list[asyncio.Future[None]] = []
         self._to_peer: dict[int, grpc.aio.Channel] = {}
         self._checksum = options.checksum
         if self._checksum is None:
@@ -140,7 +144,8 @@ class GrpcTransport(Transport):
 
     def _stream(self, peer: int) -> Stream:
         if peer not in self._streams:
-            method = self._to_peer[peer].stream_unary(f"/{_SERVICE}/Stream")
+            address = self.cluster.ring[peer].address
+            channel = grpc.aio.insecure_channel(address, message_options(self.options))
             metadata = (
                 ("rank", str(self.rank)),
                 ("from", self._meeting.incarnation),
@@ -148,7 +153,12 @@ class GrpcTransport(Transport):
             )
             writer = FrameWriter(self._meeting.origin(self.rank), bool(self._checksum))
             self._streams[peer] = Stream(
-                method, metadata, writer, self.options, lambda why: self._lost(peer, why)
+                channel,
+                f"/{_SERVICE}/Stream",
+                metadata,
+                writer,
+                self.options,
+                lambda why: self._lost(peer, why),
             )
         return self._streams[peer]
 
@@ -163,51 +173,72 @@ class GrpcTransport(Transport):
 
     # -- losing a peer ---------------------------------------------------------------------
 
+    async def _watch(self, peer: int) -> None:
+        """Lose a peer when the connection breaks on which gRPC pings it."""
+        channel, has_been_ready = self._to_peer[peer], False
+        while True:
+            state = channel.get_state(try_to_connect=True)
+            if has_been_ready and state is not grpc.ChannelConnectivity.READY:
+                break
+            has_been_ready = state is grpc.ChannelConnectivity.READY
+            await channel.wait_for_state_change(state)
+        await self._lost(peer, "connection reset")
+
     async def _lost(self, peer: int, why: str) -> None:
         """The connection to a peer broke, which is no news where the peer says goodbye."""
         if self._closed or self.mailbox.has_left(peer):
             return
         life = self._meeting.incarnations.get(peer)
         last_word = asyncio.sleep(_LAST_WORD_TIMEOUT_S)
-        found, _ = await asyncio.gather(self._examine(peer, why), last_word)
+        error, _ = await asyncio.gather(self._examine(peer, why), last_word)
         if self._closed or self.mailbox.has_left(peer):
             return
         if not self._met:
             if life == self._meeting.incarnations.get(peer):
-                _log.warning("%s lost before all had met: %s", self._name(peer), found)
+                _log.warning("before all had met: %s", error)
                 self._forget(peer)
             return
         self._gone.add(peer)
-        self.abort(self._lost_error(peer, found))
+        self.abort(error)
 
-    async def _examine(self, peer: int, why: str) -> str:
-        """Why the connection to a peer broke, in words."""
-        if any(word in why.lower() for word in ("ping", "keepalive")):
-            return _SILENT
+    async def _examine(self, peer: int, why: str) -> PeerLostError:
+        """Find out why the connection to a peer broke."""
         try:
             status = await self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")(
                 b"{}", timeout=_LAST_WORD_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
+            details = f"{why}, {error.details()}".lower()
             is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            return _SILENT if is_silent else f"connection reset, process gone ({why})"
+            if is_silent or any(word in details for word in ("ping", "keepalive")):
+                return self._lost_error(peer, _SILENT)
+            return self._lost_error(peer, f"connection reset, process gone ({why})")
         if json.loads(status)["incarnation"] != self._meeting.incarnations.get(peer):
-            return _INCARNATION_CHANGED
-        return f"connection reset, though its process lives ({why}): look at the network"
+            return self._lost_error(peer, _INCARNATION_CHANGED)
+        # each of the two finds the other one alive: they name the same one
+        ends = sorted((self.rank, peer))
+        between = " and ".join(self._name(end) for end in ends)
+        return self._lost_error(
+            ends[1], f"the connection between {between} broke ({why}), though both live", between
+        )
 
-    def _lost_error(self, peer: int, found: str) -> PeerLostError:
+    def _lost_error(self, peer: int, found: str, between: str = "") -> PeerLostError:
         facts, at = self._facts(peer), ""
-        waits = self.mailbox.waits()
+        waits, last = self.mailbox.waits(), self.recorder.last
         if waits:
             tag, what = waits[0].tag, waits[0].what
             facts |= {"step": tag.step, "bucket": tag.bucket}
             at = f" at step {tag.step} while rank {self.rank} waited for {what or 'data'} ({tag})"
+        elif last is not None:
+            facts |= {"step": last.tag.step, "bucket": last.tag.bucket}
+            at = f" at step {last.tag.step}, after rank {self.rank} had {last.kind} {last.what}"
+        lost = f"connection between {between}" if between else self._name(peer)
         return PeerLostError(
             f"{self._name(peer)} lost{at}: {found}. Found by rank {self.rank} "
             f"({self.cluster.task}). Look at the output of rank {peer}, then run the same command "
             "again",
             **facts,
-            root_cause=f"{self._name(peer)} lost",
+            root_cause=f"{lost} lost",
         )
 
     def _forget(self, peer: int) -> None:
@@ -217,17 +248,19 @@ class GrpcTransport(Transport):
         self._gone.discard(peer)
         stream = self._streams.pop(peer, None)
         if stream is not None:
-            stream.cancel()
+            event_loop.start(stream.close())
 
     # -- receiving -------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        task, options = self.cluster.ring[self.rank], channel_options(self.options)
+        task = self.cluster.ring[self.rank]
         self._to_peer = {
-            peer: grpc.aio.insecure_channel(self.cluster.ring[peer].address, options)
+            peer: grpc.aio.insecure_channel(
+                self.cluster.ring[peer].address, control_options(self.options)
+            )
             for peer in self._meeting.missing
         }
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(options=message_options(self.options))
         handlers = {
             "Hello": grpc.unary_unary_rpc_method_handler(self._on_hello),
             "Stream": grpc.stream_unary_rpc_method_handler(self._on_stream),
@@ -363,6 +396,7 @@ class GrpcTransport(Transport):
         if self.error is not None:
             raise self.error
         self._met = True
+        self._watches = [asyncio.ensure_future(self._watch(peer)) for peer in self._to_peer]
 
     async def _greet(self, peer: int) -> None:
         hello = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Hello")
@@ -429,8 +463,10 @@ class GrpcTransport(Transport):
         if self._notes:
             notes = [asyncio.wrap_future(note) for note in self._notes]
             await asyncio.wait(notes, timeout=GOODBYE_TIMEOUT_S)
+        for watch in self._watches:
+            watch.cancel()
         for stream in streams:
-            stream.cancel()
+            await stream.close()
         for channel in self._to_peer.values():
             await channel.close()
         if self._server is not None:  # peers end their streams when they are told
@@ -444,7 +480,9 @@ class GrpcTransport(Transport):
             self._notes.append(event_loop.start(self._leave(peer, error_to_dict(error))))
 
     async def _leave(self, peer: int, error: dict[str, Any] | None = None) -> None:
-        note: dict[str, Any] = {"sender": self.rank, "to": self._meeting.incarnations.get(peer)}
+        meeting = self._meeting
+        note: dict[str, Any] = {"sender": self.rank, "from": meeting.incarnation}
+        note["to"] = meeting.incarnations.get(peer)
         if error:
             note["error"] = error
         leave = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Leave")
@@ -458,14 +496,16 @@ class GrpcTransport(Transport):
     async def _on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
             note = json.loads(request)
-            sender, to = note["sender"], note["to"]
+            sender, to, life = note["sender"], note["to"], note["from"]
             error = error_from_dict(note["error"]) if "error" in note else None
         except (ValueError, TypeError, KeyError):
             sender = -1
         if sender not in self._to_peer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no goodbye of a peer")
+        meeting = self._meeting
+        known = to == meeting.incarnation and life == meeting.incarnations.get(sender, life)
         # without an incarnation it comes from a rendezvous that has failed
-        if to not in (None, self._meeting.incarnation):
+        if not known and (self._met or to is not None):
             return b""
         if error is not None:
             self._gone.add(sender)  # it need not be told what it tells

@@ -30,8 +30,10 @@ _HEADROOM_BYTES = 64 << 10
 _MAX_HTTP2_FRAME_BYTES = (1 << 24) - 1
 
 
-def channel_options(options: Options) -> list[tuple[str, int]]:
-    """gRPC arguments: no proxy, no shared ports, frozen peers found by ping, small limits.
+def message_options(options: Options) -> list[tuple[str, int]]:
+    """gRPC arguments of servers and data channels: no proxy, no shared ports, small limits.
+
+    No pings: one would wait behind the data of a slow link. See `control_options`.
 
     Args:
       options: `segment_bytes` bounds a message.
@@ -40,17 +42,11 @@ def channel_options(options: Options) -> list[tuple[str, int]]:
       Arguments for servers and channels.
     """
     message_bytes = options.segment_bytes + _HEADROOM_BYTES
-    keepalive_ms, ping_timeout_ms = int(1e3 * KEEPALIVE_S), int(1e3 * PING_TIMEOUT_S)
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
-        ("grpc.keepalive_time_ms", keepalive_ms),
-        ("grpc.keepalive_timeout_ms", ping_timeout_ms),
-        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", keepalive_ms // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(1e3 * KEEPALIVE_S) // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
@@ -58,6 +54,26 @@ def channel_options(options: Options) -> list[tuple[str, int]]:
         ("grpc.http2.max_frame_size", min(message_bytes, _MAX_HTTP2_FRAME_BYTES)),
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", message_bytes),
+    ]
+
+
+def control_options(options: Options) -> list[tuple[str, int]]:
+    """`message_options`, and pings that find a peer which is frozen or cannot be reached.
+
+    Args:
+      options: as for `message_options`.
+
+    Returns:
+      Arguments for a channel that has a connection of its own and carries little.
+    """
+    ping_timeout_ms = int(1e3 * PING_TIMEOUT_S)
+    return [
+        *message_options(options),
+        ("grpc.keepalive_time_ms", int(1e3 * KEEPALIVE_S)),
+        ("grpc.keepalive_timeout_ms", ping_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
@@ -105,7 +121,8 @@ class Stream:
     """Frames to one peer, written one after the other from a short queue; lives on the loop.
 
     Args:
-      method: the Stream method of the peer.
+      channel: a connection to the peer for this stream alone.
+      method: name of the peer's method.
       metadata: what the peer is told once: who sends, and to whom.
       writer: makes the frames.
       options: `collective_timeout_s` is how long a full queue may stand still.
@@ -114,7 +131,8 @@ class Stream:
 
     def __init__(
         self,
-        method: Any,
+        channel: grpc.aio.Channel,
+        method: str,
         metadata: tuple[tuple[str, str], ...],
         writer: FrameWriter,
         options: Options,
@@ -124,7 +142,8 @@ class Stream:
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self._room = asyncio.Semaphore(_QUEUED_FRAMES)
         self._timeout_s = options.collective_timeout_s
-        self._call = method(metadata=metadata)
+        self._channel = channel
+        self._call = channel.stream_unary(method)(metadata=metadata)
         self._greeting = asyncio.ensure_future(self._call.initial_metadata())
         self._writing = asyncio.ensure_future(self._write())
         self._watcher = asyncio.ensure_future(self._watch(on_error))
@@ -173,6 +192,11 @@ class Stream:
     def cancel(self) -> None:
         """Drop the stream and what is queued."""
         self._call.cancel()
+
+    async def close(self) -> None:
+        """`cancel`, and close the connection."""
+        self.cancel()
+        await self._channel.close()
 
     async def _find_room(self) -> bool:
         if not self._room.locked():

@@ -59,6 +59,7 @@ def run(communicator: Communicator, args: argparse.Namespace, report: dict[str, 
             print("go on?", flush=True)
             sys.stdin.readline()
     communicator.finish()
+    report["unread"] = len(communicator.transport.mailbox._messages)
 
 
 def main() -> None:
