@@ -118,7 +118,7 @@ def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: 
     for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
         assert found["steps"] <= 3  # what the victim had sent of step 2 may be lost as well
         facts = found["error"]["facts"]
-        assert facts["step"] == found["steps"], facts
+        assert facts["step"] in (2, 3), facts  # where the one was that found it
         assert facts["bucket"] in (0, 1), facts
 
 

@@ -190,7 +190,9 @@ class GrpcTransport(Transport):
             return
         life = self._meeting.incarnations.get(peer)
         last_word = asyncio.sleep(_LAST_WORD_TIMEOUT_S)
-        error, _ = await asyncio.gather(self._examine(peer, why), last_word)
+        (error, lives), _ = await asyncio.gather(self._examine(peer, why), last_word)
+        if lives:  # it may not find this one alive: its word, or what others say of it, is first
+            await asyncio.sleep(2 * _LAST_WORD_TIMEOUT_S)
         if self._closed or self.mailbox.has_left(peer):
             return
         if not self._met:
@@ -198,11 +200,12 @@ class GrpcTransport(Transport):
                 _log.warning("before all had met: %s", error)
                 self._forget(peer)
             return
-        self._gone.add(peer)
+        if not lives:
+            self._gone.add(peer)
         self.abort(error)
 
-    async def _examine(self, peer: int, why: str) -> PeerLostError:
-        """Find out why the connection to a peer broke."""
+    async def _examine(self, peer: int, why: str) -> tuple[PeerLostError, bool]:
+        """Find out why the connection to a peer broke, and whether the peer lives."""
         try:
             status = await self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")(
                 b"{}", timeout=_LAST_WORD_TIMEOUT_S
@@ -211,16 +214,15 @@ class GrpcTransport(Transport):
             details = f"{why}, {error.details()}".lower()
             is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if is_silent or any(word in details for word in ("ping", "keepalive")):
-                return self._lost_error(peer, _SILENT)
-            return self._lost_error(peer, f"connection reset, process gone ({why})")
+                return self._lost_error(peer, _SILENT), False
+            return self._lost_error(peer, f"connection reset, process gone ({why})"), False
         if json.loads(status)["incarnation"] != self._meeting.incarnations.get(peer):
-            return self._lost_error(peer, _INCARNATION_CHANGED)
+            return self._lost_error(peer, _INCARNATION_CHANGED), False
         # each of the two finds the other one alive: they name the same one
         ends = sorted((self.rank, peer))
         between = " and ".join(self._name(end) for end in ends)
-        return self._lost_error(
-            ends[1], f"the connection between {between} broke ({why}), though both live", between
-        )
+        found = f"the connection between {between} broke ({why}), though both live"
+        return self._lost_error(ends[1], found, between), True
 
     def _lost_error(self, peer: int, found: str, between: str = "") -> PeerLostError:
         facts, at = self._facts(peer), ""
