@@ -452,8 +452,6 @@ class GrpcTransport(Transport):
             if self._closed:
                 return
             self._closed = True
-            if self.error is not None:  # before any stream breaks, and relayed where it came in
-                self._tell_all(self.error)
         atexit.unregister(self.close)
         event_loop.run(self._end())
 
@@ -512,7 +510,8 @@ class GrpcTransport(Transport):
         if error is not None:
             self._gone.add(sender)  # it need not be told what it tells
             with self._ending:
-                self.mailbox.fail(error)
+                if not self._closed and self.mailbox.fail(error):
+                    self._tell_all(error)  # the sender may not reach all of them
             return b""
         self.mailbox.leave(sender, "it has closed its communicator")
         self._gone.add(sender)
