@@ -41,6 +41,7 @@ SETTINGS = {
     "summary_steps": 100,
     "loss_scale": False,  # with a step whose gradient overflows on rank 1, the third
     "clip": 0.0,  # norm to which the reduced gradients are clipped
+    "rotated": False,  # each rank passes its gradients in another order
     "accumulate_steps": 1,
     "sparse_as_dense": False,
     "lengths": [],  # examples of each batch, for each rank; one rank alone takes those of all
@@ -303,10 +304,15 @@ def make_model_fn(settings: dict, optimizer_name: str):
 
         def host_model_fn(*gradients: tf.Tensor) -> tf.Operation:
             maybe_raise(settings, "host_call")
+            pairs = list(zip(gradients, variables))
+            if settings["rotated"]:
+                rank = tf.distribute.get_strategy().extended.input_context().input_pipeline_id
+                pairs = pairs[rank:] + pairs[:rank]
             if settings["clip"]:
-                pairs = estimator_ext.reduce_gradients(zip(gradients, variables))
-                gradients, _ = tf.clip_by_global_norm([g for g, _ in pairs], settings["clip"])
-            return optimizer.apply_gradients(zip(gradients, variables))
+                pairs = estimator_ext.reduce_gradients(pairs)
+                clipped, _ = tf.clip_by_global_norm([g for g, _ in pairs], settings["clip"])
+                pairs = [(gradient, v) for gradient, (_, v) in zip(clipped, pairs)]
+            return optimizer.apply_gradients(pairs)
 
         gradients = [g for g, _ in optimizer.compute_gradients(loss, var_list=variables)]
         with tf.control_dependencies(updates):
