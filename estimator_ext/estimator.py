@@ -16,6 +16,7 @@ from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
 from estimator_ext.evaluators import Evaluators
+from estimator_ext.fingerprint import read_updates
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
@@ -132,6 +133,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         with tf.Graph().as_default() as graph, strategy.extended.training_graph():
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
             features, labels, input_hooks = self._training_input(input_fn, strategy)
+            data = set(graph.get_operations())
             global_step = self._create_and_assert_global_step(graph)
             spec = strategy.extended.call_for_each_replica(
                 self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
@@ -151,6 +153,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 hook = strategy.extended.accumulation.hook()
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
             if communicator.size > 1:
+                updates = read_updates(spec.train_op, data)
+                communicator.check_same(updates.texts, "the updates of variables")
                 spec, first_hooks = self._agreeing(strategy, spec, first_hooks, hooks)
             return self._train_with_estimator_spec(
                 spec, first_hooks, hooks, global_step, saving_listeners

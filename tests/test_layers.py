@@ -72,6 +72,7 @@ LADDER = [
     "estimator_ext.gradients",
     "estimator_ext.loss_scale",
     "estimator_ext.agreement",
+    "estimator_ext.fingerprint",
     "estimator_ext.hooks",
     "estimator_ext.run_config",
     "estimator_ext.spec",

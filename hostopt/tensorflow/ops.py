@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -366,6 +367,23 @@ def telling(communicator: Communicator, function: Callable[..., Any]) -> Callabl
             raise
 
     return call
+
+
+_SAME_ON_ALL_RANKS = re.compile(
+    r"(.*/)?(Host(AllReduce|Broadcast|GatherSlices)|host_reduce(_\d+)?/(wait|reduce))(_\d+)*$"
+)
+
+
+def is_same_on_all_ranks(op: tf.Operation) -> bool:
+    """Whether an operation is one of these, whose results all ranks have alike.
+
+    Args:
+      op: an operation of a graph.
+
+    Returns:
+      True for a reduction or a broadcast.
+    """
+    return op.type == "PyFunc" and _SAME_ON_ALL_RANKS.match(op.name) is not None
 
 
 def _launcher(reducer: Reducer, bucket: int) -> Callable[..., Any]:
