@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
+from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import read_updates
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
@@ -155,20 +156,27 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             if communicator.size > 1:
                 updates = read_updates(spec.train_op, data)
                 communicator.check_same(updates.texts, "the updates of variables")
-                spec, first_hooks = self._agreeing(strategy, spec, first_hooks, hooks)
+                spec, first_hooks = self._agreeing(
+                    strategy, spec, first_hooks, hooks, updates.mirrored
+                )
             return self._train_with_estimator_spec(
                 spec, first_hooks, hooks, global_step, saving_listeners
             )
 
     def _agreeing(
-        self, strategy: HostOffloadStrategy, spec: Any, first_hooks: list[Any], hooks: Any
+        self,
+        strategy: HostOffloadStrategy,
+        spec: Any,
+        first_hooks: list[Any],
+        hooks: Any,
+        mirrored: Sequence[tf.Variable],
     ) -> tuple[Any, list[Any]]:
-        """The spec and the first hooks, with those that agree on stops and saves."""
+        """The spec and the first hooks, with those that agree on stops, saves and variables."""
         communicator, flags = strategy.communicator, strategy.extended.flags
         own = communicator.duplicate("variables that are synchronised when they are read")
         sync_on_read = SyncOnRead(own, tf.compat.v1.global_variables())
         is_chief = strategy.cluster.is_chief
-        if sync_on_read and is_chief:
+        if is_chief:
             spec = self._with_saver(spec, hooks)
         all_hooks = [
             *hooks,
@@ -176,15 +184,27 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             *(spec.training_chief_hooks if is_chief else ()),
         ]
         savers = [h for h in all_hooks if isinstance(h, tf.compat.v1.train.CheckpointSaverHook)]
-        begin = BeginAgreementHook(communicator, flags, sync_on_read, savers)
+        before_saves: list[Any] = [
+            BeginAgreementHook(communicator, flags, sync_on_read, savers),
+            *self._desync_checks(strategy, mirrored),
+        ]
         end = EndAgreementHook(communicator, flags, all_hooks)
         spec = stock_spec(spec, training_hooks=[*spec.training_hooks, end])
         if not is_chief:
-            return spec, [*first_hooks, begin]
+            return spec, [*first_hooks, *before_saves]
         # the chief's own hooks, its saver among them, run before those of all
         return stock_spec(
-            spec, training_chief_hooks=[begin, *spec.training_chief_hooks]
+            spec, training_chief_hooks=[*before_saves, *spec.training_chief_hooks]
         ), first_hooks
+
+    def _desync_checks(
+        self, strategy: HostOffloadStrategy, mirrored: Sequence[tf.Variable]
+    ) -> list[DesyncCheckHook]:
+        every_steps = strategy.options.desync_check_steps
+        if not every_steps:
+            return []
+        own = strategy.communicator.duplicate("the variables of the ranks")
+        return [DesyncCheckHook(own, mirrored, every_steps, self._iterations)]
 
     def _with_saver(self, spec: Any, hooks: Any) -> Any:
         """The spec with the saver that the stock class would add later, if it would."""

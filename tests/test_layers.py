@@ -73,6 +73,7 @@ LADDER = [
     "estimator_ext.loss_scale",
     "estimator_ext.agreement",
     "estimator_ext.fingerprint",
+    "estimator_ext.desync",
     "estimator_ext.hooks",
     "estimator_ext.run_config",
     "estimator_ext.spec",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
 import estimator_ext
+import hostopt
+from estimator_ext.sync_on_read import assign
 
 estimator_ext.install()
 
@@ -50,6 +54,9 @@ SETTINGS = {
     "early_stopping": False,  # a hook of TensorFlow's that stops after 6 steps
     "asking": None,  # rank whose hook requests a stop after 5 steps
     "timeline": None,
+    "desync_check_steps": 1000,
+    "change_at": 0,  # step in which this rank changes its first kernel
+    "catch": False,  # say what error ends the training, and go on
 }
 GLOBAL_BATCH, BATCHES, VOCABULARY = 12, 7, 20
 
@@ -147,6 +154,20 @@ class AskToStop(tf.estimator.SessionRunHook):
         self._step -= 1
         if self._step == 0:
             run_context.request_stop()
+
+
+class ChangeKernel(tf.estimator.SessionRunHook):
+    """Changes a variable of this rank alone before a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def before_run(self, run_context: object) -> None:
+        self._step -= 1
+        if self._step == 0:
+            kernel = tf.compat.v1.trainable_variables()[0]
+            value = run_context.session.run(kernel)
+            assign(run_context.session, kernel, value + 1)
 
 
 def maybe_raise(settings: dict, where: str) -> None:
@@ -332,7 +353,13 @@ def main(settings: dict) -> None:
         bucket_mb=settings["bucket_mb"],
         sparse_as_dense=settings["sparse_as_dense"],
         collective_timeout_s=settings["collective_timeout_s"],
+        desync_check_steps=settings["desync_check_steps"],
     )
+    with contextlib.closing(strategy):
+        train_all(strategy, settings)
+
+
+def train_all(strategy, settings: dict) -> None:
     for name in settings["optimizers"]:
         # Keras layers take their seeds from here; the broadcast must hide what rank 1 has
         tf.keras.utils.set_random_seed(1 if strategy.cluster.is_chief else 2)
@@ -369,13 +396,14 @@ def main(settings: dict) -> None:
             )
         if settings["asking"] is not None and settings["asking"] == strategy.cluster.rank:
             hooks.append(AskToStop(5))
+        if settings["change_at"]:
+            hooks.append(ChangeKernel(settings["change_at"]))
         if settings["stop_at"]:
             hooks.append(StopHere(settings["stop_at"]))
         if settings["evaluated_at"] and strategy.cluster.is_chief:
             eval_dir = Path(estimator.eval_dir())
             hooks.append(AwaitEvaluation(settings["evaluated_at"], eval_dir))
         train(estimator, make_input_fn(settings), hooks, settings)
-    strategy.close()
 
 
 def train(estimator, input_fn, hooks, settings: dict) -> None:
@@ -397,6 +425,18 @@ if __name__ == "__main__":
     chosen: dict = {}
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
+    index = str(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
     for run in chosen.pop("runs", [{}]):  # one after the other, each with settings of its own
-        assert not {*chosen, *run} - set(SETTINGS), (chosen, run)
-        main({**SETTINGS, **chosen, **run})
+        settings = {**chosen, **run, **run.get("own", {}).get(index, {})}  # "own": of some ranks
+        settings.pop("own", None)
+        assert not set(settings) - set(SETTINGS), settings
+        try:
+            main({**SETTINGS, **settings})
+        except Exception as error:
+            if not settings.get("catch"):
+                raise
+            code = error.exit_code if isinstance(error, hostopt.HostOptError) else 1
+            caught = {"code": code, "text": traceback.format_exc(), "message": str(error)}
+            print("CAUGHT", json.dumps(caught), flush=True)
+        else:
+            print("CAUGHT", json.dumps(None), flush=True)
