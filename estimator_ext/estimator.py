@@ -25,6 +25,7 @@ from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
+from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.spec import stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy, loss_is_scaled
@@ -153,12 +154,18 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             if strategy.extended.accumulation is not None:
                 hook = strategy.extended.accumulation.hook()
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
+            if strategy.cluster.is_chief:
+                spec = self._with_saver(spec, hooks)  # so that others can come before it
+            guard, agreeing = SessionGuardHook(data), []
             if communicator.size > 1:
                 updates = read_updates(spec.train_op, data)
                 communicator.check_same(updates.texts, "the updates of variables")
-                spec, first_hooks = self._agreeing(
-                    strategy, spec, first_hooks, hooks, updates.mirrored
-                )
+                spec, agreeing = self._agreeing(strategy, spec, hooks, updates.mirrored)
+            if strategy.cluster.is_chief:  # its own hooks, its saver among them, run before all
+                chief_hooks = [guard, *agreeing, *spec.training_chief_hooks]
+                spec = stock_spec(spec, training_chief_hooks=chief_hooks)
+            else:
+                first_hooks = [guard, *first_hooks, *agreeing]
             return self._train_with_estimator_spec(
                 spec, first_hooks, hooks, global_step, saving_listeners
             )
@@ -167,35 +174,24 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         self,
         strategy: HostOffloadStrategy,
         spec: Any,
-        first_hooks: list[Any],
         hooks: Any,
         mirrored: Sequence[tf.Variable],
     ) -> tuple[Any, list[Any]]:
-        """The spec and the first hooks, with those that agree on stops, saves and variables."""
+        """The spec with what ends a step in agreement, and the hooks that begin with it."""
         communicator, flags = strategy.communicator, strategy.extended.flags
         own = communicator.duplicate("variables that are synchronised when they are read")
         sync_on_read = SyncOnRead(own, tf.compat.v1.global_variables())
         is_chief = strategy.cluster.is_chief
-        if is_chief:
-            spec = self._with_saver(spec, hooks)
         all_hooks = [
             *hooks,
             *spec.training_hooks,
             *(spec.training_chief_hooks if is_chief else ()),
         ]
         savers = [h for h in all_hooks if isinstance(h, tf.compat.v1.train.CheckpointSaverHook)]
-        before_saves: list[Any] = [
-            BeginAgreementHook(communicator, flags, sync_on_read, savers),
-            *self._desync_checks(strategy, mirrored),
-        ]
+        begin = BeginAgreementHook(communicator, flags, sync_on_read, savers)
         end = EndAgreementHook(communicator, flags, all_hooks)
         spec = stock_spec(spec, training_hooks=[*spec.training_hooks, end])
-        if not is_chief:
-            return spec, [*first_hooks, *before_saves]
-        # the chief's own hooks, its saver among them, run before those of all
-        return stock_spec(
-            spec, training_chief_hooks=[*before_saves, *spec.training_chief_hooks]
-        ), first_hooks
+        return spec, [begin, *self._desync_checks(strategy, mirrored)]
 
     def _desync_checks(
         self, strategy: HostOffloadStrategy, mirrored: Sequence[tf.Variable]
@@ -220,7 +216,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             scaffold=spec.scaffold,
             save_graph_def=config.checkpoint_save_graph_def,
         )
-        return stock_spec(spec, training_chief_hooks=[*spec.training_chief_hooks, saver])
+        return stock_spec(spec, training_chief_hooks=[saver, *spec.training_chief_hooks])
 
     def _training_input(
         self, input_fn: Callable[..., Any], strategy: HostOffloadStrategy

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from ranks import Ranks
+from ranks import Ranks, caught
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 
@@ -51,8 +51,7 @@ class Ends:
             started = ranks.run("train.py", 2, arguments=[json.dumps({**common, "runs": runs})])
         finally:
             ranks.end()
-        lines = [[x for x in r.output.splitlines() if x.startswith("CAUGHT ")] for r in started]
-        self._ends = [[json.loads(x[len("CAUGHT ") :]) for x in found] for found in lines]
+        self._ends = [caught(rank) for rank in started]
 
     def of(self, name: str) -> list[dict[str, Any] | None]:
         """The error of each rank, None where it has ended well."""

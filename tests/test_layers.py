@@ -74,6 +74,7 @@ LADDER = [
     "estimator_ext.agreement",
     "estimator_ext.fingerprint",
     "estimator_ext.desync",
+    "estimator_ext.session_guard",
     "estimator_ext.hooks",
     "estimator_ext.run_config",
     "estimator_ext.spec",

@@ -36,7 +36,9 @@ SETTINGS = {
     "learning_rate": 0.01,
     "api": "train",  # or "ours", "stock": train_and_evaluate
     "trace": False,
-    "raise_in": "",  # "model_fn", "host_call" or "input_fn"
+    "raise_in": "",  # "model_fn", "host_call" or "input_fn"; "... op": in a step; or "hook"
+    "raise_kind": "ZeroDivisionError",
+    "raise_at": 1,  # call in which it is raised
     "stop_at": 0,  # step after which this rank waits to be killed
     "evaluated_at": 0,  # step after which the chief waits for an evaluator's result
     "max_steps": True,  # False: steps, counted from where training starts
@@ -170,9 +172,45 @@ class ChangeKernel(tf.estimator.SessionRunHook):
             assign(run_context.session, kernel, value + 1)
 
 
+class RaiseInHook(tf.estimator.SessionRunHook):
+    """Raises before a step, or after it."""
+
+    def __init__(self, settings: dict) -> None:
+        self._settings = settings
+
+    def before_run(self, run_context: object) -> None:
+        maybe_raise(self._settings, "hook")
+
+    def after_run(self, run_context: object, run_values: object) -> None:
+        maybe_raise(self._settings, "hook after a step")
+
+
 def maybe_raise(settings: dict, where: str) -> None:
     if settings["raise_in"] == where:
-        raise ZeroDivisionError(f"raised in {where}")
+        settings["raise_at"] -= 1
+        if settings["raise_at"] == 0:
+            raise ERRORS[settings["raise_kind"]](f"raised in {where}")
+
+
+ERRORS = {
+    "ZeroDivisionError": ZeroDivisionError,
+    "StopIteration": StopIteration,
+    "UnavailableError": lambda text: tf.errors.UnavailableError(None, None, text),
+}
+
+
+def raising(tensor: tf.Tensor, settings: dict, where: str) -> tf.Tensor:
+    """A tensor that goes through a Python function, which may raise."""
+
+    def call(array: np.ndarray) -> np.ndarray:
+        maybe_raise(settings, where)
+        return array
+
+    if settings["raise_in"] != where:
+        return tensor
+    result = tf.numpy_function(call, [tensor], tensor.dtype)
+    result.set_shape(tensor.shape)
+    return result
 
 
 def arrays(dtype: str, model: str) -> tuple[np.ndarray, np.ndarray]:
@@ -188,20 +226,14 @@ def arrays(dtype: str, model: str) -> tuple[np.ndarray, np.ndarray]:
 
 def make_input_fn(settings: dict):
     def broken(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        def call(array: np.ndarray) -> np.ndarray:
-            maybe_raise(settings, "input_fn")
-            return array
-
-        held = tf.numpy_function(call, [x], x.dtype)
-        held.set_shape(x.shape)
-        return held, y
+        return raising(x, settings, "input_fn"), y
 
     def input_fn(input_context: tf.distribute.InputContext):
         if settings["lengths"]:
             return uneven_dataset(settings, input_context)
         x, y = arrays(settings["dtype"], settings["model"])
         if settings["raise_in"] == "input_fn":  # while training, not while the graph is built
-            return tf.data.Dataset.from_tensors((x[0], y[0])).map(broken)
+            return tf.data.Dataset.from_tensors((x[0], y[0])).repeat().map(broken)
         ranks = input_context.num_input_pipelines
         assert input_context.num_replicas_in_sync == ranks
         rows = GLOBAL_BATCH // ranks
@@ -300,6 +332,11 @@ def make_model_fn(settings: dict, optimizer_name: str):
         logits = layers.Dense(2, dtype=dtype)(x)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
         loss = tf.reduce_sum(losses) / tf.cast(tf.size(labels), losses.dtype)
+        called = raising(loss, settings, "model_fn op")
+        if settings["raise_in"] == "branch":
+            called = tf.cond(loss > 0, lambda: raising(loss, settings, "branch"), lambda: loss)
+        with tf.control_dependencies([called]):
+            loss = tf.identity(loss)
         if mode == tf.estimator.ModeKeys.EVAL:
             accuracy = tf.compat.v1.metrics.accuracy(labels, tf.argmax(logits, 1))
             return estimator_ext.EstimatorSpec(mode, loss=loss, eval_metric_ops={"acc": accuracy})
@@ -326,6 +363,7 @@ def make_model_fn(settings: dict, optimizer_name: str):
         def host_model_fn(*gradients: tf.Tensor) -> tf.Operation:
             maybe_raise(settings, "host_call")
             pairs = list(zip(gradients, variables))
+            pairs[0] = raising(pairs[0][0], settings, "host_call op"), pairs[0][1]
             if settings["rotated"]:
                 rank = tf.distribute.get_strategy().extended.input_context().input_pipeline_id
                 pairs = pairs[rank:] + pairs[:rank]
@@ -396,6 +434,8 @@ def train_all(strategy, settings: dict) -> None:
             )
         if settings["asking"] is not None and settings["asking"] == strategy.cluster.rank:
             hooks.append(AskToStop(5))
+        if settings["raise_in"].startswith("hook"):
+            hooks.append(RaiseInHook(settings))
         if settings["change_at"]:
             hooks.append(ChangeKernel(settings["change_at"]))
         if settings["stop_at"]:
