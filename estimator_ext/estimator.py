@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
             super().train(*arguments)
             return self
-        with strategy.errors_told():
+        with self._errors_with_checkpoint(), strategy.errors_told():
             communicator = strategy.communicator
             if max_steps is not None and self._agreed_start_step() >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
@@ -74,6 +75,18 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             _tf_estimator.Estimator.train(trainer, *arguments)
             communicator.finish()
         return self
+
+    @contextlib.contextmanager
+    def _errors_with_checkpoint(self) -> Iterator[None]:
+        """Have an error that leaves the block say from which checkpoint the training can go on."""
+        try:
+            yield
+        except hostopt.HostOptError as error:
+            checkpoint = None
+            with contextlib.suppress(tf.errors.OpError):  # the directory may be what has failed
+                checkpoint = tf.train.latest_checkpoint(self._model_dir)  # it has an index
+            error.resume_from(checkpoint)
+            raise
 
     def _agreed_start_step(self) -> int:
         """global_step of rank 0's newest checkpoint; the ranks need share no file system."""

@@ -181,6 +181,7 @@ def test_a_killed_rank_is_named_and_no_torn_step_is_saved(tmp_path: Path, ranks:
             assert f"rank 1 (worker:1, {addresses[1]}) lost" in rank.output
             assert "while it waited for" in rank.output
             assert "at step 7, bucket 0" in rank.output  # counted from 0
+            assert rank.output.count("Last whole checkpoint: step 4. Re-run the same command") == 1
     model = tmp_path / "model" / "adam"
     assert tf.train.latest_checkpoint(str(model)).endswith("model.ckpt-4")
     assert not list(model.glob("model.ckpt-7*"))  # the step that was torn
