@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
+from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.evaluators import Evaluators
+from estimator_ext.fingerprint import read_updates
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
@@ -23,6 +26,7 @@ from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
+from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.skipped_updates import WithoutNanHook
 from estimator_ext.spec import stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
@@ -62,7 +66,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
             super().train(*arguments)
             return self
-        with strategy.errors_told():
+        with self._errors_with_checkpoint(), strategy.errors_told():
             communicator = strategy.communicator
             strategy.leave_records_in(self._model_dir)
             if max_steps is not None and self._agreed_start_step() >= max_steps:
@@ -73,6 +77,18 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             _tf_estimator.Estimator.train(trainer, *arguments)
             communicator.finish()
         return self
+
+    @contextlib.contextmanager
+    def _errors_with_checkpoint(self) -> Iterator[None]:
+        """Have an error that leaves the block say from which checkpoint the training can go on."""
+        try:
+            yield
+        except hostopt.HostOptError as error:
+            checkpoint = None
+            with contextlib.suppress(tf.errors.OpError):  # the directory may be what has failed
+                checkpoint = tf.train.latest_checkpoint(self._model_dir)  # it has an index
+            error.resume_from(checkpoint)
+            raise
 
     def _agreed_start_step(self) -> int:
         """global_step of rank 0's newest checkpoint; the ranks need share no file system."""
@@ -134,6 +150,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         with tf.Graph().as_default() as graph, strategy.extended.training_graph():
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
             features, labels, input_hooks = self._training_input(input_fn, strategy)
+            data = set(graph.get_operations())
             global_step = self._create_and_assert_global_step(graph)
             spec = strategy.extended.call_for_each_replica(
                 self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
@@ -152,8 +169,18 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             if strategy.extended.accumulation is not None:
                 hook = strategy.extended.accumulation.hook()
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
+            if strategy.cluster.is_chief:
+                spec = self._with_saver(spec, hooks)  # so that others can come before it
+            guard, agreeing = SessionGuardHook(data), []
             if communicator.size > 1:
-                spec, first_hooks = self._agreeing(strategy, spec, first_hooks, hooks)
+                updates = read_updates(spec.train_op, data)
+                communicator.check_same(updates.texts, "the updates of variables")
+                spec, agreeing = self._agreeing(strategy, spec, hooks, updates.mirrored)
+            if strategy.cluster.is_chief:  # its own hooks, its saver among them, run before all
+                chief_hooks = [guard, *agreeing, *spec.training_chief_hooks]
+                spec = stock_spec(spec, training_chief_hooks=chief_hooks)
+            else:
+                first_hooks = [guard, *first_hooks, *agreeing]
             if strategy.options.nonfinite != "error":
                 first_hooks = WithoutNanHook(first_hooks)
             return self._train_with_estimator_spec(
@@ -161,15 +188,17 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             )
 
     def _agreeing(
-        self, strategy: HostOffloadStrategy, spec: Any, first_hooks: list[Any], hooks: Any
+        self,
+        strategy: HostOffloadStrategy,
+        spec: Any,
+        hooks: Any,
+        mirrored: Sequence[tf.Variable],
     ) -> tuple[Any, list[Any]]:
-        """The spec and the first hooks, with those that agree on stops and saves."""
+        """The spec with what ends a step in agreement, and the hooks that begin with it."""
         communicator, flags = strategy.communicator, strategy.extended.flags
         own = communicator.duplicate("variables that are synchronised when they are read")
         sync_on_read = SyncOnRead(own, tf.compat.v1.global_variables())
         is_chief = strategy.cluster.is_chief
-        if sync_on_read and is_chief:
-            spec = self._with_saver(spec, hooks)
         all_hooks = [
             *hooks,
             *spec.training_hooks,
@@ -179,12 +208,16 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         begin = BeginAgreementHook(communicator, flags, sync_on_read, savers)
         end = EndAgreementHook(communicator, flags, all_hooks)
         spec = stock_spec(spec, training_hooks=[*spec.training_hooks, end])
-        if not is_chief:
-            return spec, [*first_hooks, begin]
-        # the chief's own hooks, its saver among them, run before those of all
-        return stock_spec(
-            spec, training_chief_hooks=[begin, *spec.training_chief_hooks]
-        ), first_hooks
+        return spec, [begin, *self._desync_checks(strategy, mirrored)]
+
+    def _desync_checks(
+        self, strategy: HostOffloadStrategy, mirrored: Sequence[tf.Variable]
+    ) -> list[DesyncCheckHook]:
+        every_steps = strategy.options.desync_check_steps
+        if not every_steps:
+            return []
+        own = strategy.communicator.duplicate("the variables of the ranks")
+        return [DesyncCheckHook(own, mirrored, every_steps, self._iterations)]
 
     def _with_saver(self, spec: Any, hooks: Any) -> Any:
         """The spec with the saver that the stock class would add later, if it would."""
@@ -200,7 +233,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             scaffold=spec.scaffold,
             save_graph_def=config.checkpoint_save_graph_def,
         )
-        return stock_spec(spec, training_chief_hooks=[*spec.training_chief_hooks, saver])
+        return stock_spec(spec, training_chief_hooks=[saver, *spec.training_chief_hooks])
 
     def _training_input(
         self, input_fn: Callable[..., Any], strategy: HostOffloadStrategy

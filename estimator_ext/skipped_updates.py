@@ -33,7 +33,9 @@ class SkippedUpdates:
         if self._finite is None or _depend_on(sources, self._finite.op):
             # sums that are made of what has been updated come too late for those updates
             with tf.device(HOST_DEVICE), tf.control_dependencies(sources):
-                self._finite = tf.numpy_function(self._all_finite, [], tf.bool, name="AllFinite")
+                self._finite = tf.numpy_function(
+                    self._all_finite, [], tf.bool, name="HostAllFinite"
+                )
             self._finite.set_shape([])
         else:
             self._finite.op._add_control_inputs(sources)

@@ -455,13 +455,12 @@ class _HostOffloadExtended(OneDeviceExtended):
             if reducer is not None:
                 self._reducers.append(reducer)
                 self._sums = [*self._sums, *sums]
-        if any(sparse):  # with one rank too: clipping by norm wants each row once
-            rows = [i for i, is_sparse in enumerate(sparse) if is_sparse]
-            slices = [_weighted(values[i], weight) for i in rows]
-            found = ops.sum_slices(
-                slices, [names[i] for i in rows], communicator, self._sums, check
-            )
-            results.update(zip(rows, found))
+        # with one rank too: clipping by norm wants each row once; and where this rank has none,
+        # another one may have some
+        rows = [i for i, is_sparse in enumerate(sparse) if is_sparse]
+        slices = [_weighted(values[i], weight) for i in rows]
+        found = ops.sum_slices(slices, [names[i] for i in rows], communicator, self._sums, check)
+        results.update(zip(rows, found))
         if check.nonfinite == "skip":
             self._skipping.watch(check, [getattr(r, "values", r) for r in results.values()])
         return [results[i] for i in range(len(values))]

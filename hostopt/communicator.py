@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 # Blocks of shared memory: arrays up to the smaller one go through a lane that takes less memory.
 SMALL_BLOCK_BYTES, BLOCK_BYTES = 64 << 10, 1 << 20
+_SHOWN_NAMES = 20  # of those that differ between ranks
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 
@@ -325,25 +327,25 @@ class Communicator:
                 peers.add(leaders[(leaders.index(self.rank) + 1) % len(leaders)])
         return peers - {self.rank}
 
-    def check_same(self, facts: dict[str, str], what: str) -> None:
-        """Make sure that all ranks hold the same facts.
+    def check_same(self, facts: dict[str, str], what: str) -> list[str]:
+        """Make sure that all ranks hold the same facts, in whatever order.
 
         Args:
           facts: text by name, such as shape and dtype by variable name.
           what: what kind of facts these are, for the error.
 
+        Returns:
+          The names in the order in which rank 0 has them.
+
         Raises:
-          CollectiveMismatchError: naming the first facts that differ, with both values and ranks.
+          CollectiveMismatchError: naming each fact that differs, with the values of the ranks.
           HostOptError: a rank failed, left or timed out.
         """
         texts = self.all_gather_bytes(json.dumps(facts).encode(), what)
         tables = [json.loads(text) for text in texts]
-        for rank, table in enumerate(tables):
-            differing = sorted(
-                name for name in {*tables[0], *table} if tables[0].get(name) != table.get(name)
-            )
-            if differing:
-                raise _mismatch(self.transport, tables[0], rank, table, differing, what)
+        if any(table != tables[0] for table in tables):
+            raise _mismatch(self.transport, tables, what)
+        return list(tables[0])
 
     def operation(self, what: str = "") -> Operation:
         """Number the next call on this channel.
@@ -395,23 +397,38 @@ def _check_dtype(dtype: np.dtype[Any], op: ReduceOp) -> None:
 
 
 def _mismatch(
-    transport: Transport,
-    first: dict[str, str],
-    rank: int,
-    other: dict[str, str],
-    differing: list[str],
-    what: str,
+    transport: Transport, tables: Sequence[dict[str, str]], what: str
 ) -> CollectiveMismatchError:
-    task = transport.cluster.ring[rank]
-    shown = "; ".join(
-        f"{name!r}: rank 0 has {first.get(name, 'none')}, rank {rank} has "
-        f"{other.get(name, 'none')}"
-        for name in differing[:5]
+    tasks = transport.cluster.ring
+    differing = [rank for rank, table in enumerate(tables) if table != tables[0]]
+    names = sorted(
+        name
+        for name in set().union(*tables)
+        if any(table.get(name) != tables[0].get(name) for table in tables)
     )
+    shown = [f"{name!r}: {_values(tables, name)}" for name in names[:_SHOWN_NAMES]]
+    if len(names) > _SHOWN_NAMES:
+        shown.append(f"and {len(names) - _SHOWN_NAMES} more")
     return CollectiveMismatchError(
-        f"{what} differ between rank 0 ({transport.cluster.ring[0]}) and rank {rank} ({task}) in "
-        f"{len(differing)} place(s): {shown}. Start all ranks with the same program and options",
-        rank=rank,
-        task=task.name,
-        address=task.address,
+        f"{what} differ between rank 0 ({tasks[0]}) and "
+        f"{', '.join(f'rank {rank} ({tasks[rank]})' for rank in differing)}: {'; '.join(shown)}. "
+        "Start all ranks with the same program and options",
+        rank=differing[0],
+        task=tasks[differing[0]].name,
+        address=tasks[differing[0]].address,
+    )
+
+
+def _values(tables: Sequence[dict[str, str]], name: str) -> str:
+    """Which rank has which value; those that have that of rank 0 are not listed besides it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, table in enumerate(tables):
+        ranks.setdefault(table.get(name, "none"), []).append(rank)
+    first = tables[0].get(name, "none")
+    ranks[first] = [0]
+    return ", ".join(
+        f"rank {found[0]} has {value}"
+        if len(found) == 1
+        else f"ranks {', '.join(map(str, found))} have {value}"
+        for value, found in ranks.items()
     )

@@ -20,6 +20,7 @@ Codes below 128 are permanent: the same command fails again. Codes from 193 on a
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 __all__: list[str] = []
@@ -55,6 +56,7 @@ class HostOptError(RuntimeError):
         last_checkpoint: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.message = message  # as it travels to other ranks
         self.rank = rank
         self.task = task
         self.address = address
@@ -62,6 +64,22 @@ class HostOptError(RuntimeError):
         self.bucket = bucket
         self.root_cause = root_cause
         self.last_checkpoint = last_checkpoint
+
+    def resume_from(self, checkpoint: str | None) -> None:
+        """Say in the error's text where the training can go on.
+
+        Args:
+          checkpoint: path of the newest whole checkpoint; None where this rank knows of none.
+        """
+        self.last_checkpoint = checkpoint or self.last_checkpoint
+        sentences = [self.message.rstrip(". \n")]
+        if self.last_checkpoint is not None:
+            step = re.search(r"-(\d+)$", self.last_checkpoint)
+            where = f"step {step[1]}" if step else self.last_checkpoint
+            sentences.append(f"Last whole checkpoint: {where}")
+        if isinstance(self, RetryableError):
+            sentences.append("Re-run the same command to resume")
+        self.args = (". ".join(sentences) + ".",) if len(sentences) > 1 else (self.message,)
 
 
 class ConfigError(HostOptError):
@@ -149,7 +167,7 @@ def error_to_dict(error: HostOptError) -> dict[str, Any]:
       Its kind, message and facts, as JSON can hold them.
     """
     facts = {name: getattr(error, name) for name in _FACTS}
-    return {"kind": type(error).__name__, "message": str(error), "facts": facts}
+    return {"kind": type(error).__name__, "message": error.message, "facts": facts}
 
 
 def error_from_dict(note: dict[str, Any]) -> HostOptError:

@@ -137,4 +137,10 @@ class Ranks:
             rank.process.wait()
 
 
+def caught(rank: Rank) -> list[dict[str, Any] | None]:
+    """How the trainings of a train.py with "catch" have ended: the error, None without one."""
+    parts = rank.output.split("CAUGHT ")[1:]  # what follows may be on the same line
+    return [json.JSONDecoder().raw_decode(part)[0] for part in parts]
+
+
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -121,7 +121,8 @@ def test_same_facts_in_another_order(spawn: Spawn, facts: dict[str, str]) -> Non
     def work(communicator: Communicator) -> None:
         items = list(facts.items())
         order = items if communicator.rank else items[::-1]
-        communicator.check_same(dict(order), "the notes")
+        names = communicator.check_same(dict(order), "the notes")
+        assert names == list(facts)[::-1]  # as rank 0 has them
 
     spawn(3, work)
 
@@ -155,6 +156,33 @@ def test_other_facts_are_named_with_both_ranks(
         assert "'a'" not in str(error)
         assert error.rank == 2
         assert error.task in ("worker:1", "worker:2")
+
+
+def test_every_fact_that_differs_is_named_with_the_values_of_all_ranks(
+    spawn_inproc: Spawn,
+) -> None:
+    many = {f"many/{i:02}": "[1] int32" for i in range(25)}
+    tables = [
+        {"a": "[3] float32", "b": "[2] float32", "c": "[7] int32"},
+        {"a": "[3] float32", "b": "[2] float32", "c": "[7] int32"},
+        {"a": "[3] float32", "b": "[9] float32", "c": "[7] int32"},
+        {"a": "[3] float32", "b": "[9] float32", **many},
+    ]
+
+    def work(communicator: Communicator) -> HostOptError:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            communicator.check_same(tables[communicator.rank], "the notes")
+        return caught.value
+
+    errors = spawn_inproc(4, work)
+    assert len({str(error) for error in errors}) == 1
+    message = str(errors[0])
+    assert "'b': rank 0 has [2] float32, ranks 2, 3 have [9] float32; " in message
+    assert "'c': rank 0 has [7] int32, rank 3 has none; " in message
+    assert "'many/17': rank 0 has none, rank 3 has [1] int32; and 7 more. " in message
+    assert "'many/18'" not in message
+    assert "rank 1" not in message
+    assert {error.rank for error in errors} == {2}
 
 
 # --- what is refused --------------------------------------------------------------------------

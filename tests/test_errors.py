@@ -27,6 +27,7 @@ EXIT_CODES = {
     "CollectiveTimeoutError": 201,
     "RendezvousTimeoutError": 202,
 }
+RETRYABLE = [name for name, code in EXIT_CODES.items() if code >= 193] + ["RetryableError"]
 ATTRIBUTES = ["rank", "task", "address", "step", "bucket", "root_cause", "last_checkpoint"]
 
 
@@ -75,3 +76,24 @@ def test_attributes(name: str) -> None:
     assert {attribute: getattr(error, attribute) for attribute in ATTRIBUTES} == facts
     bare = CLASSES[name]("what to do")
     assert {getattr(bare, attribute) for attribute in ATTRIBUTES} == {None}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_text_says_once_from_which_checkpoint_to_go_on(name: str) -> None:
+    error = CLASSES[name]("rank 1 is lost")
+    again = "Re-run the same command to resume." if name in RETRYABLE else ""
+    error.resume_from(None)
+    assert str(error) == (f"rank 1 is lost. {again}" if again else "rank 1 is lost")
+    error.resume_from("/models/model.ckpt-4")
+    for _ in range(2):
+        assert str(error) == f"rank 1 is lost. Last whole checkpoint: step 4. {again}".strip()
+        error.resume_from(None)
+    assert error.last_checkpoint == "/models/model.ckpt-4"
+
+
+def test_what_travels_to_other_ranks_is_the_error_without_that() -> None:
+    error = errors.PeerLostError("rank 1 is lost", rank=1)
+    error.resume_from("/models/model.ckpt-4")
+    there = errors.error_from_dict(errors.error_to_dict(error))
+    assert str(there) == "rank 1 is lost"
+    assert (there.rank, there.last_checkpoint) == (1, "/models/model.ckpt-4")

@@ -76,6 +76,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
     3: {
         "embedding": EMBEDDING,
         "embedding as dense": {**EMBEDDING, "sparse_as_dense": True},
+        "embedding in other orders": {**EMBEDDING, "rotated": True},
         "averages": AVERAGES,
         "a rank without data": {"lengths": UNEVEN["a rank without data"]},
     },
@@ -153,6 +154,11 @@ def test_an_embedding_trains_like_on_one_worker(
     trainings: Trainings, size: int, name: str
 ) -> None:
     check_equal(trainings.variables(size, name), trainings.variables(1, "embedding"))
+
+
+def test_ranks_may_pass_their_gradients_in_other_orders(trainings: Trainings) -> None:
+    found = trainings.variables(3, "embedding in other orders")
+    check_equal(found, trainings.variables(1, "embedding"))
 
 
 # -- gradients that are reduced before they are applied --------------------------------------

@@ -253,6 +253,73 @@ def test_input_fns_get_their_context(tmp_path: Path) -> None:
     assert seen == [(1, 0, 1)]
 
 
+def gradients_of(rank: int) -> dict[str, Any]:
+    """Five gradients of one shape, two of them sparse, each rank with an order of its own."""
+    values = np.random.RandomState(rank).standard_normal((5, 3, 4))
+    names = ["a", "b", "c", "d", "e"]
+    found = {n: tf.constant(v) for n, v in zip(names[:3], values)}
+    for name, value in zip(names[3:], values[3:]):
+        found[name] = tf.IndexedSlices(tf.constant(value), tf.constant([0, 1, 2]), [3, 4])
+    order = names if rank == 0 else ["e", "c", "a", "d", "b"]
+    return {name: found[name] for name in order}
+
+
+@pytest.mark.parametrize("communication", ["grpc", "shm"])
+def test_gradients_that_ranks_pass_in_another_order_are_summed_by_name(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch, communication: str
+) -> None:
+    monkeypatch.setenv("HOSTOPT_COMMUNICATION", communication)
+    monkeypatch.setenv("HOSTOPT_BUCKET_MB", str(128 / 2**20))  # one gradient in each bucket
+
+    def work(strategy: Any) -> Any:
+        with strategy.scope():
+            named = gradients_of(strategy.communicator.rank)
+            variables = {
+                name: tf.compat.v1.get_variable(name, [3, 4], tf.float64) for name in "abcde"
+            }
+            pairs = [(gradient, variables[name]) for name, gradient in named.items()]
+            sums = strategy.run(lambda: estimator_ext.reduce_gradients(pairs))
+            dense = {name: tf.convert_to_tensor(s) for name, (s, _) in zip(named, sums)}
+        with session(strategy) as run:
+            return run.run(dense)
+
+    total = sum(np.random.RandomState(rank).standard_normal((5, 3, 4)) for rank in range(2))
+    for found in as_ranks(addresses, work):
+        for name, expected in zip("abcde", total):
+            np.testing.assert_array_equal(found[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "sparse", "named"),
+    [
+        ("b", "", "'b': rank 0 has [3, 4] float64, rank 1 has none"),
+        ("", "b", "'b': rank 0 has [3, 4] float64, rank 1 has none"),
+        ("d", "", "'d': rank 0 has sparse rows of (4,) float64, int32 indices, rank 1 has none"),
+        ("de", "", "'e': rank 0 has sparse rows of (4,) float64, int32 indices, rank 1 has none"),
+    ],
+)
+def test_ranks_with_other_gradients_are_refused(
+    addresses: list[str], left_out: str, sparse: str, named: str
+) -> None:
+    def work(strategy: Any) -> Any:
+        with strategy.scope():
+            rank = strategy.communicator.rank
+            found = gradients_of(rank)
+            pairs = []
+            for name, gradient in found.items():
+                variable = tf.compat.v1.get_variable(name, initializer=np.zeros((3, 4)))
+                if rank == 1 and name in sparse:
+                    slices = tf.IndexedSlices(gradient, tf.constant([0, 1, 2]), [3, 4])
+                    pairs.append((slices, variable))
+                elif rank == 0 or name not in left_out:
+                    pairs.append((gradient, variable))
+            strategy.run(lambda: estimator_ext.reduce_gradients(pairs))
+
+    with pytest.raises(hostopt.CollectiveMismatchError) as caught:
+        as_ranks(addresses, work)
+    assert named in str(caught.value)
+
+
 def test_a_graph_never_writes_into_the_sums_that_other_ranks_read(addresses: list[str]) -> None:
     """TensorFlow computes in place where it may; here other ranks still read the place."""
     changed = threading.Barrier(2)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -150,8 +151,9 @@ def sum_slices(
     """Sum sparse gradients over the ranks: all rows travel to all ranks, duplicates are summed.
 
     Args:
-      slices: gradients of which each rank has other rows, and another number of them.
-      names: the names of their variables.
+      slices: gradients of which each rank has other rows, and another number of them. All ranks
+        sum in rank 0's order.
+      names: the names of their variables; the same on all ranks.
       communicator: all ranks build the same operations on it, in the same order.
       after: nothing is gathered before these have been computed; what waits for other ranks waits
         one after the other, so that it occupies one thread of TensorFlow.
@@ -160,13 +162,18 @@ def sum_slices(
     Returns:
       The sums on the host, each row once, in the order of their indices; the same bits on all
       ranks.
+
+    Raises:
+      CollectiveMismatchError: two ranks sum different gradients.
     """
-    results: list[tf.IndexedSlices] = []
+    facts = [(name, _row_spec(each)) for each, name in zip(slices, names)]
+    results: dict[int, tf.IndexedSlices] = {}
     before = list(after)
     check = check or NonFiniteCheck(communicator)
-    for each, name in zip(slices, names):
-        channel = communicator.duplicate(f"the sparse gradient of {name!r}")
-        sum_rows = telling(communicator, _row_summer(channel, name, check))
+    for i in _order_of_rank_0(communicator, facts, {}):
+        each = slices[i]
+        channel = communicator.duplicate(f"the sparse gradient of {names[i]!r}")
+        sum_rows = telling(communicator, _row_summer(channel, names[i], check))
         with tf.device(HOST_DEVICE), tf.control_dependencies(before):
             indices, values = tf.numpy_function(
                 sum_rows,
@@ -176,9 +183,14 @@ def sum_slices(
             )
         indices.set_shape([None])
         values.set_shape([None, *each.values.shape[1:]])
-        results.append(tf.IndexedSlices(values, indices, each.dense_shape))
+        results[i] = tf.IndexedSlices(values, indices, each.dense_shape)
         before = [values]
-    return results
+    return [results[i] for i in range(len(slices))]
+
+
+def _row_spec(slices: tf.IndexedSlices) -> str:
+    rows, indices = slices.values, slices.indices
+    return f"sparse rows of {rows.shape[1:]} {rows.dtype.name}, {indices.dtype.name} indices"
 
 
 def _row_summer(channel: Communicator, name: str, check: NonFiniteCheck) -> Callable[..., Any]:
@@ -235,8 +247,8 @@ def reduce_in_buckets(
     The numbers are those of the way of a gradient in docs/architecture.md.
 
     Args:
-      tensors: gradients of static shape, in variable order.
-      names: the names of their variables.
+      tensors: gradients of static shape, in variable order. All ranks reduce in rank 0's order.
+      names: the names of their variables; the same on all ranks.
       communicator: all ranks build the same operations on it, in the same order.
       weight: scalar of float64 by which this rank's gradients are multiplied, where it is not 1.
       after: the sums of earlier calls in this graph; what waits for other ranks waits one after
@@ -256,8 +268,10 @@ def reduce_in_buckets(
     if communicator.size == 1:
         return _checked_alone(arrived, names, communicator, check), None
     specs = [_spec(tensor, name) for tensor, name in zip(tensors, names)]
-    buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
-    _check_plan(communicator, specs, buckets)
+    bucket_bytes = communicator.transport.options.bucket_bytes
+    facts = [(spec.name, str(spec)) for spec in specs]
+    order = _order_of_rank_0(communicator, facts, {"size of a bucket": f"{bucket_bytes} bytes"})
+    buckets = plan_buckets([specs[i] for i in order], bucket_bytes)
     gradients = communicator.duplicate("gradients")
     reducer: Reducer | InlineReducer
     if communicator.on_one_host:
@@ -271,9 +285,10 @@ def reduce_in_buckets(
     with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
         for number, bucket in enumerate(buckets):
             # one after the other, in the order in which the ranks reduce
-            results = build(number, [arrived[i] for i in bucket.indices], before)
+            parts = [order[i] for i in bucket.indices]
+            results = build(number, [arrived[i] for i in parts], before)
             before = results[:1]
-            for index, result in zip(bucket.indices, results):
+            for index, result in zip(parts, results):
                 result.set_shape(arrived[index].shape)
                 reduced[index] = result
     return [reduced[index] for index in range(len(arrived))], reducer
@@ -404,6 +419,23 @@ def telling(communicator: Communicator, function: Callable[..., Any]) -> Callabl
     return call
 
 
+_SAME_ON_ALL_RANKS = re.compile(
+    r"(.*/)?(Host(AllFinite|AllReduce|Broadcast|GatherSlices)|host_reduce(_\d+)?/(wait|reduce))(_\d+)*$"
+)
+
+
+def is_same_on_all_ranks(op: tf.Operation) -> bool:
+    """Whether an operation is one of these, whose results all ranks have alike.
+
+    Args:
+      op: an operation of a graph.
+
+    Returns:
+      True for a reduction or a broadcast.
+    """
+    return op.type == "PyFunc" and _SAME_ON_ALL_RANKS.match(op.name) is not None
+
+
 def _launcher(reducer: Reducer, bucket: int) -> Callable[..., Any]:
     def launch(*arrays: Array) -> Any:
         reducer.launch(bucket, arrays)
@@ -421,13 +453,14 @@ def _spec(tensor: tf.Tensor, name: str) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape.as_list()), np.dtype(tensor.dtype.as_numpy_dtype))
 
 
-def _check_plan(
-    communicator: Communicator, specs: Sequence[TensorSpec], buckets: Sequence[Any]
-) -> None:
-    facts = {spec.name: str(spec) for spec in specs}
-    if len(facts) < len(specs):
+def _order_of_rank_0(
+    communicator: Communicator, facts: Sequence[tuple[str, str]], settings: dict[str, str]
+) -> list[int]:
+    """Positions of this rank's gradients in the order of rank 0's, which must be the same ones."""
+    names = [name for name, _ in facts]
+    if len({*names}) < len(names):
         raise CollectiveMismatchError(
-            f"the gradients to reduce name a variable twice: {sorted(s.name for s in specs)}"
+            f"the gradients to reduce name a variable twice: {sorted(names)}"
         )
-    facts["bucket plan"] = str([bucket.indices for bucket in buckets])
-    communicator.check_same(facts, "the gradients to reduce")
+    agreed = communicator.check_same({**settings, **dict(facts)}, "the gradients to reduce")
+    return [names.index(name) for name in agreed if name not in settings]

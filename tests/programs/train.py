@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
 import estimator_ext
+import hostopt
+from estimator_ext.sync_on_read import assign
 
 estimator_ext.install()
 
@@ -32,7 +36,9 @@ SETTINGS = {
     "learning_rate": 0.01,
     "api": "train",  # or "ours", "stock": train_and_evaluate
     "trace": False,
-    "raise_in": "",  # "model_fn", "host_call" or "input_fn"
+    "raise_in": "",  # "model_fn", "host_call" or "input_fn"; "... op": in a step; or "hook"
+    "raise_kind": "ZeroDivisionError",
+    "raise_at": 1,  # call in which it is raised
     "stop_at": 0,  # step after which this rank waits to be killed
     "evaluated_at": 0,  # step after which the chief waits for an evaluator's result
     "max_steps": True,  # False: steps, counted from where training starts
@@ -41,6 +47,7 @@ SETTINGS = {
     "summary_steps": 100,
     "loss_scale": False,  # with a step whose gradient overflows on rank 1, the third
     "clip": 0.0,  # norm to which the reduced gradients are clipped
+    "rotated": False,  # each rank passes its gradients in another order
     "accumulate_steps": 1,
     "sparse_as_dense": False,
     "lengths": [],  # examples of each batch, for each rank; one rank alone takes those of all
@@ -54,6 +61,9 @@ SETTINGS = {
     "nan_at": [],  # rank and step at which the gradients of all but the last layer are NaN
     "nan_loss": False,  # True: the loss is NaN as well, and all gradients
     "leave_out": [],  # batches that are not trained on
+    "desync_check_steps": 1000,
+    "change_at": 0,  # step in which this rank changes its first kernel
+    "catch": False,  # say what error ends the training, and go on
 }
 GLOBAL_BATCH, BATCHES, VOCABULARY = 12, 7, 20
 
@@ -153,9 +163,59 @@ class AskToStop(tf.estimator.SessionRunHook):
             run_context.request_stop()
 
 
+class ChangeKernel(tf.estimator.SessionRunHook):
+    """Changes a variable of this rank alone before a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def before_run(self, run_context: object) -> None:
+        self._step -= 1
+        if self._step == 0:
+            kernel = tf.compat.v1.trainable_variables()[0]
+            value = run_context.session.run(kernel)
+            assign(run_context.session, kernel, value + 1)
+
+
+class RaiseInHook(tf.estimator.SessionRunHook):
+    """Raises before a step, or after it."""
+
+    def __init__(self, settings: dict) -> None:
+        self._settings = settings
+
+    def before_run(self, run_context: object) -> None:
+        maybe_raise(self._settings, "hook")
+
+    def after_run(self, run_context: object, run_values: object) -> None:
+        maybe_raise(self._settings, "hook after a step")
+
+
 def maybe_raise(settings: dict, where: str) -> None:
     if settings["raise_in"] == where:
-        raise ZeroDivisionError(f"raised in {where}")
+        settings["raise_at"] -= 1
+        if settings["raise_at"] == 0:
+            raise ERRORS[settings["raise_kind"]](f"raised in {where}")
+
+
+ERRORS = {
+    "ZeroDivisionError": ZeroDivisionError,
+    "StopIteration": StopIteration,
+    "UnavailableError": lambda text: tf.errors.UnavailableError(None, None, text),
+}
+
+
+def raising(tensor: tf.Tensor, settings: dict, where: str) -> tf.Tensor:
+    """A tensor that goes through a Python function, which may raise."""
+
+    def call(array: np.ndarray) -> np.ndarray:
+        maybe_raise(settings, where)
+        return array
+
+    if settings["raise_in"] != where:
+        return tensor
+    result = tf.numpy_function(call, [tensor], tensor.dtype)
+    result.set_shape(tensor.shape)
+    return result
 
 
 def arrays(dtype: str, model: str) -> tuple[np.ndarray, np.ndarray]:
@@ -171,20 +231,14 @@ def arrays(dtype: str, model: str) -> tuple[np.ndarray, np.ndarray]:
 
 def make_input_fn(settings: dict):
     def broken(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        def call(array: np.ndarray) -> np.ndarray:
-            maybe_raise(settings, "input_fn")
-            return array
-
-        held = tf.numpy_function(call, [x], x.dtype)
-        held.set_shape(x.shape)
-        return held, y
+        return raising(x, settings, "input_fn"), y
 
     def input_fn(input_context: tf.distribute.InputContext):
         if settings["lengths"]:
             return uneven_dataset(settings, input_context)
         x, y = arrays(settings["dtype"], settings["model"])
         if settings["raise_in"] == "input_fn":  # while training, not while the graph is built
-            return tf.data.Dataset.from_tensors((x[0], y[0])).map(broken)
+            return tf.data.Dataset.from_tensors((x[0], y[0])).repeat().map(broken)
         ranks = input_context.num_input_pipelines
         assert input_context.num_replicas_in_sync == ranks
         rows = GLOBAL_BATCH // ranks
@@ -306,6 +360,11 @@ def make_model_fn(settings: dict, optimizer_name: str):
         logits = layers.Dense(2, dtype=dtype)(x)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
         loss = tf.reduce_sum(losses) / tf.cast(tf.size(labels), losses.dtype)
+        called = raising(loss, settings, "model_fn op")
+        if settings["raise_in"] == "branch":
+            called = tf.cond(loss > 0, lambda: raising(loss, settings, "branch"), lambda: loss)
+        with tf.control_dependencies([called]):
+            loss = tf.identity(loss)
         if mode == tf.estimator.ModeKeys.EVAL:
             accuracy = tf.compat.v1.metrics.accuracy(labels, tf.argmax(logits, 1))
             return estimator_ext.EstimatorSpec(mode, loss=loss, eval_metric_ops={"acc": accuracy})
@@ -339,10 +398,16 @@ def make_model_fn(settings: dict, optimizer_name: str):
 
         def host_model_fn(*gradients: tf.Tensor) -> tf.Operation:
             maybe_raise(settings, "host_call")
+            pairs = list(zip(gradients, variables))
+            pairs[0] = raising(pairs[0][0], settings, "host_call op"), pairs[0][1]
+            if settings["rotated"]:
+                rank = tf.distribute.get_strategy().extended.input_context().input_pipeline_id
+                pairs = pairs[rank:] + pairs[:rank]
             if settings["clip"]:
-                pairs = estimator_ext.reduce_gradients(zip(gradients, variables))
-                gradients, _ = tf.clip_by_global_norm([g for g, _ in pairs], settings["clip"])
-            return optimizer.apply_gradients(zip(gradients, variables))
+                pairs = estimator_ext.reduce_gradients(pairs)
+                clipped, _ = tf.clip_by_global_norm([g for g, _ in pairs], settings["clip"])
+                pairs = [(gradient, v) for gradient, (_, v) in zip(clipped, pairs)]
+            return optimizer.apply_gradients(pairs)
 
         gradients = [g for g, _ in optimizer.compute_gradients(loss, var_list=variables)]
         with tf.control_dependencies(updates):
@@ -364,7 +429,13 @@ def main(settings: dict) -> None:
         collective_timeout_s=settings["collective_timeout_s"],
         communication=settings["communication"],
         nonfinite=settings["nonfinite"],
+        desync_check_steps=settings["desync_check_steps"],
     )
+    with contextlib.closing(strategy):
+        train_all(strategy, settings)
+
+
+def train_all(strategy, settings: dict) -> None:
     for name in settings["optimizers"]:
         # Keras layers take their seeds from here; the broadcast must hide what rank 1 has
         tf.keras.utils.set_random_seed(1 if strategy.cluster.is_chief else 2)
@@ -401,13 +472,16 @@ def main(settings: dict) -> None:
             )
         if settings["asking"] is not None and settings["asking"] == strategy.cluster.rank:
             hooks.append(AskToStop(5))
+        if settings["raise_in"].startswith("hook"):
+            hooks.append(RaiseInHook(settings))
+        if settings["change_at"]:
+            hooks.append(ChangeKernel(settings["change_at"]))
         if settings["stop_at"]:
             hooks.append(StopHere(settings["stop_at"]))
         if settings["evaluated_at"] and strategy.cluster.is_chief:
             eval_dir = Path(estimator.eval_dir())
             hooks.append(AwaitEvaluation(settings["evaluated_at"], eval_dir))
         train(estimator, make_input_fn(settings), hooks, settings)
-    strategy.close()
 
 
 def train(estimator, input_fn, hooks, settings: dict) -> None:
@@ -429,6 +503,18 @@ if __name__ == "__main__":
     chosen: dict = {}
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
+    index = str(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
     for run in chosen.pop("runs", [{}]):  # one after the other, each with settings of its own
-        assert not {*chosen, *run} - set(SETTINGS), (chosen, run)
-        main({**SETTINGS, **chosen, **run})
+        settings = {**chosen, **run, **run.get("own", {}).get(index, {})}  # "own": of some ranks
+        settings.pop("own", None)
+        assert not set(settings) - set(SETTINGS), settings
+        try:
+            main({**SETTINGS, **settings})
+        except Exception as error:
+            if not settings.get("catch"):
+                raise
+            code = error.exit_code if isinstance(error, hostopt.HostOptError) else 1
+            caught = {"code": code, "text": traceback.format_exc(), "message": str(error)}
+            print("CAUGHT", json.dumps(caught), flush=True)
+        else:
+            print("CAUGHT", json.dumps(None), flush=True)

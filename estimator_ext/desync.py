@@ -1,0 +1,97 @@
+"""Now and then the ranks compare what should be the same on all of them: their variables."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+
+__all__: list[str] = []
+
+_NO_NUMBERS = (tf.string, tf.resource, tf.variant)
+
+
+class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
+    """Ends the training where a variable has other bits on another rank; before what saves it.
+
+    All ranks must have it.
+
+    Args:
+      communicator: a communicator of its own (a `duplicate`).
+      variables: those that are the same on all ranks, which all ranks have in the same order.
+      every_steps: how often to compare, the same on all ranks.
+      steps_per_run: steps in each run of the session.
+    """
+
+    def __init__(
+        self,
+        communicator: hostopt.Communicator,
+        variables: Sequence[tf.Variable],
+        every_steps: int,
+        steps_per_run: int,
+    ) -> None:
+        self._communicator = communicator
+        self._variables = [v for v in variables if v.dtype.base_dtype not in _NO_NUMBERS]
+        self._every_steps = every_steps
+        self._steps_per_run = steps_per_run
+        self._step = 0
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Note the step from which all ranks count.
+
+        Args:
+          session: the session of this rank.
+          coord: not used.
+        """
+        del coord
+        # counted from here: the ranks would take part at different steps if this is what differs
+        self._step = int(session.run(tf.compat.v1.train.get_global_step()))
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Compare, where it is time.
+
+        Args:
+          run_context: of this step.
+          run_values: not used.
+
+        Raises:
+          hostopt.CollectiveMismatchError: a variable differs.
+          hostopt.HostOptError: a rank failed, left or timed out.
+        """
+        del run_values
+        before, self._step = self._step, self._step + self._steps_per_run
+        if self._step // self._every_steps == before // self._every_steps:
+            return
+        # one after the other: all at once would be a second copy of model and slots in memory
+        own = [_checksum(run_context.session.run(variable)) for variable in self._variables]
+        what = f"the checksums of the variables after step {self._step}"
+        checksums = self._communicator.all_gather(np.array(own, np.uint32), what)
+        differs = checksums != checksums[0]
+        if differs.any():
+            raise self._error(differs)
+
+    def _error(self, differs: Any) -> hostopt.CollectiveMismatchError:
+        tasks = self._communicator.transport.cluster.ring
+        names = [v.op.name for v, any_ in zip(self._variables, differs.any(0)) if any_]
+        ranks = [rank for rank, any_ in enumerate(differs.any(1)) if any_]
+        more = f" and {len(names) - 1} more differ" if len(names) > 1 else " differs"
+        return hostopt.CollectiveMismatchError(
+            f"after step {self._step} variable {names[0]!r}{more} between rank 0 ({tasks[0]}) and "
+            f"{', '.join(f'rank {rank} ({tasks[rank]})' for rank in ranks)}, where all ranks "
+            "should have the same values. Look for what changes it besides reduced gradients, "
+            "such as a hook of one rank, and resume from a checkpoint of an earlier step; "
+            "desync_check_steps=0 compares nothing",
+            rank=ranks[0],
+            task=tasks[ranks[0]].name,
+            address=tasks[ranks[0]].address,
+            step=self._step,
+        )
+
+
+def _checksum(value: Any) -> int:
+    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))

@@ -1,0 +1,92 @@
+"""The check of variables over ranks by itself: when it compares, and what it says."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import Spawn
+
+import hostopt
+from estimator_ext.desync import DesyncCheckHook
+
+pytestmark = [pytest.mark.tensorflow]
+
+
+class Values:
+    """A session in which variables have given values, and global_step counts."""
+
+    def __init__(self, step: int, values: dict[str, Any]) -> None:
+        self.step, self.values = step, values
+
+    def run(self, variable: tf.Variable) -> Any:
+        name = variable.op.name
+        return np.int64(self.step) if name == "global_step" else self.values[name]
+
+
+def checked_steps(
+    communicator: hostopt.Communicator, start: int, every: int, per_run: int, values: Any
+) -> list[int]:
+    """The steps up to 12 after which the variables have been compared, to the first difference."""
+    with tf.Graph().as_default():
+        variables = [tf.compat.v1.get_variable(n, v.shape, v.dtype) for n, v in values(0).items()]
+        words = tf.compat.v1.get_variable("words", initializer=tf.constant(["a"]))
+        tf.compat.v1.train.create_global_step()
+        session = Values(start, values(start))
+        hook = DesyncCheckHook(communicator, [*variables, words], every, per_run)
+        hook.after_create_session(session, None)
+        found = []
+        for step in range(start + per_run, 13, per_run):
+            session.values = values(step)
+            before = next(communicator._steps)
+            hook.after_run(types.SimpleNamespace(session=session), None)
+            if next(communicator._steps) > before + 1:
+                found.append(step)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("start", "every", "per_run", "expected"),
+    [
+        (0, 1, 1, list(range(1, 13))),
+        (0, 5, 1, [5, 10]),
+        (7, 5, 1, [10]),
+        (0, 4, 3, [6, 9, 12]),  # the first runs that reach 4, 8 and 12
+        (0, 1000, 1, []),
+    ],
+)
+def test_the_ranks_compare_after_the_same_steps(
+    spawn_inproc: Spawn, start: int, every: int, per_run: int, expected: list[int]
+) -> None:
+    def work(communicator: hostopt.Communicator) -> list[int]:
+        return checked_steps(communicator, start, every, per_run, lambda _: {"a": np.zeros(3)})
+
+    assert spawn_inproc(2, work) == [expected] * 2
+
+
+def test_the_first_variable_and_the_ranks_that_differ_are_named(spawn_inproc: Spawn) -> None:
+    def work(communicator: hostopt.Communicator) -> Any:
+        def values(step: int) -> dict[str, Any]:
+            changed = 1.0 if communicator.rank in (1, 3) and step >= 5 else 0.0
+            bits = np.nextafter(np.float32(0), np.float32(1)) * changed
+            return {
+                "a": np.zeros((2, 3), np.float32).T,
+                "b": np.full(4, bits, np.float32),  # the last bit
+                "c": np.array(changed > 0 and communicator.rank == 3),
+            }
+
+        with pytest.raises(hostopt.CollectiveMismatchError) as caught:
+            checked_steps(communicator, 0, 3, 1, values)
+        return caught.value
+
+    errors = spawn_inproc(4, work)
+    assert len({str(error) for error in errors}) == 1
+    message = str(errors[0])
+    assert "after step 6 variable 'b' and 1 more differ between rank 0 (worker:0, " in message
+    assert "and rank 1 (worker:1, " in message
+    assert "rank 3 (worker:3, " in message
+    assert "rank 2" not in message
+    assert {(error.rank, error.step) for error in errors} == {(1, 6)}

@@ -1,0 +1,191 @@
+"""What a step does to variables, in words: equal where ranks do the same, different where not."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import estimator_ext
+from estimator_ext.fingerprint import Updates, read_updates
+from hostopt.tensorflow import ops
+
+estimator_ext.install()
+
+pytestmark = [pytest.mark.tensorflow]
+
+v1 = tf.compat.v1
+Apply = Callable[[Any, Any], Any]
+
+
+def reduced(gradient: tf.Tensor) -> tf.Tensor:
+    """A gradient as it comes from the other ranks."""
+    result = tf.numpy_function(lambda x: x, [gradient], gradient.dtype, name="HostAllReduce")
+    assert ops.is_same_on_all_ranks(result.op)
+    result.set_shape(gradient.shape)
+    return result
+
+
+def built(apply: Apply, seed: int = 1, first: str = "") -> Updates:
+    """The updates of a small model, whose gradients `apply` applies to its variables."""
+    with tf.Graph().as_default():
+        v1.set_random_seed(seed)
+        for _ in range(seed):  # names that are made up differ
+            tf.constant(1.0, name=first or None)
+        dataset = tf.data.Dataset.from_tensors(np.full([2, 3], seed, np.float32))
+        x = v1.data.make_one_shot_iterator(dataset).get_next()
+        noise = tf.random.normal([2, 3], seed=seed)
+        data = {x.op, noise.op}
+        step = v1.train.get_or_create_global_step()
+        kernel = v1.get_variable("kernel", [3, 1], initializer=v1.ones_initializer())
+        bias = v1.get_variable("bias", [1], initializer=v1.zeros_initializer())
+        average = v1.get_variable("average", [3], trainable=False)
+        copy = v1.get_variable("copy", [3], trainable=False)
+        v1.get_variable("unused", [1])
+        loss = tf.reduce_mean(tf.matmul(tf.nn.dropout(x + noise, 0.5), kernel) + bias)
+        gradients = [reduced(gradient) for gradient in tf.gradients(loss, [kernel, bias])]
+        average_op = average.assign(tf.reduce_mean(x, 0), read_value=False)
+        with tf.control_dependencies([average_op]):
+            copy_op = copy.assign(average, read_value=False)
+        with tf.control_dependencies([average_op, copy_op]):
+            pairs = list(zip(gradients, [kernel, bias]))
+            return read_updates(apply(pairs, step), data)
+
+
+def adam(rate: Any = 0.001, beta: float = 0.9) -> Apply:
+    return lambda pairs, step: v1.train.AdamOptimizer(rate, beta).apply_gradients(pairs, step)
+
+
+def sgd(rate: Callable[[Any], Any]) -> Apply:
+    def apply(pairs: Any, step: Any) -> Any:
+        return v1.train.GradientDescentOptimizer(rate(step)).apply_gradients(pairs, step)
+
+    return apply
+
+
+def momentum(value: float, nesterov: bool) -> Apply:
+    optimizer = v1.train.MomentumOptimizer
+    return lambda pairs, step: optimizer(0.1, value, use_nesterov=nesterov).apply_gradients(
+        pairs, step
+    )
+
+
+def clipped(norm: float) -> Apply:
+    def apply(pairs: Any, step: Any) -> Any:
+        gradients, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], norm)
+        return adam()(list(zip(gradients, [variable for _, variable in pairs])), step)
+
+    return apply
+
+
+def scaled(rate: float, growth_steps: int = 10) -> Apply:
+    """Updates in a branch, as of a step that is left out where a gradient is not finite."""
+
+    def apply(pairs: Any, step: Any) -> Any:
+        optimizer = v1.train.AdamOptimizer(rate)
+        wrapped = estimator_ext.LossScaleOptimizer(optimizer, growth_steps=growth_steps)
+        return wrapped.apply_gradients(pairs, step)
+
+    return apply
+
+
+def looped(times: int) -> Apply:
+    """A rate that a loop computes."""
+
+    def rate(step: Any) -> Any:
+        del step
+        return tf.while_loop(lambda i, r: i < times, lambda i, r: (i + 1, r * 0.9), (0, 0.1))[1]
+
+    return sgd(rate)
+
+
+def sparse(rate: float) -> Apply:
+    def apply(pairs: Any, step: Any) -> Any:
+        (gradient, variable), _ = pairs
+        slices = tf.IndexedSlices(gradient, tf.constant([0, 1, 2]), [3, 1])
+        return v1.train.GradientDescentOptimizer(rate).apply_gradients([(slices, variable)], step)
+
+    return apply
+
+
+def exponential(decay_steps: int) -> Apply:
+    return sgd(lambda step: v1.train.exponential_decay(0.1, step, decay_steps, 0.9))
+
+
+def piecewise(boundary: int) -> Apply:
+    return sgd(lambda step: v1.train.piecewise_constant(step, [boundary], [0.1, 0.01]))
+
+
+KINDS: dict[str, tuple[Apply, Apply, list[str]]] = {
+    "optimizer": (adam(), momentum(0.9, False), ["ApplyAdam(", "ApplyMomentum("]),
+    "learning rate": (adam(0.001), adam(0.01), ["lr=0.001,", "lr=0.01,"]),
+    "beta": (adam(beta=0.9), adam(beta=0.8), ["beta1=0.9,", "beta1=0.8,"]),
+    "momentum": (momentum(0.9, False), momentum(0.8, False), ["momentum=0.9", "momentum=0.8"]),
+    "nesterov": (momentum(0.9, False), momentum(0.9, True), ["", ", use_nesterov)"]),
+    "clip norm": (clipped(1.0), clipped(5.0), ["Mul(1.0, Min", "Mul(5.0, Min"]),
+    "decay": (
+        exponential(100),
+        exponential(200),
+        ["'global_step', 100", "'global_step', 200"],
+    ),
+    "piecewise": (piecewise(100), piecewise(200), ["'global_step', 100", "'global_step', 200"]),
+    "rate in a branch": (scaled(0.1), scaled(0.2), ["lr=0.1,", "lr=0.2,"]),
+    "rate of a loop": (looped(3), looped(4), [", 3)", ", 4)"]),
+    "rate of slices": (sparse(0.5), sparse(0.25), ["0.5", "0.25"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_update_has_another_text_which_shows_the_difference(kind: str) -> None:
+    *pair, shown = KINDS[kind]
+    first, second = (built(apply).texts["kernel"] for apply in pair)
+    assert first != second
+    assert shown[0] in first
+    assert shown[1] in second
+    assert not shown[0] or shown[0] not in second
+    assert shown[1] not in first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_seeds_and_data_do_not_count(kind: str) -> None:
+    apply = KINDS[kind][0]
+    assert built(apply).texts == built(apply, seed=7, first="more").texts
+
+
+def test_a_text_says_what_is_done_with_which_numbers() -> None:
+    update = (
+        "ResourceApplyAdam(beta1_power='beta1_power', beta2_power='beta2_power', lr=0.001, "
+        "beta1=0.9, beta2=0.999, epsilon=1e-08, grad=reduced)"
+    )
+    assert built(adam()).texts == {
+        "average": "AssignVariableOp(value=data)",
+        "copy": "AssignVariableOp(value=data)",
+        "beta1_power": "AssignVariableOp(value=Mul('beta1_power', 0.9))",
+        "beta2_power": "AssignVariableOp(value=Mul('beta2_power', 0.999))",
+        "global_step": "AssignAddVariableOp(value=1)",
+        "kernel": update,
+        "bias": update,
+    }
+
+
+def test_a_long_text_is_shortened_and_still_tells_the_difference() -> None:
+    def rate(last: float) -> Apply:
+        factors = [0.5] * 200 + [last]
+        return sgd(lambda step: tf.add_n([tf.cast(step, tf.float32) * f for f in factors]))
+
+    first, second = (built(rate(last)).texts["kernel"] for last in (0.5, 0.25))
+    assert first != second
+    assert max(len(first), len(second)) < 600
+
+
+def test_variables_that_take_in_data_may_differ_by_rank_and_others_may_not() -> None:
+    def unreduced(pairs: Any, step: Any) -> Any:
+        local = [(gradient.op.inputs[0], variable) for gradient, variable in pairs]
+        return adam()(local, step)
+
+    slots = ["bias/Adam", "bias/Adam_1", "kernel/Adam", "kernel/Adam_1"]
+    mirrored = sorted(["beta1_power", "beta2_power", "bias", "global_step", "kernel", *slots])
+    for apply in (adam(), unreduced):  # what is trained must not differ, whatever is done to it
+        assert [variable.op.name for variable in built(apply).mirrored] == mirrored
