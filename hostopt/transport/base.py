@@ -98,7 +98,8 @@ class Transport(abc.ABC):
         self.traffic = Traffic()
         self.mailbox = Mailbox(cluster, options, self._on_stall)
         self.recorder = FlightRecorder(self.rank, options.debug_dir)
-        self.mailbox.on_failure(self._write_record)
+        if self.size > 1:
+            self.mailbox.on_failure(self._write_record)
         self.timeline: Timeline | None = None  # where messages are shown
         self._channels = itertools.count(1)
 
