@@ -24,7 +24,7 @@ mnist: $(STAMP)
 		--model-dir mnist_model/$$(date +%Y%m%d-%H%M%S) $(MNIST_ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "(tensorflow or faults) and not netns"
+	$(BIN)/python -m pytest -m "tensorflow and not faults"
 
 # what breaks, and what the others say of it; minutes, as much of it is waiting for deadlines
 test-faults: $(STAMP)
@@ -38,8 +38,9 @@ test-netns: $(STAMP)
 test-core: $(STAMP)
 	$(BIN)/python -m pytest tests/test_equality.py tests/test_training.py \
 		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
-		tests/test_installing.py tests/test_grpc.py \
-		tests/test_faults_ring.py
+		tests/test_installing.py tests/test_grpc.py tests/test_disagreement.py \
+		tests/test_user_errors.py tests/test_nonfinite.py tests/test_faults_ring.py \
+		tests/test_faults_training.py
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
 test-matrix:
