@@ -61,3 +61,12 @@ def _wait_for_all(directory: Path) -> None:
         if time.monotonic() > deadline_s:
             raise TimeoutError("the other process did not start")
         time.sleep(0.001)
+
+
+def leave_checks_out() -> None:
+    """Take out of hostopt, in this process, what it looks at and notes in each step."""
+    from hostopt import flight_recorder, inline_reducer, lane, reducer
+
+    for module in (inline_reducer, lane, reducer):
+        module.all_finite = lambda values: True  # type: ignore[attr-defined]
+    flight_recorder.FlightRecorder.note = lambda *arguments: None  # type: ignore[method-assign]

@@ -1,0 +1,109 @@
+"""What the checks of every step cost: MNIST with and without them, in interleaved rounds."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import common
+
+HERE = Path(__file__).resolve().parent
+RANK = HERE.parent / "mnist_scaling" / "rank.py"
+STEPS = {64: 1000, 512: 400}  # that are timed
+# five times as often as by default, so that each run has some
+_ON = {"HOSTOPT_DESYNC_CHECK_STEPS": "200"}
+_OFF = {"HOSTOPT_DESYNC_CHECK_STEPS": "0", "HOSTOPT_CHECKSUM": "false"}
+SYSTEMS: dict[str, tuple[str, dict[str, str]]] = {
+    "memory": ("shared memory, checked", {**_ON, "HOSTOPT_COMMUNICATION": "auto"}),
+    "memory-off": ("shared memory, unchecked", {**_OFF, "HOSTOPT_COMMUNICATION": "auto"}),
+    "grpc": ("gRPC, checked", {**_ON, "HOSTOPT_COMMUNICATION": "grpc"}),
+    "grpc-off": ("gRPC, unchecked", {**_OFF, "HOSTOPT_COMMUNICATION": "grpc"}),
+    "grpc-checksum": (
+        "gRPC, checked, with checksums of the data",
+        {**_ON, "HOSTOPT_COMMUNICATION": "grpc", "HOSTOPT_CHECKSUM": "true"},
+    ),
+}
+_PAIRS = {"memory": "memory-off", "grpc": "grpc-off", "grpc-checksum": "grpc-off"}
+_TIMEOUT_S = 400.0
+
+
+def measure(system: str, hidden: int, steps: int) -> float:
+    """Run two workers once.
+
+    Args:
+      system: one of SYSTEMS.
+      hidden: units of the dense layer.
+      steps: how many are timed.
+
+    Returns:
+      Steps per second of each worker, the mean of both.
+
+    Raises:
+      BenchmarkError: a worker failed.
+    """
+    worker: list[object] = [sys.executable, RANK, "--system", "hostopt", "--hidden", hidden]
+    worker += ["--steps", steps]
+    if system.endswith("-off"):
+        worker.append("--unchecked")
+    environ = {**common.SAME_THREADS, **SYSTEMS[system][1]}
+    with tempfile.TemporaryDirectory() as meeting:
+        command = common.hostopt_run(2, *worker, "--meeting", meeting)
+        results = common.results_in(common.run(command, _TIMEOUT_S, environ), 2)
+    return sum(result["steps_per_s"] for result in results) / 2
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Medians, and what checks cost: the median of the rounds' own ratios."""
+    found = results["steps_per_s"]
+    rows = []
+    for system, (title, _) in SYSTEMS.items():
+        cells = [f"{common.median(rates[system]):.1f}" for rates in found.values()]
+        if system in _PAIRS:
+            for number, rates in enumerate(found.values()):
+                cells[number] += f" ({_cost(rates[system], rates[_PAIRS[system]])})"
+        rows.append([title, *cells])
+    return common.table(["steps/s (cost)", *(f"U = {u}" for u in found)], rows)
+
+
+def _cost(checked: list[float], unchecked: list[float]) -> str:
+    ratios = [1.0 - on / off for on, off in zip(checked, unchecked)]
+    return f"{100 * common.median(ratios):.1f} %"
+
+
+def paint(results: dict[str, Any], axes: Any) -> None:
+    found = results["steps_per_s"]
+    shares = {
+        SYSTEMS[system][0]: [
+            common.median([on / off for on, off in zip(rates[system], rates[pair])])
+            for rates in found.values()
+        ]
+        for system, pair in _PAIRS.items()
+    }
+    common.bars(axes, [f"U = {u}" for u in found], shares)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("share of the speed without checks")
+    axes.set_title("MNIST network, 2 workers on one machine")
+
+
+def main() -> None:
+    parser = common.parser(__doc__, HERE)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="U")
+    args = parser.parse_args()
+    found = {}
+    for hidden in args.hidden:
+        measures = {
+            system: functools.partial(measure, system, hidden, STEPS.get(hidden, 150))
+            for system in SYSTEMS
+        }
+        found[hidden] = common.in_rounds(measures, args.rounds, f"U = {hidden}")
+    results = {"machine": common.machine(), "threads": common.SAME_THREADS, "steps_per_s": found}
+    common.publish(results, args, tables, paint)
+
+
+if __name__ == "__main__":
+    main()
