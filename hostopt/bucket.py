@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hostopt.finite import PIECE, all_within
 from hostopt.ring import Array
 
 __all__: list[str] = []
@@ -86,14 +87,15 @@ class Bucket:
         return [0, *itertools.accumulate(sizes[:-1])]
 
     def new_buffer(self) -> Array:
-        """Allocate a flat buffer, aligned, with zeros in the gaps.
+        """Allocate a flat buffer, aligned, with zeros in the gaps and room for a mark at its end.
 
         Returns:
-          Array of shape [nbytes / itemsize].
+          Array of shape [(nbytes + 64) / itemsize].
         """
-        raw = np.zeros(self.nbytes + ALIGNMENT_BYTES, np.uint8)
+        nbytes = self.nbytes + ALIGNMENT_BYTES
+        raw = np.zeros(nbytes + ALIGNMENT_BYTES, np.uint8)
         start = -raw.ctypes.data % ALIGNMENT_BYTES
-        return raw[start : start + self.nbytes].view(self.dtype)
+        return raw[start : start + nbytes].view(self.dtype)
 
     def views(self, buffer: Array) -> list[Array]:
         """Each gradient's part of a flat buffer.
@@ -109,15 +111,25 @@ class Bucket:
             for start, spec in zip(self.starts, self.specs)
         ]
 
-    def pack(self, arrays: Sequence[Array], buffer: Array) -> None:
+    def pack(self, arrays: Sequence[Array], buffer: Array, limit: float = math.inf) -> bool:
         """Copy gradients into a flat buffer.
 
         Args:
           arrays: arrays with the shapes of `specs`, in packing order.
           buffer: array from `new_buffer`.
+          limit: how large values are expected to be.
+
+        Returns:
+          Whether all of them are within the limit, as `all_within` finds.
         """
+        within = True
         for view, array in zip(self.views(buffer), arrays):
-            np.copyto(view, array)
+            flat, values = view.reshape(-1), np.asarray(array).reshape(-1)
+            for start in range(0, flat.size, PIECE):
+                piece = flat[start : start + PIECE]
+                np.copyto(piece, values[start : start + PIECE])
+                within = all_within(piece, limit) and within  # while it is in the cache
+        return within
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:

@@ -16,7 +16,7 @@ from hostopt.bucket import Bucket, BufferPool, title
 from hostopt.communicator import Communicator, ReduceOp
 from hostopt.compression import new_wire_format
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
-from hostopt.finite import all_finite, troubles
+from hostopt.finite import all_finite, safe_limit, troubles
 from hostopt.nonfinite import NonFiniteCheck
 from hostopt.record import BucketRecord
 from hostopt.ring import Array, Operation
@@ -27,6 +27,9 @@ __all__: list[str] = []
 
 class Reducer:
     """Sums buckets over the ranks, in bucket order on every rank.
+
+    Behind its gradients each rank sends a mark: 0 where they are so small that the sum is finite
+    for certain. Where the sum of the marks is 0 nobody has to look at that of the gradients.
 
     A communication thread hands them on one by one, and the network hides behind backward. Where
     all ranks share memory, `InlineReducer` takes its place.
@@ -54,6 +57,7 @@ class Reducer:
         self._pools = [BufferPool(bucket) for bucket in buckets]
         self._wire_format = new_wire_format(communicator.transport.options.compression)
         self._first_step = 0
+        self._limits = [self._limit(bucket) for bucket in buckets]
         self._under_way: set[int] = set()  # from launch to wait
         self._launched: dict[int, tuple[Array, dict[str, str]]] = {}
         self._reduced: dict[int, Array] = {}
@@ -102,9 +106,10 @@ class Reducer:
             self._under_way.add(bucket)
             buffer = self._pools[bucket].take()
         plan = self._buckets[bucket]
-        plan.pack(arrays, buffer)  # 3. into the flat buffer
+        certain = plan.pack(arrays, buffer, self._limits[bucket])  # 3. into the flat buffer
         # the ring writes over what this rank has: so find out before whether it is to blame
-        own = {} if all_finite(buffer) else troubles(plan.names, arrays)
+        own = {} if certain else troubles(plan.names, arrays)
+        buffer[-1] = 0 if certain else 1
         with self._changed:
             self._launched[bucket] = buffer, own
             self._progress_s = time.monotonic()
@@ -184,7 +189,7 @@ class Reducer:
         plan = self._buckets[index]
         self._check.look(
             operation,
-            all_finite(buffer),
+            not buffer[-1] or all_finite(buffer),  # certain for all ranks, or looked at
             lambda: own,
             lambda: troubles(plan.names, plan.views(buffer)),
             None if wire_format is None else wire_format.name,
@@ -195,6 +200,13 @@ class Reducer:
             self._progress_s = time.monotonic()
             self._record.ring(index, begin_s, end_s)
             self._changed.notify_all()
+
+    def _limit(self, bucket: Bucket) -> float:
+        """How large gradients may be whose sum needs no look, in the ring and on the wire."""
+        dtypes = [bucket.dtype]
+        if self._wire_format is not None and bucket.dtype == np.float32:
+            dtypes.append(self._wire_format.dtype)
+        return min(safe_limit(dtype, self.communicator.size) for dtype in dtypes)
 
     def _never_launched(self, bucket: int) -> CollectiveTimeoutError:
         rank = self.communicator.rank

@@ -14,7 +14,7 @@ from conftest import RankProcesses, Spawn
 from hostopt.bucket import TensorSpec, plan_buckets
 from hostopt.communicator import Communicator
 from hostopt.errors import NonFiniteGradientError
-from hostopt.finite import all_finite, troubles
+from hostopt.finite import all_finite, all_within, safe_limit, troubles
 from hostopt.inline_reducer import InlineReducer
 from hostopt.nonfinite import ALLOW, NonFiniteCheck
 from hostopt.reducer import Reducer
@@ -93,6 +93,27 @@ def test_nothing_and_whole_numbers_are_finite(values: Any) -> None:
 def test_a_nan_among_infinities_is_named() -> None:
     arrays = [np.array([1.0, INF]), np.array([INF, NAN]), np.array(2.0), np.array([[-INF]])]
     assert troubles(list("abcd"), arrays) == {"a": "Inf", "b": "NaN", "d": "Inf"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
+def test_a_value_above_a_limit_is_found_whatever_its_sign(dtype: Any) -> None:
+    for sign in (1, -1):
+        values = np.full(100, -sign, dtype)
+        values[50] = 2 * sign
+        assert all_within(values, 2.0)
+        assert not all_within(values, 1.5)
+        values[50] = NAN * sign
+        assert not all_within(values, INF)
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_sums_of_values_within_the_safe_limit_are_finite(dtype: Any, size: int) -> None:
+    values = np.full(1, safe_limit(np.dtype(dtype), size), dtype)
+    total = values.copy()
+    for _ in range(size - 1):
+        total += values
+    assert all_finite(total)
 
 
 # -- error ---------------------------------------------------------------------------------
