@@ -103,23 +103,23 @@ def test_a_rank_that_comes_again_waits_until_the_others_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answered = threading.Event()
-    check_hello = Meeting.check
+    say_hello, others = Meeting.hello, Options(compression="fp16")
 
-    def check(meeting: Meeting, peer: int, hello: dict[str, Any]) -> None:
-        check_hello(meeting, peer, hello)
-        if meeting not in [transport._meeting for transport in old]:
+    def hello(meeting: Meeting, to: int | None = None) -> dict[str, Any]:
+        if to is not None and meeting is old[1]._meeting:
             answered.set()
+        return say_hello(meeting, to)
 
     with reserved_addresses(2) as addresses, ThreadPoolExecutor() as threads:
         clusters = [Cluster.from_dict(jobs_of(addresses), *task_of(rank)) for rank in range(2)]
         old = list(threads.map(lambda cluster: GrpcTransport(cluster, Options()), clusters))
-        monkeypatch.setattr(Meeting, "check", check)
+        monkeypatch.setattr(Meeting, "hello", hello)
         old[0].close()
-        again = threads.submit(GrpcTransport, clusters[0], Options())
+        again = threads.submit(GrpcTransport, clusters[0], others)
         assert answered.wait(30)  # by the old rank 1, which has not left yet
         assert not again.done()
         old[1].close()
-        other = threads.submit(GrpcTransport, clusters[1], Options())
+        other = threads.submit(GrpcTransport, clusters[1], others)
         ring = [Communicator(again.result(30)), Communicator(other.result(30))]
         sums = threads.map(lambda communicator: communicator.all_reduce(np.ones(3)), ring)
         np.testing.assert_array_equal(list(sums), np.full((2, 3), 2.0))

@@ -415,7 +415,6 @@ class GrpcTransport(Transport):
         if not answer or peer not in meeting.missing:
             return
         hello = json.loads(answer)
-        meeting.check(peer, hello)
         if hello["met"] != meeting.incarnation:  # it is in an earlier ring still
             meeting.reasons[peer] = (
                 "knows an earlier incarnation of this rank, and is to end first"
@@ -423,6 +422,7 @@ class GrpcTransport(Transport):
             await asyncio.sleep(_AGAIN_AFTER_S)
             return
         meeting.reasons.pop(peer, None)
+        meeting.check(peer, hello)
         if meeting.is_another_life(peer, hello["incarnation"]):
             self._forget(peer)
         meeting.incarnations[peer] = hello["incarnation"]
