@@ -27,7 +27,7 @@ from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.session_guard import SessionGuardHook
-from estimator_ext.skipped_updates import WithoutNanHook
+from estimator_ext.skipped_updates import HooksWithoutNan
 from estimator_ext.spec import stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy, loss_is_scaled
@@ -182,7 +182,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             else:
                 first_hooks = [guard, *first_hooks, *agreeing]
             if strategy.options.nonfinite != "error":
-                first_hooks = WithoutNanHook(first_hooks)
+                first_hooks = HooksWithoutNan(first_hooks)
             return self._train_with_estimator_spec(
                 spec, first_hooks, hooks, global_step, saving_listeners
             )

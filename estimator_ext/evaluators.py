@@ -172,6 +172,7 @@ def meet_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[Eva
         )
     options = dataclasses.replace(
         strategy.options,
+        debug_dir=None,  # the ranks that train write there
         collective_timeout_s=max(strategy.options.collective_timeout_s, _SLOWEST_S),
         timeline=None,
     )

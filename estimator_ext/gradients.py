@@ -18,8 +18,7 @@ def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> Grads
     """Reduce gradients over the ranks now, to clip or look at what one worker would have.
 
     The next `apply_gradients` with these variables does not reduce again what is made of the
-    results. For example, in
-    the function of a host_call or in a model_fn with a plain spec:
+    results. For example, in the function of a host_call or in a model_fn with a plain spec:
 
         grads_and_vars = estimator_ext.reduce_gradients(zip(gradients, variables))
         gradients, variables = zip(*grads_and_vars)

@@ -67,7 +67,7 @@ class SkippedUpdates:
         return np.bool_(all(check.finite for check in self._checks))
 
 
-class WithoutNanHook(list[Any]):
+class HooksWithoutNan(list[Any]):
     """A list of hooks to which the stock Estimator adds none that ends a training at a NaN loss.
 
     Those that a user adds stay.

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 __all__: list[str] = []
@@ -62,6 +63,19 @@ class FlightRecorder:
     def note(self, kind: str, peer: int, what: str, tag: Any, nbytes: int = 0) -> None:
         """Keep an event; the arguments are those of `Event`."""
         self._events.append(Event(kind, peer, what, tag, nbytes, time.monotonic()))
+
+    def has_sent(self, peer: int, tag: Sequence[int]) -> bool:
+        """Whether a message to a peer is among the events.
+
+        Args:
+          peer: to whom.
+          tag: which message; the last number, its layout, does not count.
+        """
+        wanted = tuple(tag[:-1])
+        return any(
+            event.kind == "sent" and event.peer == peer and event.tag[:-1] == wanted
+            for event in list(self._events)
+        )
 
     def write(self, facts: dict[str, Any]) -> None:
         """Write the stacks of all threads and the last events into the directory, if there is one.

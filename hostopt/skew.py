@@ -65,6 +65,7 @@ class SkewReports:
           step: the step from which all ranks count.
         """
         self._step, self._since_s = step, time.monotonic()
+        self._reported = (self._reported[0], 1e3 * self._communicator.transport.sending_s())
 
     def send(self, step: int, times: StepTimes) -> None:
         """Report what was measured; on all ranks after the same steps.
@@ -111,22 +112,29 @@ class SkewReports:
         slowest = slowest_rank(waits_ms)
         return Skew(slowest, lag(waits_ms) / max(steps, 1), sends_ms.index(max(sends_ms)))
 
+    def _senders(self) -> Sequence[int]:
+        """The ranks of the ring over the network, in its order: one of each host that shares."""
+        hosts = self._communicator.hosts
+        return range(self._communicator.size) if hosts is None else hosts.leaders
+
     def _tag(self, step: int) -> Tag:
         return Tag(self._communicator.channel, step, _BUCKET)
 
     def _warn(
         self, step: int, waits_ms: Sequence[float], sends_ms: Sequence[float], elapsed_ms: float
     ) -> None:
-        ring, rank, link = self._communicator.transport.cluster.ring, -1, -1
+        ring = self._communicator.transport.cluster.ring
+        senders = self._senders()
+        sent_ms = [sends_ms[rank] for rank in senders]
         suspicion, text = "", ""
         if lag(waits_ms) > _NOTABLE * elapsed_ms:
             rank = slowest_rank(waits_ms)
             percent = 100 * lag(waits_ms) / elapsed_ms
             suspicion = f"rank {rank}"
             text = f"the others wait {percent:.0f} % of the time for rank {rank} ({ring[rank]})"
-        elif is_slow_link(sends_ms, elapsed_ms):
-            link = max(range(len(sends_ms)), key=lambda r: sends_ms[r])
-            following = (link + 1) % len(ring)
+        elif len(senders) > 1 and is_slow_link(sent_ms, elapsed_ms):
+            place = sent_ms.index(max(sent_ms))
+            link, following = senders[place], senders[(place + 1) % len(senders)]
             percent = 100 * sends_ms[link] / elapsed_ms
             suspicion = f"link {link}"
             text = (

@@ -122,7 +122,7 @@ def test_a_slow_link_is_no_error(hosts: Hosts) -> None:
     for process in started:
         assert_exact(process, steps=4)
     warnings = "".join(process.stderr for process in started)
-    assert f"from {hosts.processes.name(VICTIM)}" in warnings
+    assert f"{hosts.processes.name(VICTIM)} is sending it: the link from rank {VICTIM}" in warnings
 
 
 def test_a_ping_that_waits_behind_a_long_message_is_no_error(hosts: Hosts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ def checkpoints(directory: Path) -> dict[int, dict[str, np.ndarray]]:
         variables = {n: reader.get_tensor(n) for n in reader.get_variable_to_shape_map()}
         found[int(index.stem.rpartition("-")[2])] = variables
     return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(ranks: Ranks) -> Iterator[None]:
+    """No process of a test runs at its end, and no shared memory of theirs has a name."""
+    before = set(Path("/dev/shm").glob("hostopt-*"))
+    yield
+    left = [rank.name for rank in ranks.started if rank.process.poll() is None]
+    assert not left, f"still running at the end of the test: {', '.join(left)}"
+    assert not set(Path("/dev/shm").glob("hostopt-*")) - before
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def stand_still_in_user_code(communicator: Communicator) -> None:
     told = threading.Event()
     communicator.transport.mailbox.on_failure(lambda error: told.set())  # after the records' own
     assert told.wait(30)
+    communicator.transport._finish_record()
 
 
 def fail(communicator: Communicator) -> HostOptError | None:
@@ -55,6 +57,15 @@ def test_stacks_and_events_of_every_rank(spawn: Spawn, tmp_path: Path) -> None:
         waits = [wait["what"] for wait in record["waits"]]
         assert [what.startswith("the last (") for what in waits] == [True] * (rank != 1)
     assert [error is None for error in errors] == [False, True, False]
+
+
+def test_a_directory_that_hangs_keeps_the_error_from_nobody(spawn: Spawn, tmp_path: Path) -> None:
+    for rank in range(3):
+        os.mkfifo(tmp_path / f"rank_{rank}.stacks.txt")  # to open it waits for a reader
+    errors = spawn(3, fail, debug_dir=str(tmp_path), collective_timeout_s=1.0)
+    assert [error is None for error in errors] == [False, True, False]
+    for rank in range(3):  # let the threads end
+        os.close(os.open(tmp_path / f"rank_{rank}.stacks.txt", os.O_RDONLY | os.O_NONBLOCK))
 
 
 def test_nothing_is_left_where_all_goes_well(spawn: Spawn, tmp_path: Path) -> None:

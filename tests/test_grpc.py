@@ -23,6 +23,7 @@ from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import event_loop
+from hostopt.transport import grpc as grpc_module
 from hostopt.transport.base import Tag
 from hostopt.transport.frame import FrameWriter, Origin
 from hostopt.transport.grpc import GrpcTransport
@@ -534,6 +535,43 @@ def test_another_process_of_the_same_task_disturbs_nobody(spawn_grpc: Spawn) -> 
         assert communicator.all_reduce(np.ones(3))[0] == 2
 
     spawn_grpc(2, work)
+
+
+def test_a_rank_that_was_started_again_is_found_before_its_connection_breaks(
+    spawn_grpc: Spawn,
+) -> None:
+    # as after a crash of its host, which nobody told the others
+    def work(communicator: Communicator) -> Any:
+        transport = communicator.transport
+        communicator.barrier()
+        if communicator.rank == 1:
+            transport._meeting.incarnation = "77"
+            hello = json.dumps(transport._meeting.hello()).encode()
+            with grpc.insecure_channel(transport.cluster.ring[0].address) as channel:
+                channel.unary_unary("/hostopt.Ring/Hello")(hello, timeout=30)
+        with pytest.raises(PeerLostError) as caught:
+            communicator.broadcast(np.ones(3), root=1 - communicator.rank)
+        return caught.value
+
+    error, _ = spawn_grpc(2, work)
+    assert error.rank == 1
+    assert "incarnation changed" in str(error)
+
+
+def test_a_ring_that_rests_for_long_stays(
+    spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # gRPC leaves connections without calls, after half an hour by default
+    control_options = grpc_module.control_options
+    idle = ("grpc.client_idle_timeout_ms", 1000)
+    monkeypatch.setattr(grpc_module, "control_options", lambda o: [idle, *control_options(o)])
+
+    def work(communicator: Communicator) -> None:
+        for _ in range(30):
+            assert communicator.all_reduce(np.ones(3))[0] == 3
+            threading.Event().wait(0.1)
+
+    spawn_grpc(3, work)
 
 
 def test_frames_that_are_sent_again_are_taken_once(spawn_grpc: Spawn) -> None:

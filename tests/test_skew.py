@@ -94,6 +94,24 @@ def test_ranks_that_are_alike_are_not_named(
     assert not warnings_of(caplog)
 
 
+def test_hosts_whose_ranks_share_memory_send_through_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(communicator: Communicator) -> None:
+        reports = SkewReports(communicator)
+        # ranks 0 and 2 lead their hosts, and the network is as fast for both
+        busy_s = {0: 30.0, 1: 0.0, 2: 29.0, 3: 0.0}[communicator.rank]
+        for step in range(1, 5):
+            sent_s = busy_s * step
+            monkeypatch.setattr(communicator.transport, "sending_s", lambda s=sent_s: s)
+            reports.send(step, StepTimes(step, 0.0, 0.0, 1.0, 0.0, 0.0, float(step)))
+            reports.collect()
+
+    with caplog.at_level(logging.WARNING):
+        Spawn("hosts")(4, work)
+    assert not warnings_of(caplog)
+
+
 def test_a_link_is_named(
     spawn_inproc: Spawn, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

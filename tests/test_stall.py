@@ -43,7 +43,7 @@ def test_all_accuse_the_rank_that_is_stuck(
         assert "collective_timeout_s (1 s)" in str(error)
     assert len({error.root_cause for error in errors}) == 1
     assert f"rank {stuck} (" in str(errors[0].root_cause)
-    warnings = [r.getMessage() for r in caplog.records if " has waited 0." in r.getMessage()]
+    warnings = [r.getMessage() for r in caplog.records if " has waited " in r.getMessage()]
     assert {int(line.split()[1]) for line in warnings} == set(range(size)) - {stuck}
     assert all(f"rank {stuck} (" in line.partition(": ")[2] for line in warnings)
 

@@ -15,16 +15,15 @@ from benchmarks import common
 HERE = Path(__file__).resolve().parent
 RANK = HERE.parent / "mnist_scaling" / "rank.py"
 STEPS = 1000  # that are timed; in one of them the ranks compare their variables
-_ON: dict[str, str] = {}
 _OFF = {"HOSTOPT_DESYNC_CHECK_STEPS": "0", "HOSTOPT_CHECKSUM": "false"}
 SYSTEMS: dict[str, tuple[str, dict[str, str]]] = {
-    "memory": ("shared memory, checked", {**_ON, "HOSTOPT_COMMUNICATION": "auto"}),
+    "memory": ("shared memory, checked", {"HOSTOPT_COMMUNICATION": "auto"}),
     "memory-off": ("shared memory, unchecked", {**_OFF, "HOSTOPT_COMMUNICATION": "auto"}),
-    "grpc": ("gRPC, checked", {**_ON, "HOSTOPT_COMMUNICATION": "grpc"}),
+    "grpc": ("gRPC, checked", {"HOSTOPT_COMMUNICATION": "grpc"}),
     "grpc-off": ("gRPC, unchecked", {**_OFF, "HOSTOPT_COMMUNICATION": "grpc"}),
     "grpc-checksum": (
         "gRPC, checked, with checksums of the data",
-        {**_ON, "HOSTOPT_COMMUNICATION": "grpc", "HOSTOPT_CHECKSUM": "true"},
+        {"HOSTOPT_COMMUNICATION": "grpc", "HOSTOPT_CHECKSUM": "true"},
     ),
 }
 _PAIRS = {"memory": "memory-off", "grpc": "grpc-off", "grpc-checksum": "grpc-off"}
@@ -59,13 +58,17 @@ def tables(results: dict[str, Any]) -> str:
     """Medians, and what checks cost: the median of the rounds' own ratios."""
     found = results["steps_per_s"]
     rows = []
-    for system, (title, _) in SYSTEMS.items():
+    for system in _measured(found):
         cells = [f"{common.median(rates[system]):.1f}" for rates in found.values()]
         if system in _PAIRS:
             for number, rates in enumerate(found.values()):
                 cells[number] += f" ({_cost(rates[system], rates[_PAIRS[system]])})"
-        rows.append([title, *cells])
+        rows.append([SYSTEMS[system][0], *cells])
     return common.table(["steps/s (cost)", *(f"U = {u}" for u in found)], rows)
+
+
+def _measured(found: dict[int, dict[str, list[float]]]) -> list[str]:
+    return [system for system in SYSTEMS if all(system in rates for rates in found.values())]
 
 
 def _cost(checked: list[float], unchecked: list[float]) -> str:
@@ -81,6 +84,7 @@ def paint(results: dict[str, Any], axes: Any) -> None:
             for rates in found.values()
         ]
         for system, pair in _PAIRS.items()
+        if system in _measured(found)
     }
     common.bars(axes, [f"U = {u}" for u in found], shares)
     axes.axhline(1.0, color="black", linewidth=0.8)
@@ -91,6 +95,7 @@ def paint(results: dict[str, Any], axes: Any) -> None:
 def main() -> None:
     parser = common.parser(__doc__, HERE)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="U")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     args = parser.parse_args()
     found = {}
     for hidden in args.hidden:

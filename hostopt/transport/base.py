@@ -8,8 +8,11 @@ and receives is a coroutine, and runs on the loop of the process.
 from __future__ import annotations
 
 import abc
+import contextlib
 import itertools
 import logging
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Union
 
@@ -25,6 +28,8 @@ from hostopt.transport.stall import find_culprit, status_of
 __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
+
+_RECORD_TIMEOUT_S = 1.0
 
 Payload = Union[bytes, memoryview]
 
@@ -98,8 +103,9 @@ class Transport(abc.ABC):
         self.traffic = Traffic()
         self.mailbox = Mailbox(cluster, options, self._on_stall)
         self.recorder = FlightRecorder(self.rank, options.debug_dir)
+        self._record: threading.Thread | None = None
         if self.size > 1:
-            self.mailbox.on_failure(self._write_record)
+            self.mailbox.on_failure(self._start_record)
         self.timeline: Timeline | None = None  # where messages are shown
         self._channels = itertools.count(1)
 
@@ -138,14 +144,17 @@ class Transport(abc.ABC):
             raise
 
     @abc.abstractmethod
-    async def ask(self, peer: int) -> dict[str, Any] | None:
+    async def ask(self, peer: int, waiting: int, tag: Sequence[int]) -> dict[str, Any] | None:
         """Ask a peer what it does.
 
         Args:
           peer: which rank.
+          waiting: rank that waits for it.
+          tag: the message that is waited for.
 
         Returns:
-          Its `stall.status_of`; None where it does not answer soon.
+          Its `stall.status_of`, and in "sent" whether it has sent that message; None where it does
+          not answer soon.
         """
 
     def blocked_sends(self) -> dict[int, float]:
@@ -162,19 +171,32 @@ class Transport(abc.ABC):
     async def _explain(self, wait: Wait, gives_up: bool) -> None:
         """Say who keeps this rank waiting: a warning, or the error that ends the ring."""
         try:
-            culprit = await find_culprit(self, wait.peer)
+            culprit = await find_culprit(self, wait.peer, wait.tag)
         except HostOptError as error:
             self.abort(error)
             return
-        if self.error is not None:
+        has_ended = not any(each is wait for each in self.mailbox.waits())
+        if self.error is not None or (gives_up and has_ended):
             return
         if gives_up:
             self.abort(self.mailbox.timeout(wait, culprit.rank, culprit.text))
+        elif has_ended:
+            _log.warning("%s, and goes on now", self.mailbox.waiting_text(wait))
         else:
             _log.warning("%s: %s", self.mailbox.waiting_text(wait), culprit.text)
 
-    def _write_record(self, error: HostOptError) -> None:
-        self.recorder.write({**status_of(self), "error": error_to_dict(error)})
+    def _start_record(self, error: HostOptError) -> None:
+        """Write the record in a thread: a disk that hangs must not keep the error from others."""
+        facts = {**status_of(self), "error": error_to_dict(error)}
+        self._record = threading.Thread(
+            target=self.recorder.write, args=(facts,), daemon=True, name="hostopt-record"
+        )
+        with contextlib.suppress(RuntimeError):  # no thread starts while Python ends
+            self._record.start()
+
+    def _finish_record(self) -> None:
+        if self._record is not None and self._record.is_alive():
+            self._record.join(_RECORD_TIMEOUT_S)
 
     @property
     def error(self) -> HostOptError | None:

@@ -83,7 +83,6 @@ class FrameReader:
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
         self._next = 0
-        self.ignored = 0  # frames that had come before
 
     def read(self, frame: bytes) -> tuple[Tag, memoryview] | None:
         """Check the next frame, without copying its payload.
@@ -132,7 +131,6 @@ class FrameReader:
             )
         ahead = (number - self._next) % _NUMBERS
         if ahead >= _NUMBERS // 2:
-            self.ignored += 1
             return None
         if ahead:
             raise _error(tag, f"{ahead} frame(s) before it are missing")

@@ -19,12 +19,14 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import enum
 import json
 import logging
 import os
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from hostopt.cluster import Cluster
@@ -70,6 +72,14 @@ _STATUS_TIMEOUT_S = 1.0
 _RANK_DIGITS = 10
 _SILENT = "no answer to ping, its process is frozen, or its host or link is silent"
 _INCARNATION_CHANGED = "incarnation changed, its process was started again"
+
+
+class _Verdict(enum.Enum):
+    """What has become of a peer whose connection broke."""
+
+    GONE = "its process is gone, or another one listens there"
+    SILENT = "it does not answer"
+    LIVES = "it answers"
 
 
 class GrpcTransport(Transport):
@@ -119,6 +129,8 @@ class GrpcTransport(Transport):
         """See `Transport.send`."""
         if self.error is not None:
             raise self.error
+        if self._closed:
+            raise PeerLostError("this rank has left the ring", **self._facts(self.rank))
         facts = {**self._facts(peer), "step": tag.step, "bucket": tag.bucket}
         stream = self._stream(peer)
         self._count(len(payload), HEADER_BYTES)
@@ -174,25 +186,29 @@ class GrpcTransport(Transport):
     # -- losing a peer ---------------------------------------------------------------------
 
     async def _watch(self, peer: int) -> None:
-        """Lose a peer when the connection breaks on which gRPC pings it."""
+        """Lose a peer when the connection breaks on which gRPC pings it, and it has gone."""
         channel, has_been_ready = self._to_peer[peer], False
         while True:
             state = channel.get_state(try_to_connect=True)
             if has_been_ready and state is not grpc.ChannelConnectivity.READY:
-                break
+                error, verdict = await self._examine(peer, "connection reset")
+                if verdict is not _Verdict.LIVES:
+                    await self._lose(peer, error, verdict)
+                    return
             has_been_ready = state is grpc.ChannelConnectivity.READY
             await channel.wait_for_state_change(state)
-        await self._lost(peer, "connection reset")
 
     async def _lost(self, peer: int, why: str) -> None:
-        """The connection to a peer broke, which is no news where the peer says goodbye."""
-        if self._closed or self.mailbox.has_left(peer):
-            return
+        """The stream to or from a peer broke, which is no news where the peer says goodbye."""
+        if not self._closed and not self.mailbox.has_left(peer):
+            await self._lose(peer, *await self._examine(peer, why))
+
+    async def _lose(self, peer: int, error: PeerLostError, verdict: _Verdict) -> None:
+        """Believe that a peer is lost, unless a word of it or of others comes first."""
         life = self._meeting.incarnations.get(peer)
-        last_word = asyncio.sleep(_LAST_WORD_TIMEOUT_S)
-        (error, lives), _ = await asyncio.gather(self._examine(peer, why), last_word)
-        if lives:  # it may not find this one alive: its word, or what others say of it, is first
-            await asyncio.sleep(2 * _LAST_WORD_TIMEOUT_S)
+        # one that lives may not find this one alive: what it says is first
+        words = 3 if verdict is _Verdict.LIVES else 1
+        await asyncio.sleep(words * _LAST_WORD_TIMEOUT_S)
         if self._closed or self.mailbox.has_left(peer):
             return
         if not self._met:
@@ -200,29 +216,33 @@ class GrpcTransport(Transport):
                 _log.warning("before all had met: %s", error)
                 self._forget(peer)
             return
-        if not lives:
+        if verdict is _Verdict.GONE:
             self._gone.add(peer)
         self.abort(error)
 
-    async def _examine(self, peer: int, why: str) -> tuple[PeerLostError, bool]:
+    async def _examine(self, peer: int, why: str) -> tuple[PeerLostError, _Verdict]:
         """Find out why the connection to a peer broke, and whether the peer lives."""
         try:
             status = await self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")(
                 b"{}", timeout=_LAST_WORD_TIMEOUT_S
             )
+            life = json.loads(status)["incarnation"]
         except grpc.aio.AioRpcError as error:
             details = f"{why}, {error.details()}".lower()
             is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if is_silent or any(word in details for word in ("ping", "keepalive")):
-                return self._lost_error(peer, _SILENT), False
-            return self._lost_error(peer, f"connection reset, process gone ({why})"), False
-        if json.loads(status)["incarnation"] != self._meeting.incarnations.get(peer):
-            return self._lost_error(peer, _INCARNATION_CHANGED), False
+                return self._lost_error(peer, _SILENT), _Verdict.SILENT
+            gone = f"connection reset, process gone ({why})"
+            return self._lost_error(peer, gone), _Verdict.GONE
+        except (ValueError, TypeError, KeyError):
+            life = None  # another program listens there
+        if life != self._meeting.incarnations.get(peer):
+            return self._lost_error(peer, _INCARNATION_CHANGED), _Verdict.GONE
         # each of the two finds the other one alive: they name the same one
         ends = sorted((self.rank, peer))
         between = " and ".join(self._name(end) for end in ends)
         found = f"the connection between {between} broke ({why}), though both live"
-        return self._lost_error(ends[1], found, between), True
+        return self._lost_error(ends[1], found, between), _Verdict.LIVES
 
     def _lost_error(self, peer: int, found: str, between: str = "") -> PeerLostError:
         facts, at = self._facts(peer), ""
@@ -328,15 +348,19 @@ class GrpcTransport(Transport):
             await context.abort(code.ALREADY_EXISTS, f"rank {peer} has a stream already")
         return peer
 
-    async def _on_status(self, _: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    async def _on_status(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         status = {"incarnation": self._meeting.incarnation, **status_of(self)}
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # some ask for the rest only
+            question = json.loads(request)
+            status["sent"] = self.recorder.has_sent(question["waiting"], question["tag"])
         return json.dumps(status).encode()
 
-    async def ask(self, peer: int) -> dict[str, Any] | None:
+    async def ask(self, peer: int, waiting: int, tag: Sequence[int]) -> dict[str, Any] | None:
         """See `Transport.ask`."""
+        question = json.dumps({"waiting": waiting, "tag": tag}).encode()
         status = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")
         try:
-            answer: dict[str, Any] = json.loads(await status(b"{}", timeout=_STATUS_TIMEOUT_S))
+            answer: dict[str, Any] = json.loads(await status(question, timeout=_STATUS_TIMEOUT_S))
         except grpc.aio.AioRpcError:
             return None
         return answer
@@ -348,9 +372,10 @@ class GrpcTransport(Transport):
             theirs = json.loads(request)
             peer, incarnation = theirs["rank"], theirs["incarnation"]
             int(incarnation, 16)
+            is_rank = isinstance(peer, int) and peer in self._to_peer
         except (ValueError, TypeError, KeyError):
-            peer = -1
-        if peer not in self._to_peer:
+            is_rank = False
+        if not is_rank:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no rank of this ring")
         meeting = self._meeting
         if meeting.is_another_life(peer, incarnation) and not self.mailbox.has_left(peer):
@@ -367,8 +392,12 @@ class GrpcTransport(Transport):
 
     async def _check_life(self, peer: int, incarnation: str) -> None:
         """Believe that a peer was started again where the one at its address says so."""
-        status = await self.ask(peer)
-        if status is None or status["incarnation"] != incarnation:
+        status = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")
+        try:
+            answer = json.loads(await status(b"{}", timeout=_STATUS_TIMEOUT_S))
+        except grpc.aio.AioRpcError:
+            return
+        if answer["incarnation"] != incarnation:
             return  # a stranger, such as the same task on another host
         if not self._met:
             self._forget(peer)
@@ -401,11 +430,11 @@ class GrpcTransport(Transport):
         self._watches = [asyncio.ensure_future(self._watch(peer)) for peer in self._to_peer]
 
     async def _greet(self, peer: int) -> None:
-        hello = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Hello")
+        call = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Hello")
         meeting = self._meeting
         timeout_s = min(_HELLO_TIMEOUT_S, self.options.rendezvous_timeout_s)
         try:
-            answer = await hello(
+            answer = await call(
                 json.dumps(meeting.hello()).encode(), timeout=timeout_s, wait_for_ready=True
             )
         except grpc.aio.AioRpcError:
@@ -454,6 +483,7 @@ class GrpcTransport(Transport):
             self._closed = True
         atexit.unregister(self.close)
         event_loop.run(self._end())
+        self._finish_record()
 
     async def _end(self) -> None:
         streams = list(self._streams.values())
@@ -498,9 +528,10 @@ class GrpcTransport(Transport):
             note = json.loads(request)
             sender, to, life = note["sender"], note["to"], note["from"]
             error = error_from_dict(note["error"]) if "error" in note else None
+            is_rank = isinstance(sender, int) and sender in self._to_peer
         except (ValueError, TypeError, KeyError):
-            sender = -1
-        if sender not in self._to_peer:
+            is_rank = False
+        if not is_rank:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no goodbye of a peer")
         meeting = self._meeting
         known = to == meeting.incarnation and life == meeting.incarnations.get(sender, life)

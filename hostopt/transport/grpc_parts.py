@@ -28,6 +28,7 @@ END_OF_STREAM = b"end"
 _QUEUED_FRAMES = 4
 _HEADROOM_BYTES = 64 << 10
 _MAX_HTTP2_FRAME_BYTES = (1 << 24) - 1
+_NEVER_MS = (1 << 31) - 1
 
 
 def message_options(options: Options) -> list[tuple[str, int]]:
@@ -72,6 +73,7 @@ def control_options(options: Options) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", int(1e3 * KEEPALIVE_S)),
         ("grpc.keepalive_timeout_ms", ping_timeout_ms),
         ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
+        ("grpc.client_idle_timeout_ms", _NEVER_MS),  # pings are no calls: it would be left
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hostopt.cluster import WORKER, Cluster, Task
@@ -49,9 +50,10 @@ class InprocTransport(Transport):
         self._count(len(payload), 0)
         self._peers[peer].mailbox.put(self.rank, tag, memoryview(bytes(payload)))
 
-    async def ask(self, peer: int) -> dict[str, Any] | None:
+    async def ask(self, peer: int, waiting: int, tag: Sequence[int]) -> dict[str, Any] | None:
         """See `Transport.ask`."""
-        return status_of(self._peers[peer])
+        asked = self._peers[peer]
+        return {**status_of(asked), "sent": asked.recorder.has_sent(waiting, tag)}
 
     def abort(self, error: BaseException) -> None:
         """See `Transport.abort`."""
@@ -67,3 +69,4 @@ class InprocTransport(Transport):
         """See `Transport.close`."""
         for peer in self._peers:
             peer.mailbox.leave(self.rank, "it has closed its communicator")
+        self._finish_record()

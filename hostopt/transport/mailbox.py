@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from hostopt.transport.base import Tag
 
 __all__: list[str] = []
+
+_log = logging.getLogger(__name__)
 
 # How long it may take to find out why a wait has come to its deadline.
 _DIAGNOSIS_S = 5.0
@@ -142,7 +145,8 @@ class Mailbox:
                 return timeout_s + _DIAGNOSIS_S - waited_s
             if waited_s >= warn_after_s:
                 self._on_stall(wait, False)
-                warn_after_s *= 2
+                while waited_s >= warn_after_s:
+                    warn_after_s *= 2
             return min(warn_after_s, timeout_s) - waited_s
 
         with self._noted(wait):
@@ -166,7 +170,10 @@ class Mailbox:
             self._wake(*self._awaited)
             listeners = list(self._on_failure)
         for listener in listeners:
-            listener(error)
+            try:
+                listener(error)
+            except Exception:  # the others must hear of it, and the peers
+                _log.exception("after an error of the ring: %s", error)
         return True
 
     def on_failure(self, listener: Callable[[HostOptError], None]) -> Callable[[], None]:

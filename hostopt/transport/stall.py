@@ -10,6 +10,7 @@ A rank that only named whom it waits for would accuse the wrong one.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hostopt.errors import error_from_dict, error_to_dict
@@ -44,7 +45,12 @@ def status_of(transport: Transport) -> dict[str, Any]:
     """
     now_s = time.monotonic()
     waits = [
-        {"peer": wait.peer, "what": wait.what, "at": str(wait.tag), "for_s": now_s - wait.since_s}
+        {
+            "peer": wait.peer,
+            "what": wait.what,
+            "tag": list(wait.tag),
+            "for_s": now_s - wait.since_s,
+        }
         for wait in transport.mailbox.waits()
     ]
     sends = [
@@ -61,12 +67,13 @@ def status_of(transport: Transport) -> dict[str, Any]:
     }
 
 
-async def find_culprit(transport: Transport, peer: int) -> Culprit:
+async def find_culprit(transport: Transport, peer: int, tag: Sequence[int]) -> Culprit:
     """Follow the waits, beginning with a peer that this rank waits for.
 
     Args:
       transport: this rank's transport, which asks others.
       peer: whom this rank waits for.
+      tag: the message that it waits for.
 
     Returns:
       The rank at the end of the waits.
@@ -78,7 +85,7 @@ async def find_culprit(transport: Transport, peer: int) -> Culprit:
     while True:
         path.append(peer)
         name = f"rank {peer} ({transport.cluster.ring[peer]})"
-        status = await transport.ask(peer)
+        status = await transport.ask(peer, path[-2], tag)
         if status is None:
             return Culprit(
                 peer, f"{text}{name} does not answer: it is frozen, or cannot run Python"
@@ -86,11 +93,11 @@ async def find_culprit(transport: Transport, peer: int) -> Culprit:
         if status["error"]:
             raise error_from_dict(status["error"])
         sends = [send["peer"] for send in status["sends"]]
-        if path[-2] in sends:
+        if path[-2] in sends or status["sent"]:
             link = f"the link from rank {peer} to rank {path[-2]} is slow"
             return Culprit(peer, f"{text}{name} is sending it: {link}")
         if status["waits"]:
-            following = status["waits"][0]["peer"]
+            following, tag = status["waits"][0]["peer"], status["waits"][0]["tag"]
         elif sends:
             following = sends[0]
         else:
