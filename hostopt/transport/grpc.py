@@ -69,6 +69,7 @@ _AGAIN_AFTER_S = 0.05
 # How long a word of the peer may take that says why its connection broke, or that of another rank.
 _LAST_WORD_TIMEOUT_S = 0.5
 _STATUS_TIMEOUT_S = 1.0
+_DROP_AFTER_S = 0.1
 _RANK_DIGITS = 10
 _SILENT = "no answer to ping, its process is frozen, or its host or link is silent"
 _INCARNATION_CHANGED = "incarnation changed, its process was started again"
@@ -114,6 +115,7 @@ class GrpcTransport(Transport):
         if self._checksum is None:
             self._checksum = not all(is_loopback(task.address) for task in cluster.ring)
         self._server: grpc.aio.Server | None = None
+        self.mailbox.on_failure(self._end_sends)
         event_loop.run(self._serve())
         atexit.register(self.close)
         try:
@@ -495,14 +497,24 @@ class GrpcTransport(Transport):
             await asyncio.wait(notes, timeout=GOODBYE_TIMEOUT_S)
         for watch in self._watches:
             watch.cancel()
-        for stream in streams:
-            await stream.close()
-        for channel in self._to_peer.values():
-            await channel.close()
+        closing = [stream.close() for stream in streams]
+        closing += [channel.close() for channel in self._to_peer.values()]
+        closed = [asyncio.ensure_future(each) for each in closing]
+        if closed:
+            await asyncio.wait(closed, timeout=GOODBYE_TIMEOUT_S)
         if self._server is not None:  # peers end their streams when they are told
             stopped = self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stopped, 2 * GOODBYE_TIMEOUT_S)
+
+    def _end_sends(self, error: HostOptError) -> None:
+        """End what waits for a peer to take data, soon after the peers have been told why."""
+        event_loop.start(self._drop_streams())
+
+    async def _drop_streams(self) -> None:
+        await asyncio.sleep(_DROP_AFTER_S)
+        for stream in self._streams.values():
+            stream.cancel()
 
     def _tell_all(self, error: HostOptError) -> None:
         """Start to tell the peers why this rank ends."""
