@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     found = {}
     for hidden in args.hidden:
-        measures = {system: functools.partial(measure, system, hidden) for system in SYSTEMS}
+        measures = {s: functools.partial(measure, s, hidden) for s in args.systems}
         found[hidden] = common.in_rounds(measures, args.rounds, f"U = {hidden}")
     results = {"machine": common.machine(), "threads": common.SAME_THREADS, "steps_per_s": found}
     common.publish(results, args, tables, paint)
