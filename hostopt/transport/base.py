@@ -8,7 +8,6 @@ and receives is a coroutine, and runs on the loop of the process.
 from __future__ import annotations
 
 import abc
-import contextlib
 import itertools
 import logging
 import threading
@@ -103,7 +102,7 @@ class Transport(abc.ABC):
         self.traffic = Traffic()
         self.mailbox = Mailbox(cluster, options, self._on_stall)
         self.recorder = FlightRecorder(self.rank, options.debug_dir)
-        self._record: threading.Thread | None = None
+        self._recorded = threading.Event()
         if self.size > 1:
             self.mailbox.on_failure(self._start_record)
         self.timeline: Timeline | None = None  # where messages are shown
@@ -188,15 +187,22 @@ class Transport(abc.ABC):
     def _start_record(self, error: HostOptError) -> None:
         """Write the record in a thread: a disk that hangs must not keep the error from others."""
         facts = {**status_of(self), "error": error_to_dict(error)}
-        self._record = threading.Thread(
-            target=self.recorder.write, args=(facts,), daemon=True, name="hostopt-record"
-        )
-        with contextlib.suppress(RuntimeError):  # no thread starts while Python ends
-            self._record.start()
+
+        def write() -> None:
+            try:
+                self.recorder.write(facts)
+            finally:
+                self._recorded.set()
+
+        try:
+            threading.Thread(target=write, daemon=True, name="hostopt-record").start()
+        except RuntimeError:  # no thread starts while Python ends
+            self._recorded.set()
 
     def _finish_record(self) -> None:
-        if self._record is not None and self._record.is_alive():
-            self._record.join(_RECORD_TIMEOUT_S)
+        """Wait for the record, which may not have begun when a rank hears of the error."""
+        if self.size > 1 and self.error is not None:
+            self._recorded.wait(_RECORD_TIMEOUT_S)
 
     @property
     def error(self) -> HostOptError | None:
