@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from ranks import Ranks, reserved_addresses
 
@@ -25,6 +26,10 @@ from hostopt.hosts import Hosts
 from hostopt.options import Options
 from hostopt.transport.grpc import GrpcTransport
 from hostopt.transport.inproc import InprocTransport
+
+# a busy machine is no failure
+hypothesis.settings.register_profile("hostopt", deadline=None, max_examples=500)
+hypothesis.settings.load_profile("hostopt")
 
 ROOT = Path(__file__).resolve().parents[1]
 # Ends a test that would hang; no result depends on it.
