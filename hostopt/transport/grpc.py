@@ -225,10 +225,7 @@ class GrpcTransport(Transport):
     async def _examine(self, peer: int, why: str) -> tuple[PeerLostError, _Verdict]:
         """Find out why the connection to a peer broke, and whether the peer lives."""
         try:
-            status = await self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")(
-                b"{}", timeout=_LAST_WORD_TIMEOUT_S
-            )
-            life = json.loads(status)["incarnation"]
+            life = (await self._ask_status(peer, {}, _LAST_WORD_TIMEOUT_S))["incarnation"]
         except grpc.aio.AioRpcError as error:
             details = f"{why}, {error.details()}".lower()
             is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -359,12 +356,20 @@ class GrpcTransport(Transport):
 
     async def ask(self, peer: int, waiting: int, tag: Sequence[int]) -> dict[str, Any] | None:
         """See `Transport.ask`."""
-        question = json.dumps({"waiting": waiting, "tag": tag}).encode()
-        status = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")
         try:
-            answer: dict[str, Any] = json.loads(await status(question, timeout=_STATUS_TIMEOUT_S))
+            return await self._ask_status(
+                peer, {"waiting": waiting, "tag": tag}, _STATUS_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError:
             return None
+
+    async def _ask_status(
+        self, peer: int, question: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        status = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")
+        answer: dict[str, Any] = json.loads(
+            await status(json.dumps(question).encode(), timeout=timeout_s)
+        )
         return answer
 
     # -- beginning -------------------------------------------------------------------------
@@ -394,9 +399,8 @@ class GrpcTransport(Transport):
 
     async def _check_life(self, peer: int, incarnation: str) -> None:
         """Believe that a peer was started again where the one at its address says so."""
-        status = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")
         try:
-            answer = json.loads(await status(b"{}", timeout=_STATUS_TIMEOUT_S))
+            answer = await self._ask_status(peer, {}, _STATUS_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return
         if answer["incarnation"] != incarnation:
@@ -552,9 +556,7 @@ class GrpcTransport(Transport):
             return b""
         if error is not None:
             self._gone.add(sender)  # it need not be told what it tells
-            with self._ending:
-                if not self._closed and self.mailbox.fail(error):
-                    self._tell_all(error)  # the sender may not reach all of them
+            self.abort(error)  # the sender may not reach all whom this one does
             return b""
         self.mailbox.leave(sender, "it has closed its communicator")
         self._gone.add(sender)
