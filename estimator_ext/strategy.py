@@ -62,6 +62,10 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       nonfinite: what happens where a reduced gradient holds NaN or Inf. "error" ends the training,
         "skip" leaves the step's update out on all ranks, "warn" says so and goes on.
       desync_check_steps: every so many steps the ranks compare their variables; 0 for never.
+      token_file: file that holds the token which all ranks share, readable by its owner alone; the
+        variable HOSTOPT_TOKEN may hold the token itself instead.
+      tls_dir: directory with ca.pem, cert.pem and key.pem, for mutual TLS between the ranks.
+      insecure: True lets ranks on several machines meet without token and TLS.
 
     Raises:
       hostopt.ConfigError: the resolver, TF_CONFIG or an option cannot be used.
@@ -83,6 +87,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         checksum: bool | None = None,
         nonfinite: str = "error",
         desync_check_steps: int = 1000,
+        token_file: str | None = None,
+        tls_dir: str | None = None,
+        insecure: bool = False,
     ) -> None:
         exit_with_error_code()
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
@@ -96,6 +103,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             checksum=checksum,
             nonfinite=nonfinite,
             desync_check_steps=desync_check_steps,
+            token_file=token_file,
+            tls_dir=tls_dir,
+            insecure=insecure,
         ).with_environment()
         device = accelerator or _find_accelerator(self.cluster)
         super().__init__(

@@ -27,9 +27,18 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "compression": (None, "fp16", "bf16"),
     "checksum": (None, True, False),
     "nonfinite": ("error", "skip", "warn"),
+    "insecure": (True, False),
+    "restore_previous": (True, False),
 }
 # How the environment writes values that are no text.
-_WORDS: dict[str, bool | None] = {"": None, "none": None, "true": True, "false": False}
+_WORDS: dict[str, bool | None] = {
+    "": None,
+    "none": None,
+    "true": True,
+    "1": True,
+    "false": False,
+    "0": False,
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,12 @@ class Options:
       desync_check_steps: every so many steps the ranks compare their variables; 0 for never.
       debug_dir: directory for the stacks and the last events of a rank whose ring was aborted;
         None keeps nothing.
+      token_file: file that holds the token which all ranks share, readable by its owner alone; the
+        variable HOSTOPT_TOKEN may hold the token itself instead.
+      tls_dir: directory with ca.pem, cert.pem and key.pem, for mutual TLS between the ranks.
+      insecure: True lets ranks on several machines meet without token and TLS.
+      restore_previous: True has a training go on from the newest checkpoint that can be read,
+        where the newest of all cannot.
     """
 
     bucket_mb: float = 25.0
@@ -68,6 +83,10 @@ class Options:
     nonfinite: str = "error"
     desync_check_steps: int = 1000
     debug_dir: str | None = None
+    token_file: str | None = None
+    tls_dir: str | None = None
+    insecure: bool = False
+    restore_previous: bool = False
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:

@@ -23,6 +23,7 @@ from hostopt.errors import (
 from hostopt.ring import Operation
 from hostopt.transport import event_loop
 from hostopt.transport.base import Tag
+from hostopt.transport.inproc import InprocTransport
 
 
 def failure(communicator: Communicator, call: Any) -> HostOptError:
@@ -406,3 +407,11 @@ def test_an_error_of_the_user_is_the_root_cause_everywhere(spawn: Spawn) -> None
         assert error.root_cause == "ValueError: no more flour"
         assert "rank 2" in str(error)
         assert "no more flour" in str(error)
+
+
+def test_a_rank_that_heard_of_an_error_first_leaves_with_that_error() -> None:
+    transports = InprocTransport.connect(3)
+    error = PeerLostError("rank 0 stopped: of the user", rank=0)
+    transports[1].mailbox.fail(error)
+    transports[1].close()
+    assert transports[2].error is error

@@ -27,6 +27,10 @@ def test_defaults() -> None:
         "nonfinite": "error",
         "desync_check_steps": 1000,
         "debug_dir": None,
+        "token_file": None,
+        "tls_dir": None,
+        "insecure": False,
+        "restore_previous": False,
     }
     assert Options().bucket_bytes == 25 * 1024 * 1024
 
@@ -65,12 +69,17 @@ def test_the_environment_overrides() -> None:
         "HOSTOPT_NONFINITE": "skip",
         "HOSTOPT_DESYNC_CHECK_STEPS": "0",
         "HOSTOPT_DEBUG_DIR": "debug",
+        "HOSTOPT_TOKEN_FILE": "token",
+        "HOSTOPT_TLS_DIR": "tls",
+        "HOSTOPT_INSECURE": "1",
+        "HOSTOPT_RESTORE_PREVIOUS": "true",
         "HOSTOPT_OF_ANOTHER_KIND": "x",
     }
     found = Options(bucket_mb=4, stall_warning_s=9).with_environment(environ)
-    assert found == Options(
-        0.5, 4096, 1.5, 2.0, 3.0, "grpc", "bf16", "trace.json", True, "skip", 0, "debug"
-    )
+    numbers = (0.5, 4096, 1.5, 2.0, 3.0)
+    wire = ("grpc", "bf16", "trace.json", True)
+    others = ("skip", 0, "debug", "token", "tls", True, True)
+    assert found == Options(*numbers, *wire, *others)
     assert isinstance(found.segment_bytes, int)
 
 

@@ -68,5 +68,8 @@ class InprocTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         for peer in self._peers:
-            peer.mailbox.leave(self.rank, "it has closed its communicator")
+            if self.error is None:
+                peer.mailbox.leave(self.rank, "it has closed its communicator")
+            else:  # who told this rank may not have told that one yet
+                peer.mailbox.fail(self.error)
         self._finish_record()
