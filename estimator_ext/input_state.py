@@ -144,29 +144,32 @@ class InputStates:
     def _find_policy(self, session: tf.compat.v1.Session) -> None:
         """Find out what can be saved, and say what cannot."""
         self._has_begun = True
-        rank = self._communicator.rank
+        why = ""
         for policy in (_FAIL, _IGNORE):
             try:
                 session.run(self._saves[policy])
+                self._policy = policy
+                break
+            except tf.errors.FailedPreconditionError as error:  # a function keeps a state
+                why = _first_line(error)
             except tf.errors.OpError as error:
                 why = _first_line(error)
-                if policy == _FAIL and isinstance(error, tf.errors.FailedPreconditionError):
-                    _log.info(
-                        "rank %d: after a restart its data go on where they stood, but not what a "
-                        "function of input_fn keeps itself, such as random numbers: %s",
-                        rank,
-                        why,
-                    )
-                    continue
-                _log.warning(
-                    "rank %d: its data cannot be saved with the checkpoints, and begin anew after "
-                    "a restart: %s",
-                    rank,
-                    why,
-                )
-                return
-            self._policy = policy
-            return
+                break
+        rank = self._communicator.rank
+        if self._policy is None:
+            _log.warning(
+                "rank %d: its data cannot be saved with the checkpoints, and begin anew after a "
+                "restart: %s",
+                rank,
+                why,
+            )
+        elif why:
+            _log.info(
+                "rank %d: after a restart its data go on where they stood, but not what a function "
+                "of input_fn keeps itself, such as random numbers: %s",
+                rank,
+                why,
+            )
 
     def _restore(self, session: tf.compat.v1.Session, own: bytes) -> None:
         states, pipelines = _unpack(own)
