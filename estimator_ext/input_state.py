@@ -69,7 +69,7 @@ class InputStates:
                 for policy in (_FAIL, _IGNORE)
             }
         self._has_begun = False
-        self._policy: int | None = None  # None where nothing can be saved
+        self._policies = [_FAIL, _IGNORE]  # those that may work, the first of them is used
         self._gathered: list[bytes] = []
         facts = {"number of iterators": str(len(self._iterators))}
         communicator.check_same(facts, "the inputs")
@@ -101,7 +101,7 @@ class InputStates:
         own = communicator.scatter_bytes(states, "the states of the data")
         if own:
             self._restore(session, own)
-        self._find_policy(session)
+        self._has_begun = True
 
     def gather(self, session: tf.compat.v1.Session) -> None:
         """Collect the states for a checkpoint; all ranks call this together.
@@ -113,8 +113,8 @@ class InputStates:
           hostopt.HostOptError: a rank failed, left or timed out.
         """
         own = b""
-        if self._policy is not None and not self._guard.data_have_ended:
-            states = session.run(self._saves[self._policy])
+        states = [] if self._guard.data_have_ended else self._save(session)
+        if states:
             own = _pack({str(i): state for i, state in enumerate(states)}, self._pipelines)
         self._gathered = self._communicator.gather_bytes(own, "the states of the data")
 
@@ -141,35 +141,32 @@ class InputStates:
         tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
         _remove_old(path)
 
-    def _find_policy(self, session: tf.compat.v1.Session) -> None:
-        """Find out what can be saved, and say what cannot."""
-        self._has_begun = True
-        why = ""
-        for policy in (_FAIL, _IGNORE):
+    def _save(self, session: tf.compat.v1.Session) -> list[bytes]:
+        """The state of each iterator; none where they cannot be saved, as is said once."""
+        rank, why = self._communicator.rank, ""
+        for policy in list(self._policies):
             try:
-                session.run(self._saves[policy])
-                self._policy = policy
-                break
-            except tf.errors.FailedPreconditionError as error:  # a function keeps a state
-                why = _first_line(error)
+                states = session.run(self._saves[policy])
             except tf.errors.OpError as error:
                 why = _first_line(error)
-                break
-        rank = self._communicator.rank
-        if self._policy is None:
+                self._policies.remove(policy)
+                continue
+            if why:
+                _log.info(
+                    "rank %d: after a restart its data go on where they stood, but not what a "
+                    "function of input_fn keeps itself, such as random numbers: %s",
+                    rank,
+                    why,
+                )
+            return list(states)
+        if why:
             _log.warning(
                 "rank %d: its data cannot be saved with the checkpoints, and begin anew after a "
                 "restart: %s",
                 rank,
                 why,
             )
-        elif why:
-            _log.info(
-                "rank %d: after a restart its data go on where they stood, but not what a function "
-                "of input_fn keeps itself, such as random numbers: %s",
-                rank,
-                why,
-            )
+        return []
 
     def _restore(self, session: tf.compat.v1.Session, own: bytes) -> None:
         states, pipelines = _unpack(own)

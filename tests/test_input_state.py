@@ -185,7 +185,10 @@ def test_what_cannot_be_saved_is_named(
     path = str(tmp_path / "model.ckpt-7")
 
     def save(communicator: hostopt.Communicator) -> None:
-        Reader(communicator, pipeline).begin(None).save(path)
+        reader = Reader(communicator, pipeline).begin(None)
+        for _ in range(3):
+            reader.read(1)
+            reader.save(path)
 
     spawn_inproc(1, save)
     (message,) = (text for text in caplog.messages if text.startswith("rank 0"))
