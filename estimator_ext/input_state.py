@@ -319,14 +319,19 @@ def _unpack(data: bytes) -> tuple[dict[str, bytes], Any]:
 
 def _fingerprint(iterator: tf.Operation) -> int:
     """Checksum of the pipeline behind an iterator: kinds of datasets and constants."""
+    makers = [op for tensor in iterator.outputs for op in tensor.consumers()]
+    nodes = [
+        op.node_def for maker in makers if maker.type == "MakeIterator" for op in ancestors(maker)
+    ]
+    if iterator.type == "OneShotIterator":
+        name = iterator.get_attr("dataset_factory").name
+        library = iterator.graph.as_graph_def().library.function
+        nodes += next(function.node_def for function in library if function.signature.name == name)
     checksum = 0
-    for maker in (op for tensor in iterator.outputs for op in tensor.consumers()):
-        if maker.type == "MakeIterator":
-            for op in ancestors(maker):
-                checksum = zlib.crc32(op.type.encode(), checksum)
-                if op.type == "Const":
-                    value = op.get_attr("value")
-                    checksum = zlib.crc32(value.SerializeToString(deterministic=True), checksum)
+    for node in nodes:
+        checksum = zlib.crc32(node.op.encode(), checksum)
+        if node.op == "Const":
+            checksum = zlib.crc32(node.attr["value"].SerializeToString(), checksum)
     return checksum
 
 

@@ -55,10 +55,12 @@ class Reader:
         rank, size = communicator.rank, communicator.size
         self.guard: Any = SimpleNamespace(data_have_ended=False)
         with tf.Graph().as_default():
-            iterators = [v1.data.make_initializable_iterator(p(size, rank)) for p in pipelines]
+            datasets = [pipeline(size, rank) for pipeline in pipelines]
+            makes = v1.data.make_one_shot_iterator, v1.data.make_initializable_iterator
+            iterators = [makes[place % 2](dataset) for place, dataset in enumerate(datasets)]
             self._batches = [iterator.get_next() for iterator in iterators]
             self.states = InputStates(communicator, self.guard)
-            self._initializers = [iterator.initializer for iterator in iterators]
+            self._initializers = [i.initializer for i in iterators if i._initializer is not None]
             self.session = v1.Session()
 
     def begin(self, checkpoint: str | None) -> Reader:
