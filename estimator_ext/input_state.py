@@ -136,9 +136,13 @@ class InputStates:
         entries = {f"rank {rank}": state for rank, state in enumerate(self._gathered)}
         data = _pack(entries, {"process": _THIS_PROCESS, "size": self._communicator.size})
         path = f"{checkpoint}{_SUFFIX}"
-        with tf.io.gfile.GFile(f"{path}.tmp", "wb") as file:
-            file.write(data)
-        tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
+        try:
+            with tf.io.gfile.GFile(f"{path}.tmp", "wb") as file:
+                file.write(data)
+            tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
+        except tf.errors.OpError:
+            _remove(f"{path}.tmp")  # a full disk must not stay so for it
+            raise
         _remove_old(path)
 
     def _save(self, session: tf.compat.v1.Session) -> list[bytes]:
@@ -298,8 +302,12 @@ def _remove_old(path: str) -> None:
     """Remove the states of checkpoints that are there no more."""
     for other in tf.io.gfile.glob(f"{path.rpartition('-')[0]}-*{_SUFFIX}"):
         if other != path and not tf.io.gfile.exists(f"{other[: -len(_SUFFIX)]}.index"):
-            with contextlib.suppress(tf.errors.NotFoundError):
-                tf.io.gfile.remove(other)
+            _remove(other)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(tf.errors.NotFoundError):
+        tf.io.gfile.remove(path)
 
 
 def _pack(entries: dict[str, bytes], facts: Any) -> bytes:
