@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hostopt import cli, launch
+from hostopt import cli, launch, task_group
 from hostopt.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(30)
@@ -61,12 +61,17 @@ class Launcher:
         self.started: list[subprocess.Popen[str]] = []
 
     def run(
-        self, *arguments: str, grace_s: float = 30.0, kill_s: float = 30.0
+        self,
+        *arguments: str,
+        grace_s: float = 30.0,
+        kill_s: float = 30.0,
+        delay_s: float = 0.01,
     ) -> subprocess.Popen[str]:
         code = f"""
             import functools, sys
-            from hostopt import cli, launch
-            launch.KILL_S = {kill_s}
+            from hostopt import cli, launch, restarts, task_group
+            task_group.KILL_S = {kill_s}
+            restarts.FIRST_DELAY_S = {delay_s}
             cli.launch = functools.partial(launch.launch, grace_s={grace_s})
             sys.exit(cli.main(sys.argv[1:]))
         """
@@ -105,7 +110,7 @@ def signals_not_ignored() -> Iterator[None]:
     """A shell starts background jobs with SIGINT ignored, and children would inherit that."""
     previous = {
         signum: signal.signal(signum, signal.SIG_DFL)
-        for signum in launch._FORWARDED
+        for signum in task_group.FORWARDED
         if signal.getsignal(signum) is signal.SIG_IGN
     }
     yield
@@ -234,7 +239,7 @@ def test_ranks_divide_the_cores(
 def test_cores_are_divided_by_the_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
     threads = [
-        launch._environment({}, {}, (job, 0), size)["OMP_NUM_THREADS"]
+        task_group._environment({}, {}, (job, 0), size)["OMP_NUM_THREADS"]
         for size, job in [
             (1, "chief"),
             (2, "chief"),
@@ -489,9 +494,9 @@ def test_an_ignored_signal_stays_ignored(launcher: Launcher) -> None:
 
 
 def test_the_callers_signal_handlers_come_back() -> None:
-    before = [signal.getsignal(signum) for signum in launch._FORWARDED]
+    before = [signal.getsignal(signum) for signum in task_group.FORWARDED]
     assert launch.launch(["true"], size=1) == 0
-    assert [signal.getsignal(signum) for signum in launch._FORWARDED] == before
+    assert [signal.getsignal(signum) for signum in task_group.FORWARDED] == before
 
 
 # --- command line -----------------------------------------------------------------------------
