@@ -237,7 +237,8 @@ class Evaluator(Group):
         then = "training goes on without it"
         if delay_s is not None:
             then = f"it begins again in {delay_s:g} s"
-        _LOG.error("%s failed: %s; %s", "{}:{}".format(*self._task), verdict.reason, then)
+        name, how = "{}:{}".format(*self._task), restarts.describe(verdict.code)
+        _LOG.error("%s failed: %s; %s", name, how, then)
 
 
 @contextlib.contextmanager
