@@ -81,7 +81,7 @@ def launch(
         others = [Evaluator(*shared, index=index) for index in range(evaluators)]
         for group in (ring, *others):
             stack.callback(group.close)
-        return _Run(ring, others, selector).wait(wake_fd, grace_s)
+        return _Run(ring, others, selector).wait(wake_fd)
 
 
 class _Run:
@@ -102,7 +102,7 @@ class _Run:
         self._selector = selector
         self._interrupted = False
 
-    def wait(self, wake_fd: int, grace_s: float) -> int:
+    def wait(self, wake_fd: int) -> int:
         """Go on until every group has come to its end, and return the exit code of the run."""
         self._selector.register(
             wake_fd, selectors.EVENT_READ, lambda: self._forward(os.read(wake_fd, 64))
@@ -114,7 +114,7 @@ class _Run:
                 key.data()
             if self._ring.code:
                 for evaluator in self._evaluators:
-                    evaluator.stop(grace_s)
+                    evaluator.stop()
         return next((group.code for group in self._groups if group.code), 0)
 
     def _pause_s(self) -> float | None:

@@ -17,7 +17,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hostopt import restarts, task_process
@@ -27,9 +27,13 @@ from hostopt.task_process import TaskProcess
 
 __all__: list[str] = []
 
-PREEMPTION_S = 23.0  # from a signal to SIGTERM: ranks save a checkpoint meanwhile
 KILL_S = 5.0  # from SIGTERM to SIGKILL
+# From a signal to SIGKILL. Ranks save a checkpoint meanwhile, for up to 25 s, unless they get
+# another signal; Kubernetes kills after 30.
+PREEMPTION_S = 28.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Seconds after which those that are still there get a signal.
+_Patience = Sequence[tuple[float, int]]
 _LOG = logging.getLogger(__name__)
 
 
@@ -57,7 +61,7 @@ class Group:
         self._cluster = cluster
         self._selector = selector
         self._restarts = Restarts(max_restarts)
-        self._grace_s = grace_s
+        self._after_failure = ((grace_s, signal.SIGTERM), (grace_s + KILL_S, signal.SIGKILL))
         self._attempt = contextlib.ExitStack()  # what an attempt holds
         self._processes: list[TaskProcess] = []
         self._endings: list[Ending] = []
@@ -89,7 +93,7 @@ class Group:
             return
         if self._signum is None and not any(ending.code for ending in self._endings):
             self._signum = signum
-        self.stop(PREEMPTION_S)
+        self._stop(_after_signal())
         for process in self._running():
             process.signal(signum)
 
@@ -97,16 +101,9 @@ class Group:
         """End the attempt at once."""
         self._force(signal.SIGKILL)
 
-    def stop(self, patience_s: float) -> None:
+    def stop(self) -> None:
         """Start the group no more, and let what runs of it end in time."""
-        if self._stopped or self.code is not None:
-            return
-        self._stopped = True
-        if self._running():
-            self._set_deadlines(patience_s)
-        else:
-            self._next_s = None
-            self.code = 0 if self._signum is None else 128 + self._signum
+        self._stop(self._after_failure)
 
     def close(self) -> None:
         """Kill what is left of an attempt, and give back what it held."""
@@ -170,10 +167,20 @@ class Group:
             process.forced = True
             process.signal(signum)
 
-    def _set_deadlines(self, patience_s: float) -> None:
+    def _stop(self, patience: _Patience) -> None:
+        if self._stopped or self.code is not None:
+            return
+        self._stopped = True
+        if self._running():
+            self._set_deadlines(patience)
+        else:
+            self._next_s = None
+            self.code = 0 if self._signum is None else 128 + self._signum
+
+    def _set_deadlines(self, patience: _Patience) -> None:
         if not self._deadlines:
-            terminate = time.monotonic() + patience_s
-            self._deadlines = [(terminate, signal.SIGTERM), (terminate + KILL_S, signal.SIGKILL)]
+            now_s = time.monotonic()
+            self._deadlines = [(now_s + after_s, signum) for after_s, signum in patience]
 
 
 class Ring(Group):
@@ -206,10 +213,10 @@ class Ring(Group):
             return
         # One that was preempted has had the others save a checkpoint.
         preempted = ending.code - 128 in FORWARDED
-        patience_s = PREEMPTION_S if preempted else self._grace_s
-        self._set_deadlines(patience_s)
+        patience = _after_signal() if preempted else self._after_failure
+        self._set_deadlines(patience)
         text = "%s failed first: %s; the others have %g s to end"
-        _LOG.error(text, ending.name, restarts.describe(ending.code), patience_s)
+        _LOG.error(text, ending.name, restarts.describe(ending.code), patience[0][0])
 
     def _note_verdict(self, verdict: Verdict, delay_s: float | None) -> None:
         most = self._restarts.most + 1
@@ -239,6 +246,10 @@ class Evaluator(Group):
             then = f"it begins again in {delay_s:g} s"
         name, how = "{}:{}".format(*self._task), restarts.describe(verdict.code)
         _LOG.error("%s failed: %s; %s", name, how, then)
+
+
+def _after_signal() -> _Patience:
+    return ((PREEMPTION_S, signal.SIGKILL),)
 
 
 @contextlib.contextmanager

@@ -58,11 +58,13 @@ class Launcher:
         grace_s: float = 30.0,
         kill_s: float = 30.0,
         delay_s: float = 0.01,
+        preemption_s: float = 30.0,
     ) -> subprocess.Popen[str]:
         code = f"""
             import functools, sys
             from hostopt import cli, launch, restarts, task_group
             task_group.KILL_S = {kill_s}
+            task_group.PREEMPTION_S = {preemption_s}
             restarts.FIRST_DELAY_S = {delay_s}
             cli.launch = functools.partial(launch.launch, grace_s={grace_s})
             sys.exit(cli.main(sys.argv[1:]))

@@ -350,6 +350,20 @@ def test_after_a_signal_ranks_have_time_to_save_and_are_not_started_again(
     assert "sending" not in err
 
 
+def test_who_does_not_end_after_a_signal_is_killed(launcher: Launcher) -> None:
+    then = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note("ready")
+        while True: time.sleep(1)
+    """
+    process = launcher.run("-np", "2", "--max-restarts", "3", *by_plan({}, then), preemption_s=0.5)
+    launcher.pids("ready", 2)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143, err
+    assert "sending SIGKILL to chief:0, worker:0" in err
+
+
 def test_a_checkpoint_that_cannot_be_saved_after_a_signal_is_an_error(launcher: Launcher) -> None:
     then = SAVES.replace("sys.exit(128 + signum)", "sys.exit(74 if slot == 0 else 200)")
     process = launcher.run("-np", "2", "--max-restarts", "3", *by_plan({}, then))
