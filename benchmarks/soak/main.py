@@ -25,6 +25,7 @@ RANKS = 3
 ACTIONS = ("kill", "stop", "close", "corrupt")
 _OUTSIDE = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}  # the others happen inside the rank
 _BETWEEN_S = (20.0, 40.0)
+_TRAINING_S = 5.0  # at least, between a recovery and the next fault: for a new checkpoint
 _POLL_S = 0.1
 _START_S = 120.0  # to the first step
 _STRIKE_S = 20.0  # until a fault has happened that was asked for
@@ -41,7 +42,7 @@ class Fault:
     """One fault.
 
     Args:
-      at_s: seconds after the first step; later where the training has not recovered by then.
+      at_s: seconds after the first step; later where the training has just recovered by then.
       rank: who suffers it.
       action: one of ACTIONS.
     """
@@ -325,11 +326,14 @@ def measure(directory: Path, seed: int, minutes: float) -> dict[str, Any]:
     with _training(directory / "broken") as training:
         training.wait_for_first_step()
         begun_s, begun = time.monotonic(), time.time()
+        recovered_s = begun_s
         for fault in make_plan(seed, minutes):
-            time.sleep(max(0.0, begun_s + fault.at_s - time.monotonic()))
-            if time.monotonic() > begun_s + 60 * minutes:
+            next_s = max(begun_s + fault.at_s, recovered_s + _TRAINING_S)
+            if next_s > begun_s + 60 * minutes:
                 break
+            time.sleep(max(0.0, next_s - time.monotonic()))
             struck.append(training.strike(fault))
+            recovered_s = time.monotonic()
             row = recovery(struck[-1], training.journal.read())
             common.say(
                 f"{fault.at_s:.0f} s: {fault.action} of rank {fault.rank}: "
