@@ -59,7 +59,21 @@ class Launcher:
         kill_s: float = 30.0,
         delay_s: float = 0.01,
         preemption_s: float = 30.0,
+        **environ: str,
     ) -> subprocess.Popen[str]:
+        """Start it.
+
+        Args:
+          arguments: of `hostopt run`.
+          grace_s: seconds from a rank's failure to SIGTERM.
+          kill_s: from SIGTERM to SIGKILL.
+          delay_s: before the second attempt.
+          preemption_s: from a signal to SIGKILL.
+          environ: more variables of its environment.
+
+        Returns:
+          The launcher's process.
+        """
         code = f"""
             import functools, sys
             from hostopt import cli, launch, restarts, task_group
@@ -71,7 +85,7 @@ class Launcher:
         """
         process = subprocess.Popen(
             [*python(code), "run", *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "NOTES": str(self.notes)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "NOTES": str(self.notes), **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -362,19 +362,19 @@ def measure(directory: Path, seed: int, minutes: float) -> dict[str, Any]:
         "difference": difference,
         "faults": recoveries(struck, notes),
         "begun": begun,
-        "progress": [[round(n["time"] - begun, 2), n["step"]] for n in thin_out(steps)],
+        "lives": lives_of(steps, begun),
     }
 
 
-def thin_out(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One step of each second and process, and the last ones, which is enough to draw."""
-    kept = []
-    for this, following in zip(steps, [*steps[1:], None]):
-        last_of_life = following is None or following["pid"] != this["pid"]
-        fresh = not kept or kept[-1]["pid"] != this["pid"]
-        if fresh or last_of_life or this["time"] - kept[-1]["time"] >= 1.0:
-            kept.append(this)
-    return kept
+def lives_of(steps: Sequence[Mapping[str, Any]], begun: float) -> list[list[list[float]]]:
+    """Seconds since `begun` and step, of each process one in a second, which is enough to draw."""
+    lives: dict[int, list[list[float]]] = {}
+    for note in steps:
+        point = [round(note["time"] - begun, 2), note["step"]]
+        life = lives.setdefault(note["pid"], [point])
+        if point[0] - life[-1][0] >= 1.0:
+            life.append(point)
+    return list(lives.values())
 
 
 # --- results ------------------------------------------------------------------------------------
@@ -429,8 +429,9 @@ def _list(faults: Sequence[dict[str, Any]]) -> str:
 
 
 def paint(results: dict[str, Any], axes: Any) -> None:
-    progress = results["progress"]
-    axes.plot([time_s for time_s, _ in progress], [step for _, step in progress], color="black")
+    for life in results["lives"]:
+        times_s, steps = zip(*life)
+        axes.plot(times_s, steps, color="black", marker=".", markersize=2)
     for action in ACTIONS:
         times_s = [
             f["time"] - results["begun"] for f in results["faults"] if f["action"] == action
