@@ -384,9 +384,11 @@ def signals_not_ignored() -> Iterator[None]:
 @pytest.fixture
 def launcher(tmp_path: Path, signals_not_ignored: None) -> Iterator[Launcher]:
     """`hostopt run` as a process; nothing that has noted its pid may be left in the end."""
-    launcher = Launcher(tmp_path)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    launcher = Launcher(notes)
     yield launcher
-    noted = [int(path.suffix[1:]) for path in tmp_path.iterdir()]
+    noted = [int(path.suffix[1:]) for path in notes.iterdir()]
     for process in launcher.started:
         process.kill()
         process.wait()
