@@ -55,7 +55,7 @@ print("done", flush=True)
 
 
 class Certificates:
-    """Directories with certificates that fit together, and such that do not.
+    """Directories with certificates that fit together, and such that do not; a token's file.
 
     Args:
       directory: where they are made.
@@ -72,7 +72,10 @@ class Certificates:
         return str(directory)
 
     def _make(self, kind: str, directory: Path) -> None:
-        if kind == "good":
+        if kind == "token-file":
+            directory.touch(mode=0o600)
+            directory.write_text(f"{TOKEN}\n")
+        elif kind == "good":
             write_tls_dir(directory, self._ca)
         elif kind == "expired":
             write_tls_dir(directory, self._ca, expired=True)
@@ -99,6 +102,8 @@ def environ_of(certificates: Certificates, way: str) -> dict[str, str]:
     for part in way.split("+"):
         if part in ("token", "other-token"):
             environ["HOSTOPT_TOKEN"] = TOKEN if part == "token" else OTHER_TOKEN
+        elif part == "token-file":
+            environ["HOSTOPT_TOKEN_FILE"] = certificates[part]
         elif part != "nothing":
             environ["HOSTOPT_TLS_DIR"] = certificates[part]
     return {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "300", **environ}
@@ -107,7 +112,7 @@ def environ_of(certificates: Certificates, way: str) -> dict[str, str]:
 # --- how a run goes well ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["nothing", "token", "good", "token+good"])
+@pytest.mark.parametrize("way", ["nothing", "token", "token-file", "good", "token+good"])
 def test_a_run_without_faults(processes: NewRing, certificates: Certificates, way: str) -> None:
     started = processes(3).start_all(SCRIPT, **environ_of(certificates, way))
     for process in started:
@@ -146,6 +151,16 @@ def test_a_rank_that_dies_and_comes_again_before_all_have_met(
 def wait_for(process: RankProcess, text: str) -> None:
     while text not in (line := process.line()):
         assert line, process.stderr
+
+
+def test_ranks_with_one_token_that_know_different_rings(
+    processes: NewRing, certificates: Certificates
+) -> None:
+    ring, environ = processes(3), environ_of(certificates, "token+good")
+    jobs = [jobs_of(ring.addresses[:2]), jobs_of(ring.addresses)]
+    for process in [ring.start(rank, SCRIPT, jobs=jobs[rank], **environ) for rank in range(2)]:
+        assert process.exit_code() == 78, process.stderr
+        assert '"cluster" in TF_CONFIG' in process.stderr
 
 
 # --- who may not take part --------------------------------------------------------------------
@@ -214,11 +229,13 @@ FAULTS = {
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_may_not_take_part_is_an_error_on_both_sides(
-    processes: NewRing, certificates: Certificates, fault: str, first: int
+    processes: NewRing, certificates: Certificates, fault: str, first: int, tmp_path: Path
 ) -> None:
     ways, said = FAULTS[fault]
-    ring = processes(2)
-    environ = [environ_of(certificates, way) for way in ways]
+    ring, records = processes(2), tmp_path / "records"
+    environ = [
+        {"HOSTOPT_DEBUG_DIR": str(records), **environ_of(certificates, way)} for way in ways
+    ]
     before = ring.start(first, SCRIPT, **environ[first])
     wait_for(before, "missing")
     after = ring.start(1 - first, SCRIPT, **environ[1 - first])
@@ -228,6 +245,9 @@ def test_a_rank_that_may_not_take_part_is_an_error_on_both_sides(
         assert "hostopt.errors.AuthError: rank " in process.stderr
         assert wanted in process.stderr
         assert_no_token_shown(process)
+    written = [path.read_text() for path in records.iterdir()]
+    assert any("AuthError" in text for text in written)
+    assert not any(TOKEN in text or OTHER_TOKEN in text for text in written)
 
 
 @pytest.mark.faults

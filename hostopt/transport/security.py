@@ -1,9 +1,9 @@
 """Who may take part in a ring: a token that all ranks share, certificates, or this machine alone.
 
 The token itself is never sent. Who calls, and who answers, proves to know it: by an HMAC of what
-is said, of the ring and both ranks, and of both incarnations. Those are drawn at random for each
-life of a rank, so that a proof that was recorded is of no use in another ring or life; the kind
-and direction of a message are part of it, so that none can be sent back. Nothing here knows gRPC.
+is said, by which rank to which, in which incarnations. Those are drawn at random for each life of
+a rank, so that a proof that was recorded is of no use in another ring or life; the kind and
+direction of a message are part of it, so that none can be sent back. Nothing here knows gRPC.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class Security:
         self, cluster: Cluster, options: Options, environ: Mapping[str, str] = os.environ
     ) -> None:
         self._token = read_token(options, environ)
-        self._ring = [str(task) for task in cluster.ring]
         self.tls = None if options.tls_dir is None else Tls(options.tls_dir)
         own = None if cluster.task is None else host_and_port(cluster.task.address)[0]
         self.own_fault = None if self.tls is None else self.tls.fault(own)
@@ -131,9 +130,9 @@ class Security:
           body: the message.
 
         Returns:
-          Hexadecimal HMAC-SHA256, under the token, of all that and of the ring.
+          Hexadecimal HMAC-SHA256 of all that, under the token.
         """
-        said = json.dumps([self._ring, facts]).encode() + b"\n" + body
+        said = json.dumps(facts).encode() + b"\n" + body
         return hmac.new(self._token or b"", said, hashlib.sha256).hexdigest()
 
     def is_proof(self, found: str, *facts: str, body: bytes) -> bool:
