@@ -33,9 +33,12 @@ LADDER = [
     "hostopt.transport.base",
     "hostopt.transport.inproc",
     "hostopt.transport.frame",
+    "hostopt.transport.addresses",
+    "hostopt.transport.security",
     "hostopt.transport.meeting",
     "hostopt.transport.grpc_import",
     "hostopt.transport.grpc_parts",
+    "hostopt.transport.grpc_calls",
     "hostopt.transport.allocator",
     "hostopt.transport.grpc",
     "hostopt.compression",
@@ -179,6 +182,16 @@ def test_tensorflow_has_one_door_into_hostopt() -> None:
         and any(starts_with(found, "tensorflow") for found in imports_of(name))
     }
     assert users == {"hostopt.tensorflow.ops"}
+
+
+def test_nothing_that_a_peer_sends_becomes_an_object_or_code() -> None:
+    makers = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+    for name in (name for name in FILES if starts_with(name, "hostopt")):
+        assert not {found.partition(".")[0] for found in imports_of(name)} & set(makers), name
+    for name in (name for name in FILES if starts_with(name, "hostopt.transport")):
+        tree = ast.parse(FILES[name].read_text())
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not called & {"eval", "exec", "compile", "__import__", "np.load"}, name
 
 
 def test_only_the_grpc_transport_imports_grpc() -> None:

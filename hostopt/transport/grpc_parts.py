@@ -1,11 +1,9 @@
-"""The pieces of the gRPC transport that know no ring: options, addresses, one stream."""
+"""The pieces of the gRPC transport that know no ring: options, one stream."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
-import socket
 import time
 from collections.abc import Awaitable
 from typing import Any, Callable
@@ -79,53 +77,12 @@ def control_options(options: Options) -> list[tuple[str, int]]:
     ]
 
 
-def listen_address(address: str) -> str:
-    """Where to listen: loopback addresses on loopback only, others on every interface.
-
-    Args:
-      address: ``host:port`` as the cluster names it.
-
-    Returns:
-      One numeric address. With two (::1 and 127.0.0.1) a second process could take the other.
-    """
-    host, port = _host_and_port(address)
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, *_, sockaddr = min(infos, key=lambda info: info[0] != socket.AF_INET)
-    ip = str(sockaddr[0])
-    if not is_loopback(address):
-        ip = "::" if family == socket.AF_INET6 else "0.0.0.0"
-    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address is written as one of this machine alone.
-
-    Args:
-      address: ``host:port``; a name other than localhost counts as another machine's, as some
-        systems resolve their own name to a loopback address.
-
-    Returns:
-      True where it is.
-    """
-    host, _ = _host_and_port(address)
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 class Stream:
     """Frames to one peer, written one after the other from a short queue; lives on the loop.
 
     Args:
       channel: a connection to the peer for this stream alone.
-      method: name of the peer's method.
-      metadata: what the peer is told once: who sends, and to whom.
+      call: the call on that connection that takes the frames.
       writer: makes the frames.
       options: `collective_timeout_s` is how long a full queue may stand still.
       on_error: called with the reason where the stream ends before its time.
@@ -134,8 +91,7 @@ class Stream:
     def __init__(
         self,
         channel: grpc.aio.Channel,
-        method: str,
-        metadata: tuple[tuple[str, str], ...],
+        call: Any,
         writer: FrameWriter,
         options: Options,
         on_error: Callable[[str], Awaitable[None]],
@@ -145,7 +101,7 @@ class Stream:
         self._room = asyncio.Semaphore(_QUEUED_FRAMES)
         self._timeout_s = options.collective_timeout_s
         self._channel = channel
-        self._call = channel.stream_unary(method)(metadata=metadata)
+        self._call = call
         self._greeting = asyncio.ensure_future(self._call.initial_metadata())
         self._writing = asyncio.ensure_future(self._write())
         self._watcher = asyncio.ensure_future(self._watch(on_error))
