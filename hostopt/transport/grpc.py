@@ -62,7 +62,6 @@ __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 
-_SERVICE = "hostopt.Ring"
 _PROGRESS_EVERY_S = 10.0
 _HELLO_TIMEOUT_S = 1.0
 _AGAIN_AFTER_S = 0.05
@@ -89,15 +88,17 @@ class GrpcTransport(Transport):
     Args:
       cluster: the ring and this rank's place in it.
       options: deadlines and sizes.
+      service: name under which ranks call each other; those of another one never meet.
 
     Raises:
       ConfigError: the own address is in use, or a peer knows another ring.
       RendezvousTimeoutError: a rank did not appear in time; the message names it.
     """
 
-    def __init__(self, cluster: Cluster, options: Options) -> None:
+    def __init__(self, cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> None:
         super().__init__(cluster, options)
         keep_freed_memory()
+        self._service = service
         self._successor = (self.rank + 1) % self.size
         self._meeting = Meeting(cluster, options)
         self._met = False
@@ -168,7 +169,7 @@ class GrpcTransport(Transport):
             writer = FrameWriter(self._meeting.origin(self.rank), bool(self._checksum))
             self._streams[peer] = Stream(
                 channel,
-                f"/{_SERVICE}/Stream",
+                f"/{self._service}/Stream",
                 metadata,
                 writer,
                 self.options,
@@ -289,7 +290,7 @@ class GrpcTransport(Transport):
             "Leave": grpc.unary_unary_rpc_method_handler(self._on_leave),
         }
         self._server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(_SERVICE, handlers)]
+            [grpc.method_handlers_generic_handler(self._service, handlers)]
         )
         try:
             bound = self._server.add_insecure_port(listen_address(task.address))
@@ -366,7 +367,7 @@ class GrpcTransport(Transport):
     async def _ask_status(
         self, peer: int, question: dict[str, Any], timeout_s: float
     ) -> dict[str, Any]:
-        status = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Status")
+        status = self._to_peer[peer].unary_unary(f"/{self._service}/Status")
         answer: dict[str, Any] = json.loads(
             await status(json.dumps(question).encode(), timeout=timeout_s)
         )
@@ -436,7 +437,7 @@ class GrpcTransport(Transport):
         self._watches = [asyncio.ensure_future(self._watch(peer)) for peer in self._to_peer]
 
     async def _greet(self, peer: int) -> None:
-        call = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Hello")
+        call = self._to_peer[peer].unary_unary(f"/{self._service}/Hello")
         meeting = self._meeting
         timeout_s = min(_HELLO_TIMEOUT_S, self.options.rendezvous_timeout_s)
         try:
@@ -531,7 +532,7 @@ class GrpcTransport(Transport):
         note["to"] = meeting.incarnations.get(peer)
         if error:
             note["error"] = error
-        leave = self._to_peer[peer].unary_unary(f"/{_SERVICE}/Leave")
+        leave = self._to_peer[peer].unary_unary(f"/{self._service}/Leave")
         with contextlib.suppress(grpc.aio.AioRpcError):
             await leave(
                 json.dumps(note, default=str).encode(),
