@@ -33,6 +33,8 @@ LADDER = [
     "hostopt.transport.base",
     "hostopt.transport.inproc",
     "hostopt.transport.frame",
+    "hostopt.transport.addresses",
+    "hostopt.transport.security",
     "hostopt.transport.meeting",
     "hostopt.transport.grpc_import",
     "hostopt.transport.grpc_parts",

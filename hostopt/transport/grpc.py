@@ -42,6 +42,7 @@ from hostopt.errors import (
 )
 from hostopt.options import Options
 from hostopt.transport import event_loop
+from hostopt.transport.addresses import is_loopback, listen_address
 from hostopt.transport.allocator import keep_freed_memory
 from hostopt.transport.base import Payload, Tag, Transport
 from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter
@@ -51,8 +52,6 @@ from hostopt.transport.grpc_parts import (
     GOODBYE_TIMEOUT_S,
     Stream,
     control_options,
-    is_loopback,
-    listen_address,
     message_options,
 )
 from hostopt.transport.meeting import Meeting
