@@ -11,7 +11,7 @@ from typing import Any
 from hostopt.cluster import Cluster
 from hostopt.doctor import machine, meeting, network, software
 from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
-from hostopt.errors import ConfigError
+from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
 
 __all__: list[str] = []
@@ -44,21 +44,24 @@ def examine(
     ]
     for check, *arguments in checks:
         yield from run(check, *arguments, timeout_s=_CHECK_TIMEOUT_S)
-    (cluster,) = outcomes(Cluster.from_tf_config, [environ], _CHECK_TIMEOUT_S)
-    if isinstance(cluster, Exception):
-        yield Finding(WRONG, str(cluster))
+    (found,) = outcomes(_clusters, [environ], _CHECK_TIMEOUT_S)
+    if isinstance(found, Exception):
+        known = isinstance(found, HostOptError)
+        yield Finding(WRONG, str(found) if known else f"TF_CONFIG cannot be used: {found!r}")
         return
+    cluster, ring = found
     yield from run(network.place, cluster, timeout_s=_CHECK_TIMEOUT_S)
-    ring = _ring_of(cluster)
     if ring is not None:
         yield from _examine_ring(ring, environ, model_dir, timeout_s)
 
 
-def _ring_of(cluster: Cluster) -> Cluster | None:
-    """The ranks that this task reduces with, or evaluates with; None where it does so alone."""
-    if cluster.rank is None and cluster.task in cluster.evaluators:
-        cluster = cluster.evaluator_ring()
-    return cluster if cluster.rank is not None and cluster.size > 1 else None
+def _clusters(environ: Mapping[str, str]) -> tuple[Cluster, Cluster | None]:
+    """All tasks, and those among which this one reduces or evaluates; None where it is alone."""
+    cluster = Cluster.from_tf_config(environ)
+    if cluster.rank is not None:
+        return cluster, cluster if cluster.size > 1 else None
+    among_several = len(cluster.evaluators) > 1
+    return cluster, cluster.evaluator_ring() if among_several else None
 
 
 def _examine_ring(
@@ -69,7 +72,13 @@ def _examine_ring(
     except ConfigError:  # `software.variables` has said so
         options = None
     healthy = options is not None
-    for check, *arguments in [(network.names, ring), (network.own_address, ring.task)]:
+    checks: list[tuple[Any, ...]] = [
+        (network.names, ring),
+        (network.own_address, ring.task),
+    ]
+    if options is not None:
+        checks.append((network.security, ring, options, environ))
+    for check, *arguments in checks:
         found = run(check, *arguments, timeout_s=_CHECK_TIMEOUT_S)
         healthy = healthy and not any(finding.verdict == WRONG for finding in found)
         yield from found

@@ -68,9 +68,7 @@ def model_dir(path: str | None) -> Iterator[Finding]:
         yield Finding(NOTE, "no model_dir to look at: name it with --model-dir")
         return
     if "://" in path:
-        yield Finding(
-            NOTE, f"model_dir {path} is not a local path: only TensorFlow can look at it"
-        )
+        yield Finding(NOTE, f"model_dir {path} is no local path: only TensorFlow sees it")
         return
     directory = existing(path)
     what = f"model_dir {path}"

@@ -7,16 +7,21 @@ import errno
 import glob
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from hostopt.cluster import Cluster, Task
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, outcomes
+from hostopt.options import Options
+from hostopt.transport.addresses import host_and_port, listen_address
+from hostopt.transport.security import Security, check_tls_dir
 
 __all__: list[str] = []
 
 _RESOLVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
+_EXPIRES_SOON = timedelta(days=14)
 _LISTENS = "0A"  # a state in /proc/net/tcp
 
 
@@ -32,11 +37,12 @@ def place(cluster: Cluster) -> Iterator[Finding]:
 
 def names(ring: Cluster) -> Iterator[Finding]:
     """Whether the host of every task resolves."""
-    hosts = sorted({split(task)[0] for task in ring.ring})
+    host_of = {task.name: host_and_port(task.address)[0] for task in ring.ring}
+    hosts = sorted(set(host_of.values()))
     found = outcomes(lambda host: socket.getaddrinfo(host, None), hosts, _RESOLVE_TIMEOUT_S)
     unknown = {host: result for host, result in zip(hosts, found) if isinstance(result, Exception)}
     for host, error in unknown.items():
-        tasks = ", ".join(task.name for task in ring.ring if split(task)[0] == host)
+        tasks = ", ".join(name for name, named in host_of.items() if named == host)
         yield Finding(
             WRONG,
             f"the host {host!r} of {tasks} does not resolve ({error}): correct it in TF_CONFIG, "
@@ -48,9 +54,7 @@ def names(ring: Cluster) -> Iterator[Finding]:
 
 def own_address(task: Task) -> Iterator[Finding]:
     """Whether this task can listen where the others call it."""
-    from hostopt.transport.grpc_parts import listen_address
-
-    host, port = split(task)
+    host, port = host_and_port(task.address)
     listen_host, _, _ = listen_address(task.address).rpartition(":")
     refused = _refusal(listen_host.strip("[]"), port)
     if refused is not None:
@@ -73,29 +77,42 @@ def own_address(task: Task) -> Iterator[Finding]:
         yield Finding(OK, f"port {port} of this task ({task}) is free")
 
 
+def security(ring: Cluster, options: Options, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the ranks have what they need to make sure of each other."""
+    found = Security(ring, options, environ)
+    if found.has_token:
+        yield Finding(OK, "the ranks prove to know a token")
+    if options.tls_dir is not None and ring.task is not None:
+        expires = check_tls_dir(options.tls_dir, host_and_port(ring.task.address)[0])
+        text = f"the certificate of this rank holds until {expires:%Y-%m-%d %H:%M} UTC"
+        if expires - datetime.now(timezone.utc) < _EXPIRES_SOON:
+            yield Finding(NOTE, f"{text}: make a new one before, see SECURITY.md")
+        else:
+            yield Finding(OK, text)
+    elif not found.has_token and options.insecure:
+        text = "no token and no certificates: whoever reaches these addresses may take part"
+        yield Finding(NOTE, text)
+    elif not found.has_token:
+        yield Finding(OK, "all addresses are loopback ones, which need no token")
+
+
 def calls(tasks: Sequence[Task]) -> Iterator[Finding]:
     """Whether other tasks can be called that have not come; one finding each."""
     results = outcomes(_call, tasks, 2 * _CONNECT_TIMEOUT_S)
     for task, error in zip(tasks, results):
         if error is None:
-            yield Finding(NOTE, f"{task}: something listens there, and it is no doctor")
+            yield Finding(NOTE, f"{task}: something listens there, and is no doctor of this ring")
         elif isinstance(error, ConnectionRefusedError):
             yield Finding(NOTE, f"{task}: its machine answers, and nobody listens there (yet)")
         else:
             yield Finding(
                 WRONG,
-                f"{task} cannot be reached ({error}): look for a firewall or a missing route",
+                f"{task} cannot be reached ({error}): look for a firewall or the route",
             )
 
 
-def split(task: Task) -> tuple[str, int]:
-    """Host and port of a task."""
-    host, _, port = task.address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def _call(task: Task) -> None:
-    socket.create_connection(split(task), _CONNECT_TIMEOUT_S).close()
+    socket.create_connection(host_and_port(task.address), _CONNECT_TIMEOUT_S).close()
 
 
 def _refusal(host: str, port: int) -> OSError | None:
