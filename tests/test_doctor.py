@@ -183,7 +183,7 @@ def test_keras_3_is_wrong_where_there_is_one(
 
 def test_a_misspelt_variable_is_told_the_name_that_is_meant() -> None:
     found = look({"HOSTOPT_BUKET_MB": "3", "HOSTOPT_TOKEN": "secret"})
-    assert the_only(WRONG, found).endswith("HOSTOPT_BUCKET_MB?")
+    assert the_only(WRONG, found).endswith("did you mean HOSTOPT_BUCKET_MB?")
     assert not any("secret" in text for _, text in found)
 
 
@@ -299,7 +299,7 @@ def test_a_doctor_who_is_alone_says_what_was_skipped_and_who_can_be_called() -> 
             held[-1].settimeout(0.2)
             try:
                 held[-1].connect(silent.getsockname())
-            except TimeoutError:
+            except socket.timeout:  # in Python 3.9 no TimeoutError
                 break
         addresses.append(f"127.0.0.1:{silent.getsockname()[1]}")
         found = look({"TF_CONFIG": tf_config(addresses)})
@@ -406,6 +406,19 @@ def test_doctors_who_meet_name_what_differs(tmp_path: Path) -> None:
         assert code == ConfigError.exit_code
         assert re.search("^WRONG tensorflow differs: rank 0 .*, rank 1 2.20.99", said, re.M)
     assert re.search("^note  model_dir is not shared: rank 1 cannot see rank 0's", chief[1], re.M)
+
+
+def test_several_evaluators_meet_each_other() -> None:
+    with reserved_addresses(3) as addresses:
+        config = {"cluster": {"chief": addresses[:1], "evaluator": addresses[1:]}}
+        doctors = [
+            {"TF_CONFIG": json.dumps({**config, "task": {"type": "evaluator", "index": index}})}
+            for index in range(2)
+        ]
+        found = start_all(addresses, *doctors)
+    for code, said in found:
+        assert code == 0
+        assert "ok    all 2 ranks have met, with the same options" in said
 
 
 def test_doctors_with_different_options_do_not_meet() -> None:

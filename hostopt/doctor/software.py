@@ -115,9 +115,10 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in unknown:
         near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.8)
         if near:
-            yield Finding(WRONG, f"{name} is set, and hostopt reads no such variable: {near[0]}?")
+            text = f"{name} is set, which hostopt does not read: did you mean {near[0]}?"
+            yield Finding(WRONG, text)
         else:
-            yield Finding(NOTE, f"{name} is set, and hostopt does not read it")
+            yield Finding(NOTE, f"{name} is set, which hostopt does not read")
     Options().with_environment(environ)
     if not unknown:
         yield Finding(OK, f"HOSTOPT_* variables: {', '.join(ours) or 'none is set'}")
