@@ -50,7 +50,7 @@ def examine(
         yield Finding(WRONG, str(found) if known else f"TF_CONFIG cannot be used: {found!r}")
         return
     cluster, ring = found
-    yield from run(network.place, cluster, timeout_s=_CHECK_TIMEOUT_S)
+    yield from run(network.task, cluster, timeout_s=_CHECK_TIMEOUT_S)
     if ring is not None:
         yield from _examine_ring(ring, environ, model_dir, timeout_s)
 
@@ -86,7 +86,7 @@ def _examine_ring(
         yield Finding(NOTE, "skipped to meet the other ranks: correct what is wrong here first")
         return
     yield from run(
-        meeting.together,
+        meeting.other_ranks,
         ring,
         options,
         model_dir,

@@ -33,7 +33,7 @@ _MESSAGE_BYTES = 256 << 10
 _SLOW_BYTES_PER_S = 100e6  # about what 1 Gbit/s carries
 
 
-def together(
+def other_ranks(
     ring: Cluster, options: Options, model_dir: str | None, timeout_s: float
 ) -> Iterator[Finding]:
     """Meet the doctors of all other ranks as a training would, and compare.

@@ -25,7 +25,7 @@ _EXPIRES_SOON = timedelta(days=14)
 _LISTENS = "0A"  # a state in /proc/net/tcp
 
 
-def place(cluster: Cluster) -> Iterator[Finding]:
+def task(cluster: Cluster) -> Iterator[Finding]:
     """This task's place in the cluster."""
     if cluster.task is None:
         yield Finding(NOTE, "TF_CONFIG names no cluster: a training here has one rank")
