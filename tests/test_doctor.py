@@ -429,6 +429,14 @@ def test_doctors_with_different_options_do_not_meet() -> None:
         assert re.search('^WRONG at rank .*"compression": "fp16"', said, re.MULTILINE)
 
 
+def test_a_doctor_with_another_token_is_told_so() -> None:
+    with reserved_addresses(2) as addresses:
+        found = start_all(addresses, {"HOSTOPT_TOKEN": "ours"}, {"HOSTOPT_TOKEN": "theirs"})
+    for code, said in found:
+        assert code == ConfigError.exit_code
+        assert re.search("^WRONG .*token", said, re.MULTILINE)
+
+
 def test_a_clock_that_is_wrong_is_named_by_its_rank(spawn_inproc: Spawn) -> None:
     def work(communicator: Communicator) -> list[Finding]:
         shift_s = [0.0, 0.5, -7200.0][communicator.rank]
@@ -459,9 +467,8 @@ def test_a_training_that_waits_for_its_ranks_takes_no_doctor_for_one(processes: 
         assert worker.process.poll() is None, worker.stderr
     environ = {"HOSTOPT_COMMUNICATION": "grpc", "TF_CONFIG": tf_config(ring.addresses)}
     notes = texts(look(environ), NOTE)
-    assert any(
-        f"{ring.addresses[1]}: something listens there, and is no doctor" in text for text in notes
-    )
+    assert any(f"({ring.addresses[1]}), which runs another program" in text for text in notes)
+    assert any(f"{ring.addresses[1]}: something listens there" in text for text in notes)
     ring.start(0, script).expect("2.0")
     worker.expect("2.0")
     assert worker.exit_code() == 0

@@ -22,8 +22,7 @@ from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, PeerLostError, ProtocolError
 from hostopt.options import Options
-from hostopt.transport import event_loop
-from hostopt.transport import grpc as grpc_module
+from hostopt.transport import event_loop, grpc_calls
 from hostopt.transport.base import Tag
 from hostopt.transport.frame import FrameWriter, Origin
 from hostopt.transport.grpc import GrpcTransport
@@ -562,9 +561,9 @@ def test_a_ring_that_rests_for_long_stays(
     spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # gRPC leaves connections without calls, after half an hour by default
-    control_options = grpc_module.control_options
+    control_options = grpc_calls.control_options
     idle = ("grpc.client_idle_timeout_ms", 1000)
-    monkeypatch.setattr(grpc_module, "control_options", lambda o: [idle, *control_options(o)])
+    monkeypatch.setattr(grpc_calls, "control_options", lambda o: [idle, *control_options(o)])
 
     def work(communicator: Communicator) -> None:
         for _ in range(30):

@@ -38,6 +38,7 @@ LADDER = [
     "hostopt.transport.meeting",
     "hostopt.transport.grpc_import",
     "hostopt.transport.grpc_parts",
+    "hostopt.transport.grpc_calls",
     "hostopt.transport.allocator",
     "hostopt.transport.grpc",
     "hostopt.compression",

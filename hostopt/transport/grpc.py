@@ -31,6 +31,7 @@ from typing import Any
 
 from hostopt.cluster import Cluster
 from hostopt.errors import (
+    AuthError,
     CollectiveTimeoutError,
     ConfigError,
     HostOptError,
@@ -46,15 +47,16 @@ from hostopt.transport.addresses import is_loopback, listen_address
 from hostopt.transport.allocator import keep_freed_memory
 from hostopt.transport.base import Payload, Tag, Transport
 from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter
+from hostopt.transport.grpc_calls import Calls
 from hostopt.transport.grpc_import import grpc
 from hostopt.transport.grpc_parts import (
     END_OF_STREAM,
     GOODBYE_TIMEOUT_S,
     Stream,
-    control_options,
     message_options,
 )
 from hostopt.transport.meeting import Meeting
+from hostopt.transport.security import Security, probe
 from hostopt.transport.stall import status_of
 
 __all__: list[str] = []
@@ -67,8 +69,9 @@ _AGAIN_AFTER_S = 0.05
 # How long a word of the peer may take that says why its connection broke, or that of another rank.
 _LAST_WORD_TIMEOUT_S = 0.5
 _STATUS_TIMEOUT_S = 1.0
+# How long a rank that has found a peer which may not take part stays, to be found as well.
+_FOUND_OUT_S = 2.5
 _DROP_AFTER_S = 0.1
-_RANK_DIGITS = 10
 _SILENT = "no answer to ping, its process is frozen, or its host or link is silent"
 _INCARNATION_CHANGED = "incarnation changed, its process was started again"
 
@@ -90,16 +93,19 @@ class GrpcTransport(Transport):
       service: name under which ranks call each other; those of another one never meet.
 
     Raises:
-      ConfigError: the own address is in use, or a peer knows another ring.
+      ConfigError: the own address is in use, a peer knows another ring, or token or certificates
+        are wanted and cannot be used.
+      AuthError: a peer has another token, or its certificate or this rank's is not accepted.
       RendezvousTimeoutError: a rank did not appear in time; the message names it.
     """
 
     def __init__(self, cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> None:
         super().__init__(cluster, options)
         keep_freed_memory()
-        self._service = service
         self._successor = (self.rank + 1) % self.size
         self._meeting = Meeting(cluster, options)
+        self._security = Security(cluster, options)
+        self._calls = Calls(cluster, options, self._meeting, self._security, service)
         self._met = False
         self._streams: dict[int, Stream] = {}
         self._ending = threading.RLock()  # held while the ring is failed or closed
@@ -110,10 +116,11 @@ class GrpcTransport(Transport):
         self._gone: set[int] = set()  # peers that have left, or whose connection broke
         self._read_from: set[int] = set()  # peers whose stream is open
         self._watches: list[asyncio.Future[None]] = []
-        self._to_peer: dict[int, grpc.aio.Channel] = {}
+        self._to_peer = self._calls.channels
         self._checksum = options.checksum
         if self._checksum is None:
-            self._checksum = not all(is_loopback(task.address) for task in cluster.ring)
+            is_local = all(is_loopback(task.address) for task in cluster.ring)
+            self._checksum = not is_local and self._security.tls is None  # TLS has its own
         self._server: grpc.aio.Server | None = None
         self.mailbox.on_failure(self._end_sends)
         event_loop.run(self._serve())
@@ -122,6 +129,8 @@ class GrpcTransport(Transport):
             event_loop.run(self._rendezvous())
         except BaseException as error:
             self.abort(error)
+            if isinstance(error, AuthError):
+                event_loop.run(asyncio.sleep(_FOUND_OUT_S))
             self.close()
             raise
 
@@ -158,18 +167,11 @@ class GrpcTransport(Transport):
 
     def _stream(self, peer: int) -> Stream:
         if peer not in self._streams:
-            address = self.cluster.ring[peer].address
-            channel = grpc.aio.insecure_channel(address, message_options(self.options))
-            metadata = (
-                ("rank", str(self.rank)),
-                ("from", self._meeting.incarnation),
-                ("to", self._meeting.incarnations.get(peer, "")),
-            )
+            channel = self._calls.channel(peer, message_options(self.options))
             writer = FrameWriter(self._meeting.origin(self.rank), bool(self._checksum))
             self._streams[peer] = Stream(
                 channel,
-                f"/{self._service}/Stream",
-                metadata,
+                self._calls.stream(peer, channel),
                 writer,
                 self.options,
                 lambda why: self._lost(peer, why),
@@ -233,7 +235,7 @@ class GrpcTransport(Transport):
                 return self._lost_error(peer, _SILENT), _Verdict.SILENT
             gone = f"connection reset, process gone ({why})"
             return self._lost_error(peer, gone), _Verdict.GONE
-        except (ValueError, TypeError, KeyError):
+        except (AuthError, ValueError, TypeError, KeyError):
             life = None  # another program listens there
         if life != self._meeting.incarnations.get(peer):
             return self._lost_error(peer, _INCARNATION_CHANGED), _Verdict.GONE
@@ -275,24 +277,13 @@ class GrpcTransport(Transport):
 
     async def _serve(self) -> None:
         task = self.cluster.ring[self.rank]
-        self._to_peer = {
-            peer: grpc.aio.insecure_channel(
-                self.cluster.ring[peer].address, control_options(self.options)
-            )
-            for peer in self._meeting.missing
-        }
+        self._calls.open()
         self._server = grpc.aio.server(options=message_options(self.options))
-        handlers = {
-            "Hello": grpc.unary_unary_rpc_method_handler(self._on_hello),
-            "Stream": grpc.stream_unary_rpc_method_handler(self._on_stream),
-            "Status": grpc.unary_unary_rpc_method_handler(self._on_status),
-            "Leave": grpc.unary_unary_rpc_method_handler(self._on_leave),
-        }
-        self._server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(self._service, handlers)]
-        )
+        answers = {"Hello": self._on_hello, "Status": self._on_status, "Leave": self._on_leave}
+        handlers = self._calls.handlers(self._on_stream, **answers)
+        self._server.add_generic_rpc_handlers([handlers])
         try:
-            bound = self._server.add_insecure_port(listen_address(task.address))
+            bound = self._calls.listen(self._server, listen_address(task.address))
         except RuntimeError:
             bound = 0
         if not bound:
@@ -305,7 +296,11 @@ class GrpcTransport(Transport):
         await self._server.start()
 
     async def _on_stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:
-        peer = await self._admit(context)
+        peer = await self._calls.admit_stream(context)
+        if peer in self._read_from:
+            await context.abort(
+                grpc.StatusCode.ALREADY_EXISTS, f"rank {peer} has a stream already"
+            )
         reader = FrameReader(self._meeting.origin(peer))
         self._read_from.add(peer)
         why = "connection reset"
@@ -333,20 +328,6 @@ class GrpcTransport(Transport):
         await asyncio.shield(self._lost(peer, why))
         return b""
 
-    async def _admit(self, context: grpc.aio.ServicerContext) -> int:
-        """The peer whose stream begins; a stranger's call ends here, and disturbs nobody."""
-        metadata = dict(context.invocation_metadata() or ())
-        claim, code = metadata.get("rank", ""), grpc.StatusCode
-        peer = int(claim) if claim.isdigit() and len(claim) < _RANK_DIGITS else -1
-        if peer not in self._to_peer:
-            await context.abort(code.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank")
-        met = self._meeting.incarnations.get(peer)
-        if metadata.get("to") != self._meeting.incarnation or metadata.get("from") != met:
-            await context.abort(code.NOT_FOUND, "this rank is of another ring")
-        if peer in self._read_from:
-            await context.abort(code.ALREADY_EXISTS, f"rank {peer} has a stream already")
-        return peer
-
     async def _on_status(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         status = {"incarnation": self._meeting.incarnation, **status_of(self)}
         with contextlib.suppress(ValueError, TypeError, KeyError):  # some ask for the rest only
@@ -360,16 +341,14 @@ class GrpcTransport(Transport):
             return await self._ask_status(
                 peer, {"waiting": waiting, "tag": tag}, _STATUS_TIMEOUT_S
             )
-        except grpc.aio.AioRpcError:
+        except (grpc.aio.AioRpcError, AuthError):
             return None
 
     async def _ask_status(
         self, peer: int, question: dict[str, Any], timeout_s: float
     ) -> dict[str, Any]:
-        status = self._to_peer[peer].unary_unary(f"/{self._service}/Status")
-        answer: dict[str, Any] = json.loads(
-            await status(json.dumps(question).encode(), timeout=timeout_s)
-        )
+        status = await self._calls.ask(peer, "Status", json.dumps(question).encode(), timeout_s)
+        answer: dict[str, Any] = json.loads(status)
         return answer
 
     # -- beginning -------------------------------------------------------------------------
@@ -401,7 +380,7 @@ class GrpcTransport(Transport):
         """Believe that a peer was started again where the one at its address says so."""
         try:
             answer = await self._ask_status(peer, {}, _STATUS_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
+        except (grpc.aio.AioRpcError, AuthError):
             return
         if answer["incarnation"] != incarnation:
             return  # a stranger, such as the same task on another host
@@ -436,15 +415,17 @@ class GrpcTransport(Transport):
         self._watches = [asyncio.ensure_future(self._watch(peer)) for peer in self._to_peer]
 
     async def _greet(self, peer: int) -> None:
-        call = self._to_peer[peer].unary_unary(f"/{self._service}/Hello")
         meeting = self._meeting
         timeout_s = min(_HELLO_TIMEOUT_S, self.options.rendezvous_timeout_s)
+        request = json.dumps(meeting.hello()).encode()
         try:
-            answer = await call(
-                json.dumps(meeting.hello()).encode(), timeout=timeout_s, wait_for_ready=True
-            )
-        except grpc.aio.AioRpcError:
+            answer = await self._calls.ask(peer, "Hello", request, timeout_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
             answer = b""
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a doctor, or a stranger
+                meeting.reasons[peer] = "runs another program"
+                await asyncio.sleep(_AGAIN_AFTER_S)
+        await self._check_certificates(peer, bool(answer))
         if self.mailbox.has_left(peer):
             meeting.missing.discard(peer)
         if not answer or peer not in meeting.missing:
@@ -463,6 +444,18 @@ class GrpcTransport(Transport):
         meeting.incarnations[peer] = hello["incarnation"]
         if peer != self._successor or await self._stream(peer).opened(timeout_s):
             meeting.missing.discard(peer)
+
+    async def _check_certificates(self, peer: int, answers: bool) -> None:
+        """Find out whether certificates are why a peer does not answer, or will not call."""
+        found = None
+        if not answers and peer in self._meeting.missing:
+            found = await probe(self.cluster.ring[peer].address, self._security.tls)
+        if self._security.own_fault is not None and (answers or found):
+            raise self._calls.refusal(
+                self.rank, f"is refused by others: {self._security.own_fault}"
+            )
+        if found is not None:
+            raise self._calls.refusal(peer, found)
 
     # -- end -------------------------------------------------------------------------------
 
@@ -531,13 +524,10 @@ class GrpcTransport(Transport):
         note["to"] = meeting.incarnations.get(peer)
         if error:
             note["error"] = error
-        leave = self._to_peer[peer].unary_unary(f"/{self._service}/Leave")
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await leave(
-                json.dumps(note, default=str).encode(),
-                timeout=GOODBYE_TIMEOUT_S if self._met else _LAST_WORD_TIMEOUT_S,
-                wait_for_ready=True,
-            )
+        data = json.dumps(note, default=str).encode()
+        timeout_s = GOODBYE_TIMEOUT_S if self._met else _LAST_WORD_TIMEOUT_S
+        with contextlib.suppress(grpc.aio.AioRpcError, AuthError):
+            await self._calls.ask(peer, "Leave", data, timeout_s, wait_for_ready=True)
 
     async def _on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:

@@ -82,8 +82,7 @@ class Stream:
 
     Args:
       channel: a connection to the peer for this stream alone.
-      method: name of the peer's method.
-      metadata: what the peer is told once: who sends, and to whom.
+      call: the call on that connection that takes the frames.
       writer: makes the frames.
       options: `collective_timeout_s` is how long a full queue may stand still.
       on_error: called with the reason where the stream ends before its time.
@@ -92,8 +91,7 @@ class Stream:
     def __init__(
         self,
         channel: grpc.aio.Channel,
-        method: str,
-        metadata: tuple[tuple[str, str], ...],
+        call: Any,
         writer: FrameWriter,
         options: Options,
         on_error: Callable[[str], Awaitable[None]],
@@ -103,7 +101,7 @@ class Stream:
         self._room = asyncio.Semaphore(_QUEUED_FRAMES)
         self._timeout_s = options.collective_timeout_s
         self._channel = channel
-        self._call = channel.stream_unary(method)(metadata=metadata)
+        self._call = call
         self._greeting = asyncio.ensure_future(self._call.initial_metadata())
         self._writing = asyncio.ensure_future(self._write())
         self._watcher = asyncio.ensure_future(self._watch(on_error))

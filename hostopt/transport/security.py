@@ -93,6 +93,10 @@ class Security:
       options: `token_file`, `tls_dir` and `insecure`.
       environ: where HOSTOPT_TOKEN is looked up.
 
+    Attributes:
+      tls: the certificates of this rank, None where it has none.
+      own_fault: why peers would refuse them; None where they would not.
+
     Raises:
       ConfigError: token or certificates cannot be used, or the ring needs them and has neither.
     """
@@ -103,6 +107,8 @@ class Security:
         self._token = read_token(options, environ)
         self._ring = [str(task) for task in cluster.ring]
         self.tls = None if options.tls_dir is None else Tls(options.tls_dir)
+        own = None if cluster.task is None else host_and_port(cluster.task.address)[0]
+        self.own_fault = None if self.tls is None else self.tls.fault(own)
         others = [task for task in cluster.ring if not is_loopback(task.address)]
         if others and not (self.has_token or self.tls or options.insecure):
             raise ConfigError(
@@ -255,25 +261,27 @@ async def probe(address: str, tls: Tls | None) -> str | None:
       What is wrong, said of the peer; None where nobody is there, or TLS is not why.
     """
     try:
-        await asyncio.wait_for(_shake_hands(address, tls), _PROBE_TIMEOUT_S)
+        for _ in range(2):  # one that ends would not let itself be called again
+            if await asyncio.wait_for(_shake_hands(address, tls), _PROBE_TIMEOUT_S):
+                return None if tls else _WANTS_TLS
     except ssl.SSLError as error:
         return _fault(error, tls)
     except (OSError, asyncio.TimeoutError):
         return None
-    return None if tls else _WANTS_TLS
+    return "does not accept the certificate of this rank: it ends the connection"
 
 
-async def _shake_hands(address: str, tls: Tls | None) -> None:
+async def _shake_hands(address: str, tls: Tls | None) -> bool:
+    """Returns False where the peer goes once it has seen this rank's certificate."""
     host, port = host_and_port(address)
-    if tls:
-        context = tls.client_context(host)
-    else:
+    if tls is None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    else:
+        context = tls.client_context(host)
     reader, writer = await asyncio.open_connection(host, port, ssl=context)
     try:
-        if tls:
-            await reader.read(1)  # what the peer thinks of this rank's certificate comes later
+        return tls is None or bool(await reader.read(1))
     finally:
         writer.transport.abort()
 

@@ -1,0 +1,280 @@
+"""Calls to peers and by peers, each with a proof that the token is known, where there is one.
+
+Metadata says who calls whom: `rank`, and the incarnations `from` and `to`. With a token, `proof`
+follows, and answers have theirs. A caller that does not know the incarnation that it calls is
+told, and calls again: that incarnation is the challenge.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from typing import Any, Callable
+
+from hostopt.cluster import Cluster
+from hostopt.errors import AuthError
+from hostopt.options import Options
+from hostopt.transport.grpc_import import grpc
+from hostopt.transport.grpc_parts import control_options
+from hostopt.transport.meeting import Meeting
+from hostopt.transport.security import Security
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+_CALL, _ANSWER = "call", "answer"
+_RANK_DIGITS = 10
+_SHOWN_STRANGERS = 20
+_SHOWN_CHARACTERS = 200
+
+Metadata = tuple[tuple[str, str], ...]
+Answer = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+
+
+class Calls:
+    """The calls of one rank; lives on the loop.
+
+    Args:
+      cluster: the ring and this rank's place in it.
+      options: sizes.
+      meeting: knows the incarnations.
+      security: token and certificates.
+      service: name under which the ranks call each other.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        options: Options,
+        meeting: Meeting,
+        security: Security,
+        service: str,
+    ) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._meeting = meeting
+        self._security = security
+        self._service = service
+        self._strangers: set[str] = set()
+        self.channels: dict[int, grpc.aio.Channel] = {}
+
+    def open(self) -> None:
+        """Open a connection to every peer."""
+        for peer in self._meeting.missing:
+            self.channels[peer] = self.channel(peer, control_options(self._options))
+
+    def channel(self, peer: int, options: list[tuple[str, int]]) -> grpc.aio.Channel:
+        """A new connection to a peer.
+
+        Args:
+          peer: its rank.
+          options: gRPC arguments.
+        """
+        address, tls = self._cluster.ring[peer].address, self._security.tls
+        if tls is None:
+            return grpc.aio.insecure_channel(address, options)
+        credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+        return grpc.aio.secure_channel(address, credentials, options)
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        """Let a server listen, and return its port.
+
+        Args:
+          server: the server.
+          address: numeric address and port.
+
+        Raises:
+          RuntimeError: it cannot listen there; older releases of gRPC return port 0 instead.
+        """
+        tls = self._security.tls
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        pair = [(tls.key, tls.cert)]
+        credentials = grpc.ssl_server_credentials(pair, tls.ca, require_client_auth=True)
+        return int(server.add_secure_port(address, credentials))
+
+    # -- to peers --------------------------------------------------------------------------
+
+    async def ask(
+        self,
+        peer: int,
+        method: str,
+        request: bytes,
+        timeout_s: float,
+        *,
+        wait_for_ready: bool = False,
+    ) -> bytes:
+        """Call a peer.
+
+        Args:
+          peer: its rank.
+          method: name of the method.
+          request: what to say.
+          timeout_s: how long to wait for the answer at most.
+          wait_for_ready: whether to wait for a peer that cannot be reached.
+
+        Returns:
+          Its answer.
+
+        Raises:
+          AuthError: it refuses this rank, or does not know the token.
+          grpc.aio.AioRpcError: it cannot be reached, or the call is not to its taste.
+        """
+        kwargs = {"timeout": timeout_s, "wait_for_ready": wait_for_ready}
+        life = self._meeting.incarnations.get(peer, "")
+        try:
+            try:
+                return await self._ask(peer, life, method, request, **kwargs)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                    raise
+                life = error.details() or ""
+            return await self._ask(peer, life, method, request, **kwargs)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.PERMISSION_DENIED:
+                raise
+            reason = (error.details() or "")[:_SHOWN_CHARACTERS]
+        raise self.refusal(peer, f"refuses this rank: {reason}")
+
+    async def _ask(
+        self, peer: int, life: str, method: str, request: bytes, **kwargs: Any
+    ) -> bytes:
+        stub = self.channels[peer].unary_unary(f"/{self._service}/{method}")
+        call = stub(request, metadata=self.metadata(peer, life, method, request), **kwargs)
+        answer: bytes = await call
+        if self._security.has_token:
+            found = dict(await call.trailing_metadata() or ()).get("proof", "")
+            facts = (_ANSWER, method, str(peer), str(self._meeting.rank))
+            lives = (life, self._meeting.incarnation)
+            if not self._security.is_proof(found, *facts, *lives, body=answer):
+                raise self.refusal(peer, "answers without knowing the token of this rank")
+        return answer
+
+    def stream(self, peer: int, channel: grpc.aio.Channel) -> Any:
+        """Begin to send frames to a peer that has been met; returns the call.
+
+        Args:
+          peer: its rank.
+          channel: a connection to it.
+        """
+        life = self._meeting.incarnations.get(peer, "")
+        metadata = self.metadata(peer, life, "Stream", b"")
+        return channel.stream_unary(f"/{self._service}/Stream")(metadata=metadata)
+
+    def metadata(self, peer: int, life: str, method: str, request: bytes) -> Metadata:
+        """Who calls, and the proof of it.
+
+        Args:
+          peer: who is called.
+          life: its incarnation.
+          method: name of the method.
+          request: what is said.
+        """
+        rank, own = str(self._meeting.rank), self._meeting.incarnation
+        metadata = (("rank", rank), ("from", own), ("to", life))
+        if not self._security.has_token:
+            return metadata
+        facts = (_CALL, method, rank, str(peer), own, life)
+        return (*metadata, ("proof", self._security.proof(*facts, body=request)))
+
+    def refusal(self, peer: int, found: str) -> AuthError:
+        """The error of a ring that one peer cannot be part of.
+
+        Args:
+          peer: its rank.
+          found: what is wrong with it.
+        """
+        task = self._cluster.ring[peer]
+        return AuthError(
+            f"rank {peer} ({task}) {found}. Found by rank {self._meeting.rank} "
+            f"({self._cluster.task}). Give all ranks the same token, in token_file or "
+            "HOSTOPT_TOKEN, and each a tls_dir with a valid certificate of the same CA, or none "
+            "of them any",
+            rank=peer,
+            task=task.name,
+            address=task.address,
+            root_cause=f"rank {peer} ({task}) {found}",
+        )
+
+    # -- by peers --------------------------------------------------------------------------
+
+    def handlers(self, stream: Any, **methods: Answer) -> grpc.GenericRpcHandler:
+        """What the server of this rank answers.
+
+        Args:
+          stream: takes a stream of frames, once it has called `admit`.
+          methods: answers by name; called for those that may call this rank.
+        """
+        handlers = {name: self._handler(name, answer) for name, answer in methods.items()}
+        handlers["Stream"] = grpc.stream_unary_rpc_method_handler(stream)
+        return grpc.method_handlers_generic_handler(self._service, handlers)
+
+    def _handler(self, method: str, answer: Answer) -> grpc.RpcMethodHandler:
+        async def handle(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            caller = await self._admit(method, request, context)
+            found = await answer(request, context)
+            if self._security.has_token:
+                facts = (_ANSWER, method, str(self._meeting.rank), caller.get("rank", ""))
+                lives = (self._meeting.incarnation, caller.get("from", ""))
+                proof = self._security.proof(*facts, *lives, body=found)
+                context.set_trailing_metadata((("proof", proof),))
+            return found
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    async def admit_stream(self, context: grpc.aio.ServicerContext) -> int:
+        """The peer whose stream begins; a stranger's call ends here, and disturbs nobody.
+
+        Args:
+          context: of the call.
+        """
+        caller = await self._admit("Stream", b"", context)
+        claim, code = caller.get("rank", ""), grpc.StatusCode
+        peer = int(claim) if claim.isdigit() and len(claim) < _RANK_DIGITS else -1
+        if peer not in self.channels:
+            await context.abort(code.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank")
+        met = self._meeting.incarnations.get(peer)
+        if caller.get("to") != self._meeting.incarnation or caller.get("from") != met:
+            await context.abort(code.NOT_FOUND, "this rank is of another ring")
+        return peer
+
+    async def _admit(
+        self, method: str, request: bytes, context: grpc.aio.ServicerContext
+    ) -> dict[str, str]:
+        """Let a caller in that knows the token, or knows of none where this rank has none."""
+        caller = dict(context.invocation_metadata() or ())
+        proof, own = caller.get("proof"), self._meeting.incarnation
+        if (proof is None) == self._security.has_token:
+            has = (
+                "no token, and this rank has one"
+                if proof is None
+                else ("a token, and this rank has none")
+            )
+            await self._refuse(context, caller, f"the caller has {has}")
+        if proof is None:
+            return caller
+        if caller.get("to") != own:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, own)
+        facts = (_CALL, method, caller.get("rank", ""), str(self._meeting.rank))
+        lives = (caller.get("from", ""), own)
+        if not self._security.is_proof(proof, *facts, *lives, body=request):
+            await self._refuse(context, caller, "the caller has another token")
+        return caller
+
+    async def _refuse(
+        self, context: grpc.aio.ServicerContext, caller: dict[str, str], why: str
+    ) -> None:
+        """End a call. It ends no ring: whoever claims to be a rank may be a stranger."""
+        host = context.peer().rpartition(":")[0]
+        if host not in self._strangers and len(self._strangers) < _SHOWN_STRANGERS:
+            self._strangers.add(host)
+            claim = caller.get("rank", "")[:_RANK_DIGITS]
+            _log.warning(
+                "rank %d has refused a call from %s, which claims to be rank %r: %s",
+                self._meeting.rank,
+                context.peer(),
+                claim,
+                why,
+            )
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
