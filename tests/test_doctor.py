@@ -21,7 +21,7 @@ from conftest import NewRing, Spawn, jobs_of, listens, task_of
 from ranks import reserved_addresses
 
 from hostopt.communicator import Communicator
-from hostopt.doctor import machine, meeting, software
+from hostopt.doctor import machine, meeting, network, software
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, run
 from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError
@@ -287,7 +287,10 @@ def test_an_address_of_another_machine_is_a_note() -> None:
     assert any("192.0.2.1" in text and "NAT" in text for text in texts(found, NOTE))
 
 
-def test_a_doctor_who_is_alone_says_what_was_skipped_and_who_can_be_called() -> None:
+def test_a_doctor_who_is_alone_says_what_was_skipped_and_who_can_be_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network, "_CONNECT_TIMEOUT_S", 0.3)
     with contextlib.ExitStack() as stack:
         addresses = stack.enter_context(reserved_addresses(2))
         silent = stack.enter_context(socket.socket())
@@ -437,6 +440,15 @@ def test_a_doctor_with_another_token_is_told_so() -> None:
         assert re.search("^WRONG .*token", said, re.MULTILINE)
 
 
+def test_doctors_meet_over_tls(tmp_path: Path) -> None:
+    environ = {"HOSTOPT_TLS_DIR": tls_dir(tmp_path, days=300)}
+    with reserved_addresses(2) as addresses:
+        found = start_all(addresses, environ, environ)
+    for code, said in found:
+        assert code == 0
+        assert "ok    all 2 ranks have met, with the same options" in said
+
+
 def test_a_clock_that_is_wrong_is_named_by_its_rank(spawn_inproc: Spawn) -> None:
     def work(communicator: Communicator) -> list[Finding]:
         shift_s = [0.0, 0.5, -7200.0][communicator.rank]
@@ -469,6 +481,7 @@ def test_a_training_that_waits_for_its_ranks_takes_no_doctor_for_one(processes: 
     notes = texts(look(environ), NOTE)
     assert any(f"({ring.addresses[1]}), which runs another program" in text for text in notes)
     assert any(f"{ring.addresses[1]}: something listens there" in text for text in notes)
-    ring.start(0, script).expect("2.0")
-    worker.expect("2.0")
-    assert worker.exit_code() == 0
+    chief = ring.start(0, script)
+    for rank in (chief, worker):
+        rank.expect("2.0")
+        assert rank.exit_code() == 0
