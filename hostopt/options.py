@@ -156,5 +156,9 @@ def _variable(name: str) -> str:
     return f"HOSTOPT_{name.upper()}"
 
 
-# All that is read of the environment: one for each option, and the token itself.
-VARIABLES = (*(_variable(field.name) for field in fields(Options)), "HOSTOPT_TOKEN")
+# All of ours in the environment: one for each option, the token, and what `hostopt run` sets.
+VARIABLES = (
+    *(_variable(field.name) for field in fields(Options)),
+    "HOSTOPT_TOKEN",
+    "HOSTOPT_SLOT",
+)
