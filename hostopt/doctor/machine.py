@@ -150,8 +150,8 @@ def _newest_checkpoint(directory: Path) -> Iterator[Finding]:
     if not Path(f"{prefix}.index").exists() or not shards or len(shards) != int(shards[0][-5:]):
         yield Finding(
             WRONG,
-            f"{directory / 'checkpoint'} names {prefix}, whose files are not all there: let it "
-            "name one whose .index and .data files are",
+            f"{directory / 'checkpoint'} names {prefix}, whose files are not all there: with "
+            "HOSTOPT_RESTORE_PREVIOUS=true a training goes on from the newest that is whole",
         )
     else:
         yield Finding(NOTE, f"a training goes on from {prefix}")
