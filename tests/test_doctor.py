@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from conftest import NewRing, Spawn, jobs_of, listens, task_of
+from conftest import DEADLINE_S, NewRing, Spawn, jobs_of, listens, task_of
 from ranks import reserved_addresses
 
 from hostopt import cli
@@ -466,6 +466,27 @@ def test_a_slow_link_is_a_note(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatc
     found = spawn_grpc(3, lambda communicator: list(meeting.links(communicator)))
     for rank, findings in enumerate(found):
         assert the_only(NOTE, findings).startswith(f"rank {(rank - 1) % 3} sends this rank ")
+
+
+def test_a_doctor_whose_peer_dies_says_so(processes: NewRing) -> None:
+    ring = processes(2)
+    worker = ring.start(
+        1,
+        """
+        import os
+        from hostopt.cluster import Cluster
+        from hostopt.connect import meet
+        from hostopt.options import Options
+        options = Options(communication="grpc")
+        communicator = meet(Cluster.from_tf_config(), options, "hostopt.Doctor")
+        communicator.all_gather_bytes(b"{}", "the versions of the doctors")
+        os._exit(9)
+        """,
+    )
+    environ = {"HOSTOPT_COMMUNICATION": "grpc", "TF_CONFIG": tf_config(ring.addresses)}
+    found = list(examine(environ, None, timeout_s=DEADLINE_S))
+    assert any(f"{ring.name(1)} lost" in text for text in texts(found, WRONG))
+    assert worker.exit_code() == 9
 
 
 def test_a_training_that_waits_for_its_ranks_takes_no_doctor_for_one(processes: NewRing) -> None:
