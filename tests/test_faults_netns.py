@@ -46,6 +46,7 @@ class Hosts:
 
     def start(self, *arguments: object, **environ: str) -> list[RankProcess]:
         """Start all ranks; each asks after step 3 whether to go on."""
+        environ = {"HOSTOPT_TOKEN": "of this test", **environ}
         started = FaultRing(self.processes, **environ).start_all("--ask-after", 3, *arguments)
         for process in started:
             process.expect("go on?")

@@ -187,6 +187,16 @@ def test_tensorflow_has_one_door_into_hostopt() -> None:
     assert users == {"hostopt.tensorflow.ops"}
 
 
+def test_nothing_that_a_peer_sends_becomes_an_object_or_code() -> None:
+    makers = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+    for name in (name for name in FILES if starts_with(name, "hostopt")):
+        assert not {found.partition(".")[0] for found in imports_of(name)} & set(makers), name
+    for name in (name for name in FILES if starts_with(name, "hostopt.transport")):
+        tree = ast.parse(FILES[name].read_text())
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not called & {"eval", "exec", "compile", "__import__", "np.load"}, name
+
+
 def test_only_the_grpc_transport_imports_grpc() -> None:
     users = {name for name in FILES if any(starts_with(f, "grpc") for f in imports_of(name))}
     assert users == {"hostopt.transport.grpc_import"}

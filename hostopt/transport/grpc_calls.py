@@ -144,7 +144,7 @@ class Calls:
         call = stub(request, metadata=self.metadata(peer, life, method, request), **kwargs)
         answer: bytes = await call
         if self._security.has_token:
-            found = dict(await call.trailing_metadata() or ()).get("proof", "")
+            found = _texts(await call.trailing_metadata()).get("proof", "")
             facts = (_ANSWER, method, str(peer), str(self._meeting.rank))
             lives = (life, self._meeting.incarnation)
             if not self._security.is_proof(found, *facts, *lives, body=answer):
@@ -243,7 +243,7 @@ class Calls:
         self, method: str, request: bytes, context: grpc.aio.ServicerContext
     ) -> dict[str, str]:
         """Let a caller in that knows the token, or knows of none where this rank has none."""
-        caller = dict(context.invocation_metadata() or ())
+        caller = _texts(context.invocation_metadata())
         proof, own = caller.get("proof"), self._meeting.incarnation
         if (proof is None) == self._security.has_token:
             has = (
@@ -278,3 +278,8 @@ class Calls:
                 why,
             )
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+
+
+def _texts(metadata: Any) -> dict[str, str]:
+    """Metadata by key; what some releases of gRPC return has keys, and is no dict."""
+    return {key: value for key, value in metadata or () if isinstance(value, str)}
