@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib.metadata
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from certificates import write_tls_dir
 from conftest import DEADLINE_S, NewRing, Spawn, jobs_of, listens, task_of
 from ranks import reserved_addresses
 
@@ -333,22 +333,6 @@ def loopback() -> Iterator[dict[str, str]]:
         yield {"TF_CONFIG": tf_config(addresses)}
 
 
-def tls_dir(directory: Path, days: float) -> str:
-    """Certificates for 127.0.0.1, which expire in so many days."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    ca = trustme.CA()
-    cert = ca.issue_cert(
-        "127.0.0.1",
-        not_before=now - datetime.timedelta(days=99),
-        not_after=now + datetime.timedelta(days=days),
-    )
-    ca.cert_pem.write_to_path(directory / "ca.pem")
-    cert.cert_chain_pems[0].write_to_path(directory / "cert.pem")
-    (directory / "key.pem").touch(0o600)
-    cert.private_key_pem.write_to_path(directory / "key.pem")
-    return str(directory)
-
-
 def test_addresses_that_others_reach_need_a_token() -> None:
     environ = {"TF_CONFIG": tf_config(["0.0.0.0:1", "127.0.0.1:1"])}
     assert "neither a token nor certificates" in the_only(WRONG, look(environ))
@@ -370,7 +354,12 @@ def test_a_token_that_others_may_read_is_wrong(tmp_path: Path, loopback: dict[st
 def test_a_certificate_that_expires_is_told_in_time(
     days: float, verdict: str, tmp_path: Path, loopback: dict[str, str]
 ) -> None:
-    found = look({**loopback, "HOSTOPT_TLS_DIR": tls_dir(tmp_path, days)})
+    found = look(
+        {
+            **loopback,
+            "HOSTOPT_TLS_DIR": str(write_tls_dir(tmp_path / "tls", trustme.CA(), days=days)),
+        }
+    )
     wanted = "certificate has expired" if verdict == WRONG else "certificate of this rank holds"
     assert any(wanted in text for text in texts(found, verdict))
 
@@ -442,7 +431,7 @@ def test_a_doctor_with_another_token_is_told_so() -> None:
 
 
 def test_doctors_meet_over_tls(tmp_path: Path) -> None:
-    environ = {"HOSTOPT_TLS_DIR": tls_dir(tmp_path, days=300)}
+    environ = {"HOSTOPT_TLS_DIR": str(write_tls_dir(tmp_path / "tls", trustme.CA()))}
     with reserved_addresses(2) as addresses:
         found = start_all(addresses, environ, environ)
     for code, said in found:
