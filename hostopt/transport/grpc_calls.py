@@ -8,6 +8,7 @@ told, and calls again: that incarnation is the challenge.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable
 from typing import Any, Callable
 
@@ -24,6 +25,7 @@ __all__: list[str] = []
 _log = logging.getLogger(__name__)
 
 _CALL, _ANSWER = "call", "answer"
+_INCARNATION = re.compile("[0-9a-f]{1,16}")
 _RANK_DIGITS = 10
 _SHOWN_STRANGERS = 20
 _SHOWN_CHARACTERS = 200
@@ -127,9 +129,10 @@ class Calls:
             try:
                 return await self._ask(peer, life, method, request, **kwargs)
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                challenge = _INCARNATION.fullmatch(error.details() or "")
+                if error.code() is not grpc.StatusCode.UNAUTHENTICATED or not challenge:
                     raise
-                life = error.details() or ""
+                life = challenge[0]
             return await self._ask(peer, life, method, request, **kwargs)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.PERMISSION_DENIED:

@@ -265,7 +265,7 @@ async def probe(address: str, tls: Tls | None) -> str | None:
             if await asyncio.wait_for(_shake_hands(address, tls), _PROBE_TIMEOUT_S):
                 return None if tls else _WANTS_TLS
     except ssl.SSLError as error:
-        return _fault(error, tls)
+        return _explain(error, tls)
     except (OSError, asyncio.TimeoutError):
         return None
     return "does not accept the certificate of this rank: it ends the connection"
@@ -286,7 +286,7 @@ async def _shake_hands(address: str, tls: Tls | None) -> bool:
         writer.transport.abort()
 
 
-def _fault(error: ssl.SSLError, tls: Tls | None) -> str | None:
+def _explain(error: ssl.SSLError, tls: Tls | None) -> str | None:
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
         return None  # it ends
     speaks_tls = isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or "")
