@@ -1,4 +1,4 @@
-"""Writes the tables of all results.json into docs/benchmarks.md, between their marks."""
+"""Writes the tables of all results.json into the pages of docs, between their marks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 
-NAMES = ("allreduce", "mnist_scaling", "link", "overlap", "model")
-PAGE = common.ROOT / "docs/benchmarks.md"
+PAGES = {
+    "docs/benchmarks.md": ("allreduce", "mnist_scaling", "link", "overlap", "model"),
+    "docs/reliability.md": ("soak",),
+}
 
 
 def section_of(name: str) -> str:
@@ -50,15 +53,20 @@ def _load(path: Path) -> Any:
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    for name in NAMES:
+    for page, names in PAGES.items():
+        write(common.ROOT / page, names)
+
+
+def write(page: Path, names: Sequence[str]) -> None:
+    text = page.read_text()
+    for name in names:
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         between = re.compile(f"{begin}.*?{end}", re.DOTALL)
         if not between.search(text):
-            sys.exit(f"page: no marks of {name!r} in {PAGE}")
+            sys.exit(f"page: no marks of {name!r} in {page}")
         section = f"{begin}{section_of(name)}\n{end}"
         text = between.sub(lambda _, section=section: section, text)
-    PAGE.write_text(text)
+    page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.input_state import InputStates
 from estimator_ext.sync_on_read import SyncOnRead
 from hostopt.posted_sum import open_posted_sum
 from hostopt.tensorflow.ops import Flags
@@ -35,6 +36,7 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
       communicator: the ring.
       flags: travel with the reported loss, where that is posted.
       sync_on_read: variables that differ by rank.
+      input_states: how far the data of the ranks are read.
       savers: hooks of this rank that save checkpoints.
     """
 
@@ -43,6 +45,7 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
         communicator: hostopt.Communicator,
         flags: Flags,
         sync_on_read: SyncOnRead,
+        input_states: InputStates,
         savers: Sequence[_Saver],
     ) -> None:
         self._communicator = communicator
@@ -51,12 +54,12 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
             self._posted = open_posted_sum(communicator, "requests to stop or save")
         self._flags = flags
         self._sync_on_read = sync_on_read
-        self._timers = []
-        if sync_on_read:
-            for saver in savers:
-                saver._timer = _AgreedTimer(saver._timer, flags)
-                self._timers.append(saver._timer)
+        self._input_states = input_states
+        for saver in savers:
+            saver._timer = _AgreedTimer(saver._timer, flags)
+        self._timers = [saver._timer for saver in savers]
         self._step = 0
+        self._increment = 0  # of a step; 0 until it is known, as a train_op may not count in ones
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Note the step from which steps are counted.
@@ -75,7 +78,9 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
           run_context: of this step.
         """
         self._sync_on_read.take_back(run_context.session)
-        self._flags.save = any(timer.is_due(self._step + 1) for timer in self._timers)
+        self._input_states.forget()
+        next_step = self._step + (self._increment or 1)
+        self._flags.save = any(timer.is_due(next_step) for timer in self._timers)
         if self._posted is not None:
             self._posted.post(0.0, self._flags.own)
 
@@ -90,12 +95,20 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
           hostopt.HostOptError: a rank failed, left or timed out.
         """
         del run_values
-        if self._timers:  # a train_op may count otherwise than in ones
-            self._step = int(run_context.session.run(tf.compat.v1.train.get_global_step()))
         if self._posted is not None:
             self._flags.agree(float(self._posted.collect()[1]))
+        self._count(run_context.session)
         if self._flags.ranks_saving:
             self._sync_on_read.gather(run_context.session)
+            self._input_states.gather(run_context.session)
+
+    def _count(self, session: tf.compat.v1.Session) -> None:
+        """Keep the step up to date; reading it takes as long as a small step, so not each time."""
+        step = self._step + self._increment
+        if self._timers and (self._flags.ranks_saving or not self._increment):
+            step = int(session.run(tf.compat.v1.train.get_global_step()))
+            self._increment = self._increment or step - self._step
+        self._step = step
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Give the chief what it saves at the end.
@@ -106,10 +119,10 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
         Raises:
           hostopt.HostOptError: a rank failed, left or timed out.
         """
-        if self._sync_on_read:
-            self._communicator.finish("the last step")  # or a rank that has more would not hear it
-            self._sync_on_read.take_back(session)
-            self._sync_on_read.gather(session)
+        self._communicator.finish("the last step")  # or a rank that has more would not hear it
+        self._sync_on_read.take_back(session)
+        self._sync_on_read.gather(session)
+        self._input_states.gather(session)
 
 
 class EndAgreementHook(tf.compat.v1.train.SessionRunHook):

@@ -21,6 +21,7 @@ from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import read_updates
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
+from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
 from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
@@ -149,15 +150,18 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return super()._train_model_distributed(input_fn, hooks, saving_listeners)
         with tf.Graph().as_default() as graph, strategy.extended.training_graph():
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
+            communicator = strategy.communicator
             features, labels, input_hooks = self._training_input(input_fn, strategy)
             data = set(graph.get_operations())
+            guard = SessionGuardHook(data)
+            states = InputStates(communicator.duplicate("the data"), guard)
             global_step = self._create_and_assert_global_step(graph)
             spec = strategy.extended.call_for_each_replica(
                 self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
             )
-            communicator = strategy.communicator
             # before the input hooks and all others: they may read what is broadcast
             first_hooks = [BroadcastVariablesHook(communicator), *input_hooks]
+            first_hooks.append(InputStateHook(states, self._model_dir))
             reducers = strategy.extended.reducers
             if reducers:  # none with one rank, or where nothing is reduced in buckets
                 if communicator.transport.timeline is not None:
@@ -169,13 +173,16 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             if strategy.extended.accumulation is not None:
                 hook = strategy.extended.accumulation.hook()
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
+            agreeing: list[Any] = []
             if strategy.cluster.is_chief:
                 spec = self._with_saver(spec, hooks)  # so that others can come before it
-            guard, agreeing = SessionGuardHook(data), []
+                chief_hooks = [*hooks, *spec.training_hooks, *spec.training_chief_hooks]
+                states.listen(_savers(chief_hooks))
+                name_random_operations(spec.train_op, data)
             if communicator.size > 1:
                 updates = read_updates(spec.train_op, data)
                 communicator.check_same(updates.texts, "the updates of variables")
-                spec, agreeing = self._agreeing(strategy, spec, hooks, updates.mirrored)
+                spec, agreeing = self._agreeing(strategy, spec, hooks, updates.mirrored, states)
             if strategy.cluster.is_chief:  # its own hooks, its saver among them, run before all
                 chief_hooks = [guard, *agreeing, *spec.training_chief_hooks]
                 spec = stock_spec(spec, training_chief_hooks=chief_hooks)
@@ -193,6 +200,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         spec: Any,
         hooks: Any,
         mirrored: Sequence[tf.Variable],
+        states: InputStates,
     ) -> tuple[Any, list[Any]]:
         """The spec with what ends a step in agreement, and the hooks that begin with it."""
         communicator, flags = strategy.communicator, strategy.extended.flags
@@ -204,8 +212,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             *spec.training_hooks,
             *(spec.training_chief_hooks if is_chief else ()),
         ]
-        savers = [h for h in all_hooks if isinstance(h, tf.compat.v1.train.CheckpointSaverHook)]
-        begin = BeginAgreementHook(communicator, flags, sync_on_read, savers)
+        begin = BeginAgreementHook(communicator, flags, sync_on_read, states, _savers(all_hooks))
         end = EndAgreementHook(communicator, flags, all_hooks)
         spec = stock_spec(spec, training_hooks=[*spec.training_hooks, end])
         return spec, [begin, *self._desync_checks(strategy, mirrored)]
@@ -223,8 +230,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         """The spec with the saver that the stock class would add later, if it would."""
         config = self._config
         all_hooks = [*hooks, *spec.training_hooks, *spec.training_chief_hooks]
-        has_one = any(isinstance(h, tf.compat.v1.train.CheckpointSaverHook) for h in all_hooks)
-        if has_one or not (config.save_checkpoints_secs or config.save_checkpoints_steps):
+        saves = config.save_checkpoints_secs or config.save_checkpoints_steps
+        if _savers(all_hooks) or not saves:
             return spec
         saver = tf.compat.v1.train.CheckpointSaverHook(
             self._model_dir,
@@ -391,6 +398,10 @@ class Estimator(_HostOffloadEstimator):
         self._batch_sizes = BatchSizes(
             train_batch_size, eval_batch_size, predict_batch_size, workers, params
         )
+
+
+def _savers(hooks: Sequence[Any]) -> list[tf.compat.v1.train.CheckpointSaverHook]:
+    return [h for h in hooks if isinstance(h, tf.compat.v1.train.CheckpointSaverHook)]
 
 
 def _saved_step(model_dir: str) -> int:

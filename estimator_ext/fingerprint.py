@@ -60,7 +60,7 @@ def read_updates(train_op: Any, data: Collection[tf.Operation]) -> Updates:
     Returns:
       What they do.
     """
-    operations = _ancestors(getattr(train_op, "op", train_op))
+    operations = ancestors(getattr(train_op, "op", train_op))
     variables = tf.compat.v1.global_variables()
     trainable = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
     own = {v.op.name for v in tf.compat.v1.local_variables()}
@@ -78,8 +78,15 @@ def read_updates(train_op: Any, data: Collection[tf.Operation]) -> Updates:
     return Updates(texts, sorted(mirrored, key=lambda variable: variable.op.name))
 
 
-def _ancestors(last: tf.Operation) -> list[tf.Operation]:
-    """All operations that run where one is run, in the order in which they were built."""
+def ancestors(last: tf.Operation) -> list[tf.Operation]:
+    """All operations that run where one is run.
+
+    Args:
+      last: that one.
+
+    Returns:
+      They and it, in the order in which they were built.
+    """
     seen, todo = {last}, [last]
     while todo:
         op = todo.pop()

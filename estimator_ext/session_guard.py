@@ -33,6 +33,7 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
         self._has_session = False
         self._closed_for: BaseException | None = None
         self._handled_before: BaseException | None = None
+        self.data_have_ended = False  # known in `end` of the hooks that come after
 
     def begin(self) -> None:
         """Note an error that the caller is handling."""
@@ -71,8 +72,11 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
         """
         del session
         error = sys.exc_info()[1]  # what ends the `with` block of the session
-        if error not in (None, self._handled_before) and not self._is_end_of_data(error):
+        if error in (None, self._handled_before):
+            return
+        if not self._is_end_of_data(error):
             raise _error(error, "which TensorFlow would take for the end of the data")
+        self.data_have_ended = True
 
     def _is_end_of_data(self, error: Any) -> bool:
         if not isinstance(error, tf.errors.OutOfRangeError):

@@ -58,9 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="start all processes of a cluster on this machine",
-        usage="hostopt run -np N [--evaluators K] [--] command [args ...]",
+        usage="hostopt run -np N [--evaluators K] [--max-restarts R [--min-np M]] "
+        "[--restore-previous] [--] command [args ...]",
         description="Start one command as chief, workers and evaluators, each with its own "
-        "TF_CONFIG, and end them together. A command that ends in .py is run with this Python.",
+        "TF_CONFIG, and end them together. A command that ends in .py is run with this Python. "
+        "Each rank finds in HOSTOPT_SLOT its place on this machine, 0 to N-1, which stays its own "
+        "when ranks are renumbered.",
         allow_abbrev=False,
     )
     run.add_argument(
@@ -68,6 +71,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--evaluators", type=_at_least(0), default=0, metavar="K", help="evaluators (default: 0)"
+    )
+    run.add_argument(
+        "--max-restarts",
+        type=_at_least(0),
+        default=0,
+        metavar="R",
+        help="start the ring again up to R times, where that may help (default: 0)",
+    )
+    run.add_argument(
+        "--min-np",
+        type=_at_least(1),
+        metavar="M",
+        help="go on with down to M ranks, without those that fail twice in a row (default: N)",
+    )
+    run.add_argument(
+        "--restore-previous",
+        action="store_true",
+        help="where the newest checkpoint cannot be read, go on from the newest that can",
     )
     run.add_argument("command", nargs=argparse.REMAINDER, help="what every process runs")
     run.set_defaults(run=_run, parser=run)
@@ -199,8 +220,20 @@ def _run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         options.parser.error("name the command to run, for example: main.py")
+    if options.min_np is not None and options.min_np > options.np:
+        options.parser.error(f"--min-np {options.min_np} is more than -np {options.np}")
+    if options.min_np is not None and not options.max_restarts:
+        options.parser.error("--min-np takes effect at a restart: give --max-restarts as well")
+    if options.restore_previous:  # where every rank looks for it
+        os.environ["HOSTOPT_RESTORE_PREVIOUS"] = "true"
     try:
-        return launch(command, size=options.np, evaluators=options.evaluators)
+        return launch(
+            command,
+            size=options.np,
+            evaluators=options.evaluators,
+            max_restarts=options.max_restarts,
+            min_size=options.min_np,
+        )
     except FileNotFoundError as error:
         print(f"hostopt: {error}", file=sys.stderr)
         return _USAGE_ERROR

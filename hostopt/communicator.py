@@ -288,6 +288,55 @@ class Communicator:
         rows = self.all_gather(padded, what)
         return [row[:length].tobytes() for row, length in zip(rows, lengths)]
 
+    def gather_bytes(self, data: bytes, what: str = "") -> list[bytes]:
+        """Collect byte strings, which may differ in length, on rank 0.
+
+        Args:
+          data: the bytes of this rank.
+          what: what is collected, for warnings and errors.
+
+        Returns:
+          On rank 0 the bytes of each rank, in rank order; on the others nothing.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        lengths = self.all_gather(np.array(len(data), np.int64), what)
+        operation = self.operation(what)
+        if self.rank != 0:
+            ring.send(self.transport, operation, np.frombuffer(data, np.uint8), 0)
+            return []
+        collected = [data]
+        for peer in range(1, self.size):
+            flat = np.empty(int(lengths[peer]), np.uint8)
+            ring.receive(self.transport, operation, flat, peer)
+            collected.append(flat.tobytes())
+        return collected
+
+    def scatter_bytes(self, data: Sequence[bytes], what: str = "") -> bytes:
+        """Give each rank a byte string of its own, which rank 0 has.
+
+        Args:
+          data: on rank 0 the bytes of each rank, in rank order; on the others nothing.
+          what: what is given, for warnings and errors.
+
+        Returns:
+          The bytes of this rank.
+
+        Raises:
+          HostOptError: a rank failed, left or timed out.
+        """
+        own = [len(each) for each in data] if self.rank == 0 else [0] * self.size
+        lengths = self.broadcast(np.array(own, np.int64), what=what)
+        operation = self.operation(what)
+        if self.rank != 0:
+            flat = np.empty(int(lengths[self.rank]), np.uint8)
+            ring.receive(self.transport, operation, flat, 0)
+            return flat.tobytes()
+        for peer in range(1, self.size):
+            ring.send(self.transport, operation, np.frombuffer(data[peer], np.uint8), peer)
+        return data[0]
+
     def barrier(self, what: str = "barrier") -> None:
         """Return once every rank has called this.
 

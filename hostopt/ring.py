@@ -302,6 +302,48 @@ async def _broadcast(transport: Transport, operation: Operation, flat: Array, ro
             await _send(transport, succ, tag, part, operation, "broadcast")
 
 
+def send(transport: Transport, operation: Operation, flat: Array, peer: int) -> None:
+    """Send an array to one rank, which calls `receive`, in segments.
+
+    Args:
+      transport: this rank's transport.
+      operation: which call this is.
+      flat: contiguous array of shape [n].
+      peer: rank that receives it.
+
+    Raises:
+      HostOptError: the peer failed, left or timed out.
+    """
+    event_loop.run(_transfer(transport, operation, flat, peer, sends=True))
+
+
+def receive(transport: Transport, operation: Operation, flat: Array, peer: int) -> None:
+    """Receive an array from one rank, which calls `send`, in place.
+
+    Args:
+      transport: this rank's transport.
+      operation: which call this is.
+      flat: contiguous array of shape [n]; overwritten.
+      peer: rank that sends it.
+
+    Raises:
+      HostOptError: the peer failed, left or timed out, or sent another number of bytes.
+    """
+    event_loop.run(_transfer(transport, operation, flat, peer, sends=False))
+
+
+async def _transfer(
+    transport: Transport, operation: Operation, flat: Array, peer: int, sends: bool
+) -> None:
+    layout = layout_of(flat)
+    for segment, part in _segments(flat, transport.options.segment_bytes):
+        tag = operation.tag(0, 0, segment, layout)
+        if sends:
+            await _send(transport, peer, tag, part, operation, "send")
+        else:
+            part[:] = await _receive(transport, peer, tag, part, operation, "send", flat.dtype)
+
+
 async def _receive(
     transport: Transport,
     peer: int,

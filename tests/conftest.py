@@ -18,12 +18,14 @@ from typing import Any
 
 import hypothesis
 import pytest
+from launcher import Launcher, is_gone, until
 from ranks import Ranks, reserved_addresses
 
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.hosts import Hosts
 from hostopt.options import Options
+from hostopt.task_group import FORWARDED
 from hostopt.transport.grpc import GrpcTransport
 from hostopt.transport.inproc import InprocTransport
 
@@ -364,3 +366,30 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path)
     yield ranks
     ranks.end()
+
+
+@pytest.fixture
+def signals_not_ignored() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and children would inherit that."""
+    previous = {
+        signum: signal.signal(signum, signal.SIG_DFL)
+        for signum in FORWARDED
+        if signal.getsignal(signum) is signal.SIG_IGN
+    }
+    yield
+    for signum, handler in previous.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, signals_not_ignored: None) -> Iterator[Launcher]:
+    """`hostopt run` as a process; nothing that has noted its pid may be left in the end."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    launcher = Launcher(notes)
+    yield launcher
+    noted = [int(path.suffix[1:]) for path in notes.iterdir()]
+    for process in launcher.started:
+        process.kill()
+        process.wait()
+    until(lambda: all(map(is_gone, noted)), "end of all children")

@@ -15,12 +15,15 @@ from ranks import Rank, Ranks, reserved_addresses
 pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(120)]
 
 STEPS = 4  # as many checkpoints are kept
-# every step is saved, in several buckets, and updates of two variables lie between two of them
+LAST = 9  # of those that go on
+# every step is saved, in several buckets, and updates of two variables lie between two of them;
+# nothing of the data comes twice in the same order
 SETTINGS = {
     "optimizers": ["adam"],
     "steps": STEPS,
     "checkpoint_steps": 1,
     "bucket_mb": 2**-12,
+    "shuffled": True,
     "collective_timeout_s": 30.0,
 }
 SHORT = {"HOSTOPT_STALL_WARNING_S": "1", "HOSTOPT_COLLECTIVE_TIMEOUT_S": "3"}
@@ -90,11 +93,24 @@ FAULTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """The last checkpoint of a longer run of two ranks in which nothing breaks."""
+    directory = tmp_path_factory.mktemp("whole")
+    ranks = Ranks(directory)
+    try:
+        ranks.run("train_with_fault.py", 2, arguments=settings(directory, steps=LAST))
+        return checkpoints(directory)[LAST]
+    finally:
+        ranks.end()
+
+
 @pytest.mark.parametrize(("point", "action", "victim", "communication"), FAULTS)
-def test_no_torn_step_is_saved(
+def test_no_torn_step_is_saved_and_the_same_command_goes_on_as_if_nothing_had_been(
     tmp_path: Path,
     ranks: Ranks,
     unbroken: dict[int, dict[str, np.ndarray]],
+    whole: dict[str, np.ndarray],
     point: str,
     action: str,
     victim: int,
@@ -122,6 +138,11 @@ def test_no_torn_step_is_saved(
         assert variables["global_step"] == step
         for name, value in unbroken[step].items():
             np.testing.assert_array_equal(variables[name], value, err_msg=f"{name} at {step}")
+    ranks.run("train_with_fault.py", 2, arguments=settings(tmp_path, steps=LAST))
+    resumed = checkpoints(tmp_path)[LAST]
+    assert resumed.keys() == whole.keys()
+    for name, value in whole.items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
 
 
 def test_a_rank_that_is_stuck_in_input_fn_is_named_with_its_stacks(

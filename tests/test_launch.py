@@ -8,120 +8,23 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import textwrap
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from launcher import NOTE, Launcher, is_gone, lines_of, python, until
 
-from hostopt import cli, launch
+from hostopt import cli, launch, task_group
 from hostopt.cluster import Cluster
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("signals_not_ignored")]
 
 ROOT = Path(__file__).resolve().parents[1]
 F_SETPIPE_SZ = 1031  # in the module fcntl from Python 3.10 on
 CORES = len(os.sched_getaffinity(0))
-FOREVER = "import time; time.sleep(600)"
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code)]
-
-
-def until(condition: Callable[[], object], what: str, deadline_s: float = 15.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {deadline_s} s"
-        time.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def lines_of(text: str, task: str) -> list[str]:
-    prefix = f"[{task}] "
-    return [line[len(prefix) :] for line in text.splitlines() if line.startswith(prefix)]
-
-
-class Launcher:
-    """`hostopt run` in a process of its own, with short times; its tasks write to `notes`."""
-
-    def __init__(self, notes: Path) -> None:
-        self.notes = notes
-        self.started: list[subprocess.Popen[str]] = []
-
-    def run(
-        self, *arguments: str, grace_s: float = 30.0, kill_s: float = 30.0
-    ) -> subprocess.Popen[str]:
-        code = f"""
-            import functools, sys
-            from hostopt import cli, launch
-            launch.KILL_S = {kill_s}
-            cli.launch = functools.partial(launch.launch, grace_s={grace_s})
-            sys.exit(cli.main(sys.argv[1:]))
-        """
-        process = subprocess.Popen(
-            [*python(code), "run", *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "NOTES": str(self.notes)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    def pids(self, name: str, count: int) -> list[int]:
-        """Wait until `count` processes have noted that they are `name`, and return their pids."""
-        found: list[int] = []
-
-        def noted() -> bool:
-            found[:] = [int(path.suffix[1:]) for path in self.notes.glob(f"{name}.*")]
-            return len(found) >= count
-
-        until(noted, f"{count} notes of {name!r}")
-        return found
-
-
-# What a child does to note that it is `name`.
-NOTE = """
-import os, pathlib, signal, sys, time
-def note(name):
-    pathlib.Path(os.environ["NOTES"], f"{name}.{os.getpid()}").touch()
-"""
-
-
-@pytest.fixture(autouse=True)
-def signals_not_ignored() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, and children would inherit that."""
-    previous = {
-        signum: signal.signal(signum, signal.SIG_DFL)
-        for signum in launch._FORWARDED
-        if signal.getsignal(signum) is signal.SIG_IGN
-    }
-    yield
-    for signum, handler in previous.items():
-        signal.signal(signum, handler)
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path)
-    yield launcher
-    noted = [int(path.suffix[1:]) for path in tmp_path.iterdir()]
-    for process in launcher.started:
-        process.kill()
-        process.wait()
-    until(lambda: all(map(is_gone, noted)), "end of all children")
 
 
 # --- what a task is given ---------------------------------------------------------------------
@@ -234,7 +137,7 @@ def test_ranks_divide_the_cores(
 def test_cores_are_divided_by_the_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
     threads = [
-        launch._environment({}, {}, (job, 0), size)["OMP_NUM_THREADS"]
+        task_group._environment({}, {}, (job, 0), size)["OMP_NUM_THREADS"]
         for size, job in [
             (1, "chief"),
             (2, "chief"),
@@ -489,9 +392,9 @@ def test_an_ignored_signal_stays_ignored(launcher: Launcher) -> None:
 
 
 def test_the_callers_signal_handlers_come_back() -> None:
-    before = [signal.getsignal(signum) for signum in launch._FORWARDED]
+    before = [signal.getsignal(signum) for signum in task_group.FORWARDED]
     assert launch.launch(["true"], size=1) == 0
-    assert [signal.getsignal(signum) for signum in launch._FORWARDED] == before
+    assert [signal.getsignal(signum) for signum in task_group.FORWARDED] == before
 
 
 # --- command line -----------------------------------------------------------------------------
@@ -527,6 +430,10 @@ def test_a_command_that_cannot_be_executed(
         ["run", "-np", "two", "true"],
         ["run", "-np", "1", "--evaluators", "-1", "true"],
         ["run", "true", "-np", "1"],
+        ["run", "-np", "2", "--max-restarts", "-1", "true"],
+        ["run", "-np", "2", "--max-restarts", "1", "--min-np", "3", "true"],
+        ["run", "-np", "2", "--max-restarts", "1", "--min-np", "0", "true"],
+        ["run", "-np", "2", "--min-np", "1", "true"],
         ["walk"],
     ],
 )

@@ -107,12 +107,21 @@ def normalise(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tenso
 def make_train_input_fn(digits: data.Digits, batch_size: int) -> Callable[..., tf.data.Dataset]:
     def input_fn(input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
         context = input_context or tf.distribute.InputContext()
-        shard = slice(context.input_pipeline_id, None, context.num_input_pipelines)
-        images, labels = digits.x_train[shard], digits.y_train[shard]
-        dataset = dataset_of(images, labels).cache()
-        dataset = dataset.shuffle(len(images), seed=SEED + context.input_pipeline_id).repeat()
-        dataset = dataset.batch(batch_size, drop_remainder=True)
-        return dataset.map(normalise).prefetch(2)
+        # numbers of images are shuffled, not images: how far they are read goes into checkpoints
+        rows = tf.data.Dataset.range(len(digits.x_train))
+        rows = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+        rows = rows.shuffle(len(digits.x_train), seed=SEED + context.input_pipeline_id).repeat()
+        rows = rows.batch(batch_size, drop_remainder=True)
+        return rows.map(pick).map(normalise).prefetch(2)
+
+    def pick(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def take(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return digits.x_train[rows], digits.y_train[rows]
+
+        images, labels = tf.numpy_function(take, [rows], [tf.uint8, tf.uint8], stateful=False)
+        images.set_shape([batch_size, data.SIDE, data.SIDE])
+        labels.set_shape([batch_size])
+        return images, labels
 
     return input_fn
 

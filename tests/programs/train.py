@@ -32,6 +32,7 @@ SETTINGS = {
     "variables_on_host": True,
     "bucket_mb": 25.0,
     "batches": 0,  # batches of this rank, 0 for endless
+    "shuffled": False,  # examples in an order of chance that goes on and on
     "as_tensors": False,  # input_fn returns tensors, of whose end nobody is told
     "learning_rate": 0.01,
     "api": "train",  # or "ours", "stock": train_and_evaluate
@@ -245,6 +246,8 @@ def make_input_fn(settings: dict):
         mine = slice(input_context.input_pipeline_id * rows, None)
         x, y = x[:, mine][:, :rows], y[:, mine][:, :rows]
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
+        if settings["shuffled"]:
+            dataset = shuffled_dataset(settings, input_context)
         for number in settings["leave_out"]:
             dataset = dataset.take(number).concatenate(dataset.skip(number + 1))
         dataset = dataset.take(settings["batches"]) if settings["batches"] else dataset
@@ -253,6 +256,16 @@ def make_input_fn(settings: dict):
         return dataset
 
     return input_fn
+
+
+def shuffled_dataset(settings: dict, context: tf.distribute.InputContext) -> tf.data.Dataset:
+    """Batches of this rank's examples, which come in another order each time."""
+    x, y = (each.reshape(-1, *each.shape[2:]) for each in arrays(settings["dtype"], "mlp"))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
+    dataset = dataset.shuffle(2 * GLOBAL_BATCH, seed=3).repeat()
+    dataset = dataset.map(lambda x, y: (2 * x, y), num_parallel_calls=2)
+    return dataset.batch(GLOBAL_BATCH // context.num_input_pipelines).prefetch(2)
 
 
 def uneven_dataset(settings: dict, context: tf.distribute.InputContext) -> tf.data.Dataset:

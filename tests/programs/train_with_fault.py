@@ -1,6 +1,7 @@
 """train.py, in which something breaks on one rank at a chosen moment of a step.
 
-The setting "fault" says what: {"point": ..., "step": counted from 0, "action": ...}.
+The setting "fault" says what: {"point": ..., "step": of this process, counted from 0, "action":
+...}; with "slot" it is for the process in this slot of the launcher.
 """
 
 from __future__ import annotations
@@ -126,6 +127,6 @@ if __name__ == "__main__":
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
     fault = chosen.pop("fault", None)
-    if fault is not None:
+    if fault is not None and fault.get("slot") in (None, int(os.environ.get("HOSTOPT_SLOT", "0"))):
         BREAK[fault["point"]](fault)
     train.main({**train.SETTINGS, **chosen})

@@ -1,0 +1,238 @@
+"""How far the ranks have read their data, as a later process takes it up again."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import Spawn
+
+import hostopt
+from estimator_ext import input_state
+from estimator_ext.input_state import InputStates
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(60)]
+
+v1 = tf.compat.v1
+Pipeline = Callable[[int, int], tf.data.Dataset]
+
+EXAMPLES, BATCH = 40, 3
+
+
+@pytest.fixture
+def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What follows counts as that of a process of its own."""
+    return lambda: monkeypatch.setattr(input_state, "_THIS_PROCESS", secrets.token_hex(8))
+
+
+def shuffled(size: int, rank: int, seed: int = 3, offset: int = 0) -> tf.data.Dataset:
+    dataset = tf.data.Dataset.from_tensor_slices(np.arange(EXAMPLES) + offset).shard(size, rank)
+    return dataset.shuffle(10, seed=seed).repeat().batch(BATCH).prefetch(2)
+
+
+def from_generator(size: int, rank: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_generator(lambda: iter(range(EXAMPLES)), tf.int64).batch(BATCH)
+
+
+def through_python(size: int, rank: int) -> tf.data.Dataset:
+    def same(batch: tf.Tensor) -> tf.Tensor:
+        return tf.numpy_function(lambda x: x, [batch], tf.int64)
+
+    return shuffled(size, rank).map(same)
+
+
+class Reader:
+    """One rank that reads batches and saves, as a training of an Estimator does."""
+
+    def __init__(self, communicator: hostopt.Communicator, *pipelines: Pipeline) -> None:
+        self.states_of = communicator
+        rank, size = communicator.rank, communicator.size
+        self.guard: Any = SimpleNamespace(data_have_ended=False)
+        with tf.Graph().as_default():
+            datasets = [pipeline(size, rank) for pipeline in pipelines]
+            makes = v1.data.make_one_shot_iterator, v1.data.make_initializable_iterator
+            iterators = [makes[place % 2](dataset) for place, dataset in enumerate(datasets)]
+            self._batches = [iterator.get_next() for iterator in iterators]
+            self.states = InputStates(communicator, self.guard)
+            self._initializers = [i.initializer for i in iterators if i._initializer is not None]
+            self.session = v1.Session()
+
+    def begin(self, checkpoint: str | None) -> Reader:
+        self.session.run(self._initializers)
+        self.states.begin(self.session, checkpoint)
+        return self
+
+    def read(self, count: int) -> list[Any]:
+        """The examples of the next batches."""
+        batches = [self.session.run(self._batches) for _ in range(count)]
+        return [[batch.tolist() for batch in step] for step in batches]
+
+    def save(self, checkpoint: str) -> None:
+        if self.states_of.size > 1:
+            self.states.gather(self.session)
+        if self.states_of.rank == 0:
+            self.states.write(self.session, checkpoint)
+
+
+def saved_and_going_on(
+    communicator: hostopt.Communicator, path: str, *pipelines: Pipeline
+) -> list[Any]:
+    """Read, save, and return what comes after."""
+    reader = Reader(communicator, *pipelines).begin(None)
+    reader.read(7)
+    reader.save(path)
+    return reader.read(20)
+
+
+def resumed(communicator: hostopt.Communicator, path: str, *pipelines: Pipeline) -> list[Any]:
+    checkpoint = path if communicator.rank == 0 else None
+    return Reader(communicator, *pipelines).begin(checkpoint).read(20)
+
+
+def fresh(communicator: hostopt.Communicator, *pipelines: Pipeline) -> list[Any]:
+    return Reader(communicator, *pipelines).begin(None).read(20)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("pipelines", [[shuffled], [shuffled, through_python]])
+def test_another_process_reads_what_comes_next(
+    spawn_inproc: Spawn,
+    tmp_path: Path,
+    another_process: Callable[[], None],
+    size: int,
+    pipelines: list[Pipeline],
+) -> None:
+    path = str(tmp_path / "model.ckpt-7")
+    wanted = spawn_inproc(size, lambda c: saved_and_going_on(c, path, *pipelines))
+    another_process()
+    assert spawn_inproc(size, lambda c: resumed(c, path, *pipelines)) == wanted
+    assert len({str(batches) for batches in wanted}) == size  # each has a shard of its own
+
+
+def test_the_same_process_reads_from_the_beginning(spawn_inproc: Spawn, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.ckpt-7")
+    spawn_inproc(1, lambda c: saved_and_going_on(c, path, shuffled))
+    (found,) = spawn_inproc(1, lambda c: resumed(c, path, shuffled))
+    (begun,) = spawn_inproc(1, lambda c: fresh(c, shuffled))
+    assert found == begun
+
+
+@pytest.mark.parametrize(
+    ("size", "pipeline", "said"),
+    [
+        (2, shuffled, "was saved by 3 ranks, and now there are 2"),
+        (3, lambda *rank: shuffled(*rank, offset=1), "another pipeline"),
+        (3, lambda *rank: shuffled(*rank).map(lambda x: x), "another pipeline"),
+    ],
+)
+def test_data_that_fit_no_more_begin_anew_which_is_said(
+    spawn_inproc: Spawn,
+    tmp_path: Path,
+    another_process: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
+    size: int,
+    pipeline: Pipeline,
+    said: str,
+) -> None:
+    path = str(tmp_path / "model.ckpt-7")
+    spawn_inproc(3, lambda c: saved_and_going_on(c, path, shuffled))
+    another_process()
+    begun = spawn_inproc(size, lambda c: fresh(c, pipeline))
+    assert spawn_inproc(size, lambda c: resumed(c, path, pipeline)) == begun
+    assert said in caplog.text
+
+
+def test_data_that_had_ended_begin_anew(
+    spawn_inproc: Spawn, tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    path = str(tmp_path / "model.ckpt-7")
+
+    def end(communicator: hostopt.Communicator) -> None:
+        reader = Reader(communicator, shuffled).begin(None)
+        reader.read(7)
+        reader.guard.data_have_ended = True
+        reader.save(path)
+
+    spawn_inproc(2, end)
+    another_process()
+    begun = spawn_inproc(2, lambda c: fresh(c, shuffled))
+    assert spawn_inproc(2, lambda c: resumed(c, path, shuffled)) == begun
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        (from_generator, "rank 0: its data cannot be saved .* GeneratorDataset"),
+        (through_python, "rank 0: .* go on where they stood, but not what a function .* PyFunc"),
+        (
+            lambda *rank: shuffled(*rank).map(lambda x: x + tf.random.uniform([], 0, 9, tf.int64)),
+            "but not .* such as random numbers: RandomUniformInt is stateful",
+        ),
+    ],
+)
+def test_what_cannot_be_saved_is_named(
+    spawn_inproc: Spawn,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    pipeline: Pipeline,
+    said: str,
+) -> None:
+    caplog.set_level("INFO", "tensorflow")
+    path = str(tmp_path / "model.ckpt-7")
+
+    def save(communicator: hostopt.Communicator) -> None:
+        reader = Reader(communicator, pipeline).begin(None)
+        for _ in range(3):
+            reader.read(1)
+            reader.save(path)
+
+    spawn_inproc(1, save)
+    (message,) = (text for text in caplog.messages if text.startswith("rank 0"))
+    assert re.search(said, message)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_a_damaged_file_is_named(spawn_inproc: Spawn, tmp_path: Path, damage: str) -> None:
+    path = str(tmp_path / "model.ckpt-7")
+    spawn_inproc(1, lambda c: saved_and_going_on(c, path, shuffled))
+    file = Path(f"{path}.input")
+    data = bytearray(file.read_bytes())
+    input_state.check(path)
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    with pytest.raises(hostopt.CheckpointError, match=r"ckpt-7\.input, .* is damaged"):
+        input_state.check(path)
+
+
+def test_files_go_with_their_checkpoints(spawn_inproc: Spawn, tmp_path: Path) -> None:
+    def save(communicator: hostopt.Communicator) -> None:
+        reader = Reader(communicator, shuffled).begin(None)
+        for step in (1, 2, 3):
+            reader.save(str(tmp_path / f"model.ckpt-{step}"))
+            (tmp_path / f"model.ckpt-{step}.index").touch()
+            if step == 2:
+                (tmp_path / "model.ckpt-1.index").unlink()
+
+    spawn_inproc(1, save)
+    found = {path.name for path in tmp_path.glob("*.input")}
+    assert found == {"model.ckpt-2.input", "model.ckpt-3.input"}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_random_numbers_of_a_model_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tensorflow")
+    with tf.Graph().as_default() as graph:
+        noise = tf.random.normal([3])
+        data = set(graph.get_operations())
+        kernel = v1.get_variable("kernel", initializer=tf.random.uniform([3]))
+        input_state.name_random_operations(kernel * noise, data)
+        assert not caplog.messages
+        input_state.name_random_operations(tf.nn.dropout(kernel * noise, 0.5), data)
+    assert "dropout" in caplog.text
+    assert "kernel" not in caplog.text
