@@ -121,7 +121,7 @@ class Calls:
 
         Raises:
           AuthError: it refuses this rank, or does not know the token.
-          grpc.aio.AioRpcError: it cannot be reached, or the call is not to its taste.
+          grpc.aio.AioRpcError: it cannot be reached, or ends the call.
         """
         kwargs = {"timeout": timeout_s, "wait_for_ready": wait_for_ready}
         life = self._meeting.incarnations.get(peer, "")
@@ -206,7 +206,7 @@ class Calls:
         """What the server of this rank answers.
 
         Args:
-          stream: takes a stream of frames, once it has called `admit`.
+          stream: takes a stream of frames; it calls `admit_stream` first.
           methods: answers by name; called for those that may call this rank.
         """
         handlers = {name: self._handler(name, answer) for name, answer in methods.items()}
