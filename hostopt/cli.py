@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hostopt import bench
+from hostopt.doctor.checking import WRONG
+from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.launch import launch
 from hostopt.trace_files import merge
@@ -101,6 +104,17 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
     )
+    _add_doctor(
+        commands.add_parser(
+            "doctor",
+            help="check this machine and its place in the cluster",
+            description="Check this machine and, where TF_CONFIG names a cluster, this task's "
+            "place in it. Start it on all ranks at the same time, with the TF_CONFIG and the "
+            "HOSTOPT_* variables of the training, and the ranks also check what is between them. "
+            "Exits with 78 where anything is WRONG.",
+            allow_abbrev=False,
+        )
+    )
     return parser
 
 
@@ -153,6 +167,26 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the times there as well")
     parser.add_argument("--quiet", action="store_true", help="print no table")
     parser.set_defaults(run=_bench, parser=parser)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-dir", metavar="DIR", help="where the training writes")
+    parser.add_argument(
+        "--timeout-s",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="how long to wait for the other ranks (default: 10)",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    healthy = True
+    for finding in examine(os.environ, options.model_dir, options.timeout_s):
+        print(finding, flush=True)
+        healthy = healthy and finding.verdict != WRONG
+    return 0 if healthy else ConfigError.exit_code
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -213,6 +247,13 @@ def _at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time above 0")
+    return value
 
 
 def _size(text: str) -> int:

@@ -48,12 +48,13 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
     return meet(cluster, (options or Options()).with_environment())
 
 
-def meet(cluster: Cluster, options: Options) -> Communicator:
+def meet(cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> Communicator:
     """`connect` with these options, whatever the environment says.
 
     Args:
       cluster: the ring.
       options: deadlines and sizes.
+      service: name under which the ranks call each other; those of another one never meet.
 
     Returns:
       This rank's communicator.
@@ -62,7 +63,7 @@ def meet(cluster: Cluster, options: Options) -> Communicator:
       ConfigError: this task's address or the timeline's file cannot be used.
       RendezvousTimeoutError: a rank did not appear in time.
     """
-    communicator = Communicator(_transport(cluster, options))
+    communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
     try:
         if options.timeline is not None:
@@ -82,12 +83,12 @@ def meet(cluster: Cluster, options: Options) -> Communicator:
     return communicator
 
 
-def _transport(cluster: Cluster, options: Options) -> Transport:
+def _transport(cluster: Cluster, options: Options, service: str) -> Transport:
     if cluster.size == 1:
         return InprocTransport.connect(1, options)[0]
     from hostopt.transport.grpc import GrpcTransport
 
-    return GrpcTransport(cluster, options)
+    return GrpcTransport(cluster, options, service)
 
 
 def _start_timeline(communicator: Communicator, path: str) -> None:

@@ -135,7 +135,7 @@ class Options:
         """
         found: dict[str, Any] = {}
         for field in fields(self):
-            name = f"HOSTOPT_{field.name.upper()}"
+            name = _variable(field.name)
             if name not in environ:
                 continue
             if field.name not in (*_NUMBERS, "desync_check_steps"):
@@ -150,3 +150,15 @@ class Options:
 
 def _number(text: str) -> float:
     return int(text) if text.strip().isdigit() else float(text)
+
+
+def _variable(name: str) -> str:
+    return f"HOSTOPT_{name.upper()}"
+
+
+# All of ours in the environment: one for each option, the token, and what `hostopt run` sets.
+VARIABLES = (
+    *(_variable(field.name) for field in fields(Options)),
+    "HOSTOPT_TOKEN",
+    "HOSTOPT_SLOT",
+)

@@ -17,8 +17,8 @@ import time
 __all__: list[str] = []
 
 DIRECTORY = "/dev/shm"
-_PREFIX = "hostopt-"
-_STALE_AFTER_S = 60.0  # a younger file may not be locked yet
+PREFIX = "hostopt-"
+STALE_AFTER_S = 60.0  # a younger file may not be locked yet
 
 
 class SharedFile:
@@ -34,7 +34,7 @@ class SharedFile:
 
     def __init__(self, nbytes: int, directory: str = DIRECTORY) -> None:
         remove_stale(directory)
-        self._fd, self.path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+        self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(self._fd, 0, nbytes)  # or writing would end in SIGBUS
@@ -81,7 +81,7 @@ def remove_stale(directory: str = DIRECTORY) -> None:
     """
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            if entry.name.startswith(_PREFIX):
+            if entry.name.startswith(PREFIX):
                 with contextlib.suppress(OSError):  # another's file, or gone meanwhile
                     _remove_if_stale(entry.path)
 
@@ -89,7 +89,7 @@ def remove_stale(directory: str = DIRECTORY) -> None:
 def _remove_if_stale(path: str) -> None:
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        if time.time() - os.fstat(fd).st_mtime >= _STALE_AFTER_S:
+        if time.time() - os.fstat(fd).st_mtime >= STALE_AFTER_S:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
     finally:

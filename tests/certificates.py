@@ -15,7 +15,7 @@ def write_tls_dir(
     ca: trustme.CA,
     *names: str,
     trusted: trustme.CA | None = None,
-    expired: bool = False,
+    days: float = 365,
 ) -> Path:
     """Make a certificate.
 
@@ -24,15 +24,15 @@ def write_tls_dir(
       ca: who signs it.
       names: what it names; `HOST` by default.
       trusted: whose certificates its owner accepts, if not those of `ca`.
-      expired: whether it was valid until yesterday.
+      days: how long it is valid; less than 0 for one that has expired.
 
     Returns:
       The directory.
     """
     directory.mkdir()
     now = datetime.now(timezone.utc)
-    valid = (now - timedelta(days=9), now - timedelta(days=1)) if expired else (None, None)
-    issued = ca.issue_cert(*(names or (HOST,)), not_before=valid[0], not_after=valid[1])
+    begin, end = now - timedelta(days=9), now + timedelta(days=days)
+    issued = ca.issue_cert(*(names or (HOST,)), not_before=begin, not_after=end)
     (trusted or ca).cert_pem.write_to_path(str(directory / "ca.pem"))
     chain = b"".join(part.bytes() for part in issued.cert_chain_pems)
     (directory / "cert.pem").write_bytes(chain)

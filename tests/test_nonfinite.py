@@ -11,7 +11,9 @@ import pytest
 import tensorflow as tf
 from ranks import Rank, Ranks, reserved_addresses
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+_GROUP_S = 250
+# The first test waits for the trainings of all groups.
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(3 * _GROUP_S + 50)]
 
 ALL = ["sgd", "momentum", "adam"]
 SKIPPED = {"steps": 7, "nan_at": [1, 4], "nonfinite": "skip"}
@@ -92,7 +94,7 @@ class Trainings:
                         "train.py", {"worker": addresses}, arguments=[json.dumps(common)]
                     )
                     for rank in self.ranks[where]:
-                        rank.wait(250)
+                        rank.wait(_GROUP_S)
             finally:
                 ranks.end()
 

@@ -78,7 +78,7 @@ class Certificates:
         elif kind == "good":
             write_tls_dir(directory, self._ca)
         elif kind == "expired":
-            write_tls_dir(directory, self._ca, expired=True)
+            write_tls_dir(directory, self._ca, days=-1)
         elif kind == "of-another-ca":
             write_tls_dir(directory, self._other_ca)
         elif kind == "refused":  # this rank accepts the others, which do not accept it

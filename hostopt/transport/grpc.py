@@ -90,6 +90,7 @@ class GrpcTransport(Transport):
     Args:
       cluster: the ring and this rank's place in it.
       options: deadlines and sizes.
+      service: name under which ranks call each other; those of another one never meet.
 
     Raises:
       ConfigError: the own address is in use, a peer knows another ring, or token or certificates
@@ -98,13 +99,13 @@ class GrpcTransport(Transport):
       RendezvousTimeoutError: a rank did not appear in time; the message names it.
     """
 
-    def __init__(self, cluster: Cluster, options: Options) -> None:
+    def __init__(self, cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> None:
         super().__init__(cluster, options)
         keep_freed_memory()
         self._successor = (self.rank + 1) % self.size
         self._meeting = Meeting(cluster, options)
         self._security = Security(cluster, options)
-        self._calls = Calls(cluster, options, self._meeting, self._security)
+        self._calls = Calls(cluster, options, self._meeting, self._security, service)
         self._met = False
         self._streams: dict[int, Stream] = {}
         self._ending = threading.RLock()  # held while the ring is failed or closed
@@ -419,8 +420,11 @@ class GrpcTransport(Transport):
         request = json.dumps(meeting.hello()).encode()
         try:
             answer = await self._calls.ask(peer, "Hello", request, timeout_s, wait_for_ready=True)
-        except grpc.aio.AioRpcError:
+        except grpc.aio.AioRpcError as error:
             answer = b""
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a doctor, or a stranger
+                meeting.reasons[peer] = "runs another program"
+                await asyncio.sleep(_AGAIN_AFTER_S)
         await self._check_certificates(peer, bool(answer))
         if self.mailbox.has_left(peer):
             meeting.missing.discard(peer)

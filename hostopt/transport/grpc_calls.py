@@ -24,7 +24,6 @@ __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 
-_SERVICE = "hostopt.Ring"
 _CALL, _ANSWER = "call", "answer"
 # How long to try to connect: a handshake takes several round trips, and computing. Of two equal
 # options gRPC takes the first.
@@ -46,15 +45,22 @@ class Calls:
       options: sizes.
       meeting: knows the incarnations.
       security: token and certificates.
+      service: name under which the ranks call each other.
     """
 
     def __init__(
-        self, cluster: Cluster, options: Options, meeting: Meeting, security: Security
+        self,
+        cluster: Cluster,
+        options: Options,
+        meeting: Meeting,
+        security: Security,
+        service: str,
     ) -> None:
         self._cluster = cluster
         self._options = options
         self._meeting = meeting
         self._security = security
+        self._service = service
         self._strangers: set[str] = set()
         self.channels: dict[int, grpc.aio.Channel] = {}
 
@@ -140,7 +146,7 @@ class Calls:
     async def _ask(
         self, peer: int, life: str, method: str, request: bytes, **kwargs: Any
     ) -> bytes:
-        stub = self.channels[peer].unary_unary(_path(method))
+        stub = self.channels[peer].unary_unary(f"/{self._service}/{method}")
         call = stub(request, metadata=self.metadata(peer, life, method, request), **kwargs)
         answer: bytes = await call
         if self._security.has_token:
@@ -160,7 +166,7 @@ class Calls:
         """
         life = self._meeting.incarnations.get(peer, "")
         metadata = self.metadata(peer, life, "Stream", b"")
-        return channel.stream_unary(_path("Stream"))(metadata=metadata)
+        return channel.stream_unary(f"/{self._service}/Stream")(metadata=metadata)
 
     def metadata(self, peer: int, life: str, method: str, request: bytes) -> Metadata:
         """Who calls, and the proof of it.
@@ -208,7 +214,7 @@ class Calls:
         """
         handlers = {name: self._handler(name, answer) for name, answer in methods.items()}
         handlers["Stream"] = grpc.stream_unary_rpc_method_handler(stream)
-        return grpc.method_handlers_generic_handler(_SERVICE, handlers)
+        return grpc.method_handlers_generic_handler(self._service, handlers)
 
     def _handler(self, method: str, answer: Answer) -> grpc.RpcMethodHandler:
         async def handle(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -283,7 +289,3 @@ class Calls:
 def _texts(metadata: Any) -> dict[str, str]:
     """Metadata by key; what some releases of gRPC return has keys, and is no dict."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}
-
-
-def _path(method: str) -> str:
-    return f"/{_SERVICE}/{method}"

@@ -1,0 +1,498 @@
+"""`hostopt doctor`: each thing that can be wrong, provoked, and doctors that meet."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+from certificates import write_tls_dir
+from conftest import DEADLINE_S, NewRing, Spawn, jobs_of, listens, task_of
+from ranks import reserved_addresses
+
+from hostopt import cli
+from hostopt.communicator import Communicator
+from hostopt.doctor import machine, meeting, network, software
+from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, run
+from hostopt.doctor.examine import examine
+from hostopt.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCTOR = [sys.executable, "-m", "hostopt.cli", "doctor"]
+ALONE_S = 0.3  # how long a doctor waits here who is to stay alone
+
+
+def tf_config(addresses: list[str], rank: int = 0) -> str:
+    type_, index = task_of(rank)
+    return json.dumps({"cluster": jobs_of(addresses), "task": {"type": type_, "index": index}})
+
+
+def look(environ: dict[str, str] | None = None, model_dir: Path | None = None) -> list[Finding]:
+    """What a doctor finds who is alone."""
+    return list(examine(environ or {}, str(model_dir) if model_dir else None, ALONE_S))
+
+
+def texts(findings: list[Finding], verdict: str) -> list[str]:
+    return [text for found, text in findings if found == verdict]
+
+
+def the_only(verdict: str, findings: list[Finding]) -> str:
+    (text,) = texts(findings, verdict)
+    return text
+
+
+def start(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HOSTOPT_", "TF_"))}
+    return subprocess.Popen(
+        [sys.executable, "-m", "hostopt.cli", *arguments],
+        env={**clean, "PYTHONPATH": str(ROOT), **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start_all(
+    addresses: list[str], *environs: dict[str, str], arguments: list[list[str]] | None = None
+) -> list[tuple[int, str]]:
+    """Exit code and output of a doctor on each rank, all started at once."""
+    given = arguments or [[] for _ in addresses]
+    doctors = [
+        start("doctor", *given[rank], **{"TF_CONFIG": tf_config(addresses, rank), **environ})
+        for rank, environ in enumerate(environs)
+    ]
+    outputs = [doctor.communicate(timeout=60) for doctor in doctors]
+    return [(each.returncode, out + err) for each, (out, err) in zip(doctors, outputs)]
+
+
+def install(directory: Path, name: str, version: str, *requires: str) -> None:
+    """What pip would leave of a package."""
+    found = directory / f"{name}-{version}.dist-info"
+    found.mkdir(parents=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {text}" for text in requires]
+    (found / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_a_healthy_machine_is_told_so_line_by_line(tmp_path: Path) -> None:
+    doctor = start("doctor", "--model-dir", str(tmp_path), TF_USE_LEGACY_KERAS="1")
+    out, err = doctor.communicate(timeout=60)
+    assert (doctor.returncode, err) == (0, "")
+    assert {line.split()[0] for line in out.splitlines()} <= {OK, NOTE}
+    assert f"numpy {importlib.metadata.version('numpy')}" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_gives_the_exit_code_of_a_configuration_that_is() -> None:
+    doctor = start("doctor", HOSTOPT_BUKET_MB="3")
+    out, _ = doctor.communicate(timeout=60)
+    assert doctor.returncode == ConfigError.exit_code
+    assert "WRONG HOSTOPT_BUKET_MB" in out
+
+
+@pytest.mark.parametrize("time_", ["0", "-1", "nan", "soon"])
+def test_a_time_to_wait_must_be_one(time_: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["doctor", "--timeout-s", time_])
+    assert "--timeout-s" in capsys.readouterr().err
+
+
+# --- what a check may do ----------------------------------------------------------------------
+
+
+def test_an_error_in_a_check_is_a_finding() -> None:
+    def of_stones() -> Iterator[Finding]:
+        yield Finding(OK, "one")
+        raise LookupError("two")
+
+    assert run(of_stones, timeout_s=30) == [
+        Finding(OK, "one"),
+        Finding(WRONG, "the check of of stones failed: LookupError('two')"),
+    ]
+
+
+def test_a_check_that_hangs_is_a_finding() -> None:
+    ours, theirs = socket.socketpair()
+
+    def of_a_disk() -> Iterator[Finding]:
+        yield Finding(OK, "one")
+        ours.recv(1)
+
+    with ours, theirs:
+        found = run(of_a_disk, timeout_s=0.1)
+        theirs.send(b"!")
+    assert found[0] == Finding(OK, "one")
+    assert "did not end within 0.1 s" in the_only(WRONG, found)
+
+
+# --- software ---------------------------------------------------------------------------------
+
+
+def test_a_package_that_another_cannot_work_with_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "tensorflow", "2.15.9", "protobuf (<5.0.0dev,>=3.20.3)", "numpy<9", "absent")
+    install(tmp_path, "protobuf", "5.29.6")
+    monkeypatch.syspath_prepend(tmp_path)
+    wrong = texts(list(software.versions()), WRONG)
+    assert any(
+        re.fullmatch(r"protobuf is 5.29.6, tensorflow 2.15.9 wants .*<5.*: pip install .*", text)
+        for text in wrong
+    )
+    assert any(text.startswith("absent is not installed, tensorflow 2.15.9") for text in wrong)
+    assert not [text for text in wrong if text.startswith("numpy is")]
+
+
+def test_a_tensorflow_that_is_too_new_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "tensorflow", "2.99.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    wrong = texts(list(software.versions()), WRONG)
+    assert any(re.match("tensorflow is 2.99.0, hostopt .* wants .*<2.22", text) for text in wrong)
+
+
+@pytest.mark.parametrize(
+    ("release", "value", "verdict"),
+    [("2.15.1", None, OK), ("2.16.2", None, NOTE), ("2.21.0", "1", OK), ("2.21.0", "0", WRONG)],
+)
+def test_keras_3_is_wrong_where_there_is_one(
+    release: str,
+    value: str | None,
+    verdict: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(tmp_path, "tensorflow", release)
+    monkeypatch.syspath_prepend(tmp_path)
+    environ = {} if value is None else {"TF_USE_LEGACY_KERAS": value}
+    assert [finding.verdict for finding in software.keras(environ)] == [verdict]
+
+
+def test_a_misspelt_variable_is_told_the_name_that_is_meant() -> None:
+    found = look({"HOSTOPT_BUKET_MB": "3", "HOSTOPT_TOKEN": "secret"})
+    assert the_only(WRONG, found).endswith("did you mean HOSTOPT_BUCKET_MB?")
+    assert not any("secret" in text for _, text in found)
+
+
+def test_a_variable_of_somebody_else_is_a_note() -> None:
+    assert any(
+        "HOSTOPT_ELSEWHERE" in text for text in texts(look({"HOSTOPT_ELSEWHERE": ""}), NOTE)
+    )
+
+
+def test_a_value_that_is_refused_is_wrong() -> None:
+    assert "HOSTOPT_STALL_WARNING_S is 'long'" in the_only(
+        WRONG, look({"HOSTOPT_STALL_WARNING_S": "long"})
+    )
+
+
+def test_proxies_are_a_note() -> None:
+    assert any(
+        text.startswith("HTTP_PROXY, https_proxy: ")
+        for text in texts(look({"https_proxy": "http://p:3128", "HTTP_PROXY": "http://p"}), NOTE)
+    )
+
+
+# --- this machine -----------------------------------------------------------------------------
+
+
+def test_no_shared_memory_is_a_note(tmp_path: Path) -> None:
+    assert "--shm-size" in the_only(NOTE, list(machine.shared_memory(str(tmp_path / "none"))))
+
+
+def test_little_shared_memory_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = os.statvfs(tmp_path)
+    monkeypatch.setattr(machine, "_DOCKER_SHM_BYTES", size.f_blocks * size.f_frsize)
+    assert "--shm-size" in the_only(NOTE, list(machine.shared_memory(str(tmp_path))))
+
+
+def test_memory_of_ranks_that_were_killed_is_a_note(tmp_path: Path) -> None:
+    for name, age_s in (("hostopt-old", 1000), ("hostopt-new", 0), ("other-old", 1000)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    left = [each for each in machine.shared_memory(str(tmp_path)) if "are left" in each.text]
+    assert [finding.text.split()[0] for finding in left] == ["1"]
+
+
+def test_a_model_dir_that_does_not_exist_yet_is_left_so(tmp_path: Path) -> None:
+    found = list(machine.model_dir(str(tmp_path / "a" / "b")))
+    assert f"{tmp_path} can be written to" in the_only(OK, found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_dir_that_cannot_be_written_to_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    wrong = the_only(WRONG, list(machine.model_dir(str(tmp_path / "file" / "model"))))
+    assert f"{tmp_path / 'file'} cannot be written to (Not a directory)" in wrong
+
+
+def test_a_model_dir_that_is_no_local_path_is_a_note() -> None:
+    assert "gs://bucket/model" in the_only(NOTE, list(machine.model_dir("gs://bucket/model")))
+
+
+def test_the_newest_checkpoint_is_named_if_it_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text(
+        'model_checkpoint_path: "model.ckpt-7"\nall_model_checkpoint_paths: "model.ckpt-3"\n'
+    )
+    names = ["model.ckpt-7.index", "model.ckpt-7.data-00000-of-00002"]
+    for name in names:
+        (tmp_path / name).touch()
+    newest = str(tmp_path / "model.ckpt-7")
+    assert newest in the_only(WRONG, list(machine.model_dir(str(tmp_path))))
+    (tmp_path / "model.ckpt-7.data-00001-of-00002").touch()
+    assert the_only(NOTE, list(machine.model_dir(str(tmp_path)))).endswith(newest)
+    (tmp_path / names[0]).unlink()
+    assert newest in the_only(WRONG, list(machine.model_dir(str(tmp_path))))
+
+
+# --- the cluster ------------------------------------------------------------------------------
+
+
+def test_a_tf_config_that_cannot_be_used_is_wrong_as_a_training_would_say() -> None:
+    assert "TF_CONFIG is not JSON" in the_only(WRONG, look({"TF_CONFIG": "{"}))
+    lonely = {"TF_CONFIG": tf_config(["no-such-host.invalid:1"])}
+    assert "does not resolve" in the_only(WRONG, look(lonely))
+
+
+def test_a_peer_whose_name_is_not_known_is_wrong() -> None:
+    with reserved_addresses(1) as addresses:
+        config = tf_config([*addresses, "no-such-host.invalid:2222"])
+        wrong = the_only(WRONG, look({"TF_CONFIG": config, "HOSTOPT_INSECURE": "1"}))
+    assert "'no-such-host.invalid' of worker:0 does not resolve" in wrong
+
+
+def test_a_port_that_is_taken_is_wrong_and_its_process_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, reserved_addresses(1) as addresses:
+        port = taken.getsockname()[1]
+        found = look({"TF_CONFIG": tf_config([f"127.0.0.1:{port}", *addresses])})
+    assert f"port {port} of this task" in the_only(WRONG, found)
+    assert f"is in use by process {os.getpid()} (" in the_only(WRONG, found)
+
+
+def test_an_address_of_another_machine_is_a_note() -> None:
+    found = look({"TF_CONFIG": tf_config(["192.0.2.1:1", "127.0.0.1:1"]), "HOSTOPT_INSECURE": "1"})
+    assert any("192.0.2.1" in text and "NAT" in text for text in texts(found, NOTE))
+
+
+def test_a_doctor_who_is_alone_says_what_was_skipped_and_who_can_be_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network, "_CONNECT_TIMEOUT_S", 0.3)
+    with contextlib.ExitStack() as stack:
+        addresses = stack.enter_context(reserved_addresses(2))
+        silent = stack.enter_context(socket.socket())
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        held = []  # fill its queue: further calls get no answer
+        while True:
+            held.append(stack.enter_context(socket.socket()))
+            held[-1].settimeout(0.2)
+            try:
+                held[-1].connect(silent.getsockname())
+            except socket.timeout:  # in Python 3.9 no TimeoutError
+                break
+        addresses.append(f"127.0.0.1:{silent.getsockname()[1]}")
+        found = look({"TF_CONFIG": tf_config(addresses)})
+    notes = texts(found, NOTE)
+    assert any(f"missing: worker:0 ({addresses[1]}), worker:1" in text for text in notes)
+    assert any(f"{addresses[1]}: its machine answers" in text for text in notes)
+    assert f"{addresses[2]} cannot be reached" in the_only(WRONG, found)
+
+
+def test_an_evaluator_alone_meets_nobody(tmp_path: Path) -> None:
+    config = {
+        "cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]},
+        "task": {"type": "evaluator", "index": 0},
+    }
+    found = look({"TF_CONFIG": json.dumps(config)}, tmp_path)
+    assert found[-1].text == "TF_CONFIG: evaluator:0 evaluates for 2 ranks"
+    assert not texts(found, WRONG)
+
+
+# --- token and certificates -------------------------------------------------------------------
+
+
+@pytest.fixture
+def loopback() -> Iterator[dict[str, str]]:
+    """Environment of a rank of two, on this machine."""
+    with reserved_addresses(2) as addresses:
+        yield {"TF_CONFIG": tf_config(addresses)}
+
+
+def test_addresses_that_others_reach_need_a_token() -> None:
+    environ = {"TF_CONFIG": tf_config(["0.0.0.0:1", "127.0.0.1:1"])}
+    assert "neither a token nor certificates" in the_only(WRONG, look(environ))
+    found = look({**environ, "HOSTOPT_TOKEN": "secret"})
+    assert "the ranks prove to know a token" in texts(found, OK)
+    assert not any("secret" in text for _, text in found)
+    found = look({**environ, "HOSTOPT_INSECURE": "true"})
+    assert any("no token and no certificates" in text for text in texts(found, NOTE))
+
+
+def test_a_token_that_others_may_read_is_wrong(tmp_path: Path, loopback: dict[str, str]) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o640)
+    found = look({**loopback, "HOSTOPT_TOKEN_FILE": str(tmp_path / "token")})
+    assert "has the mode 0640" in the_only(WRONG, found)
+
+
+@pytest.mark.parametrize(("days", "verdict"), [(-1, WRONG), (3, NOTE), (300, OK)])
+def test_a_certificate_that_expires_is_told_in_time(
+    days: float, verdict: str, tmp_path: Path, loopback: dict[str, str]
+) -> None:
+    found = look(
+        {
+            **loopback,
+            "HOSTOPT_TLS_DIR": str(write_tls_dir(tmp_path / "tls", trustme.CA(), days=days)),
+        }
+    )
+    wanted = "certificate has expired" if verdict == WRONG else "certificate of this rank holds"
+    assert any(wanted in text for text in texts(found, verdict))
+
+
+# --- together ---------------------------------------------------------------------------------
+
+
+def test_doctors_who_meet_find_what_is_between_them(tmp_path: Path) -> None:
+    doctor = start("run", "-np", "3", "--", *DOCTOR, "--model-dir", str(tmp_path / "model"))
+    out, err = doctor.communicate(timeout=60)
+    assert doctor.returncode == 0, out + err
+    for task in ("chief:0", "worker:0", "worker:1"):
+        said = re.findall(rf"^\[{task}\] (.*)$", out, re.MULTILINE)
+        assert {line.split()[0] for line in said} <= {OK, NOTE}
+        assert "ok    all 3 ranks have met, with the same options" in said
+        assert "ok    the same versions on all ranks" in said
+        assert any(re.match(r"ok .* this clock is rank 0's", line) for line in said) == (
+            task != "chief:0"
+        )
+        assert any("MB/s over gRPC" in line for line in said)
+    assert "[chief:0] ok    model_dir is shared by all ranks" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctors_who_meet_name_what_differs(tmp_path: Path) -> None:
+    install(tmp_path / "other", "tensorflow", "2.20.99")
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    with reserved_addresses(2) as addresses:
+        chief, worker = start_all(
+            addresses,
+            {},
+            {"PYTHONPATH": f"{ROOT}:{tmp_path / 'other'}"},
+            arguments=[["--model-dir", str(tmp_path / rank)] for rank in "01"],
+        )
+    for code, said in (chief, worker):
+        assert code == ConfigError.exit_code
+        assert re.search("^WRONG tensorflow differs: rank 0 .*, rank 1 2.20.99", said, re.M)
+    assert re.search("^note  model_dir is not shared: rank 1 cannot see rank 0's", chief[1], re.M)
+
+
+def test_several_evaluators_meet_each_other() -> None:
+    with reserved_addresses(3) as addresses:
+        config = {"cluster": {"chief": addresses[:1], "evaluator": addresses[1:]}}
+        doctors = [
+            {"TF_CONFIG": json.dumps({**config, "task": {"type": "evaluator", "index": index}})}
+            for index in range(2)
+        ]
+        found = start_all(addresses, *doctors)
+    for code, said in found:
+        assert code == 0
+        assert "ok    all 2 ranks have met, with the same options" in said
+
+
+def test_doctors_with_different_options_do_not_meet() -> None:
+    with reserved_addresses(2) as addresses:
+        found = start_all(addresses, {}, {"HOSTOPT_COMPRESSION": "fp16"})
+    for code, said in found:
+        assert code == ConfigError.exit_code
+        assert re.search('^WRONG at rank .*"compression": "fp16"', said, re.MULTILINE)
+
+
+def test_a_doctor_with_another_token_is_told_so() -> None:
+    with reserved_addresses(2) as addresses:
+        found = start_all(addresses, {"HOSTOPT_TOKEN": "ours"}, {"HOSTOPT_TOKEN": "theirs"})
+    for code, said in found:
+        assert code == ConfigError.exit_code
+        assert re.search("^WRONG .*token", said, re.MULTILINE)
+
+
+def test_doctors_meet_over_tls(tmp_path: Path) -> None:
+    environ = {"HOSTOPT_TLS_DIR": str(write_tls_dir(tmp_path / "tls", trustme.CA()))}
+    with reserved_addresses(2) as addresses:
+        found = start_all(addresses, environ, environ)
+    for code, said in found:
+        assert code == 0
+        assert "ok    all 2 ranks have met, with the same options" in said
+
+
+def test_a_clock_that_is_wrong_is_named_by_its_rank(spawn_inproc: Spawn) -> None:
+    def work(communicator: Communicator) -> list[Finding]:
+        shift_s = [0.0, 0.5, -7200.0][communicator.rank]
+        return list(meeting.clocks(communicator, lambda: time.time() + shift_s))
+
+    first, second, third = spawn_inproc(3, work)
+    assert first == []
+    assert [finding.verdict for finding in second] == [OK]
+    assert "this clock is 7200.0 s behind rank 0's" in the_only(WRONG, third)
+
+
+def test_a_slow_link_is_a_note(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_SLOW_BYTES_PER_S", 1e15)
+    found = spawn_grpc(3, lambda communicator: list(meeting.links(communicator)))
+    for rank, findings in enumerate(found):
+        assert the_only(NOTE, findings).startswith(f"rank {(rank - 1) % 3} sends this rank ")
+
+
+def test_a_doctor_whose_peer_dies_says_so(processes: NewRing) -> None:
+    ring = processes(2)
+    worker = ring.start(
+        1,
+        """
+        import os
+        from hostopt.cluster import Cluster
+        from hostopt.connect import meet
+        from hostopt.options import Options
+        options = Options(communication="grpc")
+        communicator = meet(Cluster.from_tf_config(), options, "hostopt.Doctor")
+        communicator.all_gather_bytes(b"{}", "the versions of the doctors")
+        os._exit(9)
+        """,
+    )
+    environ = {"HOSTOPT_COMMUNICATION": "grpc", "TF_CONFIG": tf_config(ring.addresses)}
+    found = list(examine(environ, None, timeout_s=DEADLINE_S))
+    assert any(f"{ring.name(1)} lost" in text for text in texts(found, WRONG))
+    assert worker.exit_code() == 9
+
+
+def test_a_training_that_waits_for_its_ranks_takes_no_doctor_for_one(processes: NewRing) -> None:
+    ring = processes(2)
+    script = """
+        import hostopt
+        with hostopt.connect() as communicator:
+            print(communicator.all_reduce([1.0])[0])
+    """
+    worker = ring.start(1, script)
+    while not listens(ring.addresses[1]):
+        assert worker.process.poll() is None, worker.stderr
+    environ = {"HOSTOPT_COMMUNICATION": "grpc", "TF_CONFIG": tf_config(ring.addresses)}
+    notes = texts(look(environ), NOTE)
+    assert any(f"({ring.addresses[1]}), which runs another program" in text for text in notes)
+    assert any(f"{ring.addresses[1]}: something listens there" in text for text in notes)
+    chief = ring.start(0, script)
+    for rank in (chief, worker):
+        rank.expect("2.0")
+        assert rank.exit_code() == 0
