@@ -25,6 +25,7 @@ from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
+from estimator_ext.preemption import Preemption, PreemptionHook
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.skipped_updates import HooksWithoutNan
@@ -62,11 +63,12 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         if max_steps is not None:
             max_steps = whole_loops(max_steps, self._iterations)
         strategy = self._train_distribution
-        arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
-            super().train(*arguments)
+            super().train(input_fn, hooks, steps, max_steps, saving_listeners)
             return self
-        with self._errors_with_checkpoint(), strategy.errors_told():
+        preemption = Preemption(strategy.close)
+        hooks = [*(hooks or ()), PreemptionHook(preemption)]
+        with preemption.handled(), self._errors_with_checkpoint(), strategy.errors_told():
             communicator = strategy.communicator
             strategy.leave_records_in(self._model_dir)
             if max_steps is not None and self._agreed_start_step() >= max_steps:
@@ -74,8 +76,10 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 return self
             self._session_config = strategy.training_config(self._session_config)
             trainer = self if strategy.cluster.is_chief else self._without_files()
+            arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
             _tf_estimator.Estimator.train(trainer, *arguments)
             communicator.finish()
+            preemption.agree(communicator)
         return self
 
     @contextlib.contextmanager

@@ -71,6 +71,7 @@ LADDER = [
     "estimator_ext.installing",
     "estimator_ext.strict_rules",
     "estimator_ext.predictions",
+    "estimator_ext.preemption",
     "estimator_ext.sync_on_read",
     "estimator_ext.accumulation",
     "estimator_ext.uneven_data",

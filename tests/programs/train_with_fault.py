@@ -1,6 +1,7 @@
 """train.py, in which something breaks on one rank at a chosen moment of a step.
 
-The setting "fault" says what: {"point": ..., "step": counted from 0, "action": ...}.
+The setting "fault" says what: {"point": ..., "step": counted from 0, "action": ...}; "grace_s" is
+the time from a signal to the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 import train
 
+from estimator_ext import preemption
 from hostopt.inline_reducer import InlineReducer
 from hostopt.reducer import Reducer
 
@@ -33,8 +35,10 @@ def fail() -> None:
 
 ACTIONS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": fail,
     "sleep": stuck_in_user_code,
+    "say": lambda: print("now", flush=True),
 }
 
 
@@ -125,6 +129,7 @@ if __name__ == "__main__":
     chosen: dict = {}
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
+    preemption.GRACE_S = chosen.pop("grace_s", preemption.GRACE_S)
     fault = chosen.pop("fault", None)
     if fault is not None:
         BREAK[fault["point"]](fault)
