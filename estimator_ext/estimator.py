@@ -16,6 +16,7 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
+from estimator_ext.checkpoints import check_newest, errors_of_files, tell_of_failed_saves
 from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import read_updates
@@ -68,9 +69,16 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return self
         preemption = Preemption(strategy.close)
         hooks = [*(hooks or ()), PreemptionHook(preemption)]
-        with preemption.handled(), self._errors_with_checkpoint(), strategy.errors_told():
+        with (
+            preemption.handled(),
+            self._errors_with_checkpoint(),
+            strategy.errors_told(),
+            errors_of_files(self._model_dir),
+        ):
             communicator = strategy.communicator
             strategy.leave_records_in(self._model_dir)
+            if communicator.rank == 0:
+                check_newest(self._model_dir, strategy.options.restore_previous)
             if max_steps is not None and self._agreed_start_step() >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self
@@ -89,8 +97,9 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             yield
         except hostopt.HostOptError as error:
             checkpoint = None
-            with contextlib.suppress(tf.errors.OpError):  # the directory may be what has failed
-                checkpoint = tf.train.latest_checkpoint(self._model_dir)  # it has an index
+            if not isinstance(error, hostopt.CheckpointError):  # which knows it, if there is one
+                with contextlib.suppress(tf.errors.OpError, ValueError):
+                    checkpoint = tf.train.latest_checkpoint(self._model_dir)  # it has an index
             error.resume_from(checkpoint)
             raise
 
@@ -175,6 +184,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
             if strategy.cluster.is_chief:
                 spec = self._with_saver(spec, hooks)  # so that others can come before it
+                for saver in _savers([*hooks, *spec.training_hooks, *spec.training_chief_hooks]):
+                    tell_of_failed_saves(saver)
             guard, agreeing = SessionGuardHook(data), []
             if communicator.size > 1:
                 updates = read_updates(spec.train_op, data)
@@ -208,8 +219,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             *spec.training_hooks,
             *(spec.training_chief_hooks if is_chief else ()),
         ]
-        savers = [h for h in all_hooks if isinstance(h, tf.compat.v1.train.CheckpointSaverHook)]
-        begin = BeginAgreementHook(communicator, flags, sync_on_read, savers)
+        begin = BeginAgreementHook(communicator, flags, sync_on_read, _savers(all_hooks))
         end = EndAgreementHook(communicator, flags, all_hooks)
         spec = stock_spec(spec, training_hooks=[*spec.training_hooks, end])
         return spec, [begin, *self._desync_checks(strategy, mirrored)]
@@ -227,8 +237,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         """The spec with the saver that the stock class would add later, if it would."""
         config = self._config
         all_hooks = [*hooks, *spec.training_hooks, *spec.training_chief_hooks]
-        has_one = any(isinstance(h, tf.compat.v1.train.CheckpointSaverHook) for h in all_hooks)
-        if has_one or not (config.save_checkpoints_secs or config.save_checkpoints_steps):
+        wants_one = config.save_checkpoints_secs or config.save_checkpoints_steps
+        if _savers(all_hooks) or not wants_one:
             return spec
         saver = tf.compat.v1.train.CheckpointSaverHook(
             self._model_dir,
@@ -395,6 +405,10 @@ class Estimator(_HostOffloadEstimator):
         self._batch_sizes = BatchSizes(
             train_batch_size, eval_batch_size, predict_batch_size, workers, params
         )
+
+
+def _savers(hooks: Sequence[Any]) -> list[Any]:
+    return [hook for hook in hooks if isinstance(hook, tf.compat.v1.train.CheckpointSaverHook)]
 
 
 def _saved_step(model_dir: str) -> int:

@@ -72,6 +72,7 @@ LADDER = [
     "estimator_ext.strict_rules",
     "estimator_ext.predictions",
     "estimator_ext.preemption",
+    "estimator_ext.checkpoints",
     "estimator_ext.sync_on_read",
     "estimator_ext.accumulation",
     "estimator_ext.uneven_data",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -38,6 +39,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": fail,
     "sleep": stuck_in_user_code,
+    "fill": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1)),
     "say": lambda: print("now", flush=True),
 }
 
