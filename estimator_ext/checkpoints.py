@@ -210,14 +210,21 @@ def errors_of_files(model_dir: str) -> Iterator[None]:
     """
     try:
         yield
-    except tf.errors.OpError as error:
-        of_reading = isinstance(error, (tf.errors.NotFoundError, tf.errors.DataLossError))
-        if error.op is not None or of_reading or model_dir not in error.message:
+    except (tf.errors.OpError, RuntimeError, IndexError) as error:
+        text = _cause(error)
+        if model_dir not in text or not _is_of_writing(error):
             raise
         raise hostopt.CheckpointError(
-            f"cannot write into model_dir: {_cause(error)}. Make room there, or correct what "
-            "forbids writing, and run the same command again"
+            f"cannot write into model_dir: {text}. Make room there, or correct what forbids "
+            "writing, and run the same command again"
         ) from error
+
+
+def _is_of_writing(error: Exception) -> bool:
+    if isinstance(error, tf.errors.OpError):  # of a file, where no operation has it
+        of_reading = isinstance(error, (tf.errors.NotFoundError, tf.errors.DataLossError))
+        return error.op is None and not of_reading
+    return "Failed to flush" in str(error)  # of an events file, whatever its type
 
 
 def _cause(error: Exception) -> str:
