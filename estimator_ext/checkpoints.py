@@ -62,6 +62,29 @@ def is_whole(path: str) -> bool:
     return True
 
 
+def newest(model_dir: str) -> str | None:
+    """The checkpoint that the file `checkpoint` names, which need not be there.
+
+    Args:
+      model_dir: where the file is.
+
+    Returns:
+      Its path; None where there is no such file.
+
+    Raises:
+      hostopt.CheckpointError: the file names none.
+    """
+    file = os.path.join(model_dir, "checkpoint")
+    if not tf.io.gfile.exists(file):
+        return None
+    state = None
+    with contextlib.suppress(ValueError):  # of an empty one
+        state = tf.train.get_checkpoint_state(model_dir)
+    if state is None:
+        raise hostopt.CheckpointError(f"{file} is empty or damaged, and names no checkpoint")
+    return str(state.model_checkpoint_path)
+
+
 def check_newest(model_dir: str, restore_previous: bool) -> None:
     """Make sure that the checkpoint from which a training goes on can be read.
 
@@ -73,9 +96,11 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
       hostopt.CheckpointError: the newest is damaged, or it is not known which that is.
     """
     try:
-        newest = _newest(model_dir)
-        if newest is not None:
-            check(newest)
+        path = newest(model_dir)
+        if path is not None:
+            check(path)
+        elif _all(model_dir):
+            _log.warning("%s has old checkpoints and no file `checkpoint`: begins anew", model_dir)
         return
     except hostopt.CheckpointError as error:
         damage = error
@@ -96,21 +121,6 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
     checkpoint_management.update_checkpoint_state_internal(
         model_dir, whole, older[::-1], save_relative_paths=True
     )
-
-
-def _newest(model_dir: str) -> str | None:
-    """What the file `checkpoint` names; None where there is no such file."""
-    file = os.path.join(model_dir, "checkpoint")
-    if not tf.io.gfile.exists(file):
-        if _all(model_dir):
-            _log.warning("there is no %s, so training begins anew beside old checkpoints", file)
-        return None
-    state = None
-    with contextlib.suppress(ValueError):  # of an empty one
-        state = tf.train.get_checkpoint_state(model_dir)
-    if state is None:
-        raise hostopt.CheckpointError(f"{file} is empty or damaged, and names no checkpoint")
-    return str(state.model_checkpoint_path)
 
 
 def _all(model_dir: str) -> list[str]:
@@ -171,10 +181,10 @@ class _TellingSaver:
 def _not_saved(path: str, needed_bytes: int, error: Exception) -> hostopt.CheckpointError:
     """The error for a checkpoint that could not be written, of which nothing is left."""
     directory = os.path.dirname(path)
-    newest = None
-    with contextlib.suppress(tf.errors.OpError, ValueError):
-        newest = tf.train.latest_checkpoint(directory)
-        _remove_parts(path, all_of_it=newest != path)
+    last = None
+    with contextlib.suppress(tf.errors.OpError, hostopt.CheckpointError):
+        last = newest(directory)
+        _remove_parts(path, all_of_it=last != path)
     room = ""
     with contextlib.suppress(OSError):  # no local path
         free_bytes = shutil.disk_usage(directory).free
@@ -182,7 +192,7 @@ def _not_saved(path: str, needed_bytes: int, error: Exception) -> hostopt.Checkp
     return hostopt.CheckpointError(
         f"cannot save {path}: {_cause(error)}{room}. Make room there, or correct what "
         "forbids writing, and run the same command again to resume",
-        last_checkpoint=newest,
+        last_checkpoint=last,
     )
 
 
