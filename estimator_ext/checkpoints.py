@@ -112,8 +112,8 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
         ) from damage
     if not restore_previous:
         raise hostopt.CheckpointError(
-            f"{damage}. The newest whole checkpoint is {whole}: to go on from there, run the same "
-            "command with HOSTOPT_RESTORE_PREVIOUS=true",
+            f"{damage}. The newest whole checkpoint is {whole}: to go on from there, use `hostopt "
+            "run --restore-previous`, or run the same command with HOSTOPT_RESTORE_PREVIOUS=true",
             last_checkpoint=whole,
         ) from damage
     _log.warning("%s. Training goes on from %s, as restore_previous says", damage, whole)

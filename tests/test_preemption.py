@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from ranks import PROGRAMS, QUIET, Rank, Ranks, reserved_addresses
+
+import estimator_ext
+
+estimator_ext.install()
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(180)]
 
@@ -38,6 +45,90 @@ def start(
         arguments=settings(directory, **chosen),
         own={"worker:0": [json.dumps({"fault": fault})]},
     )
+
+
+# -- one rank, in this process -------------------------------------------------------------
+
+
+def data() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
+
+
+def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+    weight = tf.compat.v1.get_variable("weight", [1, 1])
+    loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
+    step = tf.compat.v1.train.get_global_step()
+    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+class SignalAt(tf.compat.v1.train.SessionRunHook):
+    """Sends this process a signal in a step, and may ask for a stop in it as well."""
+
+    def __init__(self, step: int, signum: int, stops: bool = False) -> None:
+        self._step, self._signum, self._stops = step, signum, stops
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        self._step -= 1
+        if self._step == 0:
+            signal.raise_signal(self._signum)
+            if self._stops:
+                run_context.request_stop()
+
+
+def train_alone(tmp_path: Path, hook: Any, max_steps: int = 6) -> None:
+    strategy = estimator_ext.HostOffloadStrategy()
+    config = estimator_ext.RunConfig(train_distribute=strategy)
+    estimator = estimator_ext.Estimator(model_fn, str(tmp_path / "model" / "adam"), config)
+    with contextlib.closing(strategy):
+        estimator.train(data, hooks=[hook], max_steps=max_steps)
+
+
+@pytest.fixture
+def handlers() -> Iterator[dict[int, Any]]:
+    """The usual handlers, which must be there again in the end."""
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {signum: signal.signal(signum, handler) for signum, handler in usual.items()}
+    wakeup_fd = signal.set_wakeup_fd(-1)
+    yield usual
+    found = {signum: signal.signal(signum, handler) for signum, handler in before.items()}
+    assert found == usual
+    assert signal.set_wakeup_fd(wakeup_fd) == -1
+
+
+@pytest.mark.parametrize(
+    ("signum", "step", "stops"),
+    [
+        (signal.SIGTERM, 3, False),
+        (signal.SIGINT, 3, False),
+        (signal.SIGTERM, 3, True),
+        (signal.SIGTERM, 6, False),  # which would have been the last
+    ],
+)
+def test_one_rank_saves_and_ends(
+    tmp_path: Path, handlers: dict[int, Any], signum: int, step: int, stops: bool
+) -> None:
+    wanted = KeyboardInterrupt if signum == signal.SIGINT else SystemExit
+    with pytest.raises(wanted) as caught:
+        train_alone(tmp_path, SignalAt(step, signum, stops))
+    assert wanted is KeyboardInterrupt or caught.value.code == 143
+    assert saved_steps(tmp_path) == [0, step]
+    train_alone(tmp_path, SignalAt(LATE, signum))
+    assert saved_steps(tmp_path)[-1] == 6
+
+
+def test_a_handler_of_the_program_stays_in_charge(
+    tmp_path: Path, handlers: dict[int, Any]
+) -> None:
+    got = []
+    handlers[signal.SIGTERM] = own = lambda signum, _: got.append(signum)
+    signal.signal(signal.SIGTERM, own)
+    train_alone(tmp_path, SignalAt(3, signal.SIGTERM))
+    assert got == [signal.SIGTERM]
+    assert saved_steps(tmp_path) == [0, 6]
+
+
+# -- processes -----------------------------------------------------------------------------
 
 
 def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
