@@ -16,6 +16,7 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
+from estimator_ext.checkpoints import check_newest, errors_of_files, tell_of_failed_saves
 from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import read_updates
@@ -26,6 +27,7 @@ from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
+from estimator_ext.preemption import Preemption, PreemptionHook
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.skipped_updates import HooksWithoutNan
@@ -63,20 +65,30 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         if max_steps is not None:
             max_steps = whole_loops(max_steps, self._iterations)
         strategy = self._train_distribution
-        arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
-            super().train(*arguments)
+            super().train(input_fn, hooks, steps, max_steps, saving_listeners)
             return self
-        with self._errors_with_checkpoint(), strategy.errors_told():
+        preemption = Preemption(strategy.close)
+        hooks = [*(hooks or ()), PreemptionHook(preemption)]
+        with (
+            preemption.handled(),
+            self._errors_with_checkpoint(),
+            strategy.errors_told(),
+            errors_of_files(self._model_dir),
+        ):
             communicator = strategy.communicator
             strategy.leave_records_in(self._model_dir)
+            if communicator.rank == 0:
+                check_newest(self._model_dir, strategy.options.restore_previous)
             if max_steps is not None and self._agreed_start_step() >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self
             self._session_config = strategy.training_config(self._session_config)
             trainer = self if strategy.cluster.is_chief else self._without_files()
+            arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
             _tf_estimator.Estimator.train(trainer, *arguments)
             communicator.finish()
+            preemption.agree(communicator)
         return self
 
     @contextlib.contextmanager
@@ -86,8 +98,9 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             yield
         except hostopt.HostOptError as error:
             checkpoint = None
-            with contextlib.suppress(tf.errors.OpError):  # the directory may be what has failed
-                checkpoint = tf.train.latest_checkpoint(self._model_dir)  # it has an index
+            if not isinstance(error, hostopt.CheckpointError):  # which knows it, if there is one
+                with contextlib.suppress(tf.errors.OpError, ValueError):
+                    checkpoint = tf.train.latest_checkpoint(self._model_dir)  # it has an index
             error.resume_from(checkpoint)
             raise
 
@@ -176,8 +189,10 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             agreeing: list[Any] = []
             if strategy.cluster.is_chief:
                 spec = self._with_saver(spec, hooks)  # so that others can come before it
-                chief_hooks = [*hooks, *spec.training_hooks, *spec.training_chief_hooks]
-                states.listen(_savers(chief_hooks))
+                savers = _savers([*hooks, *spec.training_hooks, *spec.training_chief_hooks])
+                states.listen(savers)
+                for saver in savers:
+                    tell_of_failed_saves(saver)
                 name_random_operations(spec.train_op, data)
             if communicator.size > 1:
                 updates = read_updates(spec.train_op, data)

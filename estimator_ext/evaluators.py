@@ -3,7 +3,7 @@
 A round, in which all make the same calls::
 
     1. evaluator 0 says which checkpoint it is, or that there is none yet, or that this is the end
-    2. each reads the checkpoint, and says whether it could: training may have deleted it
+    2. each reads the checkpoint, and says whether it could: it may be deleted by now, or damaged
     3. each evaluates its slice
     4. what they have counted is summed, and evaluator 0 writes the result
 
@@ -26,6 +26,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.checkpoints import is_whole
 from hostopt.connect import meet
 
 __all__: list[str] = []
@@ -109,7 +110,7 @@ class Evaluators:
           Nothing.
 
         Raises:
-          hostopt.CheckpointError: the checkpoint was gone before all had read it. After this
+          hostopt.CheckpointError: the checkpoint could not be read by all. After this
             error alone there may be another round.
         """
         if self.index == 0:
@@ -120,8 +121,8 @@ class Evaluators:
         except hostopt.HostOptError:
             raise
         except BaseException as error:
-            may_be_gone = self._unread and isinstance(error, (ValueError, tf.errors.OpError))
-            if may_be_gone and not tf.io.gfile.exists(f"{checkpoint}.index"):
+            of_reading = isinstance(error, (ValueError, IndexError, tf.errors.OpError))
+            if self._unread and of_reading and not is_whole(checkpoint):
                 self.have_read(False)
             self.communicator.abort(error)
             raise
@@ -130,7 +131,7 @@ class Evaluators:
         """2. Say that this evaluator has read the checkpoint, and wait until all have.
 
         Args:
-          success: False where it was gone.
+          success: False where it was gone or damaged.
 
         Raises:
           hostopt.CheckpointError: somebody could not read it; on all evaluators.
@@ -141,7 +142,7 @@ class Evaluators:
         gone = [task.name for task, answer in zip(ring, answers) if not answer]
         if gone:
             raise hostopt.CheckpointError(
-                f"{', '.join(gone)} did not find {checkpoint}. All evaluators need the chief's "
+                f"{', '.join(gone)} could not read {checkpoint}. All evaluators need the chief's "
                 "model_dir; where training deletes its checkpoints early, raise "
                 "keep_checkpoint_max"
             )

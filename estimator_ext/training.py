@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import Estimator, EvalSpec, Evaluator, TrainingExecutor, TrainSpec
+from estimator_ext.checkpoints import check, newest
 from estimator_ext.evaluators import Evaluators, meet_evaluators, with_evaluators
 from estimator_ext.strategy import HostOffloadStrategy
 
@@ -213,24 +214,43 @@ class _Evaluation:
         self._exports = bool(eval_spec.exporters)
         self._evaluator = _Evaluator(estimator, eval_spec, train_spec.max_steps)
         self._results: tuple[Any, Any] = (None, [])
+        self._said = ""  # of a checkpoint that cannot be read
 
     def run(self) -> tuple[Any, Any]:
-        """Evaluate the newest checkpoint, if there is one that was not evaluated yet."""
-        path = self._estimator.latest_checkpoint()
+        """Evaluate the newest checkpoint, if there is one that was not evaluated yet.
+
+        One that is deleted meanwhile, or damaged, is left out: there may be another.
+        """
+        path = None
         try:
+            path = self._estimator.latest_checkpoint()
             result, exports = self._evaluator.evaluate_and_export()
-        except (ValueError, tf.errors.OpError, hostopt.CheckpointError):
-            if path is None or tf.io.gfile.exists(f"{path}.index"):
+        except (ValueError, IndexError, tf.errors.OpError, hostopt.CheckpointError):
+            if not self._cannot_read(path):
                 raise
-            # training is quicker than this evaluator: a newer one is there already
-            _log.warning("%s was deleted before it could be read; raise keep_checkpoint_max", path)
             return self._results
         if result.metrics:
             self._results = (result.metrics, exports)
         return self._results
 
+    def _cannot_read(self, path: str | None) -> bool:
+        """Whether a checkpoint, or the one that is the newest now, is the cause of an error."""
+        try:
+            for each in (path, newest(self._estimator.model_dir)):
+                if each is not None:
+                    check(each)
+        except hostopt.CheckpointError as damage:
+            if str(damage) != self._said:
+                text = "%s. It is not evaluated; if training has deleted it, being quicker than "
+                _log.warning(text + "this evaluator, raise keep_checkpoint_max", damage)
+            self._said = str(damage)
+            return True
+        return False
+
     def run_final(self) -> tuple[Any, Any]:
         """Evaluate the last checkpoint; exporters are told that it is the last."""
+        if self._cannot_read(None):
+            return self._results
         path = self._estimator.latest_checkpoint()
         if path:
             # a run that ended before max_steps has its final export too, also where this

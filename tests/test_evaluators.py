@@ -18,6 +18,7 @@ import estimator_ext
 import hostopt
 from estimator_ext.evaluators import Evaluators, with_evaluators
 from estimator_ext.metric_sums import find_summable
+from estimator_ext.training import _Evaluation
 
 estimator_ext.install()
 
@@ -107,6 +108,41 @@ def test_one_process_evaluates_all_eval_specs(tmp_path: Path) -> None:
     assert exports == {"day": [], "night": []}
 
 
+def test_a_damaged_checkpoint_is_left_out_and_the_next_one_evaluated(tmp_path: Path) -> None:
+    estimator = estimator_ext.Estimator(one_metric_model_fn, str(tmp_path))
+    evaluation = _Evaluation(
+        estimator, tf.estimator.TrainSpec(data, 9), tf.estimator.EvalSpec(data)
+    )
+    assert evaluation.run() == (None, [])  # nothing yet
+    for step, damaged in enumerate(["", "checkpoint", "model.ckpt-3.index", "model.ckpt-4.data"]):
+        estimator.train(data, steps=1)
+        if not damaged:
+            metrics, _ = evaluation.run()
+            assert metrics["global_step"] == 1
+            continue
+        for file in tmp_path.glob(f"{damaged}*"):
+            whole = file.read_bytes()
+            file.write_bytes(whole[: len(whole) // 2] if "model" in damaged else b"")
+            for evaluate_now in (evaluation.run, evaluation.run_final):
+                before, _ = evaluate_now()
+                assert before["global_step"] == step
+            file.write_bytes(whole)
+        metrics, _ = evaluation.run()
+        assert metrics["global_step"] == step + 1
+
+
+def test_an_error_of_the_model_is_no_damage(tmp_path: Path) -> None:
+    def failing(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+        if mode == tf.estimator.ModeKeys.EVAL:
+            raise ValueError("of the user")
+        return one_metric_model_fn(features, labels, mode)
+
+    estimator = estimator_ext.Estimator(failing, str(tmp_path)).train(data, steps=1)
+    spec = tf.estimator.TrainSpec(data, 9)
+    with pytest.raises(ValueError, match="of the user"):
+        _Evaluation(estimator, spec, tf.estimator.EvalSpec(data)).run()
+
+
 # -- what is refused -----------------------------------------------------------------------
 
 
@@ -136,6 +172,11 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
     train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
     metrics = {"largest_loss": largest(loss)} if mode == tf.estimator.ModeKeys.EVAL else None
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, eval_metric_ops=metrics)
+
+
+def one_metric_model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+    spec = model_fn(features, labels, mode)
+    return spec._replace(eval_metric_ops={"mean": tf.compat.v1.metrics.mean(labels)})
 
 
 def evaluate(
@@ -321,7 +362,7 @@ def test_a_round_in_which_one_finds_the_checkpoint_deleted(
             evaluators.say()  # nothing yet
         heard = [] if evaluators.index == 0 else [evaluators.hear()]
         with (
-            pytest.raises(hostopt.CheckpointError, match=r"worker:1 did not find .*ckpt-1"),
+            pytest.raises(hostopt.CheckpointError, match=r"worker:1 could not read .*ckpt-1"),
             evaluators.round(path),
         ):
             if evaluators.index == 1:

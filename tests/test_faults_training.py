@@ -176,3 +176,55 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, ranks: Ranks) -> None:
         )
         assert chief.wait(60) == 202, chief.output
     assert f"missing: worker:1 ({addresses[1]})" in chief.output
+
+
+def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_stays(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    # from step 3 on no file may grow beyond 1 MB, and a checkpoint has 2
+    chosen = {"hidden": 8000, "checkpoint_steps": 2}
+    fault = {"point": "before-reduce", "step": 2, "action": "fill"}
+    with reserved_addresses(2) as addresses:
+        started = ranks.start(
+            "train_with_fault.py",
+            {"worker": addresses},
+            arguments=settings(tmp_path, **chosen),
+            own={"worker:0": [json.dumps({"fault": fault})]},
+        )
+        for rank in started:
+            assert rank.wait(60) == 74, rank.output
+            assert "CheckpointError: cannot save " in rank.output
+            assert "model.ckpt-4: " in rank.output
+            assert "File too large" in rank.output
+            assert "MB are needed" in rank.output
+            assert "Last whole checkpoint: step 2." in rank.output
+    assert sorted(checkpoints(tmp_path)) == [0, 2]
+    model = tmp_path / "model" / "adam"
+    assert tf.train.latest_checkpoint(str(model)) == str(model / "model.ckpt-2")
+    assert not list(model.glob("*ckpt-4*"))
+
+
+def test_a_damaged_newest_checkpoint_is_refused_or_passed_over(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    arguments = settings(tmp_path, checkpoint_steps=2)
+    ranks.run("train_with_fault.py", 2, arguments=arguments)
+    model = tmp_path / "model" / "adam"
+    whole = tf.train.load_variable(str(model / "model.ckpt-2"), "dense/kernel")
+    data = next(model.glob("model.ckpt-4.data-00000-of-*"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with reserved_addresses(2) as addresses:
+        started = ranks.start("train_with_fault.py", {"worker": addresses}, arguments=arguments)
+        for rank in started:
+            assert rank.wait(60) == 74, rank.output
+            assert f"CheckpointError: cannot read {model}/model.ckpt-4.data-*, " in rank.output
+            assert "Last whole checkpoint: step 2." in rank.output
+    previous = {"HOSTOPT_RESTORE_PREVIOUS": "true"}
+    chief, _ = ranks.run("train_with_fault.py", 2, arguments=arguments, environ=previous)
+    assert f"Training goes on from {model}/model.ckpt-2" in chief.output
+    assert f"Restoring parameters from {model}/model.ckpt-2" in chief.output
+    found = checkpoints(tmp_path)  # all of which can be read
+    assert max(found) == STEPS
+    np.testing.assert_array_equal(found[2]["dense/kernel"], whole)

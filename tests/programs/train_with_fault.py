@@ -1,7 +1,8 @@
 """train.py, in which something breaks on one rank at a chosen moment of a step.
 
 The setting "fault" says what: {"point": ..., "step": of this process, counted from 0, "action":
-...}; with "slot" it is for the process in this slot of the launcher.
+...}; with "slot" it is for the process in this slot of the launcher. "grace_s" is the time from a
+signal to the end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -19,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 import train
 
+from estimator_ext import preemption
 from hostopt.inline_reducer import InlineReducer
 from hostopt.reducer import Reducer
 
@@ -34,8 +37,11 @@ def fail() -> None:
 
 ACTIONS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": fail,
     "sleep": stuck_in_user_code,
+    "fill": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1)),
+    "say": lambda: print("now", flush=True),
 }
 
 
@@ -126,6 +132,7 @@ if __name__ == "__main__":
     chosen: dict = {}
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
+    preemption.GRACE_S = chosen.pop("grace_s", preemption.GRACE_S)
     fault = chosen.pop("fault", None)
     if fault is not None and fault.get("slot") in (None, int(os.environ.get("HOSTOPT_SLOT", "0"))):
         BREAK[fault["point"]](fault)

@@ -1,0 +1,258 @@
+"""Checkpoints that cannot be written or read: what is wrong, and the newest that is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint_management
+
+import hostopt
+from estimator_ext import input_state
+
+__all__: list[str] = []
+
+_log = tf.get_logger()
+
+_MB = 1e6
+_NO_NUMBERS = (tf.resource, tf.variant)  # tensors that cannot be read into Python
+
+
+# -- reading -------------------------------------------------------------------------------
+
+
+def check(path: str) -> None:
+    """Read a checkpoint as a whole, one tensor at a time, each of which has a checksum.
+
+    Args:
+      path: its prefix, such as ``model_dir/model.ckpt-5``.
+
+    Raises:
+      hostopt.CheckpointError: a file is missing, cut or changed; names it.
+    """
+    part = "index"
+    try:
+        reader = tf.compat.v1.train.NewCheckpointReader(path)
+        for name, dtype in sorted(reader.get_variable_to_dtype_map().items()):
+            part = f"data-*, which holds {name!r}"
+            if dtype not in _NO_NUMBERS:
+                reader.get_tensor(name)
+    except (tf.errors.OpError, IndexError) as error:  # the latter where a file is cut
+        text = _cause(error)
+        raise hostopt.CheckpointError(f"cannot read {path}.{part}: {text}") from error
+
+
+def is_whole(path: str) -> bool:
+    """Whether a checkpoint is there and undamaged.
+
+    Args:
+      path: its prefix.
+
+    Returns:
+      True where all of it can be read.
+    """
+    try:
+        check(path)
+    except hostopt.CheckpointError:
+        return False
+    return True
+
+
+def newest(model_dir: str) -> str | None:
+    """The checkpoint that the file `checkpoint` names, which need not be there.
+
+    Args:
+      model_dir: where the file is.
+
+    Returns:
+      Its path; None where there is no such file.
+
+    Raises:
+      hostopt.CheckpointError: the file names none.
+    """
+    file = os.path.join(model_dir, "checkpoint")
+    if not tf.io.gfile.exists(file):
+        return None
+    state = None
+    with contextlib.suppress(ValueError):  # of an empty one
+        state = tf.train.get_checkpoint_state(model_dir)
+    if state is None:
+        raise hostopt.CheckpointError(f"{file} is empty or damaged, and names no checkpoint")
+    return str(state.model_checkpoint_path)
+
+
+def check_newest(model_dir: str, restore_previous: bool) -> None:
+    """Make sure that the checkpoint from which a training goes on can be read.
+
+    Args:
+      model_dir: where TensorFlow looks for it.
+      restore_previous: True goes back to the newest that is whole, where the newest is damaged.
+
+    Raises:
+      hostopt.CheckpointError: the newest is damaged, or it is not known which that is.
+    """
+    try:
+        path = newest(model_dir)
+        if path is not None:
+            _check_all(path)
+        elif _all(model_dir):
+            _log.warning("%s has old checkpoints and no file `checkpoint`: begins anew", model_dir)
+        return
+    except hostopt.CheckpointError as error:
+        damage = error
+    whole = next(filter(_can_go_on_from, _all(model_dir)), None)
+    if whole is None:
+        raise hostopt.CheckpointError(
+            f"{damage}. No other checkpoint in {model_dir} is whole: give another model_dir, or "
+            "empty this one to begin anew"
+        ) from damage
+    if not restore_previous:
+        raise hostopt.CheckpointError(
+            f"{damage}. The newest whole checkpoint is {whole}: to go on from there, use `hostopt "
+            "run --restore-previous`, or run the same command with HOSTOPT_RESTORE_PREVIOUS=true",
+            last_checkpoint=whole,
+        ) from damage
+    _log.warning("%s. Training goes on from %s, as restore_previous says", damage, whole)
+    older = [path for path in _all(model_dir) if _step(path) <= _step(whole)]
+    checkpoint_management.update_checkpoint_state_internal(
+        model_dir, whole, older[::-1], save_relative_paths=True
+    )
+
+
+def _check_all(path: str) -> None:
+    """`check`, and how far the data were read, too."""
+    check(path)
+    input_state.check(path)
+
+
+def _can_go_on_from(path: str) -> bool:
+    with contextlib.suppress(hostopt.CheckpointError):
+        _check_all(path)
+        return True
+    return False
+
+
+def _all(model_dir: str) -> list[str]:
+    """The checkpoints in a directory, whole or not, newest first."""
+    if not tf.io.gfile.isdir(model_dir):
+        return []
+    names = tf.io.gfile.listdir(model_dir)
+    found = [name[: -len(".index")] for name in names if re.search(r"-\d+\.index$", name)]
+    return [os.path.join(model_dir, name) for name in sorted(found, key=_step, reverse=True)]
+
+
+def _step(path: str) -> int:
+    return int(path.rpartition("-")[2])
+
+
+# -- writing -------------------------------------------------------------------------------
+
+
+def tell_of_failed_saves(hook: tf.compat.v1.train.CheckpointSaverHook) -> None:
+    """Have a hook raise a `CheckpointError` where it cannot save, and leave nothing half written.
+
+    TensorFlow takes some errors of a full disk for the end of the data.
+
+    Args:
+      hook: one that saves.
+    """
+    get_saver = hook._get_saver
+
+    def get_telling_saver() -> Any:
+        saver = get_saver()
+        return saver and _TellingSaver(saver)
+
+    hook._get_saver = get_telling_saver
+
+
+class _TellingSaver:
+    """A saver whose `save` raises what a user can understand."""
+
+    def __init__(self, saver: tf.compat.v1.train.Saver) -> None:
+        self._saver = saver
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._saver, name)
+
+    def save(self, session: Any, path: str, global_step: int, **options: Any) -> Any:
+        try:
+            return self._saver.save(session, path, global_step=global_step, **options)
+        except (tf.errors.OpError, OSError, ValueError) as error:
+            needed = sum(
+                (variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size
+                for variable in session.graph.get_collection(
+                    tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
+                )
+            )
+            raise _not_saved(f"{path}-{global_step}", needed, error) from error
+
+
+def _not_saved(path: str, needed_bytes: int, error: Exception) -> hostopt.CheckpointError:
+    """The error for a checkpoint that could not be written, of which nothing is left."""
+    directory = os.path.dirname(path)
+    last = None
+    with contextlib.suppress(tf.errors.OpError, hostopt.CheckpointError):
+        last = newest(directory)
+        _remove_parts(path, all_of_it=last != path)
+    room = ""
+    with contextlib.suppress(OSError):  # no local path
+        free_bytes = shutil.disk_usage(directory).free
+        room = f" ({needed_bytes / _MB:.1f} MB are needed, {free_bytes / _MB:.1f} MB are free)"
+    return hostopt.CheckpointError(
+        f"cannot save {path}: {_cause(error)}{room}. Make room there, or correct what "
+        "forbids writing, and run the same command again to resume",
+        last_checkpoint=last,
+    )
+
+
+def _remove_parts(path: str, all_of_it: bool) -> None:
+    """Delete what a failed save has left; where it is the newest one, temporary files only."""
+    directory, name = os.path.split(path)
+    for found in tf.io.gfile.listdir(directory):
+        is_temporary = ".tempstate" in found or found.rstrip("/") == f"{name}_temp"
+        if found.startswith((f"{name}.", f"{name}_temp")) and (all_of_it or is_temporary):
+            tf.io.gfile.rmtree(os.path.join(directory, found))
+
+
+@contextlib.contextmanager
+def errors_of_files(model_dir: str) -> Iterator[None]:
+    """Have an error of writing anything else into model_dir be a `CheckpointError`, too.
+
+    Args:
+      model_dir: where rank 0 writes.
+
+    Yields:
+      Nothing.
+
+    Raises:
+      hostopt.CheckpointError: a file there could not be written.
+    """
+    try:
+        yield
+    except (tf.errors.OpError, RuntimeError, IndexError) as error:
+        text = _cause(error)
+        if model_dir not in text or not _is_of_writing(error):
+            raise
+        raise hostopt.CheckpointError(
+            f"cannot write into model_dir: {text}. Make room there, or correct what forbids "
+            "writing, and run the same command again"
+        ) from error
+
+
+def _is_of_writing(error: Exception) -> bool:
+    if isinstance(error, tf.errors.OpError):  # of a file, where no operation has it
+        of_reading = isinstance(error, (tf.errors.NotFoundError, tf.errors.DataLossError))
+        return error.op is None and not of_reading
+    return "Failed to flush" in str(error)  # of an events file, whatever its type
+
+
+def _cause(error: Exception) -> str:
+    """The line of an error that says why, without where in the graph."""
+    text = str(getattr(error, "message", error))
+    found = re.search(r"^(.+)\n\s*\[\[", text, re.MULTILINE)
+    return found[1] if found else text.partition("\n")[0]

@@ -1,0 +1,218 @@
+"""Damaged checkpoints are found and named, and no failed save harms what was saved before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hostopt
+from estimator_ext.checkpoints import (
+    check,
+    check_newest,
+    errors_of_files,
+    is_whole,
+    tell_of_failed_saves,
+)
+
+pytestmark = [pytest.mark.tensorflow]
+
+STEPS = (5, 10, 15)
+DATA = "data-00000-of-00001"
+
+
+def save(directory: Path, steps: tuple[int, ...] = STEPS) -> None:
+    """Checkpoints of a few variables, as Estimator saves them."""
+    with tf.Graph().as_default():
+        numbers = tf.random.stateless_uniform([300, 7], [1, 2])
+        tf.compat.v1.get_variable("kernel", initializer=numbers)
+        tf.compat.v1.get_variable("words", initializer=tf.constant(["a", "bc"]))
+        step = tf.compat.v1.train.create_global_step()
+        saver = tf.compat.v1.train.Saver(sharded=True, save_relative_paths=True)
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            for number in steps:
+                session.run(step.assign(number))
+                saver.save(session, str(directory / "model.ckpt"), global_step=number)
+
+
+def prefix(directory: Path, step: int = STEPS[-1]) -> str:
+    return str(directory / f"model.ckpt-{step}")
+
+
+def flip(path: Path, place: float = 0.5) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path, length: float = 0.5) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * length)])
+
+
+# what is damaged, how, and what the error says of it
+DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("model.ckpt-15.index", flip, "model.ckpt-15.index: "),
+    ("model.ckpt-15.index", cut, "model.ckpt-15.index: not an sstable"),
+    ("model.ckpt-15.index", lambda path: path.write_bytes(b""), "model.ckpt-15.index: "),
+    ("model.ckpt-15.index", Path.unlink, "model.ckpt-15.index: "),
+    (f"model.ckpt-15.{DATA}", flip, "which holds 'kernel': .*Checksum does not match"),
+    (f"model.ckpt-15.{DATA}", lambda path: flip(path, 0.0), "which holds 'global_step'"),
+    (f"model.ckpt-15.{DATA}", lambda path: flip(path, 0.9999), "which holds 'words'"),
+    (f"model.ckpt-15.{DATA}", cut, "model.ckpt-15.data-.*, which holds 'kernel'"),
+    (f"model.ckpt-15.{DATA}", lambda path: cut(path, 0.9999), "which holds 'words'"),
+    (f"model.ckpt-15.{DATA}", Path.unlink, "No such file"),
+    ("checkpoint", lambda path: path.write_text(""), "checkpoint is empty or damaged"),
+    ("checkpoint", lambda path: path.write_text("garbage"), "checkpoint is empty or damaged"),
+    ("checkpoint", cut, "checkpoint"),
+]
+IDS = [f"{number}-{file}" for number, (file, _, _) in enumerate(DAMAGES)]
+
+
+@pytest.mark.parametrize(("file", "damage", "said"), DAMAGES, ids=IDS)
+def test_damage_is_named_with_the_newest_whole_checkpoint(
+    tmp_path: Path, file: str, damage: Callable[[Path], Any], said: str
+) -> None:
+    save(tmp_path)
+    check_newest(str(tmp_path), restore_previous=False)
+    damage(tmp_path / file)
+    whole = prefix(tmp_path, 15 if file == "checkpoint" else 10)
+    with pytest.raises(hostopt.CheckpointError, match=said) as caught:
+        check_newest(str(tmp_path), restore_previous=False)
+    assert file.partition(DATA)[0] in str(caught.value)
+    assert whole in str(caught.value)
+    assert "HOSTOPT_RESTORE_PREVIOUS" in str(caught.value)
+    assert caught.value.last_checkpoint == whole
+
+
+@pytest.mark.parametrize(("file", "damage", "said"), DAMAGES, ids=IDS)
+def test_training_goes_on_from_the_newest_whole_checkpoint(
+    tmp_path: Path, file: str, damage: Callable[[Path], Any], said: str
+) -> None:
+    save(tmp_path)
+    damage(tmp_path / file)
+    before = {path.name for path in tmp_path.iterdir()}
+    check_newest(str(tmp_path), restore_previous=True)
+    whole = 15 if file == "checkpoint" else 10
+    state = tf.train.get_checkpoint_state(str(tmp_path))
+    assert state.model_checkpoint_path == prefix(tmp_path, whole)
+    # so that keep_checkpoint_max counts those that were kept before
+    kept = [prefix(tmp_path, step) for step in STEPS if step <= whole]
+    assert list(state.all_model_checkpoint_paths) == kept
+    assert tf.train.load_variable(str(tmp_path), "global_step") == whole
+    assert {path.name for path in tmp_path.iterdir()} == before
+    check_newest(str(tmp_path), restore_previous=False)
+
+
+def test_several_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    save(tmp_path)
+    flip(tmp_path / f"model.ckpt-15.{DATA}")
+    cut(tmp_path / "model.ckpt-10.index")
+    check_newest(str(tmp_path), restore_previous=True)
+    assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path, 5)
+
+
+def test_where_none_is_whole_training_does_not_begin_anew(tmp_path: Path) -> None:
+    save(tmp_path, (5,))
+    flip(tmp_path / f"model.ckpt-5.{DATA}")
+    with pytest.raises(hostopt.CheckpointError, match="No other checkpoint in "):
+        check_newest(str(tmp_path), restore_previous=True)
+
+
+def test_an_empty_or_missing_model_dir_is_where_a_training_begins(tmp_path: Path) -> None:
+    check_newest(str(tmp_path), restore_previous=False)
+    check_newest(str(tmp_path / "none"), restore_previous=False)
+
+
+def test_every_flipped_bit_that_changes_a_value_is_found(tmp_path: Path) -> None:
+    """Also in an index of several blocks, each of which has a checksum."""
+    path = str(tmp_path / "many-1")
+    names = [
+        f"a/rather/long/name/of/a/variable/in/some/deeply/nested/scope/{i}" for i in range(5000)
+    ]
+    values = [tf.constant(float(i)) for i in range(5000)]
+    tf.raw_ops.SaveV2(
+        prefix=path, tensor_names=names, shape_and_slices=[""] * 5000, tensors=values
+    )
+    check(path)
+    index = tmp_path / "many-1.index"
+    good = index.read_bytes()
+    for place in np.linspace(0.0, 0.99, 40):
+        flip(index, place)
+        assert not is_whole(path), f"at {place} of {len(good)} bytes"
+        index.write_bytes(good)
+    check(path)
+
+
+# -- writing -------------------------------------------------------------------------------
+
+
+class FailingSaver:
+    """A saver that leaves half a checkpoint on a full disk."""
+
+    saver_def = "what else a saver has"
+
+    def __init__(self, directory: Path, names: list[str]) -> None:
+        self._files = [directory / name for name in names]
+
+    def save(self, session: Any, path: str, global_step: int) -> None:
+        for file in self._files:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("half")
+        # which TensorFlow's sessions take for the end of the data
+        raise tf.errors.OutOfRangeError(None, None, f"{path}-{global_step}; File too large\n\t[[")
+
+
+def failed_save(directory: Path, step: int, names: list[str]) -> hostopt.CheckpointError:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        tf.compat.v1.get_variable("kernel", [1000, 500])
+        hook = tf.compat.v1.train.CheckpointSaverHook(
+            str(directory), save_steps=1, saver=FailingSaver(directory, names)
+        )
+        tell_of_failed_saves(hook)
+        assert hook._get_saver().saver_def == FailingSaver.saver_def
+        with pytest.raises(hostopt.CheckpointError) as caught:
+            hook._get_saver().save(session, str(directory / "model.ckpt"), global_step=step)
+        return caught.value
+
+
+def test_a_failed_save_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
+    save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    error = failed_save(
+        tmp_path,
+        150,
+        [
+            "model.ckpt-150_temp/part-00000-of-00001.data-00000-of-00001",
+            f"model.ckpt-150.{DATA}",
+            f"model.ckpt-150.{DATA}.tempstate123",
+            "model.ckpt-150.meta",
+        ],
+    )
+    assert f"cannot save {prefix(tmp_path, 150)}: " in str(error)
+    assert "File too large (2.0 MB are needed, " in str(error)
+    assert error.last_checkpoint == prefix(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_newest_checkpoint_that_cannot_be_saved_again_is_kept(tmp_path: Path) -> None:
+    save(tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    failed_save(tmp_path, 15, ["model.ckpt-15_temp/part-00000-of-00001"])
+    assert {path.name for path in tmp_path.iterdir()} == before
+    check(prefix(tmp_path))
+
+
+def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+    (tmp_path / "plugins").write_text("no directory")
+    wanted = pytest.raises(hostopt.CheckpointError, match="cannot write into model_dir: ")
+    with wanted, errors_of_files(str(tmp_path)):
+        tf.io.gfile.makedirs(str(tmp_path / "plugins" / "profile"))
+    with pytest.raises(tf.errors.NotFoundError), errors_of_files(str(tmp_path)):
+        tf.io.gfile.GFile(str(tmp_path / "vocabulary")).read()

@@ -1,0 +1,221 @@
+"""Signals to end: the step ends on all ranks, one checkpoint is saved, and the group exits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from ranks import PROGRAMS, QUIET, Rank, Ranks, reserved_addresses
+
+import estimator_ext
+
+estimator_ext.install()
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(180)]
+
+SETTINGS = {"optimizers": ["adam"], "steps": 20, "checkpoint_steps": 1000}
+LATE = 100_000  # a step that no test reaches
+
+
+def settings(directory: Path, **chosen: Any) -> list[str]:
+    return [json.dumps({**SETTINGS, "model_dir": str(directory / "model"), **chosen})]
+
+
+def saved_steps(directory: Path) -> list[int]:
+    model = directory / "model" / "adam"
+    return sorted(int(p.stem.rpartition("-")[2]) for p in model.glob("model.ckpt-*.index"))
+
+
+def start(
+    ranks: Ranks, directory: Path, addresses: list[str], fault: dict[str, Any], **chosen: Any
+) -> list[Rank]:
+    """Two ranks, of which the second has a fault."""
+    return ranks.start(
+        "train_with_fault.py",
+        {"chief": addresses[:1], "worker": addresses[1:]},
+        arguments=settings(directory, **chosen),
+        own={"worker:0": [json.dumps({"fault": fault})]},
+    )
+
+
+# -- one rank, in this process -------------------------------------------------------------
+
+
+def data() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
+
+
+def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+    weight = tf.compat.v1.get_variable("weight", [1, 1])
+    loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
+    step = tf.compat.v1.train.get_global_step()
+    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+class SignalAt(tf.compat.v1.train.SessionRunHook):
+    """Sends this process a signal in a step, and may ask for a stop in it as well."""
+
+    def __init__(self, step: int, signum: int, stops: bool = False) -> None:
+        self._step, self._signum, self._stops = step, signum, stops
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        self._step -= 1
+        if self._step == 0:
+            signal.raise_signal(self._signum)
+            if self._stops:
+                run_context.request_stop()
+
+
+def train_alone(tmp_path: Path, hook: Any, max_steps: int = 6) -> None:
+    strategy = estimator_ext.HostOffloadStrategy()
+    config = estimator_ext.RunConfig(train_distribute=strategy)
+    estimator = estimator_ext.Estimator(model_fn, str(tmp_path / "model" / "adam"), config)
+    with contextlib.closing(strategy):
+        estimator.train(data, hooks=[hook], max_steps=max_steps)
+
+
+@pytest.fixture
+def handlers() -> Iterator[dict[int, Any]]:
+    """The usual handlers, which must be there again in the end."""
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {signum: signal.signal(signum, handler) for signum, handler in usual.items()}
+    wakeup_fd = signal.set_wakeup_fd(-1)
+    yield usual
+    found = {signum: signal.signal(signum, handler) for signum, handler in before.items()}
+    assert found == usual
+    assert signal.set_wakeup_fd(wakeup_fd) == -1
+
+
+@pytest.mark.parametrize(
+    ("signum", "step", "stops"),
+    [
+        (signal.SIGTERM, 3, False),
+        (signal.SIGINT, 3, False),
+        (signal.SIGTERM, 3, True),
+        (signal.SIGTERM, 6, False),  # which would have been the last
+    ],
+)
+def test_one_rank_saves_and_ends(
+    tmp_path: Path, handlers: dict[int, Any], signum: int, step: int, stops: bool
+) -> None:
+    wanted = KeyboardInterrupt if signum == signal.SIGINT else SystemExit
+    with pytest.raises(wanted) as caught:
+        train_alone(tmp_path, SignalAt(step, signum, stops))
+    assert wanted is KeyboardInterrupt or caught.value.code == 143
+    assert saved_steps(tmp_path) == [0, step]
+    train_alone(tmp_path, SignalAt(LATE, signum))
+    assert saved_steps(tmp_path)[-1] == 6
+
+
+def test_a_handler_of_the_program_stays_in_charge(
+    tmp_path: Path, handlers: dict[int, Any]
+) -> None:
+    got = []
+    handlers[signal.SIGTERM] = own = lambda signum, _: got.append(signum)
+    signal.signal(signal.SIGTERM, own)
+    train_alone(tmp_path, SignalAt(3, signal.SIGTERM))
+    assert got == [signal.SIGTERM]
+    assert saved_steps(tmp_path) == [0, 6]
+
+
+# -- processes -----------------------------------------------------------------------------
+
+
+def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+    fault = {"point": "before-reduce", "step": 3, "action": "terminate"}
+    with reserved_addresses(2) as addresses:
+        chief, signalled = start(ranks, tmp_path, addresses, fault, api="ours")
+        for rank in (chief, signalled):
+            assert rank.wait(100) == 143, rank.output
+            assert "RESULT" not in rank.output  # nobody has evaluated
+    assert "got SIGTERM: training stops after this step on all ranks" in signalled.output
+    assert "training ends on all ranks, as rank 1 was told to end" in chief.output
+    # the step of the signal is the fourth, and the others hear of it in the fifth
+    assert saved_steps(tmp_path) == [0, 5]
+    assert chief.output.count("Saving checkpoints for 5") == 1
+    assert not (tmp_path / "model" / "adam" / "hostopt-training-ended.json").exists()
+    with reserved_addresses(2) as addresses:
+        for rank in start(ranks, tmp_path, addresses, {**fault, "step": LATE}, api="ours"):
+            assert rank.wait(100) == 0, rank.output
+    assert saved_steps(tmp_path) == [0, 5, 20]
+
+
+def test_the_grace_time_ends_a_rank_that_is_stuck(tmp_path: Path, ranks: Ranks) -> None:
+    fault = {"point": "input", "step": 4, "action": "sleep"}
+    with reserved_addresses(2) as addresses:
+        chief, stuck = start(ranks, tmp_path, addresses, fault, grace_s=1.0)
+        stuck.wait_for_output("stuck")
+        stuck.signal(signal.SIGTERM)
+        assert stuck.wait(20) == 143, stuck.output
+        assert chief.wait(20) == 200, chief.output
+    assert "not done 1 s after SIGTERM: this process ends at once" in stuck.output
+    assert saved_steps(tmp_path) == [0]
+
+
+def test_a_second_signal_ends_a_rank_at_once(tmp_path: Path, ranks: Ranks) -> None:
+    fault = {"point": "input", "step": 4, "action": "sleep"}
+    with reserved_addresses(2) as addresses:
+        chief, stuck = start(ranks, tmp_path, addresses, fault)
+        stuck.wait_for_output("stuck")
+        stuck.signal(signal.SIGINT)
+        stuck.wait_for_output("got SIGINT: training stops after this step")
+        stuck.signal(signal.SIGTERM)
+        assert stuck.wait(20) == 130, stuck.output
+        assert chief.wait(20) == 200, chief.output
+    assert "got SIGTERM as well: this process ends at once" in stuck.output
+
+
+def test_a_signal_before_the_first_step_ends_a_rank_at_once(tmp_path: Path, ranks: Ranks) -> None:
+    with reserved_addresses(2) as addresses:
+        (chief,) = ranks.start(
+            "train_with_fault.py",
+            {"worker": addresses},
+            tasks=[("worker", 0)],  # the other never comes
+            arguments=settings(tmp_path),
+            environ={"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "100"},
+        )
+        chief.wait_for_output("missing")
+        chief.signal(signal.SIGTERM)
+        assert chief.wait(20) == 143, chief.output
+    assert "got SIGTERM: this process ends before its first step" in chief.output
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_to_the_launcher_stops_all_ranks_with_a_checkpoint(
+    tmp_path: Path, signum: signal.Signals, code: int
+) -> None:
+    fault = {"point": "before-reduce", "step": 3, "action": "say"}
+    own = json.dumps({"fault": fault, "steps": LATE})
+    program = str(PROGRAMS / "train_with_fault.py")
+    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--", program]
+    run = subprocess.Popen(
+        [*command, *settings(tmp_path), own],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**QUIET, **os.environ},
+    )
+    assert run.stdout is not None
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if "[chief:0] now" in line:
+            run.send_signal(signum)
+    output = "".join(lines)
+    assert run.wait() == code, output
+    first, last = saved_steps(tmp_path)
+    assert first == 0
+    assert last >= 4
+    assert output.count(f"Saving checkpoints for {last}") == 1
