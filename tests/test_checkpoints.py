@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ def save(directory: Path, steps: tuple[int, ...] = STEPS) -> None:
             session.run(tf.compat.v1.global_variables_initializer())
             for number in steps:
                 session.run(step.assign(number))
+                with zipfile.ZipFile(directory / f"model.ckpt-{number}.input", "w") as archive:
+                    archive.writestr("facts.json", "{}")
+                    archive.writestr("rank 0", bytes(1000))
                 saver.save(session, str(directory / "model.ckpt"), global_step=number)
 
 
@@ -68,6 +72,8 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     (f"model.ckpt-15.{DATA}", cut, "model.ckpt-15.data-.*, which holds 'kernel'"),
     (f"model.ckpt-15.{DATA}", lambda path: cut(path, 0.9999), "which holds 'words'"),
     (f"model.ckpt-15.{DATA}", Path.unlink, "No such file"),
+    ("model.ckpt-15.input", flip, "model.ckpt-15.input, .* is damaged: Bad CRC-32"),
+    ("model.ckpt-15.input", cut, "model.ckpt-15.input, .* is damaged"),
     ("checkpoint", lambda path: path.write_text(""), "checkpoint is empty or damaged"),
     ("checkpoint", lambda path: path.write_text("garbage"), "checkpoint is empty or damaged"),
     ("checkpoint", cut, "checkpoint"),
