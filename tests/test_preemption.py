@@ -190,6 +190,19 @@ def test_a_signal_before_the_first_step_ends_a_rank_at_once(tmp_path: Path, rank
     assert "got SIGTERM: this process ends before its first step" in chief.output
 
 
+def launch(directory: Path, fault: dict[str, Any]) -> subprocess.Popen[str]:
+    """`hostopt run` of two ranks, both with a fault."""
+    program = str(PROGRAMS / "train_with_fault.py")
+    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--", program]
+    return subprocess.Popen(
+        [*command, *settings(directory, steps=LATE, fault=fault)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**QUIET, **os.environ},
+    )
+
+
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
 )
@@ -197,19 +210,9 @@ def test_a_signal_to_the_launcher_stops_all_ranks_with_a_checkpoint(
     tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
     fault = {"point": "before-reduce", "step": 3, "action": "say"}
-    own = json.dumps({"fault": fault, "steps": LATE})
-    program = str(PROGRAMS / "train_with_fault.py")
-    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--", program]
-    run = subprocess.Popen(
-        [*command, *settings(tmp_path), own],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**QUIET, **os.environ},
-    )
-    assert run.stdout is not None
+    run = launch(tmp_path, fault)
     lines = []
-    for line in run.stdout:
+    for line in run.stdout or ():
         lines.append(line)
         if "[chief:0] now" in line:
             run.send_signal(signum)
@@ -219,3 +222,16 @@ def test_a_signal_to_the_launcher_stops_all_ranks_with_a_checkpoint(
     assert first == 0
     assert last >= 4
     assert output.count(f"Saving checkpoints for {last}") == 1
+
+
+def test_ctrl_c_twice_ends_ranks_that_are_stuck(tmp_path: Path) -> None:
+    run = launch(tmp_path, {"point": "input", "step": 4, "action": "sleep"})
+    lines = []
+    for line in run.stdout or ():
+        lines.append(line)
+        if line == "[chief:0] stuck\n" or "got SIGINT: training stops after this step" in line:
+            run.send_signal(signal.SIGINT)
+    output = "".join(lines)
+    assert run.wait() == 130, output
+    assert "interrupted again: killing all tasks" in output
+    assert saved_steps(tmp_path) == [0]
