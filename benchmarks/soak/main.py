@@ -133,8 +133,9 @@ def recovery(struck: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> d
             row.update(error=note["error"], text=note["text"], detected_s=detected_s)
             break
     if restarted:
-        last = max(note["step"] for note in steps if note["time"] < end)
         first = restarted[0]["step"]
+        # a chief that is struck may have saved a step and not noted it
+        last = max(first - 1, *(note["step"] for note in steps if note["time"] < end))
         row.update(last_step=last, first_step=first, again=last - first + 1)
         beyond = [note["time"] for note in restarted if note["step"] > last]
         if beyond:
