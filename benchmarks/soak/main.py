@@ -27,7 +27,8 @@ _OUTSIDE = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}  # the others happen
 _BETWEEN_S = (20.0, 40.0)
 _TRAINING_S = 5.0  # at least, between a recovery and the next fault: for a new checkpoint
 _POLL_S = 0.1
-_START_S = 120.0  # to the first step
+_START_S = 180.0  # until steps are made
+_FRESH_S = 1.0  # the last step is not older, where steps are made
 _STRIKE_S = 20.0  # until a fault has happened that was asked for
 _RECOVERY_S = 180.0
 _END_S = 60.0  # from SIGTERM
@@ -133,8 +134,9 @@ def recovery(struck: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> d
             row.update(error=note["error"], text=note["text"], detected_s=detected_s)
             break
     if restarted:
-        last = max(note["step"] for note in steps if note["time"] < end)
         first = restarted[0]["step"]
+        # a chief that is struck may have saved a step and not noted it
+        last = max(first - 1, *(note["step"] for note in steps if note["time"] < end))
         row.update(last_step=last, first_step=first, again=last - first + 1)
         beyond = [note["time"] for note in restarted if note["step"] > last]
         if beyond:
@@ -200,12 +202,13 @@ class Training:
                 raise self._error(f"no {what} within {timeout_s:g} s")
             time.sleep(_POLL_S)
 
-    def wait_for_first_step(self) -> None:
-        self.wait_until(
-            lambda: any(note["kind"] == "step" for note in self.journal.read()),
-            "first step",
-            _START_S,
-        )
+    def wait_for_steps(self) -> None:
+        """Wait until steps are made; it may have begun again without a fault of ours."""
+        self.wait_until(self._makes_steps, "steps", _START_S)
+
+    def _makes_steps(self) -> bool:
+        steps = [note["time"] for note in self.journal.read() if note["kind"] == "step"]
+        return bool(steps) and time.time() - steps[-1] < _FRESH_S
 
     def strike(self, fault: Fault) -> dict[str, Any]:
         """Have a fault happen, and wait until the training has gone beyond it.
@@ -219,6 +222,7 @@ class Training:
         Raises:
           BenchmarkError: it did not happen, or nothing followed it.
         """
+        self.wait_for_steps()
         pid, begun = self.journal.pid(fault.rank), time.time()
         if fault.action in _OUTSIDE:
             struck = {**asdict(fault), "time": begun}
@@ -240,6 +244,7 @@ class Training:
 
     def stop(self) -> int:
         """End the training with SIGTERM, and return the launcher's exit code."""
+        self.wait_for_steps()
         self._launcher.send_signal(signal.SIGTERM)
         return self.end(_END_S)
 
@@ -324,7 +329,7 @@ def measure(directory: Path, seed: int, minutes: float) -> dict[str, Any]:
     """
     struck = []
     with _training(directory / "broken") as training:
-        training.wait_for_first_step()
+        training.wait_for_steps()
         begun_s, begun = time.monotonic(), time.time()
         recovered_s = begun_s
         for fault in make_plan(seed, minutes):
