@@ -58,7 +58,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       stall_warning_s: a rank that waits longer says for whom.
       collective_timeout_s: a rank that waits longer without progress gives up.
       checksum: True has a checksum of its data travel with each message; None does so where a peer
-        is reached over a network, and not where all addresses are loopback ones.
+        is reached over a network without TLS, and not where all addresses are loopback ones.
       nonfinite: what happens where a reduced gradient holds NaN or Inf. "error" ends the training,
         "skip" leaves the step's update out on all ranks, "warn" says so and goes on.
       desync_check_steps: every so many steps the ranks compare their variables; 0 for never.

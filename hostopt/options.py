@@ -56,8 +56,8 @@ class Options:
       compression: "fp16" or "bf16" halves float32 gradients on the wire; None sends them whole.
       timeline: file for a Chrome trace, one for each rank; None records nothing.
       checksum: True has a checksum of its data travel with each message, False of its header
-        alone; None is True where a peer is reached over a network, and False where all addresses
-        are loopback ones.
+        alone; None is True where a peer is reached over a network without TLS, and False over TLS
+        or where all addresses are loopback ones.
       nonfinite: what happens where a reduced gradient holds NaN or Inf. "error" ends the training,
         "skip" leaves the step's update out on all ranks, "warn" says so and goes on.
       desync_check_steps: every so many steps the ranks compare their variables; 0 for never.
