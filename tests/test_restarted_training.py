@@ -52,14 +52,12 @@ def run(launcher: Launcher, directory: Path, *options: str, slot: int, **chosen:
     return errors
 
 
-@pytest.mark.parametrize("slot", [0, 1])
 def test_a_training_that_was_started_again_twice_ends_like_one_that_ran_through(
-    launcher: Launcher, ranks: Ranks, tmp_path: Path, slot: int
+    launcher: Launcher, ranks: Ranks, tmp_path: Path
 ) -> None:
     chosen = {"shuffled": True}
-    errors = run(
-        launcher, tmp_path / "broken", "-np", "2", "--max-restarts", "2", slot=slot, **chosen
-    )
+    restarts = ("-np", "2", "--max-restarts", "2")
+    errors = run(launcher, tmp_path / "broken", *restarts, slot=0, **chosen)
     assert errors.count("SIGKILL") >= 2
     ranks.run("train_with_fault.py", 2, arguments=[arguments(tmp_path / "whole", **chosen)])
     found, wanted = final(tmp_path / "broken"), final(tmp_path / "whole")
