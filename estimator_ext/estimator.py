@@ -36,7 +36,14 @@ from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy, loss_is_scaled
 from estimator_ext.strict_rules import check_data, check_params, check_spec
 from estimator_ext.sync_on_read import SyncOnRead
-from estimator_ext.uneven_data import MODES, BatchWeights, count_examples, endless, followed
+from estimator_ext.uneven_data import (
+    MODES,
+    BatchWeights,
+    count_examples,
+    endless,
+    followed,
+    goes_on,
+)
 from hostopt.tensorflow.ops import HOST_DEVICE
 
 __all__: list[str] = []
@@ -164,17 +171,16 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         with tf.Graph().as_default() as graph, strategy.extended.training_graph():
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
             communicator = strategy.communicator
-            features, labels, input_hooks = self._training_input(input_fn, strategy)
+            features, labels, input_hooks, more = self._training_input(input_fn, strategy)
             data = set(graph.get_operations())
             guard = SessionGuardHook(data)
-            states = InputStates(communicator.duplicate("the data"), guard)
+            states = InputStates(communicator.duplicate("the data"), guard, more)
             global_step = self._create_and_assert_global_step(graph)
             spec = strategy.extended.call_for_each_replica(
                 self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
             )
             # before the input hooks and all others: they may read what is broadcast
             first_hooks = [BroadcastVariablesHook(communicator), *input_hooks]
-            first_hooks.append(InputStateHook(states, self._model_dir))
             reducers = strategy.extended.reducers
             if reducers:  # none with one rank, or where nothing is reduced in buckets
                 if communicator.transport.timeline is not None:
@@ -186,6 +192,9 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             if strategy.extended.accumulation is not None:
                 hook = strategy.extended.accumulation.hook()
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
+            # after all hooks that may initialise iterators
+            own_hooks = [*spec.training_hooks, InputStateHook(states, self._model_dir)]
+            spec = stock_spec(spec, training_hooks=own_hooks)
             agreeing: list[Any] = []
             if strategy.cluster.is_chief:
                 spec = self._with_saver(spec, hooks)  # so that others can come before it
@@ -259,15 +268,16 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
 
     def _training_input(
         self, input_fn: Callable[..., Any], strategy: HostOffloadStrategy
-    ) -> tuple[Any, Any, list[Any]]:
-        """Features, labels and hooks; and what the strategy needs to know of each batch."""
+    ) -> tuple[Any, Any, list[Any], tf.Tensor]:
+        """Features, labels, hooks, whether there are more; tells the strategy of each batch."""
         extended, communicator = strategy.extended, strategy.communicator
         micro_batches = getattr(self._config, "accumulate_steps", 1)
         data = self._call_input_fn(input_fn, ModeKeys.TRAIN, extended.input_context())
         if communicator.size == 1 or not followed(data, communicator, self._session_config):
             if micro_batches > 1:
                 extended.accumulation = Accumulation(micro_batches)
-            return _tf_estimator.parse_input_fn_result(data)
+            features, labels, hooks = _tf_estimator.parse_input_fn_result(data)
+            return features, labels, hooks, goes_on((features, labels))
         # features and labels, and whether they are new, stand where features and labels do
         batch, new, hooks = _tf_estimator.parse_input_fn_result(endless(data))
         counts = count_examples(batch, new)
@@ -280,10 +290,10 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             with tf.control_dependencies([extended.weights.in_mean]):
                 batch = tf.nest.map_structure(tf.identity, batch)
         if not isinstance(batch, (list, tuple)):
-            return batch, None, hooks
+            return batch, None, hooks, new
         if len(batch) != 2:
             raise ValueError("input_fn should return (features, labels) as a len 2 tuple.")
-        return batch[0], batch[1], hooks
+        return batch[0], batch[1], hooks, new
 
     def _train_with_estimator_spec(
         self,

@@ -6,7 +6,7 @@ saves it, shuffle buffers included; rank 0 collects them, as the ranks need shar
 
 A training that starts in another process goes on where the data stood. Within one process another
 `train` reads its data from the beginning, as with a stock Estimator, and so does one whose data
-had ended, or whose input_fn or number of ranks is another one.
+had ended on all ranks, or whose input_fn or number of ranks is another one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import GLOBAL_ITERATORS
 from tensorflow.python.ops import gen_dataset_ops
@@ -38,6 +39,7 @@ _FACTS = "facts.json"
 _THIS_PROCESS = secrets.token_hex(8)
 # What tf.data does about functions that keep a state of their own outside of the iterator.
 _IGNORE, _FAIL = 1, 2
+MAX_BYTES = 256 << 20  # of the states of a rank; rank 0 holds those of all at each save
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
 
@@ -47,32 +49,36 @@ class InputStates:
     Args:
       communicator: a communicator of its own (a `duplicate`).
       guard: knows whether the data have ended.
+      more: tensor of the input that tells, where it is run, whether the data go on; with an
+        OutOfRangeError or with False.
     """
 
-    def __init__(self, communicator: hostopt.Communicator, guard: SessionGuardHook) -> None:
+    def __init__(
+        self, communicator: hostopt.Communicator, guard: SessionGuardHook, more: tf.Tensor
+    ) -> None:
         self._communicator = communicator
         self._guard = guard
-        self._iterators = list(tf.compat.v1.get_collection(GLOBAL_ITERATORS))
-        self._pipelines = [_fingerprint(iterator.op) for iterator in self._iterators]
+        self._more = more
+        iterators = list(tf.compat.v1.get_collection(GLOBAL_ITERATORS))
+        self._pipelines = [_fingerprint(iterator.op) for iterator in iterators]
         with tf.device(HOST_DEVICE), tf.name_scope("input_state"):
-            self._given = tf.compat.v1.placeholder(tf.string, [])
-            state = tf.io.parse_tensor(self._given, tf.variant)
+            self._given = tf.compat.v1.placeholder(tf.string, [None])
+            parts = tf.map_fn(
+                lambda part: tf.io.parse_tensor(part, tf.variant),
+                self._given,
+                parallel_iterations=1,
+                fn_output_signature=tf.TensorSpec([], tf.variant),
+            )
             self._restores = [
-                gen_dataset_ops.deserialize_iterator(iterator, state)
-                for iterator in self._iterators
+                gen_dataset_ops.deserialize_iterator(iterator, parts) for iterator in iterators
             ]
             self._saves = {
-                policy: [
-                    tf.io.serialize_tensor(gen_dataset_ops.serialize_iterator(iterator, policy))
-                    for iterator in self._iterators
-                ]
+                policy: [_serialized(iterator, policy) for iterator in iterators]
                 for policy in (_FAIL, _IGNORE)
             }
         self._has_begun = False
         self._policies = [_FAIL, _IGNORE]  # those that may work, the first of them is used
         self._gathered: list[bytes] = []
-        facts = {"number of iterators": str(len(self._iterators))}
-        communicator.check_same(facts, "the inputs")
 
     def listen(self, savers: Sequence[tf.compat.v1.train.CheckpointSaverHook]) -> None:
         """Have the states written before each checkpoint of this rank.
@@ -80,8 +86,9 @@ class InputStates:
         Args:
           savers: hooks that save.
         """
-        for saver in savers:
-            saver._listeners.append(_Listener(self, saver))
+        for saver in savers:  # one that was used before has the listener of that training
+            others = [each for each in saver._listeners if not isinstance(each, _Listener)]
+            saver._listeners = [*others, _Listener(self, saver)]
 
     def begin(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
         """Take up the data where a checkpoint left them; all ranks call this together.
@@ -99,8 +106,15 @@ class InputStates:
         if communicator.rank == 0:
             states = _read(checkpoint, communicator.size) or [b""] * communicator.size
         own = communicator.scatter_bytes(states, "the states of the data")
-        if own:
-            self._restore(session, own)
+        parts = self._parts_for(own) if own else []
+        # with the policy that does not fail: a one-shot iterator does not survive that at first
+        fresh = session.run(self._saves[_IGNORE]) if parts else []
+        ended = bool(parts) and self._have_ended_after(session, parts)
+        all_ended = communicator.all_gather(np.array(ended), "whether the data had ended").all()
+        if all_ended:  # to go on would be to end before the first step, and so for ever
+            _log.info("rank %d: its data had ended, and begin anew", communicator.rank)
+        if parts:
+            self._restore(session, [begun for begun, _ in fresh] if all_ended else parts)
         self._has_begun = True
 
     def gather(self, session: tf.compat.v1.Session) -> None:
@@ -115,7 +129,12 @@ class InputStates:
         own = b""
         states = [] if self._guard.data_have_ended else self._save(session)
         if states:
-            own = _pack({str(i): state for i, state in enumerate(states)}, self._pipelines)
+            entries = {
+                f"iterator {i}, part {k}": part
+                for i, parts in enumerate(states)
+                for k, part in enumerate(parts)
+            }
+            own = _pack(entries, {"pipelines": self._pipelines, "parts": [*map(len, states)]})
         self._gathered = self._communicator.gather_bytes(own, "the states of the data")
 
     def forget(self) -> None:
@@ -145,16 +164,23 @@ class InputStates:
             raise
         _remove_old(path)
 
-    def _save(self, session: tf.compat.v1.Session) -> list[bytes]:
-        """The state of each iterator; none where they cannot be saved, as is said once."""
+    def _save(self, session: tf.compat.v1.Session) -> list[list[bytes]]:
+        """The parts of each iterator's state; none where they cannot be saved, as is said once."""
         rank, why = self._communicator.rank, ""
         for policy in list(self._policies):
             try:
-                states = session.run(self._saves[policy])
-            except tf.errors.OpError as error:
+                found = session.run(self._saves[policy])
+            except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
                 why = _first_line(error)
                 self._policies.remove(policy)
                 continue
+            if sum(int(size) for _, size in found) > MAX_BYTES:
+                why = (
+                    f"their state takes more than {MAX_BYTES >> 20} MiB. Shuffle names of files "
+                    "or numbers of examples, and cache in a file"
+                )
+                self._policies.clear()
+                break
             if why:
                 _log.info(
                     "rank %d: after a restart its data go on where they stood, but not what a "
@@ -162,7 +188,7 @@ class InputStates:
                     rank,
                     why,
                 )
-            return list(states)
+            return [list(parts) for parts, _ in found]
         if why:
             _log.warning(
                 "rank %d: its data cannot be saved with the checkpoints, and begin anew after a "
@@ -172,18 +198,33 @@ class InputStates:
             )
         return []
 
-    def _restore(self, session: tf.compat.v1.Session, own: bytes) -> None:
-        states, pipelines = _unpack(own)
-        if pipelines != self._pipelines:
+    def _parts_for(self, own: bytes) -> list[list[bytes]]:
+        """The parts that were saved for each iterator; none where they are of other data."""
+        entries, facts = _unpack(own)
+        if facts["pipelines"] != self._pipelines:
             _log.warning(
                 "rank %d: its data begin anew: input_fn makes another pipeline than the one whose "
                 "state was saved",
                 self._communicator.rank,
             )
-            return
-        for index, restore in enumerate(self._restores):
+            return []
+        return [
+            [entries[f"iterator {i}, part {k}"] for k in range(count)]
+            for i, count in enumerate(facts["parts"])
+        ]
+
+    def _have_ended_after(self, session: tf.compat.v1.Session, states: list[list[bytes]]) -> bool:
+        """Restore, and read on to see whether something follows."""
+        self._restore(session, states)
+        try:
+            return not session.run(self._more)
+        except tf.errors.OutOfRangeError:
+            return True
+
+    def _restore(self, session: tf.compat.v1.Session, states: list[list[bytes]]) -> None:
+        for restore, parts in zip(self._restores, states):
             try:
-                session.run(restore, {self._given: states[str(index)]})
+                session.run(restore, {self._given: parts})
             except tf.errors.OpError as error:
                 raise hostopt.CheckpointError(
                     f"rank {self._communicator.rank} cannot go on with the data where the "
@@ -195,7 +236,7 @@ class InputStates:
 
 
 class InputStateHook(tf.compat.v1.train.SessionRunHook):
-    """Takes up the data where they stood; after the hooks that initialise the iterators.
+    """Takes up the data where they stood; after all hooks that may initialise the iterators.
 
     Args:
       states: those of the training.
@@ -205,6 +246,11 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
     def __init__(self, states: InputStates, model_dir: str | None) -> None:
         self._states = states
         self._model_dir = model_dir
+        self._newest: str | None = None
+
+    def begin(self) -> None:
+        """Note what will be restored: savers may save once more before this hook's turn."""
+        self._newest = tf.train.latest_checkpoint(self._model_dir) if self._model_dir else None
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Restore the iterators.
@@ -214,14 +260,11 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
           coord: not used.
         """
         del coord
-        self._states.begin(session, self._restored_checkpoint(session))
-
-    def _restored_checkpoint(self, session: tf.compat.v1.Session) -> str | None:
-        path = tf.train.latest_checkpoint(self._model_dir) if self._model_dir else None
-        if path is None:
-            return None
         step = int(session.run(tf.compat.v1.train.get_global_step()))
-        return path if int(tf.train.load_variable(path, "global_step")) == step else None
+        is_restored = (
+            self._newest and int(tf.train.load_variable(self._newest, "global_step")) == step
+        )
+        self._states.begin(session, self._newest if is_restored else None)
 
 
 class _Listener(tf.compat.v1.train.CheckpointSaverListener):
@@ -284,7 +327,11 @@ def _load(checkpoint: str) -> tuple[dict[str, bytes], Any]:
 
 def _read(checkpoint: str | None, size: int) -> list[bytes]:
     """The states that were saved with a checkpoint, one for each rank; none where none fit."""
-    entries, facts = _load(checkpoint) if checkpoint else ({}, {})
+    if checkpoint is None:
+        return []
+    entries, facts = _load(checkpoint)
+    if not facts and not checkpoint.endswith("-0"):  # which is saved before the first step
+        _log.warning("the data begin anew: %s was saved without their state", checkpoint)
     if not facts or facts["process"] == _THIS_PROCESS:
         return []
     if facts["size"] != size:
@@ -323,6 +370,27 @@ def _unpack(data: bytes) -> tuple[dict[str, bytes], Any]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:  # each entry has a CRC, which is checked
         entries = {name: archive.read(name) for name in archive.namelist()}
     return entries, json.loads(entries.pop(_FACTS))
+
+
+def _serialized(iterator: tf.Tensor, policy: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """The parts of an iterator's state, up to the one that is too much, and their bytes."""
+    state = gen_dataset_ops.serialize_iterator(iterator, policy)
+
+    def add(
+        index: tf.Tensor, size: tf.Tensor, parts: tf.TensorArray
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
+        part = tf.io.serialize_tensor(state[index])
+        size += tf.cast(tf.strings.length(part), tf.int64)
+        return index + 1, size, parts.write(index, part)
+
+    empty = tf.TensorArray(tf.string, tf.size(state), element_shape=[])
+    count, size, parts = tf.while_loop(
+        lambda index, size, _: tf.logical_and(index < tf.size(state), size <= MAX_BYTES),
+        add,
+        (0, tf.constant(0, tf.int64), empty),
+        parallel_iterations=1,
+    )
+    return parts.gather(tf.range(count)), size
 
 
 def _fingerprint(iterator: tf.Operation) -> int:

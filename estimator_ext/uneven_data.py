@@ -73,6 +73,20 @@ def endless(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(mark).concatenate(after).scan(zeros, step).prefetch(1)
 
 
+def goes_on(batch: Any) -> tf.Tensor:
+    """Whether there is another batch, as a tensor that fails with the end of the data.
+
+    Args:
+      batch: features and labels, of whatever structure.
+
+    Returns:
+      Scalar of bool, True.
+    """
+    tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
+    with tf.device(HOST_DEVICE), tf.control_dependencies(tensors[:1]):
+        return tf.constant(True)
+
+
 class BatchWeights:
     """How much this rank's batch counts in a step, as operations of the graph.
 

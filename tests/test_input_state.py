@@ -16,6 +16,7 @@ from conftest import Spawn
 import hostopt
 from estimator_ext import input_state
 from estimator_ext.input_state import InputStates
+from estimator_ext.uneven_data import goes_on
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(60)]
 
@@ -59,7 +60,7 @@ class Reader:
             makes = v1.data.make_one_shot_iterator, v1.data.make_initializable_iterator
             iterators = [makes[place % 2](dataset) for place, dataset in enumerate(datasets)]
             self._batches = [iterator.get_next() for iterator in iterators]
-            self.states = InputStates(communicator, self.guard)
+            self.states = InputStates(communicator, self.guard, goes_on(self._batches))
             self._initializers = [i.initializer for i in iterators if i._initializer is not None]
             self.session = v1.Session()
 
@@ -148,21 +149,107 @@ def test_data_that_fit_no_more_begin_anew_which_is_said(
     assert said in caplog.text
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["told", "by the last step"])
 def test_data_that_had_ended_begin_anew(
-    spawn_inproc: Spawn, tmp_path: Path, another_process: Callable[[], None]
+    spawn_inproc: Spawn, tmp_path: Path, another_process: Callable[[], None], told: bool
 ) -> None:
     path = str(tmp_path / "model.ckpt-7")
 
+    def short(size: int, rank: int) -> tf.data.Dataset:
+        return shuffled(size, rank).take(20)
+
     def end(communicator: hostopt.Communicator) -> None:
-        reader = Reader(communicator, shuffled).begin(None)
-        reader.read(7)
-        reader.guard.data_have_ended = True
+        reader = Reader(communicator, short).begin(None)
+        reader.read(20)
+        reader.guard.data_have_ended = told
         reader.save(path)
 
     spawn_inproc(2, end)
     another_process()
-    begun = spawn_inproc(2, lambda c: fresh(c, shuffled))
-    assert spawn_inproc(2, lambda c: resumed(c, path, shuffled)) == begun
+    begun = spawn_inproc(2, lambda c: fresh(c, short))
+    assert spawn_inproc(2, lambda c: resumed(c, path, short)) == begun
+
+
+def test_data_of_one_rank_that_have_ended_stay_so(
+    spawn_inproc: Spawn, tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    path = str(tmp_path / "model.ckpt-7")
+
+    def uneven(size: int, rank: int) -> tf.data.Dataset:
+        return shuffled(size, rank).take(27 if rank else 7)
+
+    def save(communicator: hostopt.Communicator) -> list[Any]:
+        reader = Reader(communicator, uneven).begin(None)
+        reader.read(7)
+        reader.save(path)
+        return reader.read(20) if communicator.rank else []
+
+    def resume(communicator: hostopt.Communicator) -> list[Any]:
+        reader = Reader(communicator, uneven).begin(None if communicator.rank else path)
+        if communicator.rank:
+            return reader.read(20)
+        with pytest.raises(tf.errors.OutOfRangeError):
+            reader.read(1)
+        return []
+
+    wanted = spawn_inproc(2, save)
+    another_process()
+    assert spawn_inproc(2, resume) == wanted
+
+
+def test_a_checkpoint_without_states_is_named(
+    spawn_inproc: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (0, 7):
+        path = str(tmp_path / f"model.ckpt-{step}")
+        assert spawn_inproc(1, lambda c, p=path: resumed(c, p, shuffled)) == spawn_inproc(
+            1, lambda c: fresh(c, shuffled)
+        )
+    assert "ckpt-7 was saved without their state" in caplog.text
+    assert "ckpt-0" not in caplog.text
+
+
+def test_a_state_that_is_too_large_is_left_out_and_named(
+    spawn_inproc: Spawn,
+    tmp_path: Path,
+    another_process: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def large(size: int, rank: int) -> tf.data.Dataset:
+        noise = tf.random.stateless_uniform([1 << 17], [1, 2])  # half a MiB for each example
+        return tf.data.Dataset.range(9).map(lambda x: noise + tf.cast(x, tf.float32)).cache()
+
+    monkeypatch.setattr(input_state, "MAX_BYTES", 2 << 20)
+    path = str(tmp_path / "model.ckpt-7")
+
+    def save(communicator: hostopt.Communicator, pipeline: Pipeline) -> None:
+        reader = Reader(communicator, pipeline).begin(None)
+        for _ in range(2):
+            reader.read(4)
+            reader.save(path)
+
+    spawn_inproc(
+        1, lambda c: save(c, lambda *rank: large(*rank).take(0).concatenate(large(*rank)))
+    )
+    assert caplog.text.count("their state takes more than 2 MiB") == 1
+    assert Path(f"{path}.input").stat().st_size < 1000
+
+
+def test_a_saver_that_is_used_again_writes_the_states_of_its_training(
+    spawn_inproc: Spawn, tmp_path: Path
+) -> None:
+    saver = v1.train.CheckpointSaverHook(str(tmp_path), save_steps=1)
+
+    def train(communicator: hostopt.Communicator) -> int:
+        reader = Reader(communicator, shuffled).begin(None)
+        reader.states.listen([saver])
+        for listener in saver._listeners:
+            listener.before_save(reader.session, 3)
+        return len(saver._listeners)
+
+    assert [spawn_inproc(1, train), spawn_inproc(1, train)] == [[1], [1]]
+    input_state.check(str(tmp_path / "model.ckpt-3"))
 
 
 @pytest.mark.parametrize(
