@@ -13,10 +13,13 @@ import pytest
 import tensorflow as tf
 from conftest import Spawn
 
+import estimator_ext
 import hostopt
 from estimator_ext import input_state
 from estimator_ext.input_state import InputStates
 from estimator_ext.uneven_data import goes_on
+
+estimator_ext.install()
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(60)]
 
@@ -323,3 +326,73 @@ def test_random_numbers_of_a_model_are_named(caplog: pytest.LogCaptureFixture) -
         input_state.name_random_operations(tf.nn.dropout(kernel * noise, 0.5), data)
     assert "dropout" in caplog.text
     assert "kernel" not in caplog.text
+
+
+class Seen(v1.train.SessionRunHook):
+    """Notes the batches of a training."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def before_run(self, run_context: Any) -> v1.train.SessionRunArgs:
+        return v1.train.SessionRunArgs(v1.get_collection("batch")[-1])
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        self.batches.append(run_values.results.tolist())
+
+
+class Initialise(v1.train.SessionRunHook):
+    """A user's own, for an iterator that input_fn makes."""
+
+    initializer: tf.Operation
+
+    def after_create_session(self, session: v1.Session, coord: Any) -> None:
+        session.run(self.initializer)
+
+
+def train(
+    model_dir: Path, dataset: Callable[[], tf.data.Dataset], steps: int, by_hook: bool
+) -> list[Any]:
+    """The batches of one `train` of an Estimator without other ranks."""
+    initialise, seen = Initialise(), Seen()
+
+    def input_fn() -> Any:
+        if not by_hook:
+            return dataset()
+        iterator = v1.data.make_initializable_iterator(dataset())
+        initialise.initializer = iterator.initializer
+        return iterator.get_next()
+
+    def model_fn(features: tf.Tensor, mode: str) -> Any:
+        v1.add_to_collection("batch", features)
+        weight = v1.get_variable("weight", [], initializer=tf.zeros_initializer())
+        loss = tf.reduce_mean((weight - tf.cast(features, tf.float32)) ** 2)
+        optimizer = v1.train.GradientDescentOptimizer(1e-3)
+        train_op = optimizer.minimize(loss, v1.train.get_global_step())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    config = tf.estimator.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
+    estimator = estimator_ext.Estimator(model_fn, str(model_dir), config)
+    estimator.train(input_fn, hooks=[seen, *([initialise] if by_hook else [])], steps=steps)
+    return seen.batches
+
+
+@pytest.mark.parametrize("by_hook", [False, True], ids=["dataset", "initialised by a hook"])
+def test_an_estimator_of_another_process_goes_on(
+    tmp_path: Path, another_process: Callable[[], None], by_hook: bool
+) -> None:
+    def dataset() -> tf.data.Dataset:
+        return tf.data.Dataset.range(100).batch(2)
+
+    assert train(tmp_path, dataset, 3, by_hook) == [[0, 1], [2, 3], [4, 5]]
+    another_process()
+    assert train(tmp_path, dataset, 2, by_hook) == [[6, 7], [8, 9]]
+
+
+def test_an_estimator_whose_steps_end_with_the_data_begins_anew(
+    tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    for _ in range(2):
+        batches = train(tmp_path, lambda: tf.data.Dataset.range(6).batch(2), 3, False)
+        assert batches == [[0, 1], [2, 3], [4, 5]]
+        another_process()
