@@ -46,7 +46,9 @@ class Runs:
         key = (kind, size, attempt)
         if key not in self._done:
             directory = self._directory / f"{kind}-{size}{attempt}"
-            shutil.copytree(self.start(kind), directory / "model")
+            # without the state of the data, which another number of ranks reads from the beginning
+            ignored = shutil.ignore_patterns("*.input")
+            shutil.copytree(self.start(kind), directory / "model", ignore=ignored)
             self._train(directory / "model", directory, size, {**KINDS[kind], "steps": 21})
             self._done[key] = [
                 {name: dict(np.load(directory / f"{name}-{rank}.npz")) for name in OPTIMIZERS}
