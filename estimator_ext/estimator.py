@@ -187,9 +187,12 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 hook = strategy.extended.accumulation.hook()
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
             agreeing: list[Any] = []
+            for hook in hooks:
+                if isinstance(hook, PreemptionHook):
+                    hook.preemption.saves = self._saves(spec, hooks)
             if strategy.cluster.is_chief:
                 spec = self._with_saver(spec, hooks)  # so that others can come before it
-                savers = _savers([*hooks, *spec.training_hooks, *spec.training_chief_hooks])
+                savers = _all_savers(spec, hooks)
                 states.listen(savers)
                 for saver in savers:
                     tell_of_failed_saves(saver)
@@ -244,9 +247,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
     def _with_saver(self, spec: Any, hooks: Any) -> Any:
         """The spec with the saver that the stock class would add later, if it would."""
         config = self._config
-        all_hooks = [*hooks, *spec.training_hooks, *spec.training_chief_hooks]
-        saves = config.save_checkpoints_secs or config.save_checkpoints_steps
-        if _savers(all_hooks) or not saves:
+        if _all_savers(spec, hooks) or not self._saves(spec, hooks):
             return spec
         saver = tf.compat.v1.train.CheckpointSaverHook(
             self._model_dir,
@@ -256,6 +257,12 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             save_graph_def=config.checkpoint_save_graph_def,
         )
         return stock_spec(spec, training_chief_hooks=[saver, *spec.training_chief_hooks])
+
+    def _saves(self, spec: Any, hooks: Any) -> bool:
+        """Whether the chief saves checkpoints."""
+        config = self._config
+        by_config = config.save_checkpoints_secs or config.save_checkpoints_steps
+        return bool(by_config or _all_savers(spec, hooks))
 
     def _training_input(
         self, input_fn: Callable[..., Any], strategy: HostOffloadStrategy
@@ -413,6 +420,10 @@ class Estimator(_HostOffloadEstimator):
         self._batch_sizes = BatchSizes(
             train_batch_size, eval_batch_size, predict_batch_size, workers, params
         )
+
+
+def _all_savers(spec: Any, hooks: Any) -> list[tf.compat.v1.train.CheckpointSaverHook]:
+    return _savers([*hooks, *spec.training_hooks, *spec.training_chief_hooks])
 
 
 def _savers(hooks: Sequence[Any]) -> list[tf.compat.v1.train.CheckpointSaverHook]:
