@@ -205,7 +205,12 @@ def test_a_permanent_failure_is_final_though_another_was_seen_first(launcher: La
 
 
 def test_a_frozen_rank_is_named_and_the_ring_started_again(launcher: Launcher) -> None:
-    command = by_plan({0: [200], 1: [-signal.SIGSTOP]})
+    then = """
+        if (slot, life) == (0, 1):
+            while not list(pathlib.Path(os.environ["NOTES"]).glob("slot1.*")): time.sleep(0.01)
+            sys.exit(200)
+    """
+    command = by_plan({1: [-signal.SIGSTOP]}, then)
     process = launcher.run("-np", "2", "--max-restarts", "1", *command, grace_s=0.1, kill_s=0.2)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
