@@ -16,7 +16,7 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
-from estimator_ext.checkpoints import check_newest, errors_of_files, tell_of_failed_saves
+from estimator_ext.checkpoints import check_newest, errors_of_files, newest, saving_well
 from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import read_updates
@@ -161,7 +161,11 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         strategy = self._train_distribution
         if not isinstance(strategy, HostOffloadStrategy):
             return super()._train_model_distributed(input_fn, hooks, saving_listeners)
-        with tf.Graph().as_default() as graph, strategy.extended.training_graph():
+        with (
+            contextlib.ExitStack() as stack,
+            tf.Graph().as_default() as graph,
+            strategy.extended.training_graph(),
+        ):
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
             communicator = strategy.communicator
             features, labels, input_hooks = self._training_input(input_fn, strategy)
@@ -193,9 +197,10 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             if strategy.cluster.is_chief:
                 spec = self._with_saver(spec, hooks)  # so that others can come before it
                 savers = _all_savers(spec, hooks)
-                states.listen(savers)
+                restored = newest(self._model_dir)
                 for saver in savers:
-                    tell_of_failed_saves(saver)
+                    stack.enter_context(saving_well(saver, restored))
+                states.listen(savers)
                 name_random_operations(spec.train_op, data)
             if communicator.size > 1:
                 updates = read_updates(spec.train_op, data)
