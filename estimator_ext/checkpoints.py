@@ -6,9 +6,12 @@ import contextlib
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint_management
 
@@ -20,6 +23,7 @@ __all__: list[str] = []
 _log = tf.get_logger()
 
 _MB = 1e6
+_STILL_READING_S = 10.0
 _NO_NUMBERS = (tf.resource, tf.variant)  # tensors that cannot be read into Python
 
 
@@ -124,6 +128,39 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
     checkpoint_management.update_checkpoint_state_internal(
         model_dir, whole, older[::-1], save_relative_paths=True
     )
+
+
+def check_on_rank_0(
+    communicator: hostopt.Communicator, model_dir: str, restore_previous: bool
+) -> None:
+    """`check_newest` on rank 0, however long it takes; all ranks call this together.
+
+    Args:
+      communicator: the ring; the others hear now and then that rank 0 still reads.
+      model_dir: of rank 0.
+      restore_previous: as `check_newest` takes it.
+
+    Raises:
+      hostopt.CheckpointError: on rank 0, what `check_newest` has found.
+      hostopt.HostOptError: a rank failed, left or timed out.
+    """
+    pause_s = min(_STILL_READING_S, communicator.transport.options.collective_timeout_s / 3)
+    checking: Future[None] = Future()
+
+    def check_it() -> None:
+        try:
+            checking.set_result(check_newest(model_dir, restore_previous))
+        except BaseException as error:
+            checking.set_exception(error)
+
+    if communicator.rank == 0:  # beside the main thread, which tells the others
+        threading.Thread(target=check_it, daemon=True, name="hostopt-checkpoint").start()
+    is_read = False
+    while not is_read:
+        own = communicator.rank == 0 and bool(wait([checking], pause_s).done)
+        is_read = bool(communicator.broadcast(np.array(own), what="the newest checkpoint is read"))
+    if communicator.rank == 0:
+        checking.result()
 
 
 def _check_all(path: str) -> None:

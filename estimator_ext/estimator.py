@@ -16,7 +16,7 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
-from estimator_ext.checkpoints import check_newest, errors_of_files, newest, saving_well
+from estimator_ext.checkpoints import check_on_rank_0, errors_of_files, newest, saving_well
 from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import read_updates
@@ -78,8 +78,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         ):
             communicator = strategy.communicator
             strategy.leave_records_in(self._model_dir)
-            if communicator.rank == 0:
-                check_newest(self._model_dir, strategy.options.restore_previous)
+            check_on_rank_0(communicator, self._model_dir, strategy.options.restore_previous)
             if max_steps is not None and self._agreed_start_step() >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self

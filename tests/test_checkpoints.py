@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 import estimator_ext
 import hostopt
+from estimator_ext import checkpoints
 from estimator_ext.checkpoints import (
     check,
     check_newest,
@@ -118,6 +120,26 @@ def test_training_goes_on_from_the_newest_whole_checkpoint(
     assert tf.train.load_variable(str(tmp_path), "global_step") == whole
     assert {path.name for path in tmp_path.iterdir()} == before
     check_newest(str(tmp_path), restore_previous=False)
+
+
+def test_ranks_wait_however_long_the_newest_is_read(
+    spawn_grpc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_slowly(model_dir: str, restore_previous: bool) -> None:
+        time.sleep(3.0)  # three times as long as the others wait for anything
+        raise hostopt.CheckpointError("it is damaged")
+
+    monkeypatch.setattr(checkpoints, "check_newest", check_slowly)
+
+    def check_and_say(communicator: hostopt.Communicator) -> str:
+        try:
+            checkpoints.check_on_rank_0(communicator, str(tmp_path), restore_previous=False)
+        except hostopt.CheckpointError as error:
+            return str(error)
+        return "read"
+
+    said = spawn_grpc(2, check_and_say, collective_timeout_s=1.0)
+    assert said == ["it is damaged", "read"]
 
 
 def test_several_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
