@@ -339,13 +339,16 @@ SAVES = """
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signum", "preemption_s"),
+    [(signal.SIGINT, 0.1), (signal.SIGTERM, 30.0)],  # the former has no deadline
+    ids=["SIGINT", "SIGTERM"],
+)
 def test_after_a_signal_ranks_have_time_to_save_and_are_not_started_again(
-    launcher: Launcher, signum: signal.Signals
+    launcher: Launcher, signum: signal.Signals, preemption_s: float
 ) -> None:
-    process = launcher.run(
-        "-np", "2", "--max-restarts", "3", *by_plan({}, SAVES), grace_s=0.0, kill_s=0.0
-    )
+    command = ("-np", "2", "--max-restarts", "3", *by_plan({}, SAVES))
+    process = launcher.run(*command, grace_s=0.0, kill_s=0.0, preemption_s=preemption_s)
     launcher.pids("ready", 2)
     process.send_signal(signum)
     _, err = process.communicate(timeout=30)
