@@ -102,10 +102,11 @@ class Preemption:
 
     def _handle(self, signum: int, frame: Any) -> None:
         del frame
+        is_first = not self.signum
         self.signum = self.signum or signum
         self._interrupts_handled += signum == signal.SIGINT
-        if not self._is_stepping:
-            raise _exit_for(self.signum)
+        if is_first and not self._is_stepping:
+            raise _exit_for(signum)
         if max(self.interrupts, self._interrupts_handled) > 1 and not self.is_cut_short:
             self.is_cut_short = True
             raise KeyboardInterrupt
@@ -119,7 +120,7 @@ class Preemption:
         )
         more = f"this process ends in {GRACE_S:g} s at the latest"
         if signum == signal.SIGINT:
-            more = "another SIGINT ends it at once, without one"
+            more = "another SIGINT ends it at once"
         return f"training stops on all ranks after this session.run or the next, {saves}; {more}"
 
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from ranks import PROGRAMS, QUIET, Rank, Ranks, reserved_addresses
 
 import estimator_ext
+from estimator_ext.preemption import Preemption
 
 estimator_ext.install()
 
@@ -124,6 +125,19 @@ def test_further_sigterms_change_nothing(tmp_path: Path, handlers: dict[int, Any
         train_alone(tmp_path, SignalAt(3, signal.SIGTERM, times=3))
     assert caught.value.code == 143
     assert saved_steps(tmp_path) == [0, 3]
+
+
+def test_further_sigterms_do_not_disturb_the_end_before_the_first_step(
+    handlers: dict[int, Any],
+) -> None:
+    left = []
+    with pytest.raises(SystemExit), Preemption(lambda: None).handled():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            left.append("in good order")
+    assert left
 
 
 def test_ctrl_c_twice_ends_a_training_at_once_and_not_its_process(
