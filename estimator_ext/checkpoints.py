@@ -6,9 +6,12 @@ import contextlib
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint_management
 
@@ -20,6 +23,7 @@ __all__: list[str] = []
 _log = tf.get_logger()
 
 _MB = 1e6
+_STILL_READING_S = 10.0
 _NO_NUMBERS = (tf.resource, tf.variant)  # tensors that cannot be read into Python
 
 
@@ -96,6 +100,7 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
     Raises:
       hostopt.CheckpointError: the newest is damaged, or it is not known which that is.
     """
+    path = None
     try:
         path = newest(model_dir)
         if path is not None:
@@ -105,7 +110,8 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
         return
     except hostopt.CheckpointError as error:
         damage = error
-    whole = next(filter(_can_go_on_from, _all(model_dir)), None)
+    found = _all(model_dir, like=path)
+    whole = next(filter(_can_go_on_from, found), None)
     if whole is None:
         raise hostopt.CheckpointError(
             f"{damage}. No other checkpoint in {model_dir} is whole: give another model_dir, or "
@@ -118,10 +124,43 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
             last_checkpoint=whole,
         ) from damage
     _log.warning("%s. Training goes on from %s, as restore_previous says", damage, whole)
-    older = [path for path in _all(model_dir) if _step(path) <= _step(whole)]
+    older = [path for path in found if _step(path) <= _step(whole)]
     checkpoint_management.update_checkpoint_state_internal(
         model_dir, whole, older[::-1], save_relative_paths=True
     )
+
+
+def check_on_rank_0(
+    communicator: hostopt.Communicator, model_dir: str, restore_previous: bool
+) -> None:
+    """`check_newest` on rank 0, however long it takes; all ranks call this together.
+
+    Args:
+      communicator: the ring; the others hear now and then that rank 0 still reads.
+      model_dir: of rank 0.
+      restore_previous: as `check_newest` takes it.
+
+    Raises:
+      hostopt.CheckpointError: on rank 0, what `check_newest` has found.
+      hostopt.HostOptError: a rank failed, left or timed out.
+    """
+    pause_s = min(_STILL_READING_S, communicator.transport.options.collective_timeout_s / 3)
+    checking: Future[None] = Future()
+
+    def check_it() -> None:
+        try:
+            checking.set_result(check_newest(model_dir, restore_previous))
+        except BaseException as error:
+            checking.set_exception(error)
+
+    if communicator.rank == 0:  # beside the main thread, which tells the others
+        threading.Thread(target=check_it, daemon=True, name="hostopt-checkpoint").start()
+    is_read = False
+    while not is_read:
+        own = communicator.rank == 0 and bool(wait([checking], pause_s).done)
+        is_read = bool(communicator.broadcast(np.array(own), what="the newest checkpoint is read"))
+    if communicator.rank == 0:
+        checking.result()
 
 
 def _check_all(path: str) -> None:
@@ -131,19 +170,26 @@ def _check_all(path: str) -> None:
 
 
 def _can_go_on_from(path: str) -> bool:
+    """Whether it is whole, and one of a training: others save into model_dir, too."""
     with contextlib.suppress(hostopt.CheckpointError):
         _check_all(path)
-        return True
+        reader = tf.compat.v1.train.NewCheckpointReader(path)
+        return bool(reader.has_tensor(tf.compat.v1.GraphKeys.GLOBAL_STEP))
     return False
 
 
-def _all(model_dir: str) -> list[str]:
-    """The checkpoints in a directory, whole or not, newest first."""
+def _all(model_dir: str, like: str | None = None) -> list[str]:
+    """The checkpoints in a directory, whole or not, newest first; with `like` of one name."""
     if not tf.io.gfile.isdir(model_dir):
         return []
     names = tf.io.gfile.listdir(model_dir)
     found = [name[: -len(".index")] for name in names if re.search(r"-\d+\.index$", name)]
-    return [os.path.join(model_dir, name) for name in sorted(found, key=_step, reverse=True)]
+    paths = [os.path.join(model_dir, name) for name in sorted(found, key=_step, reverse=True)]
+    return [path for path in paths if like is None or _name(path) == _name(like)]
+
+
+def _name(path: str) -> str:
+    return os.path.basename(path).rpartition("-")[0]
 
 
 def _step(path: str) -> int:
@@ -153,33 +199,51 @@ def _step(path: str) -> int:
 # -- writing -------------------------------------------------------------------------------
 
 
-def tell_of_failed_saves(hook: tf.compat.v1.train.CheckpointSaverHook) -> None:
-    """Have a hook raise a `CheckpointError` where it cannot save, and leave nothing half written.
+@contextlib.contextmanager
+def saving_well(
+    hook: tf.compat.v1.train.CheckpointSaverHook, restored: str | None
+) -> Iterator[None]:
+    """Scope of a training, in which a hook saves what is not saved yet, and says why it cannot.
 
-    TensorFlow takes some errors of a full disk for the end of the data.
+    It raises a `CheckpointError` where it cannot save, and leaves nothing half written; TensorFlow
+    takes some errors of a full disk for the end of the data. The first save of a training that
+    goes on would write the very checkpoint again that was restored, and an end in the middle of
+    that would damage it. In the end the hook is as it was, for the next training.
 
     Args:
       hook: one that saves.
+      restored: path of the checkpoint from which the training goes on, if there is one.
+
+    Yields:
+      Nothing.
     """
-    get_saver = hook._get_saver
+    get_saver, timer, listeners = hook._get_saver, hook._timer, list(hook._listeners)
 
     def get_telling_saver() -> Any:
         saver = get_saver()
-        return saver and _TellingSaver(saver)
+        return saver and _TellingSaver(saver, restored)
 
     hook._get_saver = get_telling_saver
+    try:
+        yield
+    finally:
+        hook._get_saver, hook._timer, hook._listeners = get_saver, timer, listeners
 
 
 class _TellingSaver:
     """A saver whose `save` raises what a user can understand."""
 
-    def __init__(self, saver: tf.compat.v1.train.Saver) -> None:
+    def __init__(self, saver: tf.compat.v1.train.Saver, restored: str | None) -> None:
         self._saver = saver
+        self._restored = restored
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._saver, name)
 
     def save(self, session: Any, path: str, global_step: int, **options: Any) -> Any:
+        checkpoint = f"{path}-{global_step}"
+        if self._restored and os.path.abspath(checkpoint) == os.path.abspath(self._restored):
+            return checkpoint
         try:
             return self._saver.save(session, path, global_step=global_step, **options)
         except (tf.errors.OpError, OSError, ValueError) as error:
@@ -189,7 +253,7 @@ class _TellingSaver:
                     tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
                 )
             )
-            raise _not_saved(f"{path}-{global_step}", needed, error) from error
+            raise _not_saved(checkpoint, needed, error) from error
 
 
 def _not_saved(path: str, needed_bytes: int, error: Exception) -> hostopt.CheckpointError:
@@ -236,12 +300,18 @@ def errors_of_files(model_dir: str) -> Iterator[None]:
         yield
     except (tf.errors.OpError, RuntimeError, IndexError) as error:
         text = _cause(error)
-        if model_dir not in text or not _is_of_writing(error):
+        if not _names_file_in(model_dir, text) or not _is_of_writing(error):
             raise
         raise hostopt.CheckpointError(
             f"cannot write into model_dir: {text}. Make room there, or correct what forbids "
             "writing, and run the same command again"
         ) from error
+
+
+def _names_file_in(directory: str, text: str) -> bool:
+    """Whether a path in a text begins with a directory, a name that may be an everyday word."""
+    path = re.escape(directory.rstrip("/"))
+    return re.search(rf"(?<![^\s\"'(=]){path}[/;]", text) is not None
 
 
 def _is_of_writing(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
-from estimator_ext.checkpoints import check_newest, errors_of_files, tell_of_failed_saves
+from estimator_ext.checkpoints import check_on_rank_0, errors_of_files, newest, saving_well
 from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import read_updates
@@ -85,8 +85,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         ):
             communicator = strategy.communicator
             strategy.leave_records_in(self._model_dir)
-            if communicator.rank == 0:
-                check_newest(self._model_dir, strategy.options.restore_previous)
+            check_on_rank_0(communicator, self._model_dir, strategy.options.restore_previous)
             if max_steps is not None and self._agreed_start_step() >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self
@@ -168,7 +167,11 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         strategy = self._train_distribution
         if not isinstance(strategy, HostOffloadStrategy):
             return super()._train_model_distributed(input_fn, hooks, saving_listeners)
-        with tf.Graph().as_default() as graph, strategy.extended.training_graph():
+        with (
+            contextlib.ExitStack() as stack,
+            tf.Graph().as_default() as graph,
+            strategy.extended.training_graph(),
+        ):
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
             communicator = strategy.communicator
             features, labels, input_hooks, more = self._training_input(input_fn, strategy)
@@ -196,12 +199,16 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             own_hooks = [*spec.training_hooks, InputStateHook(states, self._model_dir)]
             spec = stock_spec(spec, training_hooks=own_hooks)
             agreeing: list[Any] = []
+            for hook in hooks:
+                if isinstance(hook, PreemptionHook):
+                    hook.preemption.saves = self._saves(spec, hooks)
             if strategy.cluster.is_chief:
                 spec = self._with_saver(spec, hooks)  # so that others can come before it
-                savers = _savers([*hooks, *spec.training_hooks, *spec.training_chief_hooks])
-                states.listen(savers)
+                savers = _all_savers(spec, hooks)
+                restored = newest(self._model_dir)
                 for saver in savers:
-                    tell_of_failed_saves(saver)
+                    stack.enter_context(saving_well(saver, restored))
+                states.listen(savers)
                 name_random_operations(spec.train_op, data)
             if communicator.size > 1:
                 updates = read_updates(spec.train_op, data)
@@ -253,9 +260,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
     def _with_saver(self, spec: Any, hooks: Any) -> Any:
         """The spec with the saver that the stock class would add later, if it would."""
         config = self._config
-        all_hooks = [*hooks, *spec.training_hooks, *spec.training_chief_hooks]
-        saves = config.save_checkpoints_secs or config.save_checkpoints_steps
-        if _savers(all_hooks) or not saves:
+        if _all_savers(spec, hooks) or not self._saves(spec, hooks):
             return spec
         saver = tf.compat.v1.train.CheckpointSaverHook(
             self._model_dir,
@@ -265,6 +270,12 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             save_graph_def=config.checkpoint_save_graph_def,
         )
         return stock_spec(spec, training_chief_hooks=[saver, *spec.training_chief_hooks])
+
+    def _saves(self, spec: Any, hooks: Any) -> bool:
+        """Whether the chief saves checkpoints."""
+        config = self._config
+        by_config = config.save_checkpoints_secs or config.save_checkpoints_steps
+        return bool(by_config or _all_savers(spec, hooks))
 
     def _training_input(
         self, input_fn: Callable[..., Any], strategy: HostOffloadStrategy
@@ -423,6 +434,10 @@ class Estimator(_HostOffloadEstimator):
         self._batch_sizes = BatchSizes(
             train_batch_size, eval_batch_size, predict_batch_size, workers, params
         )
+
+
+def _all_savers(spec: Any, hooks: Any) -> list[tf.compat.v1.train.CheckpointSaverHook]:
+    return _savers([*hooks, *spec.training_hooks, *spec.training_chief_hooks])
 
 
 def _savers(hooks: Sequence[Any]) -> list[tf.compat.v1.train.CheckpointSaverHook]:

@@ -2,12 +2,15 @@
 
 ::
 
-    signal --- handler, in the main thread: notes it; before the first step it ends the process
-         `---- wakeup fd --- thread: says so; ends the process at a second signal, or when the
-                             grace time is over, even where the main thread is stuck in a step
+    signal --- handler, in the main thread: notes it; before the first step, and at a second
+         |                                  Ctrl-C, it ends the training
+         `---- wakeup fd --- thread: says so; ends the process where the main thread does not, as
+                             it is stuck: in time after SIGTERM, and after a second Ctrl-C
 
 Handled are SIGTERM and SIGINT while `Estimator.train` runs in the main thread. A signal that is
-ignored, or for which the program has a handler of its own, is left to it.
+ignored, or for which the program has a handler of its own, is left to it, and so are those of
+children that are forked. One SIGTERM often comes several times, from a service manager and from
+the launcher, and counts once.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ __all__: list[str] = []
 
 _log = tf.get_logger()
 
-GRACE_S = 25.0  # from the first signal to the end; Kubernetes kills after 30
+GRACE_S = 25.0  # from SIGTERM to the end; Kubernetes kills after 30
+INTERRUPTED_AGAIN_S = 5.0  # from the second SIGINT to the end of a process that is stuck
 _USUAL_HANDLERS = {
     signal.SIGTERM: (signal.SIG_DFL,),
     signal.SIGINT: (signal.SIG_DFL, signal.default_int_handler),
@@ -46,7 +50,11 @@ class Preemption:
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self.signum = 0  # the first that this rank got
+        self.saves = True  # whether a checkpoint is saved in the end
+        self.interrupts = 0  # how many SIGINTs came, as the thread counts them
+        self.is_cut_short = False  # the handler has ended the training in the middle of a step
         self._leave = leave
+        self._interrupts_handled = 0  # fewer, where several came while the main thread was busy
         self._is_stepping = False
         self._others: list[int] = []  # ranks that were signalled, as all have told
 
@@ -62,7 +70,7 @@ class Preemption:
           KeyboardInterrupt: it was by SIGINT.
         """
         try:
-            with _handlers(self._handle) as signums, _watched(signums, self._describe):
+            with _handlers(self._handle) as signums, _watched(signums, self):
                 yield
                 if self.signum or self._others:
                     self._leave()  # before an error of this process can reach the others
@@ -94,18 +102,26 @@ class Preemption:
 
     def _handle(self, signum: int, frame: Any) -> None:
         del frame
+        is_first = not self.signum
         self.signum = self.signum or signum
-        if not self._is_stepping:
-            raise _exit_for(self.signum)
+        self._interrupts_handled += signum == signal.SIGINT
+        if is_first and not self._is_stepping:
+            raise _exit_for(signum)
+        if max(self.interrupts, self._interrupts_handled) > 1 and not self.is_cut_short:
+            self.is_cut_short = True
+            raise KeyboardInterrupt
 
-    def _describe(self) -> str:
-        """What happens after the first signal."""
+    def describe(self, signum: int) -> str:
+        """What happens after a signal, the first."""
         if not self._is_stepping:
             return "this process ends before its first step, and saves nothing"
-        return (
-            "training stops after this step on all ranks, with a checkpoint; "
-            f"another signal, or {GRACE_S:g} s, end this process at once"
+        saves = (
+            "with a checkpoint" if self.saves else "nothing is saved, as no saver is configured"
         )
+        more = f"this process ends in {GRACE_S:g} s at the latest"
+        if signum == signal.SIGINT:
+            more = "another SIGINT ends it at once"
+        return f"training stops on all ranks after this session.run or the next, {saves}; {more}"
 
 
 class PreemptionHook(tf.compat.v1.train.SessionRunHook):
@@ -116,7 +132,7 @@ class PreemptionHook(tf.compat.v1.train.SessionRunHook):
     """
 
     def __init__(self, preemption: Preemption) -> None:
-        self._preemption = preemption
+        self.preemption = preemption
 
     def before_run(self, run_context: Any) -> None:
         """Note that there is something to save.
@@ -125,7 +141,7 @@ class PreemptionHook(tf.compat.v1.train.SessionRunHook):
           run_context: not used.
         """
         del run_context
-        self._preemption.begin_steps()
+        self.preemption.begin_steps()
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Ask for a stop, which becomes one of all ranks.
@@ -135,7 +151,7 @@ class PreemptionHook(tf.compat.v1.train.SessionRunHook):
           run_values: not used.
         """
         del run_values
-        if self._preemption.signum:
+        if self.preemption.signum:
             run_context.request_stop()
 
 
@@ -150,15 +166,33 @@ def _handlers(handle: Callable[[int, Any], None]) -> Iterator[set[int]]:
     if threading.current_thread() is threading.main_thread():
         signums = {s for s, usual in _USUAL_HANDLERS.items() if signal.getsignal(s) in usual}
     before = {signum: signal.signal(signum, handle) for signum in signums}
+    _replaced.update(before)
     try:
         yield signums
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum in signums:
+            _replaced.pop(signum, None)
+            signal.signal(signum, before[signum])
+
+
+_replaced: dict[int, Any] = {}  # handlers in whose place those of a training are
+
+
+def _put_back_in_child() -> None:
+    """Let a forked child die of signals, and keep them from this process's thread."""
+    if not _replaced:
+        return
+    signal.set_wakeup_fd(-1)
+    for signum, handler in _replaced.items():
+        signal.signal(signum, handler)
+    _replaced.clear()
+
+
+os.register_at_fork(after_in_child=_put_back_in_child)
 
 
 @contextlib.contextmanager
-def _watched(signums: set[int], describe: Callable[[], str]) -> Iterator[None]:
+def _watched(signums: set[int], preemption: Preemption) -> Iterator[None]:
     """Have a thread see signals as they come, whatever the main thread is doing."""
     if not signums:
         yield
@@ -166,7 +200,7 @@ def _watched(signums: set[int], describe: Callable[[], str]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    arguments = (reader, signums, describe)
+    arguments = (reader, signums, preemption)
     thread = threading.Thread(target=_watch, args=arguments, daemon=True, name="hostopt-signals")
     thread.start()
     try:
@@ -178,22 +212,36 @@ def _watched(signums: set[int], describe: Callable[[], str]) -> Iterator[None]:
         os.close(reader)
 
 
-def _watch(reader: int, signums: set[int], describe: Callable[[], str]) -> None:
-    """Say what the first signal does, and end the process at the second or the deadline."""
-    first, deadline_s = 0, None
+def _watch(reader: int, signums: set[int], preemption: Preemption) -> None:
+    """Say what signals do, and end the process where the main thread does not."""
+    first = 0
+    deadlines_s: dict[int, float] = {}
     while True:
-        pause_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        pause_s = None
+        if deadlines_s:
+            pause_s = max(0.0, min(deadlines_s.values()) - time.monotonic())
         if not select.select([reader], [], [], pause_s)[0]:
-            _end_at_once(first, f"not done {GRACE_S:g} s after {signal.Signals(first).name}")
+            if signal.SIGINT in deadlines_s and preemption.is_cut_short:
+                del deadlines_s[signal.SIGINT]
+                continue
+            _end_at_once(first, "the time to end is over")
         received = os.read(reader, 64)
         if not received:
             return
         for signum in filter(signums.__contains__, received):
-            name = signal.Signals(signum).name
-            if first:
-                _end_at_once(first, f"got {name} as well")
-            first, deadline_s = signum, time.monotonic() + GRACE_S
-            _log.warning("got %s: %s", name, describe())
+            if not first:
+                first = signum
+                name = signal.Signals(signum).name
+                _log.warning("got %s: %s", name, preemption.describe(signum))
+            if signum == signal.SIGTERM:
+                deadlines_s.setdefault(signum, time.monotonic() + GRACE_S)
+                continue
+            preemption.interrupts += 1
+            if preemption.interrupts == 2:
+                deadlines_s[signum] = time.monotonic() + INTERRUPTED_AGAIN_S
+                _log.warning("got SIGINT again: this training ends at once")
+            elif preemption.interrupts > 2:
+                _end_at_once(first, "got SIGINT a third time")
 
 
 def _end_at_once(signum: int, why: str) -> None:

@@ -132,7 +132,7 @@ class _Run:
                     group.kill()
                 continue
             _LOG.warning("got %s, passing it on to all tasks", signal.Signals(signum).name)
-            self._interrupted = True
+            self._interrupted = self._interrupted or signum == signal.SIGINT
             for group in self._groups:
                 group.pass_on(signum)
 

@@ -28,8 +28,8 @@ from hostopt.task_process import TaskProcess
 __all__: list[str] = []
 
 KILL_S = 5.0  # from SIGTERM to SIGKILL
-# From a signal to SIGKILL. Ranks save a checkpoint meanwhile, for up to 25 s, unless they get
-# another signal; Kubernetes kills after 30.
+# From a signal to SIGKILL. Ranks save a checkpoint meanwhile, for up to 25 s; Kubernetes kills
+# after 30. After SIGINT there is no such haste: whoever sends it can send it again.
 PREEMPTION_S = 28.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds after which those that are still there get a signal.
@@ -93,7 +93,9 @@ class Group:
             return
         if self._signum is None and not any(ending.code for ending in self._endings):
             self._signum = signum
-        self._stop(_after_signal())
+        self._stop(())
+        if signum != signal.SIGINT and self._running():
+            self._set_deadlines(_after_signal())
         for process in self._running():
             process.signal(signum)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +13,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import estimator_ext
 import hostopt
+from estimator_ext import checkpoints
 from estimator_ext.checkpoints import (
     check,
     check_newest,
     errors_of_files,
     is_whole,
-    tell_of_failed_saves,
+    saving_well,
 )
+
+estimator_ext.install()
 
 pytestmark = [pytest.mark.tensorflow]
 
@@ -26,7 +32,7 @@ STEPS = (5, 10, 15)
 DATA = "data-00000-of-00001"
 
 
-def save(directory: Path, steps: tuple[int, ...] = STEPS) -> None:
+def save(directory: Path, steps: tuple[int, ...] = STEPS, name: str = "model.ckpt") -> None:
     """Checkpoints of a few variables, as Estimator saves them."""
     with tf.Graph().as_default():
         numbers = tf.random.stateless_uniform([300, 7], [1, 2])
@@ -38,10 +44,10 @@ def save(directory: Path, steps: tuple[int, ...] = STEPS) -> None:
             session.run(tf.compat.v1.global_variables_initializer())
             for number in steps:
                 session.run(step.assign(number))
-                with zipfile.ZipFile(directory / f"model.ckpt-{number}.input", "w") as archive:
+                with zipfile.ZipFile(directory / f"{name}-{number}.input", "w") as archive:
                     archive.writestr("facts.json", "{}")
                     archive.writestr("rank 0", bytes(1000))
-                saver.save(session, str(directory / "model.ckpt"), global_step=number)
+                saver.save(session, str(directory / name), global_step=number)
 
 
 def prefix(directory: Path, step: int = STEPS[-1]) -> str:
@@ -116,12 +122,58 @@ def test_training_goes_on_from_the_newest_whole_checkpoint(
     check_newest(str(tmp_path), restore_previous=False)
 
 
+def test_ranks_wait_however_long_the_newest_is_read(
+    spawn_grpc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_slowly(model_dir: str, restore_previous: bool) -> None:
+        time.sleep(3.0)  # three times as long as the others wait for anything
+        raise hostopt.CheckpointError("it is damaged")
+
+    monkeypatch.setattr(checkpoints, "check_newest", check_slowly)
+
+    def check_and_say(communicator: hostopt.Communicator) -> str:
+        try:
+            checkpoints.check_on_rank_0(communicator, str(tmp_path), restore_previous=False)
+        except hostopt.CheckpointError as error:
+            return str(error)
+        return "read"
+
+    said = spawn_grpc(2, check_and_say, collective_timeout_s=1.0)
+    assert said == ["it is damaged", "read"]
+
+
 def test_several_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
     save(tmp_path)
     flip(tmp_path / f"model.ckpt-15.{DATA}")
     cut(tmp_path / "model.ckpt-10.index")
     check_newest(str(tmp_path), restore_previous=True)
     assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path, 5)
+
+
+def save_averages(directory: Path, step: int) -> None:
+    """What a saver of the user's own leaves: no model from which a training could go on."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        average = tf.compat.v1.get_variable("average", initializer=1.0)
+        session.run(average.initializer)
+        saver = tf.compat.v1.train.Saver()
+        saver.save(session, str(directory / "ema"), step, latest_filename="of_averages")
+
+
+def test_checkpoints_of_other_savers_are_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, (10, 20), "other")  # of a model, too
+    save(tmp_path, (5, 15))
+    save_averages(tmp_path, 14)
+    flip(tmp_path / f"model.ckpt-15.{DATA}")
+    check_newest(str(tmp_path), restore_previous=True)
+    assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path, 5)
+
+
+def test_where_it_is_not_known_which_is_the_newest_it_is_one_with_a_step(tmp_path: Path) -> None:
+    save(tmp_path)
+    save_averages(tmp_path, 20)
+    (tmp_path / "checkpoint").write_text("")
+    check_newest(str(tmp_path), restore_previous=True)
+    assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path)
 
 
 def test_where_none_is_whole_training_does_not_begin_anew(tmp_path: Path) -> None:
@@ -181,9 +233,8 @@ def failed_save(directory: Path, step: int, names: list[str]) -> hostopt.Checkpo
         hook = tf.compat.v1.train.CheckpointSaverHook(
             str(directory), save_steps=1, saver=FailingSaver(directory, names)
         )
-        tell_of_failed_saves(hook)
-        assert hook._get_saver().saver_def == FailingSaver.saver_def
-        with pytest.raises(hostopt.CheckpointError) as caught:
+        with saving_well(hook, None), pytest.raises(hostopt.CheckpointError) as caught:
+            assert hook._get_saver().saver_def == FailingSaver.saver_def
             hook._get_saver().save(session, str(directory / "model.ckpt"), global_step=step)
         return caught.value
 
@@ -222,3 +273,73 @@ def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
         tf.io.gfile.makedirs(str(tmp_path / "plugins" / "profile"))
     with pytest.raises(tf.errors.NotFoundError), errors_of_files(str(tmp_path)):
         tf.io.gfile.GFile(str(tmp_path / "vocabulary")).read()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_model_dir"),
+    [
+        ("out/plugins; Not a directory", True),
+        ("out; Permission denied", True),
+        ("cannot write 'out/model'", True),
+        ("ran out of time", False),
+        ("/other/out/file; Permission denied", False),
+        ("output/file; Permission denied", False),
+    ],
+)
+def test_errors_of_files_elsewhere_are_left_alone(text: str, is_of_model_dir: bool) -> None:
+    wanted = hostopt.CheckpointError if is_of_model_dir else tf.errors.PermissionDeniedError
+    with pytest.raises(wanted), errors_of_files("out"):
+        raise tf.errors.PermissionDeniedError(None, None, text)
+
+
+# -- a training that goes on ---------------------------------------------------------------
+
+
+def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+    weight = tf.compat.v1.get_variable("weight", [1, 1])
+    loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
+    step = tf.compat.v1.train.get_global_step()
+    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+class Listener(tf.compat.v1.train.CheckpointSaverListener):
+    """Notes after which steps a checkpoint was there."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        self.steps.append(int(global_step_value))
+
+
+@pytest.mark.faults
+def test_a_restored_checkpoint_is_not_written_again(tmp_path: Path) -> None:
+    """And one hook serves several trainings."""
+    listener = Listener()
+    hook = tf.compat.v1.train.CheckpointSaverHook(
+        str(tmp_path), save_steps=3, listeners=[listener]
+    )
+
+    def data() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
+
+    def files(step: int) -> dict[str, tuple[int, int]]:
+        found = [p for p in tmp_path.glob(f"model.ckpt-{step}.*") if p.suffix != ".input"]
+        return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in found}
+
+    def train(max_steps: int) -> None:
+        with contextlib.closing(estimator_ext.HostOffloadStrategy()) as strategy:
+            config = estimator_ext.RunConfig(train_distribute=strategy)
+            estimator = estimator_ext.Estimator(model_fn, str(tmp_path), config)
+            estimator.train(data, hooks=[hook], max_steps=max_steps)
+
+    train(5)
+    saved = files(5)
+    assert {"model.ckpt-5.index", "model.ckpt-5.meta"} < set(saved)
+    assert listener.steps == [0, 3, 5]
+    train(7)
+    assert files(5) == saved
+    assert listener.steps == [0, 3, 5, 5, 7]
+    assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path, 7)
+    assert int(tf.train.load_variable(str(tmp_path), "global_step")) == 7

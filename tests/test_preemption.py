@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tensorflow as tf
 from ranks import PROGRAMS, QUIET, Rank, Ranks, reserved_addresses
 
 import estimator_ext
+from estimator_ext.preemption import Preemption
 
 estimator_ext.install()
 
@@ -63,22 +65,23 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
 
 
 class SignalAt(tf.compat.v1.train.SessionRunHook):
-    """Sends this process a signal in a step, and may ask for a stop in it as well."""
+    """Sends this process signals in a step, and may ask for a stop in it as well."""
 
-    def __init__(self, step: int, signum: int, stops: bool = False) -> None:
-        self._step, self._signum, self._stops = step, signum, stops
+    def __init__(self, step: int, signum: int, stops: bool = False, times: int = 1) -> None:
+        self._step, self._signum, self._stops, self._times = step, signum, stops, times
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         self._step -= 1
         if self._step == 0:
-            signal.raise_signal(self._signum)
+            for _ in range(self._times):
+                signal.raise_signal(self._signum)
             if self._stops:
                 run_context.request_stop()
 
 
-def train_alone(tmp_path: Path, hook: Any, max_steps: int = 6) -> None:
+def train_alone(tmp_path: Path, hook: Any, max_steps: int = 6, **chosen: Any) -> None:
     strategy = estimator_ext.HostOffloadStrategy()
-    config = estimator_ext.RunConfig(train_distribute=strategy)
+    config = estimator_ext.RunConfig(train_distribute=strategy, **chosen)
     estimator = estimator_ext.Estimator(model_fn, str(tmp_path / "model" / "adam"), config)
     with contextlib.closing(strategy):
         estimator.train(data, hooks=[hook], max_steps=max_steps)
@@ -117,6 +120,72 @@ def test_one_rank_saves_and_ends(
     assert saved_steps(tmp_path)[-1] == 6
 
 
+def test_further_sigterms_change_nothing(tmp_path: Path, handlers: dict[int, Any]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train_alone(tmp_path, SignalAt(3, signal.SIGTERM, times=3))
+    assert caught.value.code == 143
+    assert saved_steps(tmp_path) == [0, 3]
+
+
+def test_further_sigterms_do_not_disturb_the_end_before_the_first_step(
+    handlers: dict[int, Any],
+) -> None:
+    left = []
+    with pytest.raises(SystemExit), Preemption(lambda: None).handled():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            left.append("in good order")
+    assert left
+
+
+def test_ctrl_c_twice_ends_a_training_at_once_and_not_its_process(
+    tmp_path: Path, handlers: dict[int, Any]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train_alone(tmp_path, SignalAt(3, signal.SIGINT, times=2))
+    assert saved_steps(tmp_path) == [0]
+    train_alone(tmp_path, SignalAt(LATE, signal.SIGINT))
+    assert saved_steps(tmp_path) == [0, 6]
+
+
+def test_where_nothing_saves_a_signal_says_so(
+    tmp_path: Path, handlers: dict[int, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    tf.get_logger().propagate = True
+    hook = SignalAt(3, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        train_alone(tmp_path, hook, save_checkpoints_steps=None, save_checkpoints_secs=None)
+    assert "nothing is saved, as no saver is configured" in caplog.text
+    assert "with a checkpoint" not in caplog.text
+    assert saved_steps(tmp_path) == []
+
+
+class ForkAt(tf.compat.v1.train.SessionRunHook):
+    """Forks a child in a step and ends it with a signal."""
+
+    def __init__(self, signum: int) -> None:
+        self._signum, self.status = signum, None
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        if self.status is None:
+            pid = os.fork()
+            if pid == 0:
+                signal.raise_signal(self._signum)
+                os._exit(0)
+            self.status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_dies_of_sigterm_and_the_training_goes_on(
+    tmp_path: Path, handlers: dict[int, Any]
+) -> None:
+    fork = ForkAt(signal.SIGTERM)
+    train_alone(tmp_path, fork)
+    assert fork.status == -signal.SIGTERM
+    assert saved_steps(tmp_path) == [0, 6]
+
+
 def test_a_handler_of_the_program_stays_in_charge(
     tmp_path: Path, handlers: dict[int, Any]
 ) -> None:
@@ -138,7 +207,10 @@ def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, rank
         for rank in (chief, signalled):
             assert rank.wait(100) == 143, rank.output
             assert "RESULT" not in rank.output  # nobody has evaluated
-    assert "got SIGTERM: training stops after this step on all ranks" in signalled.output
+    assert (
+        "got SIGTERM: training stops on all ranks after this session.run or the next"
+        in signalled.output
+    )
     assert "training ends on all ranks, as rank 1 was told to end" in chief.output
     # the step of the signal is the fourth, and the others hear of it in the fifth
     assert saved_steps(tmp_path) == [0, 5]
@@ -158,21 +230,43 @@ def test_the_grace_time_ends_a_rank_that_is_stuck(tmp_path: Path, ranks: Ranks) 
         stuck.signal(signal.SIGTERM)
         assert stuck.wait(20) == 143, stuck.output
         assert chief.wait(20) == 200, chief.output
-    assert "not done 1 s after SIGTERM: this process ends at once" in stuck.output
+    assert "the time to end is over: this process ends at once" in stuck.output
     assert saved_steps(tmp_path) == [0]
 
 
-def test_a_second_signal_ends_a_rank_at_once(tmp_path: Path, ranks: Ranks) -> None:
+def test_only_a_third_ctrl_c_ends_a_rank_that_is_stuck_at_once(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     fault = {"point": "input", "step": 4, "action": "sleep"}
     with reserved_addresses(2) as addresses:
-        chief, stuck = start(ranks, tmp_path, addresses, fault)
+        chief, stuck = start(ranks, tmp_path, addresses, fault, interrupted_again_s=1000.0)
         stuck.wait_for_output("stuck")
         stuck.signal(signal.SIGINT)
-        stuck.wait_for_output("got SIGINT: training stops after this step")
+        stuck.wait_for_output("got SIGINT: training stops on all ranks")
         stuck.signal(signal.SIGTERM)
+        stuck.signal(signal.SIGINT)
+        stuck.wait_for_output("got SIGINT again: this training ends at once")
+        assert stuck.process.poll() is None
+        stuck.signal(signal.SIGINT)
         assert stuck.wait(20) == 130, stuck.output
         assert chief.wait(20) == 200, chief.output
-    assert "got SIGTERM as well: this process ends at once" in stuck.output
+    assert "got SIGINT a third time: this process ends at once" in stuck.output
+
+
+def test_some_time_after_ctrl_c_twice_a_rank_ends_that_is_stuck(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    fault = {"point": "input", "step": 4, "action": "sleep"}
+    times = {"grace_s": 0.0, "interrupted_again_s": 0.1}  # the former is for SIGTERM only
+    with reserved_addresses(2) as addresses:
+        _, stuck = start(ranks, tmp_path, addresses, fault, **times)
+        stuck.wait_for_output("stuck")
+        stuck.signal(signal.SIGINT)
+        stuck.wait_for_output("got SIGINT: training stops on all ranks")
+        stuck.signal(signal.SIGINT)
+        assert stuck.wait(20) == 130, stuck.output
+    assert "got SIGINT again" in stuck.output
+    assert "the time to end is over: this process ends at once" in stuck.output
 
 
 def test_a_signal_before_the_first_step_ends_a_rank_at_once(tmp_path: Path, ranks: Ranks) -> None:
@@ -224,12 +318,29 @@ def test_a_signal_to_the_launcher_stops_all_ranks_with_a_checkpoint(
     assert output.count(f"Saving checkpoints for {last}") == 1
 
 
+def test_sigterm_to_every_process_of_a_run_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
+    """As a service manager sends it: ranks get it from their supervisors and the launcher too."""
+    run = launch(tmp_path, {"point": "before-reduce", "step": 3, "action": "say"})
+    lines = []
+    for line in run.stdout or ():
+        lines.append(line)
+        if "[chief:0] now" in line:
+            launcher = psutil.Process(run.pid)
+            for process in (launcher, *launcher.children(recursive=True)):
+                process.terminate()
+    output = "".join(lines)
+    assert run.wait() == 143, output
+    first, last = saved_steps(tmp_path)
+    assert (first, last >= 4) == (0, True)
+    assert output.count(f"Saving checkpoints for {last}") == 1
+
+
 def test_ctrl_c_twice_ends_ranks_that_are_stuck(tmp_path: Path) -> None:
     run = launch(tmp_path, {"point": "input", "step": 4, "action": "sleep"})
     lines = []
     for line in run.stdout or ():
         lines.append(line)
-        if line == "[chief:0] stuck\n" or "got SIGINT: training stops after this step" in line:
+        if line == "[chief:0] stuck\n" or "got SIGINT: training stops on all ranks" in line:
             run.send_signal(signal.SIGINT)
     output = "".join(lines)
     assert run.wait() == 130, output

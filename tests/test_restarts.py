@@ -205,7 +205,12 @@ def test_a_permanent_failure_is_final_though_another_was_seen_first(launcher: La
 
 
 def test_a_frozen_rank_is_named_and_the_ring_started_again(launcher: Launcher) -> None:
-    command = by_plan({0: [200], 1: [-signal.SIGSTOP]})
+    then = """
+        if (slot, life) == (0, 1):
+            while not list(pathlib.Path(os.environ["NOTES"]).glob("slot1.*")): time.sleep(0.01)
+            sys.exit(200)
+    """
+    command = by_plan({1: [-signal.SIGSTOP]}, then)
     process = launcher.run("-np", "2", "--max-restarts", "1", *command, grace_s=0.1, kill_s=0.2)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
@@ -334,13 +339,16 @@ SAVES = """
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signum", "preemption_s"),
+    [(signal.SIGINT, 0.1), (signal.SIGTERM, 30.0)],  # the former has no deadline
+    ids=["SIGINT", "SIGTERM"],
+)
 def test_after_a_signal_ranks_have_time_to_save_and_are_not_started_again(
-    launcher: Launcher, signum: signal.Signals
+    launcher: Launcher, signum: signal.Signals, preemption_s: float
 ) -> None:
-    process = launcher.run(
-        "-np", "2", "--max-restarts", "3", *by_plan({}, SAVES), grace_s=0.0, kill_s=0.0
-    )
+    command = ("-np", "2", "--max-restarts", "3", *by_plan({}, SAVES))
+    process = launcher.run(*command, grace_s=0.0, kill_s=0.0, preemption_s=preemption_s)
     launcher.pids("ready", 2)
     process.send_signal(signum)
     _, err = process.communicate(timeout=30)

@@ -1,8 +1,8 @@
 """train.py, in which something breaks on one rank at a chosen moment of a step.
 
 The setting "fault" says what: {"point": ..., "step": of this process, counted from 0, "action":
-...}; with "slot" it is for the process in this slot of the launcher. "grace_s" is the time from a
-signal to the end.
+...}; with "slot" it is for the process in this slot of the launcher. "grace_s" is the time from
+SIGTERM to the end, "interrupted_again_s" that from the second SIGINT.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ if __name__ == "__main__":
     chosen: dict = {}
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
-    preemption.GRACE_S = chosen.pop("grace_s", preemption.GRACE_S)
+    for name in ("GRACE_S", "INTERRUPTED_AGAIN_S"):
+        setattr(preemption, name, chosen.pop(name.lower(), getattr(preemption, name)))
     fault = chosen.pop("fault", None)
     if fault is not None and fault.get("slot") in (None, int(os.environ.get("HOSTOPT_SLOT", "0"))):
         BREAK[fault["point"]](fault)
