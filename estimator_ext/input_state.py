@@ -86,9 +86,8 @@ class InputStates:
         Args:
           savers: hooks that save.
         """
-        for saver in savers:  # one that was used before has the listener of that training
-            others = [each for each in saver._listeners if not isinstance(each, _Listener)]
-            saver._listeners = [*others, _Listener(self, saver)]
+        for saver in savers:
+            saver._listeners.append(_Listener(self, saver))
 
     def begin(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
         """Take up the data where a checkpoint left them; all ranks call this together.

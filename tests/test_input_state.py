@@ -239,22 +239,6 @@ def test_a_state_that_is_too_large_is_left_out_and_named(
     assert Path(f"{path}.input").stat().st_size < 1000
 
 
-def test_a_saver_that_is_used_again_writes_the_states_of_its_training(
-    spawn_inproc: Spawn, tmp_path: Path
-) -> None:
-    saver = v1.train.CheckpointSaverHook(str(tmp_path), save_steps=1)
-
-    def train(communicator: hostopt.Communicator) -> int:
-        reader = Reader(communicator, shuffled).begin(None)
-        reader.states.listen([saver])
-        for listener in saver._listeners:
-            listener.before_save(reader.session, 3)
-        return len(saver._listeners)
-
-    assert [spawn_inproc(1, train), spawn_inproc(1, train)] == [[1], [1]]
-    input_state.check(str(tmp_path / "model.ckpt-3"))
-
-
 @pytest.mark.parametrize(
     ("pipeline", "said"),
     [
