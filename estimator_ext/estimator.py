@@ -196,7 +196,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 hook = strategy.extended.accumulation.hook()
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
             # after all hooks that may initialise iterators
-            own_hooks = [*spec.training_hooks, InputStateHook(states, self._model_dir)]
+            restored = newest(self._model_dir) if strategy.cluster.is_chief else None
+            own_hooks = [*spec.training_hooks, InputStateHook(states, restored)]
             spec = stock_spec(spec, training_hooks=own_hooks)
             agreeing: list[Any] = []
             for hook in hooks:
@@ -205,7 +206,6 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             if strategy.cluster.is_chief:
                 spec = self._with_saver(spec, hooks)  # so that others can come before it
                 savers = _all_savers(spec, hooks)
-                restored = newest(self._model_dir)
                 for saver in savers:
                     stack.enter_context(saving_well(saver, restored))
                 states.listen(savers)

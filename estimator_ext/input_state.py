@@ -239,17 +239,13 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       states: those of the training.
-      model_dir: where checkpoints are; None on ranks that have none.
+      newest: path of the checkpoint that will be restored, on rank 0, if there is one; found
+        before the session, as savers may save once more before this hook's turn.
     """
 
-    def __init__(self, states: InputStates, model_dir: str | None) -> None:
+    def __init__(self, states: InputStates, newest: str | None) -> None:
         self._states = states
-        self._model_dir = model_dir
-        self._newest: str | None = None
-
-    def begin(self) -> None:
-        """Note what will be restored: savers may save once more before this hook's turn."""
-        self._newest = tf.train.latest_checkpoint(self._model_dir) if self._model_dir else None
+        self._newest = newest
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Restore the iterators.

@@ -34,7 +34,7 @@ def is_sync_on_read(variable: Any) -> bool:
 
 
 class SyncOnRead:
-    """Those variables of a training; true where there are some.
+    """Those variables of a training, if there are some.
 
     Args:
       communicator: a communicator of its own (a `duplicate`).
@@ -56,9 +56,6 @@ class SyncOnRead:
                     f"variable {variable.op.name!r} is synchronised when it is read, and is of "
                     f"{variable.dtype.base_dtype.name}, wanted one of {', '.join(DTYPES)}"
                 )
-
-    def __bool__(self) -> bool:
-        return bool(self._variables)
 
     def gather(self, session: tf.compat.v1.Session) -> None:
         """Give rank 0 what the values of all ranks make together; all ranks call this together.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from one_weight import model_fn
 
 import estimator_ext
 import hostopt
@@ -293,14 +294,6 @@ def test_errors_of_files_elsewhere_are_left_alone(text: str, is_of_model_dir: bo
 
 
 # -- a training that goes on ---------------------------------------------------------------
-
-
-def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
-    weight = tf.compat.v1.get_variable("weight", [1, 1])
-    loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
-    step = tf.compat.v1.train.get_global_step()
-    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
 class Listener(tf.compat.v1.train.CheckpointSaverListener):

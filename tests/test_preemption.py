@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import tensorflow as tf
+from one_weight import model_fn
 from ranks import PROGRAMS, QUIET, Rank, Ranks, reserved_addresses
 
 import estimator_ext
@@ -54,14 +55,6 @@ def start(
 
 def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
-
-
-def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
-    weight = tf.compat.v1.get_variable("weight", [1, 1])
-    loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
-    step = tf.compat.v1.train.get_global_step()
-    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
 class SignalAt(tf.compat.v1.train.SessionRunHook):
