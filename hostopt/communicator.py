@@ -225,8 +225,10 @@ class Communicator:
         _check_dtype(flat.dtype, op)
         rounds = ring.reduce_scatter_schedule(self.rank, self.size)
         ring.run(self.transport, self.operation(what), flat, rounds, op.ufunc)
-        chunk = flat[ring.chunk_slices(flat.size, self.size)[self.rank]].copy()
-        return chunk / chunk.dtype.type(self.size) if op is ReduceOp.AVERAGE else chunk
+        chunk: Array = flat[ring.chunk_slices(flat.size, self.size)[self.rank]].copy()
+        if op is ReduceOp.AVERAGE:
+            chunk /= chunk.dtype.type(self.size)
+        return chunk
 
     def all_gather(self, array: Any, what: str = "") -> Array:
         """Collect the array of every rank on every rank.

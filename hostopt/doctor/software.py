@@ -57,7 +57,7 @@ def _unmet() -> Iterator[str]:
     for package in packages:
         if _version(package) is None:
             continue  # hostopt's own requirements name it
-        wanted = importlib.metadata.metadata(package).get("Requires-Python") or ""
+        wanted = ",".join(importlib.metadata.metadata(package).get_all("Requires-Python") or ())
         if python not in SpecifierSet(wanted):
             yield f"Python is {python}, {package} wants {wanted}: use another Python"
         for text in importlib.metadata.requires(package) or ():
