@@ -59,7 +59,7 @@ class Communicator:
     """Collectives over the ranks of one transport, on a channel of their own.
 
     Every rank makes the same calls in the same order on one communicator. Threads that work at
-    the same time each use a `duplicate`.
+    the same time each use a `duplicate`, and so do calls whose order differs by rank.
 
     Args:
       transport: this rank's transport.
@@ -79,7 +79,8 @@ class Communicator:
         self._lock = threading.Lock()
         self._hierarchies: dict[int, Hierarchy | None] = {}  # by size of block
         if hosts is not None:
-            self._opening = Communicator(transport, transport.next_channel(), what)
+            opening = transport.open_channel(f"the shared memory of channel {channel}")
+            self._opening = Communicator(transport, opening, what)
 
     @property
     def rank(self) -> int:
@@ -97,15 +98,19 @@ class Communicator:
         return self.hosts is not None and len(self.hosts.groups) == 1
 
     def duplicate(self, what: str = "") -> Communicator:
-        """Open another channel over the same ranks; all ranks do so in the same order.
+        """Open another channel over the same ranks, which finds its peers by its name.
 
         Args:
-          what: what the channel carries, for warnings and errors.
+          what: name of what the channel carries. Ranks may open channels of different names in
+            different orders, those of one name, or of none, in the same order.
 
         Returns:
           A communicator whose messages never mix with this one's.
+
+        Raises:
+          ConfigError: the name has the number of another one.
         """
-        return Communicator(self.transport, self.transport.next_channel(), what, self.hosts)
+        return Communicator(self.transport, self.transport.open_channel(what), what, self.hosts)
 
     def all_reduce(self, array: Any, op: ReduceOp = ReduceOp.SUM, what: str = "") -> Array:
         """Reduce over the ranks; every rank gets the result, with the same bits.

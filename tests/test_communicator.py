@@ -22,7 +22,7 @@ from hostopt.errors import (
 )
 from hostopt.ring import Operation
 from hostopt.transport import event_loop
-from hostopt.transport.base import Tag
+from hostopt.transport.base import FINISH_CHANNEL, Tag, channel_number
 from hostopt.transport.inproc import InprocTransport
 
 
@@ -85,6 +85,58 @@ def test_duplicates_do_not_mix(spawn: Spawn) -> None:
         return [sums[number] for number in range(3)]
 
     assert spawn(3, work, segment_bytes=16) == [[3.0, 30.0, 300.0]] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_duplicates_are_matched_by_name_in_whatever_order(spawn: Spawn, size: int) -> None:
+    names = ["a", "b", "c", "b"]  # the second "b" is another channel than the first
+
+    def work(communicator: Communicator) -> list[float]:
+        order = [(number + communicator.rank) % 3 for number in range(3)]
+        opened = {names[number]: communicator.duplicate(names[number]) for number in order}
+        opened["b again"] = communicator.duplicate("b")
+        sums: dict[str, float] = {}
+
+        def reduce(name: str, value: float) -> None:
+            sums[name] = float(opened[name].all_reduce(np.full(5, value))[0])
+
+        threads = [
+            threading.Thread(target=reduce, args=(name, 10.0**number))
+            for number, name in enumerate(["a", "b", "c", "b again"])
+        ]
+        for thread in threads if communicator.rank else reversed(threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [sums[name] for name in ("a", "b", "c", "b again")]
+
+    assert spawn(size, work) == [[size * 10.0**number for number in range(4)]] * size
+
+
+def test_duplicates_without_a_name_are_counted_by_themselves(spawn_inproc: Spawn) -> None:
+    def work(communicator: Communicator) -> list[int]:
+        if communicator.rank == 0:
+            communicator.duplicate("of rank 0")
+        nested = communicator.duplicate().duplicate()
+        return [nested.channel, nested.duplicate("gradients").channel]
+
+    first, second = spawn_inproc(2, work)
+    assert first == second
+    assert len({*first, 0, FINISH_CHANNEL}) == 4
+
+
+def test_the_number_of_a_name_is_the_same_in_all_releases() -> None:
+    assert channel_number("gradients (1)") == 2029452144
+    assert channel_number("gradients (2)") == 2009156928
+
+
+def test_two_names_of_one_number_are_refused(spawn_inproc: Spawn) -> None:
+    def work(communicator: Communicator) -> None:
+        communicator.duplicate("variable_9273")
+        with pytest.raises(ConfigError, match=r"'variable_9273 \(1\)' and .* Rename one"):
+            communicator.duplicate("variable_110963")
+
+    spawn_inproc(2, work)
 
 
 def test_a_communicator_is_a_context_that_tells_of_errors(spawn: Spawn) -> None:
