@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -276,24 +276,41 @@ class Communicator:
         ring.broadcast(self.transport, self.operation(what), result.reshape(-1), root)
         return result
 
-    def all_gather_bytes(self, data: bytes, what: str = "") -> list[bytes]:
+    @overload
+    def all_gather_bytes(self, data: bytes, what: str = "") -> list[bytes]: ...
+
+    @overload
+    def all_gather_bytes(
+        self, data: memoryview | Array, what: str = ""
+    ) -> list[bytes | memoryview]: ...
+
+    def all_gather_bytes(self, data: Any, what: str = "") -> Any:
         """Collect byte strings, which may differ in length, on every rank.
 
         Args:
-          data: the bytes of this rank.
+          data: the bytes of this rank, or a contiguous buffer.
           what: what is collected, for warnings and errors.
 
         Returns:
-          The bytes of each rank, in rank order.
+          The bytes of each rank, in rank order; for a buffer, views of many bytes and of `data`
+          itself, all read-only.
 
         Raises:
           HostOptError: a rank failed, left or timed out.
         """
-        lengths = self.all_gather(np.array(len(data), np.int64), what)
-        padded = np.zeros(int(lengths.max()), np.uint8)
-        padded[: len(data)] = np.frombuffer(data, np.uint8)
-        rows = self.all_gather(padded, what)
-        return [row[:length].tobytes() for row, length in zip(rows, lengths)]
+        view = memoryview(data)
+        view = view.cast("B").toreadonly() if view.nbytes else memoryview(b"")
+        operation = self.operation(what)
+        # the same lane whatever their lengths, which differ by rank; small blocks stay in cache
+        lane = self.open_lane()
+        if lane is not None:
+            found = lane.all_gather_bytes(view, operation)
+        else:
+            found = ring.all_gather_bytes(self.transport, operation, view)
+        if isinstance(data, bytes):
+            found = [bytes(each) for each in found]
+            found[self.rank] = data
+        return found
 
     def gather_bytes(self, data: bytes, what: str = "") -> list[bytes]:
         """Collect byte strings, which may differ in length, on rank 0.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import Spawn
 
-from hostopt.communicator import Communicator, ReduceOp
+from hostopt.communicator import SMALL_BLOCK_BYTES, Communicator, ReduceOp
 from hostopt.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -64,6 +64,42 @@ def test_no_rank_passes_a_barrier_before_all_have_come(spawn: Spawn, size: int) 
 def test_all_gather_bytes_of_differing_lengths(spawn: Spawn, texts: list[bytes]) -> None:
     found = spawn(len(texts), lambda c: c.all_gather_bytes(texts[c.rank]), segment_bytes=16)
     assert found == [texts] * len(texts)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_gather_bytes_of_several_segments_and_blocks(spawn: Spawn, size: int) -> None:
+    lengths = [0, 1, 1000, SMALL_BLOCK_BYTES - 8, SMALL_BLOCK_BYTES - 7, 300_000]
+
+    def text(rank: int, turn: int) -> bytes:
+        length = lengths[(rank + turn) % len(lengths)]
+        return np.random.default_rng([rank, turn]).integers(0, 256, length, np.uint8).tobytes()
+
+    def work(communicator: Communicator) -> None:
+        for turn in range(len(lengths)):
+            mine = text(communicator.rank, turn)
+            wanted = [text(rank, turn) for rank in range(size)]
+            assert communicator.all_gather_bytes(mine) == wanted
+            communicator.all_reduce(np.ones(9))  # shares the memory with it
+            array = np.frombuffer(mine, np.uint8).copy()
+            found = communicator.all_gather_bytes(array)
+            assert found == wanted
+            assert all(memoryview(each).readonly for each in found)
+            assert communicator.all_gather_bytes(memoryview(mine)) == wanted
+
+    spawn(size, work, segment_bytes=10_000)
+
+
+def test_all_gather_bytes_is_one_schedule(spawn_ring: Spawn) -> None:
+    size, length, segment_bytes = 3, 250, 100
+
+    def work(communicator: Communicator) -> tuple[int, int]:
+        traffic = communicator.transport.traffic
+        before = traffic.messages, traffic.payload_bytes
+        communicator.all_gather_bytes(bytes(length))
+        return traffic.messages - before[0], traffic.payload_bytes - before[1]
+
+    found = spawn_ring(size, work, segment_bytes=segment_bytes)
+    assert found == [(3 * (size - 1), (length + 8) * (size - 1))] * size
 
 
 def test_duplicates_do_not_mix(spawn: Spawn) -> None:
