@@ -35,10 +35,15 @@ def all_reduce(
     Returns:
       Tensor like `tensor`, on the host.
     """
-    channel = communicator.duplicate(what or tensor.name)
+    channel = communicator.duplicate(what or _name_on_all_ranks(tensor))
     return _array_op(
         communicator, lambda array: channel.all_reduce(array, op), tensor, "HostAllReduce"
     )
+
+
+def _name_on_all_ranks(tensor: tf.Tensor) -> str:
+    """A tensor's name without the numbers that depend on what else a rank's graph holds."""
+    return re.sub(r"_\d+(?=/|$)", "", str(tensor.name).partition(":")[0])
 
 
 _FLAG_BASE = 4096  # more than there are ranks; two such digits are exact in a float32
@@ -88,7 +93,7 @@ def sum_posted(
     Returns:
       Tensor of shape [], on the host.
     """
-    posted = open_posted_sum(communicator, f"the sum of {scalar.name!r}")
+    posted = open_posted_sum(communicator, f"the sum of {_name_on_all_ranks(scalar)!r}")
 
     def post(value: Array) -> Any:
         posted.post(float(value), flags.own)
@@ -124,7 +129,7 @@ def broadcast(
     Returns:
       Tensor like `tensor`, on the host.
     """
-    channel = communicator.duplicate(what or tensor.name)
+    channel = communicator.duplicate(what or _name_on_all_ranks(tensor))
     return _array_op(
         communicator, lambda array: channel.broadcast(array, root), tensor, "HostBroadcast"
     )
