@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ from estimator_ext.unreduced_updates import (
     TrainingGraph,
     mark_sparse_gradients,
     mend_unreduced_updates,
+    warn_of_own_variables,
 )
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -187,7 +188,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 spec = strategy.extended.call_for_each_replica(
                     self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
                 )
-            spec, updates = _with_reductions(strategy, spec, data)
+            spec, updates, suspects = _with_reductions(strategy, spec, data)
             # before the input hooks and all others: they may read what is broadcast
             first_hooks = [BroadcastVariablesHook(communicator), *input_hooks]
             reducers = strategy.extended.reducers
@@ -217,7 +218,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 name_random_operations(spec.train_op, data)
             if updates is not None:
                 communicator.check_same(updates.texts, "the updates of variables")
-                spec, agreeing = self._agreeing(strategy, spec, hooks, updates.mirrored, states)
+                checks = self._desync_checks(strategy, updates.mirrored, suspects)
+                spec, agreeing = self._agreeing(strategy, spec, hooks, checks, states)
             if strategy.cluster.is_chief:  # its own hooks, its saver among them, run before all
                 chief_hooks = [guard, *agreeing, *spec.training_chief_hooks]
                 spec = stock_spec(spec, training_chief_hooks=chief_hooks)
@@ -234,7 +236,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         strategy: HostOffloadStrategy,
         spec: Any,
         hooks: Any,
-        mirrored: Sequence[tf.Variable],
+        checks: Sequence[DesyncCheckHook],
         states: InputStates,
     ) -> tuple[Any, list[Any]]:
         """The spec with what ends a step in agreement, and the hooks that begin with it."""
@@ -250,16 +252,19 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         begin = BeginAgreementHook(communicator, flags, sync_on_read, states, _savers(all_hooks))
         end = EndAgreementHook(communicator, flags, all_hooks)
         spec = stock_spec(spec, training_hooks=[*spec.training_hooks, end])
-        return spec, [begin, *self._desync_checks(strategy, mirrored)]
+        return spec, [begin, *checks]
 
     def _desync_checks(
-        self, strategy: HostOffloadStrategy, mirrored: Sequence[tf.Variable]
+        self,
+        strategy: HostOffloadStrategy,
+        mirrored: Sequence[tf.Variable],
+        suspects: Mapping[str, str],
     ) -> list[DesyncCheckHook]:
         every_steps = strategy.options.desync_check_steps
         if not every_steps:
             return []
         own = strategy.communicator.duplicate("the variables of the ranks")
-        return [DesyncCheckHook(own, mirrored, every_steps, self._iterations)]
+        return [DesyncCheckHook(own, mirrored, every_steps, self._iterations, suspects)]
 
     def _with_saver(self, spec: Any, hooks: Any) -> Any:
         """The spec with the saver that the stock class would add later, if it would."""
@@ -455,17 +460,31 @@ def _saved_step(model_dir: str) -> int:
 
 def _with_reductions(
     strategy: HostOffloadStrategy, spec: Any, data: Collection[tf.Operation]
-) -> tuple[Any, Updates | None]:
-    """The spec whose step makes all reductions, and what it does; None with one rank."""
+) -> tuple[Any, Updates | None, Mapping[str, str]]:
+    """The spec whose step makes all reductions, what it does, and what may differ by rank."""
     if strategy.num_replicas_in_sync == 1:
-        return _whole_step(strategy, spec, loss_is_scaled(), []), None
+        _check_accumulation(strategy)
+        return _whole_step(strategy, spec, loss_is_scaled(), []), None, {}
     targets = _operations_of_step(spec)
     updates = read_updates(targets, data)
-    is_mended = mend_unreduced_updates(strategy, updates, data)
-    if is_mended:
+    mended = mend_unreduced_updates(strategy, updates, data)
+    if mended.reduced:
         updates = read_updates(targets, data)
+    _check_accumulation(strategy)
+    warn_of_own_variables(updates)
     last = strategy.extended.build_deferred(targets, updates.is_same)
-    return _whole_step(strategy, spec, loss_is_scaled() or is_mended, last), updates
+    is_mean = loss_is_scaled() or mended.reduced > 0
+    return _whole_step(strategy, spec, is_mean, last), updates, mended.suspects
+
+
+def _check_accumulation(strategy: HostOffloadStrategy) -> None:
+    accumulation = strategy.extended.accumulation
+    if accumulation is not None and not accumulation.is_used:
+        raise hostopt.ConfigError(
+            f"accumulate_steps is {accumulation.micro_batches}, but the optimizer applies "
+            "gradients by itself, without those of the other micro-batches. Give it what "
+            "estimator_ext.reduce_gradients(grads_and_vars) returns, or leave accumulate_steps out"
+        )
 
 
 def _operations_of_step(spec: Any) -> list[tf.Operation]:

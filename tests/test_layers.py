@@ -90,6 +90,7 @@ LADDER = [
     "estimator_ext.predictions",
     "estimator_ext.preemption",
     "estimator_ext.sync_on_read",
+    "estimator_ext.cached_reads",
     "estimator_ext.accumulation",
     "estimator_ext.uneven_data",
     "estimator_ext.skipped_updates",

@@ -16,7 +16,7 @@ from ranks import reserved_addresses
 
 import estimator_ext
 import hostopt
-from hostopt.tensorflow import ops, reduce_in_buckets
+from hostopt.tensorflow import reduce_in_buckets
 
 estimator_ext.install()
 
