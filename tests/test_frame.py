@@ -54,7 +54,7 @@ def test_the_least_and_the_largest_tag(tag: Tag) -> None:
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_the_bytes_of_a_frame(checksum: bool) -> None:
-    header = b"HO" + bytes([2, checksum]) + struct.pack("<IQIIIIIQ", 1, 2, 3, 4, 5, 6, 7, 3)
+    header = b"HO" + bytes([3, checksum]) + struct.pack("<IQIIIIIQ", 1, 2, 3, 4, 5, 6, 7, 3)
     writer = FrameWriter(ORIGIN, checksum)
     for number in range(3):
         begin = header + struct.pack("<IQI", 8, 9, number)
