@@ -28,6 +28,7 @@ from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
 from estimator_ext.preemption import Preemption, PreemptionHook
+from estimator_ext.global_step import GlobalStepCheckHook
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.skipped_updates import HooksWithoutNan
@@ -350,10 +351,22 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 with tf.device(HOST_DEVICE):
                     data = data.prefetch(self._config.prefetch_depth)
         return data
+        if self._needs_global_step([*hooks, *estimator_spec.training_hooks]):
+            check = GlobalStepCheckHook(global_step_tensor)
+            all_hooks = [*estimator_spec.training_hooks, check]
+            estimator_spec = stock_spec(estimator_spec, training_hooks=all_hooks)
 
     def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:
         spec = _tf_estimator.Estimator._call_model_fn(
             self._in_mode(mode), features, labels, mode, config
+    def _needs_global_step(self, hooks: Sequence[Any]) -> bool:
+        """Whether a training could not go on, or not end, with a global_step that stands still."""
+        strategy = self._train_distribution
+        if isinstance(strategy, HostOffloadStrategy) and strategy.cluster.size > 1:
+            return True
+        is_limited = any(isinstance(h, tf.compat.v1.train.StopAtStepHook) for h in hooks)
+        return is_limited and (strategy is None or isinstance(strategy, HostOffloadStrategy))
+
         )
         if self._is_strict:
             check_spec(spec, mode)
