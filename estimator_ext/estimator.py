@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
 from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
+from estimator_ext.early_stopping import config_for
 from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
@@ -67,6 +69,10 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         hooks: Any = None,
         steps: int | None = None,
         max_steps: int | None = None,
+    @property
+    def config(self) -> Any:
+        return config_for(sys._getframe(1), super().config)
+
         saving_listeners: Any = None,
     ) -> _HostOffloadEstimator:
         check_whole_loops(steps, self._iterations)
