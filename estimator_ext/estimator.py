@@ -17,7 +17,13 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
-from estimator_ext.checkpoints import check_on_rank_0, errors_of_files, newest, saving_well
+from estimator_ext.checkpoints import (
+    check_on_rank_0,
+    check_shared,
+    errors_of_files,
+    newest,
+    saving_well,
+)
 from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import read_updates
@@ -139,6 +145,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         name: str | None = None,
     ) -> dict[str, Any]:
         check_whole_loops(steps, self._iterations)
+        self._check_has_files("evaluate", checkpoint_path)
         hooks = [*(hooks or ()), OwnEventsFileHook(self.eval_dir(name))]
         if self._evaluators is None:
             return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
@@ -160,6 +167,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         yield_single_examples: bool = True,
         num_predictions: int | None = None,
     ) -> Iterator[Any]:
+        self._check_has_files("predict", checkpoint_path)
         predictions = super().predict(
             input_fn, predict_keys, hooks, checkpoint_path, yield_single_examples
         )
@@ -167,6 +175,12 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return predictions
         whole_number("num_predictions", num_predictions)
         return first(predictions, num_predictions, yield_single_examples)
+
+    def _check_has_files(self, call: str, checkpoint_path: str | None) -> None:
+        """Refuse to work from initial values where rank 0 alone has what was trained."""
+        strategy = self._train_distribution
+        if isinstance(strategy, HostOffloadStrategy) and checkpoint_path is None:
+            check_shared(call, strategy.cluster, self._model_dir)
 
     def _train_model_distributed(
         self, input_fn: Callable[..., Any], hooks: Any, saving_listeners: Any
