@@ -21,7 +21,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     items = [item for item in request.session.items if item.module is request.module]
     chosen = [item.callspec.params["kind"].name for item in items if hasattr(item, "callspec")]
     directory = tmp_path_factory.mktemp("kinds")
-    return Halves(directory, "update_kinds.py", chosen, STEPS, limit_s=200)
+    return Halves(directory, "update_kinds.py", chosen, STEPS)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

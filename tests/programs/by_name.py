@@ -8,9 +8,11 @@ model is trained.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ import hostopt
 estimator_ext.install()
 # before a model module asks for estimators, which know of no cluster when they train alone
 CONFIG = json.loads(os.environ.get("TF_CONFIG", "{}"))
+# A model that takes longer hangs. It ends the process, and another one trains those after it.
+LIMIT_S = 75.0
 ALONE = len(CONFIG.get("cluster", {}).get("worker", [])) < 2
 if ALONE:
     os.environ.pop("TF_CONFIG", None)
@@ -142,6 +146,17 @@ def described(error: Exception) -> dict[str, Any]:
     }
 
 
+def end_process_after(seconds: float) -> threading.Timer:
+    def end() -> None:
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 def train_all(models: dict[str, Callable[[Training], None]]) -> None:
     """Train the models that the first argument of the program names, in that order.
 
@@ -156,6 +171,7 @@ def train_all(models: dict[str, Callable[[Training], None]]) -> None:
         tf.keras.utils.set_random_seed(1 + CONFIG.get("task", {}).get("index", 0))
         error = None
         with contextlib.ExitStack() as stack:
+            stack.callback(end_process_after(LIMIT_S).cancel)
             if strategy is not None:
                 stack.callback(strategy.close)  # an error has ended the ring
             try:
