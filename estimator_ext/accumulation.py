@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hostopt.tensorflow.ops import HOST_DEVICE
+from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from estimator_ext.batch_size import BatchSizes
 from estimator_ext.checkpoints import check_on_rank_0, errors_of_files, newest, saving_well
 from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.evaluators import Evaluators
-from estimator_ext.fingerprint import read_updates
+from estimator_ext.fingerprint import Updates, read_updates
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
@@ -44,7 +44,12 @@ from estimator_ext.uneven_data import (
     followed,
     goes_on,
 )
-from hostopt.tensorflow.ops import HOST_DEVICE
+from estimator_ext.unreduced_updates import (
+    TrainingGraph,
+    mark_sparse_gradients,
+    mend_unreduced_updates,
+)
+from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 
@@ -89,7 +94,6 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             if max_steps is not None and self._agreed_start_step() >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self
-            self._session_config = strategy.training_config(self._session_config)
             trainer = self if strategy.cluster.is_chief else self._without_files()
             arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
             _tf_estimator.Estimator.train(trainer, *arguments)
@@ -169,7 +173,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return super()._train_model_distributed(input_fn, hooks, saving_listeners)
         with (
             contextlib.ExitStack() as stack,
-            tf.Graph().as_default() as graph,
+            TrainingGraph().as_default() as graph,
             strategy.extended.training_graph(),
         ):
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
@@ -179,9 +183,11 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             guard = SessionGuardHook(data)
             states = InputStates(communicator.duplicate("the data"), guard, more)
             global_step = self._create_and_assert_global_step(graph)
-            spec = strategy.extended.call_for_each_replica(
-                self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
-            )
+            with mark_sparse_gradients(graph):
+                spec = strategy.extended.call_for_each_replica(
+                    self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
+                )
+            spec, updates = _with_reductions(strategy, spec, data)
             # before the input hooks and all others: they may read what is broadcast
             first_hooks = [BroadcastVariablesHook(communicator), *input_hooks]
             reducers = strategy.extended.reducers
@@ -191,7 +197,6 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 every_steps = self._config.save_summary_steps or 0
                 own = communicator.duplicate("step reports")
                 first_hooks.append(StepReportHook(own, reducers, every_steps, self._model_dir))
-            spec = _whole_step(strategy, spec)
             if strategy.extended.accumulation is not None:
                 hook = strategy.extended.accumulation.hook()
                 spec = stock_spec(spec, training_hooks=[*spec.training_hooks, hook])
@@ -210,8 +215,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                     stack.enter_context(saving_well(saver, restored))
                 states.listen(savers)
                 name_random_operations(spec.train_op, data)
-            if communicator.size > 1:
-                updates = read_updates(spec.train_op, data)
+            if updates is not None:
                 communicator.check_same(updates.texts, "the updates of variables")
                 spec, agreeing = self._agreeing(strategy, spec, hooks, updates.mirrored, states)
             if strategy.cluster.is_chief:  # its own hooks, its saver among them, run before all
@@ -449,14 +453,35 @@ def _saved_step(model_dir: str) -> int:
     return int(tf.train.load_variable(path, "global_step")) if path else 0
 
 
-def _whole_step(strategy: HostOffloadStrategy, spec: Any) -> Any:
+def _with_reductions(
+    strategy: HostOffloadStrategy, spec: Any, data: Collection[tf.Operation]
+) -> tuple[Any, Updates | None]:
+    """The spec whose step makes all reductions, and what it does; None with one rank."""
+    if strategy.num_replicas_in_sync == 1:
+        return _whole_step(strategy, spec, loss_is_scaled(), []), None
+    targets = _operations_of_step(spec)
+    updates = read_updates(targets, data)
+    is_mended = mend_unreduced_updates(strategy, updates, data)
+    if is_mended:
+        updates = read_updates(targets, data)
+    last = strategy.extended.build_deferred(targets, updates.is_same)
+    return _whole_step(strategy, spec, loss_is_scaled() or is_mended, last), updates
+
+
+def _operations_of_step(spec: Any) -> list[tf.Operation]:
+    """What runs in each step, or in those that show summaries."""
+    shown = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.SUMMARIES)
+    values = [spec.train_op, spec.loss, *shown]
+    return list(dict.fromkeys(getattr(value, "op", value) for value in values))
+
+
+def _whole_step(
+    strategy: HostOffloadStrategy, spec: Any, is_mean: bool, last: Sequence[tf.Tensor]
+) -> Any:
     """The spec with the loss of all ranks and micro-batches; its step ends when the data do."""
-    loss = spec.loss
-    if strategy.extended.accumulation is not None:
-        loss = strategy.extended.accumulation.mean(loss, "loss")
-    # the mean over the ranks where the optimizer scaled the loss, else the sum, as stock does
-    op = tf.distribute.ReduceOp.MEAN if loss_is_scaled() else tf.distribute.ReduceOp.SUM
-    train_op = spec.train_op
-    if strategy.extended.weights is not None:
-        train_op = tf.group(train_op, strategy.extended.weights.in_mean)
-    return stock_spec(spec, loss=strategy.extended.reduce_loss(op, loss), train_op=train_op)
+    loss, extended = spec.loss, strategy.extended
+    if extended.accumulation is not None:
+        loss = extended.accumulation.mean(loss, "loss")
+    also = [*last, *([] if extended.weights is None else [extended.weights.in_mean])]
+    train_op = tf.group(spec.train_op, *also) if also else spec.train_op
+    return stock_spec(spec, loss=extended.reduce_loss(is_mean, loss), train_op=train_op)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -26,7 +26,8 @@ _VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
 # Pass a variable or a value on as it is.
 _PASSING = ("Identity", "Cast", "ReadVariableOp", "Switch", "RefSwitch", "Enter", "RefEnter")
 _OF_THIS_RANK = re.compile(
-    r"Iterator|Placeholder|PyFunc|EagerPyFunc|.*(Random|Normal|Multinomial)|StatefulUniform"
+    r"Iterator|Placeholder$|PyFunc|EagerPyFunc|.*Dataset|.*(Random|Normal|Multinomial)"
+    r"|StatefulUniform"
 )
 _SHOWN_CHARACTERS = 400
 
@@ -41,26 +42,33 @@ class Updates:
     Args:
       texts: description of all updates by name of the variable.
       mirrored: variables that the step uses, and that are the same on all ranks.
+      own: names of variables that may differ by rank.
+      varying: by name of a variable, the operations that assign to it what may differ by rank; of
+        one in a function, the operation that calls it.
+      is_same: whether all ranks have the same value of a tensor of the step.
     """
 
     texts: dict[str, str]
     mirrored: list[tf.Variable]
+    own: frozenset[str]
+    varying: dict[str, list[tf.Operation]]
+    is_same: Callable[[tf.Tensor], bool]
 
 
-def read_updates(train_op: Any, data: Collection[tf.Operation]) -> Updates:
-    """Read the graph of a step.
+def read_updates(targets: Sequence[tf.Operation], data: Collection[tf.Operation]) -> Updates:
+    """Reads the graph of a step.
 
     A variable counts as the same on all ranks if it is trainable, or if nothing is assigned to it
     that depends on data or chance.
 
     Args:
-      train_op: operation or tensor of the step, in the default graph.
+      targets: what runs in a step, in the default graph.
       data: operations of this rank's input.
 
     Returns:
       What they do.
     """
-    operations = ancestors(getattr(train_op, "op", train_op))
+    operations = ancestors(targets)
     variables = tf.compat.v1.global_variables()
     trainable = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
     own = {v.op.name for v in tf.compat.v1.local_variables()}
@@ -68,32 +76,37 @@ def read_updates(train_op: Any, data: Collection[tf.Operation]) -> Updates:
     while True:  # what a variable of this rank alone is assigned to becomes one itself
         reader = _Reader(own, data)
         reader.read(operations)
-        more = reader.assigned_own - own - trainable
+        more = reader.varying.keys() - own - trainable
         if not more:
             break
         own |= more
     mirrored = [v for v in variables if v.op.name in reader.used - own]
     names = {variable.op.name for variable in variables}
-    texts = {n: "; ".join(sorted(found)) for n, found in reader.updates.items() if n in names}
-    return Updates(texts, sorted(mirrored, key=lambda variable: variable.op.name))
+    return Updates(
+        {n: "; ".join(sorted(found)) for n, found in reader.updates.items() if n in names},
+        sorted(mirrored, key=lambda variable: variable.op.name),
+        frozenset(own),
+        reader.varying,
+        reader.is_same,
+    )
 
 
-def ancestors(last: tf.Operation) -> list[tf.Operation]:
-    """All operations that run where one is run.
+def ancestors(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """All operations that run if some are run.
 
     Args:
-      last: that one.
+      targets: those, of one graph; one at least.
 
     Returns:
-      They and it, in the order in which they were built.
+      They and the others, in the order in which they were built.
     """
-    seen, todo = {last}, [last]
+    seen, todo = set(targets), list(targets)
     while todo:
         op = todo.pop()
         new = {*(tensor.op for tensor in op.inputs), *op.control_inputs} - seen
         seen |= new
         todo += new
-    return [op for op in last.graph.get_operations() if op in seen]
+    return [op for op in targets[0].graph.get_operations() if op in seen]
 
 
 @dataclass
@@ -109,12 +122,16 @@ class _Reader:
     data: Collection[tf.Operation]
     used: set[str] = field(default_factory=set)
     updates: dict[str, list[str]] = field(default_factory=dict)
-    assigned_own: set[str] = field(default_factory=set)
+    varying: dict[str, list[tf.Operation]] = field(default_factory=dict)
     _texts: dict[tf.Operation, Text] = field(default_factory=dict)
     _variables: dict[tf.Operation, str] = field(default_factory=dict)
 
-    def read(self, operations: Iterable[tf.Operation]) -> None:
-        """Describe operations, in the order in which they were built."""
+    def is_same(self, tensor: tf.Tensor) -> bool:
+        """Whether all ranks have the same value of a tensor; False for one that was not read."""
+        return self._texts.get(tensor.op) is not None
+
+    def read(self, operations: Iterable[tf.Operation], caller: Any = None) -> None:
+        """Describes operations, or those of a caller's body, in the order of their building."""
         for op in operations:
             if op in self._texts:  # an argument of a function
                 continue
@@ -123,11 +140,11 @@ class _Reader:
                 self._variables[op] = op.name
             elif op.type in _PASSING and op.inputs and op.inputs[0].op in self._variables:
                 self._variables[op] = self._variables[op.inputs[0].op]
-            self._texts[op] = self._describe(op)
+            self._texts[op] = self._describe(op, caller or op)
             if _UPDATES.match(op.type) and op.inputs and op.inputs[0].op in self._variables:
-                self._note_update(op, self._variables[op.inputs[0].op])
+                self._note_update(op, self._variables[op.inputs[0].op], caller or op)
 
-    def _describe(self, op: tf.Operation) -> Text:
+    def _describe(self, op: tf.Operation, caller: tf.Operation) -> Text:
         if op in self._variables:
             name = self._variables[op]
             return None if name in self.own else repr(name)
@@ -140,7 +157,7 @@ class _Reader:
         inputs = [self._text(tensor) for tensor in op.inputs]
         if None in inputs and not any(tensor.dtype == tf.resource for tensor in op.inputs):
             return None  # what a function of it assigns would be a resource
-        results = self._results_of_functions(op)
+        results = self._results_of_functions(op, caller)
         if None in inputs or None in results:
             return None
         if op.type in _PASSING:
@@ -153,7 +170,7 @@ class _Reader:
         numbered = text not in (None, "reduced") and tensor.value_index
         return f"{text}[{tensor.value_index}]" if numbered else text
 
-    def _results_of_functions(self, op: tf.Operation) -> list[Text]:
+    def _results_of_functions(self, op: tf.Operation, caller: tf.Operation) -> list[Text]:
         """Read the branches, bodies and functions that an operation calls."""
         results = []
         for attribute in op.op_def.attr:
@@ -161,20 +178,20 @@ class _Reader:
                 continue
             value = op.get_attr(attribute.name)
             for function in value if attribute.type == "list(func)" else [value]:
-                results += self._read_function(op, function.name)
+                results += self._read_function(op, function.name, caller)
         return results
 
-    def _read_function(self, op: tf.Operation, name: str) -> list[Text]:
+    def _read_function(self, op: tf.Operation, name: str, caller: tf.Operation) -> list[Text]:
         body = get_func_graph(op, None, name)
         passed = op.inputs[len(op.inputs) - len(body.inputs) :]  # the first may say which branch
         for argument, tensor in zip(body.inputs, passed):
             self._texts[argument.op] = self._text(tensor)
             if tensor.op in self._variables:
                 self._variables[argument.op] = self._variables[tensor.op]
-        self.read(body.get_operations())
+        self.read(body.get_operations(), caller)
         return [self._text(tensor) for tensor in body.outputs]
 
-    def _note_update(self, op: tf.Operation, variable: str) -> None:
+    def _note_update(self, op: tf.Operation, variable: str, caller: tf.Operation) -> None:
         names = [argument.name for argument in op.op_def.input_arg]
         values = [
             (name, self._text(tensor))
@@ -182,7 +199,7 @@ class _Reader:
             if tensor.dtype != tf.resource and not tensor.dtype._is_ref_dtype  # slots
         ]
         if any(text is None for _, text in values):
-            self.assigned_own.add(variable)
+            self.varying.setdefault(variable, []).append(caller)
         shown = [f"{name}={'data' if text is None else text}" for name, text in values]
         shown += [a.name for a in op.op_def.attr if _is_chosen(op, a)]
         self.updates.setdefault(variable, []).append(f"{op.type}({', '.join(shown)})")

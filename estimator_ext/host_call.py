@@ -12,7 +12,7 @@ import tensorflow as tf
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.spec import EstimatorSpec, stock_spec
-from hostopt.tensorflow.ops import HOST_DEVICE
+from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 

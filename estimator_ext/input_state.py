@@ -28,7 +28,7 @@ from tensorflow.python.ops import gen_dataset_ops
 import hostopt
 from estimator_ext.fingerprint import ancestors
 from estimator_ext.session_guard import SessionGuardHook
-from hostopt.tensorflow.ops import HOST_DEVICE
+from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 
@@ -293,7 +293,7 @@ def name_random_operations(train_op: Any, data: Collection[tf.Operation]) -> Non
       train_op: operation or tensor of a step.
       data: operations of the input.
     """
-    operations = ancestors(getattr(train_op, "op", train_op))
+    operations = ancestors([getattr(train_op, "op", train_op)])
     names = [op.name for op in operations if op.type.startswith(_RANDOM) and op not in data]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -392,7 +392,10 @@ def _fingerprint(iterator: tf.Operation) -> int:
     """Checksum of the pipeline behind an iterator: kinds of datasets and constants."""
     makers = [op for tensor in iterator.outputs for op in tensor.consumers()]
     nodes = [
-        op.node_def for maker in makers if maker.type == "MakeIterator" for op in ancestors(maker)
+        op.node_def
+        for maker in makers
+        if maker.type == "MakeIterator"
+        for op in ancestors([maker])
     ]
     if iterator.type == "OneShotIterator":
         name = iterator.get_attr("dataset_factory").name

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hostopt.nonfinite import NonFiniteCheck
-from hostopt.tensorflow.ops import HOST_DEVICE
+from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 
@@ -18,17 +18,15 @@ class SkippedUpdates:
     """Puts the updates of a graph under a condition: all sums of the step are finite."""
 
     def __init__(self) -> None:
-        self._checks: list[NonFiniteCheck] = []
+        self.checks: list[NonFiniteCheck] = []  # of all reductions of the step, in the end
         self._finite: tf.Tensor | None = None
 
-    def watch(self, check: NonFiniteCheck, sums: Sequence[tf.Tensor]) -> None:
+    def watch(self, sums: Sequence[tf.Tensor]) -> None:
         """Have the updates depend on these sums too, those that are built already among them.
 
         Args:
-          check: says whether they are finite.
-          sums: tensors that are there when it can say so.
+          sums: tensors that are there when the checks can say whether they are finite.
         """
-        self._checks.append(check)
         sources = [tensor.op for tensor in sums]
         if self._finite is None or _depend_on(sources, self._finite.op):
             # sums that are made of what has been updated come too late for those updates
@@ -64,7 +62,7 @@ class SkippedUpdates:
         return guarded
 
     def _all_finite(self) -> np.bool_:
-        return np.bool_(all(check.finite for check in self._checks))
+        return np.bool_(all(check.finite for check in self.checks))
 
 
 class HooksWithoutNan(list[Any]):

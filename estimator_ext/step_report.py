@@ -16,7 +16,7 @@ from hostopt.inline_reducer import InlineReducer
 from hostopt.reducer import Reducer
 from hostopt.skew import SkewReports
 from hostopt.step_stats import StepTimes, together
-from hostopt.tensorflow.ops import HOST_DEVICE
+from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.timeline import Timeline, Track
 
 __all__: list[str] = []

@@ -17,19 +17,24 @@ from tensorflow.python.framework.ops import colocate_with as colocate_with_op
 
 import hostopt
 from estimator_ext.accumulation import Accumulation
+from estimator_ext.deferred_reductions import DeferredReductions
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
 from estimator_ext.uneven_data import BatchWeights
 from hostopt.connect import exit_with_error_code
 from hostopt.nonfinite import NonFiniteCheck
 from hostopt.tensorflow import ops
-from hostopt.tensorflow.ops import HOST_DEVICE
+from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.reductions import (
+    AnyReducer,
+    Reduction,
+    check_gradients,
+    reduce_together,
+)
 
 __all__: list[str] = []
 
 VIRTUAL_ACCELERATOR = "/device:CPU:1"
-# Inter-op threads beyond the cores: the waits for the ring and the loss must starve nobody.
-_WAITING_THREADS = 2
 
 
 class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
@@ -139,8 +144,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
           config_proto: configuration of a session, or None.
 
         Returns:
-          A copy with the virtual accelerator, where it is used, and with threads enough of its
-          own that waiting for the ring does not hold up backward; an evaluator sees no GPU.
+          A copy with the virtual accelerator, if it is used; an evaluator sees no GPU.
         """
         config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
         if config_proto is not None:
@@ -150,26 +154,6 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             config.device_count["CPU"] = max(config.device_count["CPU"], device.device_index + 1)
         if self.cluster.role == "evaluator":
             config.device_count["GPU"] = 0
-        elif self.cluster.size > 1 and not config.inter_op_parallelism_threads:
-            config.inter_op_parallelism_threads = _threads_with_waiting_ones()
-            config.use_per_session_threads = True
-        return config
-
-    def training_config(self, config_proto: tf.compat.v1.ConfigProto) -> tf.compat.v1.ConfigProto:
-        """`update_config_proto` for a training session, when it is known how the ranks reduce.
-
-        Args:
-          config_proto: configuration of a session, or None.
-
-        Returns:
-          A copy; where all ranks share memory, without threads that wait, as none has to: more
-          threads than cores slow a step down.
-        """
-        config = self.update_config_proto(config_proto)
-        added = config.inter_op_parallelism_threads == _threads_with_waiting_ones()
-        if added and config.use_per_session_threads and self.communicator.on_one_host:
-            config.ClearField("inter_op_parallelism_threads")
-            config.ClearField("use_per_session_threads")
         return config
 
     def record_timeline(self, path: str) -> None:
@@ -273,7 +257,8 @@ class _HostOffloadExtended(OneDeviceExtended):
     def _forget_training(self) -> None:
         """What belongs to the training graph that is built."""
         self._initialise_together = True
-        self._sums: list[tf.Tensor] = []  # of the gradients
+        self.deferred: DeferredReductions | None = None
+        self._last_results: list[tf.Tensor] = []  # of the reductions of a step
         self._skipping = SkippedUpdates()
         self.flags = ops.Flags()
         self.accumulation: Accumulation | None = None
@@ -292,6 +277,9 @@ class _HostOffloadExtended(OneDeviceExtended):
         """
         strategy = self._strategy
         self._initialise_together = False  # a hook broadcasts, after a restore too
+        if self._num_replicas_in_sync > 1:
+            graph = tf.compat.v1.get_default_graph()
+            self.deferred = DeferredReductions(strategy.communicator, graph)
         try:
             # an error is told before the reducers are closed, which may be waiting for a peer
             scaled = strategy._scale_loss_for_estimator_enabled()
@@ -350,45 +338,56 @@ class _HostOffloadExtended(OneDeviceExtended):
 
     # -- reductions ------------------------------------------------------------------------
 
-    def reduce_loss(self, reduce_op: Any, loss: tf.Tensor) -> tf.Tensor:
-        """Reduce what is only reported, at a moment when it holds up nothing.
+    def reduce_loss(self, is_mean: bool, loss: tf.Tensor) -> tf.Tensor:
+        """Reduces what is only reported, at a moment when it holds up nothing.
 
         Args:
-          reduce_op: a `tf.distribute.ReduceOp`.
+          is_mean: True for the mean over the ranks, False for the sum.
           loss: the loss of this rank.
 
         Returns:
           The reduced loss. It is read after the gradients, for which the ranks have waited anyway.
         """
         size = self._num_replicas_in_sync
-        mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        weight = self._weight(mean)
+        weight = self.weight(is_mean)
         if weight is not None:
             factor = tf.cast(weight, loss.dtype)
             loss = tf.where(tf.equal(factor, 0), tf.zeros_like(loss), loss * factor)
-        if size > 1 and self._sums and loss.dtype == tf.float32 and loss.shape.rank == 0:
+        if self._last_results and loss.dtype == tf.float32 and loss.shape.rank == 0:
             communicator = self._strategy.communicator
-            total = ops.sum_posted(loss, communicator, self._sums, self.flags)
-            return total / size if mean else total
+            total = ops.sum_posted(loss, communicator, self._last_results, self.flags)
+            return total / size if is_mean else total
+        reduce_op = tf.distribute.ReduceOp.MEAN if is_mean else tf.distribute.ReduceOp.SUM
         return self._strategy.reduce(reduce_op, loss, axis=None)
 
-    def _weight(self, of_mean: bool) -> tf.Tensor | None:
-        """What this rank's gradients and loss count in a step; None where all ranks count 1."""
+    def weight(self, of_mean: bool) -> tf.Tensor | None:
+        """What this rank's gradients and loss count in a step; None if all ranks count 1."""
         if self.weights is None:
             return None
         return self.weights.in_mean if of_mean else self.weights.in_sum
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        del destinations, options
-        if self._num_replicas_in_sync == 1:
+        del options
+        size, is_mean = self._num_replicas_in_sync, reduce_op == tf.distribute.ReduceOp.MEAN
+        if size == 1 or (is_mean and _is_mirrored(value)):
             return value
-        live = [] if self.weights is None else [self.weights.in_mean]
-        with tf.control_dependencies(live):  # nothing travels in a step that has no data
-            tensor = tf.identity(tf.convert_to_tensor(value))
-        total = ops.all_reduce(tensor, self._strategy.communicator)
-        if reduce_op == tf.distribute.ReduceOp.MEAN:
-            total = tf.math.divide(total, tf.cast(self._num_replicas_in_sync, total.dtype))
-        return total
+        tensor = tf.convert_to_tensor(value)
+        name = _name(destinations, 0, tensor.op.name)
+        with tf.control_dependencies([] if self.weights is None else [self.weights.in_mean]):
+            tensor = tf.identity(tensor)  # nothing travels in a step that has no data
+        op = hostopt.ReduceOp.SUM
+        if is_mean and tensor.dtype.is_floating:
+            op, is_mean = hostopt.ReduceOp.AVERAGE, False
+        reduction = Reduction(tensor, name, op, is_gradient=False)
+        total = self._reduce_value(reduction)
+        return tf.math.divide(total, tf.cast(size, total.dtype)) if is_mean else total
+
+    def _reduce_value(self, reduction: Reduction) -> tf.Tensor:
+        tensor = reduction.value
+        if self.deferred and tensor.shape.is_fully_defined() and self.deferred.can_take([tensor]):
+            return self.deferred.add(reduction)
+        communicator = self._strategy.communicator
+        return ops.all_reduce(tensor, communicator, reduction.op, reduction.name)
 
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
@@ -399,7 +398,7 @@ class _HostOffloadExtended(OneDeviceExtended):
     def reduce_now(
         self, pairs: Sequence[tuple[Any, tf.Variable]], nonfinite: str | None
     ) -> list[Any]:
-        """Sum gradients; the next reduction passes on, as it is, what is made of the sums.
+        """Sums gradients; the next reduction passes on, as it is, what is made of the sums.
 
         Args:
           pairs: gradients and their variables.
@@ -409,6 +408,8 @@ class _HostOffloadExtended(OneDeviceExtended):
           The sums.
         """
         sums = self._reduce_pairs(tf.distribute.ReduceOp.SUM, pairs, nonfinite)
+        if self._num_replicas_in_sync == 1:  # a norm counts each row once, as with more ranks
+            sums = [_each_row_once(total) for total in sums]
         self._reduced.update(
             (v.ref(), getattr(total, "values", total)) for total, (_, v) in zip(sums, pairs)
         )
@@ -420,11 +421,11 @@ class _HostOffloadExtended(OneDeviceExtended):
         """2-5. Gradients to the host, through the ring, and back as sums or means."""
         results = [value for value, _ in pairs]
         left = [i for i, pair in enumerate(pairs) if not self._take_reduced(*pair)]
-        names = [_name(pairs[i][1], i) for i in left]
-        sums = self._sum([results[i] for i in left], names, nonfinite)
+        gradients = [(results[i], *_name_and_shape(pairs[i][1], i, results[i])) for i in left]
+        sums = self.sum_gradients(gradients, loss_is_scaled(), nonfinite)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             with tf.device(HOST_DEVICE):
-                sums = [_divided(total, self._num_replicas_in_sync) for total in sums]
+                sums = [divided(total, self._num_replicas_in_sync) for total in sums]
         for i, total in zip(left, sums):
             results[i] = total
         return results
@@ -434,46 +435,81 @@ class _HostOffloadExtended(OneDeviceExtended):
         total = self._reduced.pop(reference, None)
         return total is not None and _is_made_of(getattr(value, "values", value), total)
 
-    def _sum(
-        self, values: Sequence[Any], names: Sequence[str], nonfinite: str | None
+    def sum_gradients(
+        self,
+        gradients: Sequence[tuple[Any, str, tuple[int, ...]]],
+        of_mean: bool,
+        nonfinite: str | None = None,
     ) -> list[Any]:
-        """Sums over the ranks, of gradients that are dense or sparse."""
-        if not values:
+        """Sums gradients over the ranks, dense and sparse ones.
+
+        Args:
+          gradients: of each the tensor or `tf.IndexedSlices`, the name of its variable, and the
+            shape of a row.
+          of_mean: True if the sums make a mean, in which a rank counts by its examples.
+          nonfinite: as for `hostopt.nonfinite.NonFiniteCheck`.
+
+        Returns:
+          The sums, on the host.
+        """
+        if not gradients:
             return []
-        sparse = [isinstance(value, tf.IndexedSlices) for value in values]
+        values, names = [value for value, *_ in gradients], [name for _, name, _ in gradients]
         if self._sparse_as_dense or self.accumulation is not None:
             values = [tf.convert_to_tensor(value) for value in values]
-            sparse = [False] * len(values)
         if self.accumulation is not None:
             values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
-        communicator = self._strategy.communicator
-        check = NonFiniteCheck(communicator, nonfinite)
-        weight = self._weight(of_mean=loss_is_scaled())
-        dense = [i for i, is_sparse in enumerate(sparse) if not is_sparse]
-        results = dict(enumerate(values))
-        sums: list[tf.Tensor] = []
-        if dense:
-            sums, reducer = ops.reduce_in_buckets(
-                [tf.convert_to_tensor(values[i]) for i in dense],
-                [names[i] for i in dense],
-                communicator,
-                weight,
-                self._sums,
-                check,
-            )
-            results.update(zip(dense, sums))
-            if reducer is not None:
-                self._reducers.append(reducer)
-                self._sums = [*self._sums, *sums]
-        # with one rank too: clipping by norm wants each row once; and where this rank has none,
-        # another one may have some
-        rows = [i for i, is_sparse in enumerate(sparse) if is_sparse]
-        slices = [_weighted(values[i], weight) for i in rows]
-        found = ops.sum_slices(slices, [names[i] for i in rows], communicator, self._sums, check)
-        results.update(zip(rows, found))
-        if check.nonfinite == "skip":
-            self._skipping.watch(check, [getattr(r, "values", r) for r in results.values()])
-        return [results[i] for i in range(len(values))]
+        if self._num_replicas_in_sync == 1:
+            return self._check_alone(values, names, nonfinite)
+        reductions = [
+            Reduction(value, name, row_shape=row_shape)
+            for value, (_, name, row_shape) in zip(values, gradients)
+        ]
+        weight = self.weight(of_mean)
+        if self.deferred and self.deferred.can_take(values):
+            sums = [self.deferred.add(each, weight, nonfinite) for each in reductions]
+        else:
+            communicator = self._strategy.communicator
+            sums, reducers = reduce_together(reductions, communicator, weight, nonfinite)
+            self._take_reducers(reducers)
+        self._watch(sums, nonfinite)
+        return sums
+
+    def _check_alone(
+        self, values: Sequence[Any], names: Sequence[str], nonfinite: str | None
+    ) -> list[Any]:
+        """With one rank nothing is reduced."""
+        check = NonFiniteCheck(self._strategy.communicator, nonfinite)
+        self._skipping.checks.append(check)
+        results = check_gradients(values, names, self._strategy.communicator, check)
+        self._watch(results, nonfinite)
+        return results
+
+    def _watch(self, sums: Sequence[Any], nonfinite: str | None) -> None:
+        if (nonfinite or self._strategy.options.nonfinite) == "skip":
+            self._skipping.watch([getattr(total, "values", total) for total in sums])
+
+    def build_deferred(
+        self, targets: Sequence[tf.Operation], is_same: Callable[[tf.Tensor], bool]
+    ) -> list[tf.Tensor]:
+        """Builds what `deferred` has noted; all ranks call this together.
+
+        Args:
+          targets: what runs in each step.
+          is_same: whether all ranks have the same value of a tensor.
+
+        Returns:
+          Tensors that are there once all reductions of a step have been made.
+        """
+        deferred, self.deferred = self.deferred, None  # what comes later is built at once
+        if deferred is not None:
+            self._take_reducers(deferred.build(targets, is_same))
+            self._last_results = deferred.last_results
+        return self._last_results
+
+    def _take_reducers(self, reducers: Sequence[AnyReducer]) -> None:
+        self._reducers += reducers
+        self._skipping.checks += [reducer.check for reducer in reducers]
 
     def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         """6. The user's optimizer, where the variable is."""
@@ -574,10 +610,6 @@ class _HostOffloadExtended(OneDeviceExtended):
         return self._strategy.cluster.is_chief
 
 
-def _threads_with_waiting_ones() -> int:
-    return len(os.sched_getaffinity(0)) + _WAITING_THREADS
-
-
 def _find_accelerator(cluster: hostopt.Cluster) -> str:
     if cluster.role == "evaluator":  # must not even look for a GPU
         return HOST_DEVICE
@@ -608,21 +640,43 @@ def _is_made_of(value: tf.Tensor, part: tf.Tensor) -> bool:
     return False
 
 
-def _divided(total: Any, count: int) -> Any:
+def divided(total: Any, count: int) -> Any:
+    """Divides a sum by the number of ranks.
+
+    Args:
+      total: tensor or sparse gradient.
+      count: the number.
+
+    Returns:
+      The same kind of value.
+    """
     if isinstance(total, tf.IndexedSlices):
         return tf.IndexedSlices(total.values / count, total.indices, total.dense_shape)
     return total / count
 
 
-def _weighted(slices: tf.IndexedSlices, weight: tf.Tensor | None) -> tf.IndexedSlices:
-    """A sparse gradient that counts by a weight; none of its rows where that is 0."""
-    if weight is None:
-        return slices
+def _each_row_once(gradient: Any) -> Any:
+    """A gradient whose rows are summed by index, if it is sparse."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
     with tf.device(HOST_DEVICE):
-        rows = tf.where(tf.equal(weight, 0), 0, tf.shape(slices.indices)[0])
-        values = slices.values[:rows] * tf.cast(weight, slices.values.dtype)
-        return tf.IndexedSlices(values, slices.indices[:rows], slices.dense_shape)
+        indices, numbers = tf.unique(gradient.indices)
+        values = tf.math.unsorted_segment_sum(gradient.values, numbers, tf.shape(indices)[0])
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def _name(destination: Any, index: int) -> str:
-    return destination.op.name if isinstance(destination, tf.Variable) else f"value_{index}"
+def _is_mirrored(value: Any) -> bool:
+    """Whether a value is a variable that is the same on all ranks."""
+    return isinstance(value, tf.Variable) and value.trainable and not is_sync_on_read(value)
+
+
+def _name(destination: Any, index: int, default: str = "") -> str:
+    if isinstance(destination, tf.Variable):
+        return destination.op.name
+    return default or f"value_{index}"
+
+
+def _name_and_shape(destination: Any, index: int, value: Any) -> tuple[str, tuple[int, ...]]:
+    """Name of a gradient's variable, and the shape of a row of it."""
+    shape = destination.shape if isinstance(destination, tf.Variable) else value.shape
+    return _name(destination, index), tuple(shape[1:]) if shape.rank else ()

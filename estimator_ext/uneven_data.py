@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from hostopt.posted_sum import open_posted_sum
-from hostopt.tensorflow.ops import HOST_DEVICE, telling
+from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 __all__: list[str] = []
 
@@ -107,40 +107,38 @@ class BatchWeights:
         self._posted = open_posted_sum(communicator, "the number of examples")
         self._communicator = communicator
         self._stops = mode == "stop"
-        self._own, self._has_data = 0.0, False
         self._steps = self._idle_steps = 0
         with tf.device(HOST_DEVICE), tf.name_scope("batch_weights"):
-            token = tf.numpy_function(self._post, [examples, batches], tf.int32, name="HostPost")
-            with tf.control_dependencies([token]):
-                self.in_mean, self.in_sum = tf.numpy_function(
-                    telling(communicator, self._collect),
-                    [],
-                    [tf.float64, tf.float64],
-                    name="HostCollect",
-                )
+            in_mean, in_sum, goes_on = call_in_background(
+                abort_on_error(communicator, self._exchange),
+                [examples, batches],
+                [tf.float64, tf.float64, tf.bool],
+                name="HostCollect",
+            )
+            # not in the background: there, StopIteration would be an error like others
+            ended = tf.numpy_function(_stop_if_ended, [goes_on], tf.bool, name="HostEndOfData")
+            with tf.control_dependencies([ended]):
+                self.in_mean, self.in_sum = tf.identity(in_mean), tf.identity(in_sum)
         self.in_mean.set_shape([])
         self.in_sum.set_shape([])
 
-    def _post(self, examples: np.ndarray, batches: np.ndarray) -> np.int32:
-        self._own, self._has_data = float(examples), bool(batches > 0)
-        self._posted.post(self._own, float(self._has_data))
-        return np.int32(0)
-
-    def _collect(self) -> tuple[np.float64, np.float64]:
+    def _exchange(self, examples: np.ndarray, batches: np.ndarray) -> list[Any]:
+        own, has_data = float(examples), bool(batches > 0)
+        self._posted.post(own, float(has_data))
         total, ranks_with_data = self._posted.collect()
         size = self._communicator.size
         if ranks_with_data < (size if self._stops else 1):
-            self._report()
-            raise StopIteration  # to TensorFlow: the data have ended
+            self._report(has_data)
+            return [np.float64(0), np.float64(0), np.False_]
         self._steps += 1
-        self._idle_steps += not self._has_data
-        share = self._own * size / float(total) if total else 0.0
-        return np.float64(share), np.float64(self._has_data)
+        self._idle_steps += not has_data
+        share = own * size / float(total) if total else 0.0
+        return [np.float64(share), np.float64(has_data), np.True_]
 
-    def _report(self) -> None:
+    def _report(self, has_data: bool) -> None:
         rank = self._communicator.rank
         if self._stops:
-            end = "has ended" if not self._has_data else "goes on, that of another rank has ended"
+            end = "has ended" if not has_data else "goes on, that of another rank has ended"
             _log.info("rank %d: its data %s after %d steps", rank, end, self._steps)
         elif self._idle_steps:
             _log.info(
@@ -151,6 +149,12 @@ class BatchWeights:
             )
         else:
             _log.info("rank %d: its data ended after %d steps, the last", rank, self._steps)
+
+
+def _stop_if_ended(goes_on: np.ndarray) -> Any:
+    if not goes_on:
+        raise StopIteration  # to TensorFlow: the data have ended
+    return goes_on
 
 
 def count_examples(element: Any, new: tf.Tensor) -> list[tf.Tensor]:

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Communicator:
     """Collectives over the ranks of one transport, on a channel of their own.
 
     Every rank makes the same calls in the same order on one communicator. Threads that work at
-    the same time each use a `duplicate`.
+    the same time each use a `duplicate`, and so do calls whose order differs by rank.
 
     Args:
       transport: this rank's transport.
@@ -79,7 +79,8 @@ class Communicator:
         self._lock = threading.Lock()
         self._hierarchies: dict[int, Hierarchy | None] = {}  # by size of block
         if hosts is not None:
-            self._opening = Communicator(transport, transport.next_channel(), what)
+            opening = transport.open_channel(f"the shared memory of channel {channel}")
+            self._opening = Communicator(transport, opening, what)
 
     @property
     def rank(self) -> int:
@@ -97,15 +98,19 @@ class Communicator:
         return self.hosts is not None and len(self.hosts.groups) == 1
 
     def duplicate(self, what: str = "") -> Communicator:
-        """Open another channel over the same ranks; all ranks do so in the same order.
+        """Open another channel over the same ranks, which finds its peers by its name.
 
         Args:
-          what: what the channel carries, for warnings and errors.
+          what: name of what the channel carries. Ranks may open channels of different names in
+            different orders, those of one name, or of none, in the same order.
 
         Returns:
           A communicator whose messages never mix with this one's.
+
+        Raises:
+          ConfigError: the name has the number of another one.
         """
-        return Communicator(self.transport, self.transport.next_channel(), what, self.hosts)
+        return Communicator(self.transport, self.transport.open_channel(what), what, self.hosts)
 
     def all_reduce(self, array: Any, op: ReduceOp = ReduceOp.SUM, what: str = "") -> Array:
         """Reduce over the ranks; every rank gets the result, with the same bits.
@@ -271,24 +276,41 @@ class Communicator:
         ring.broadcast(self.transport, self.operation(what), result.reshape(-1), root)
         return result
 
-    def all_gather_bytes(self, data: bytes, what: str = "") -> list[bytes]:
+    @overload
+    def all_gather_bytes(self, data: bytes, what: str = "") -> list[bytes]: ...
+
+    @overload
+    def all_gather_bytes(
+        self, data: memoryview | Array, what: str = ""
+    ) -> list[bytes | memoryview]: ...
+
+    def all_gather_bytes(self, data: Any, what: str = "") -> Any:
         """Collect byte strings, which may differ in length, on every rank.
 
         Args:
-          data: the bytes of this rank.
+          data: the bytes of this rank, or a contiguous buffer.
           what: what is collected, for warnings and errors.
 
         Returns:
-          The bytes of each rank, in rank order.
+          The bytes of each rank, in rank order; for a buffer, views of many bytes and of `data`
+          itself, all read-only.
 
         Raises:
           HostOptError: a rank failed, left or timed out.
         """
-        lengths = self.all_gather(np.array(len(data), np.int64), what)
-        padded = np.zeros(int(lengths.max()), np.uint8)
-        padded[: len(data)] = np.frombuffer(data, np.uint8)
-        rows = self.all_gather(padded, what)
-        return [row[:length].tobytes() for row, length in zip(rows, lengths)]
+        view = memoryview(data)
+        view = view.cast("B").toreadonly() if view.nbytes else memoryview(b"")
+        operation = self.operation(what)
+        # the same lane whatever their lengths, which differ by rank; small blocks stay in cache
+        lane = self.open_lane()
+        if lane is not None:
+            found = lane.all_gather_bytes(view, operation)
+        else:
+            found = ring.all_gather_bytes(self.transport, operation, view)
+        if isinstance(data, bytes):
+            found = [bytes(each) for each in found]
+            found[self.rank] = data
+        return found
 
     def gather_bytes(self, data: bytes, what: str = "") -> list[bytes]:
         """Collect byte strings, which may differ in length, on rank 0.

@@ -76,9 +76,8 @@ def meet(cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> C
         communicator.abort(error)
         communicator.close()
         raise
-    communicator = Communicator(
-        communicator.transport, communicator.transport.next_channel(), hosts=hosts
-    )
+    transport = communicator.transport
+    communicator = Communicator(transport, transport.open_channel("all ranks"), hosts=hosts)
     _connected.add(communicator)
     return communicator
 

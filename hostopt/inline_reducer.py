@@ -41,7 +41,7 @@ class InlineReducer:
         check: NonFiniteCheck | None = None,
     ) -> None:
         self.communicator = communicator
-        self._check = check or NonFiniteCheck(communicator)
+        self.check = check or NonFiniteCheck(communicator)
         self._buckets = tuple(buckets)
         self._shared = [SharedSums(communicator, bucket) for bucket in buckets]
         self._pools = [BufferPool(bucket) for bucket in buckets]
@@ -90,7 +90,7 @@ class InlineReducer:
             self._record.launched(bucket, begin_s, begin_s)
             self._record.ring(bucket, begin_s, end_s)
             self._record.waited(bucket, begin_s, end_s)
-            self._check.look(
+            self.check.look(
                 operation,
                 finite,
                 lambda: troubles(plan.names, arrays),

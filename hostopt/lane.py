@@ -35,6 +35,14 @@ goes through the blocks at the same time, whatever n is:
 
 That is half the copying: nothing is written that another rank does not need.
 
+Byte strings of different lengths (`all_gather_bytes`) go through the blocks whatever n is:
+
+    1. each rank copies the length of its string and as much of it as
+       fits into its inbox, later the rest, block by block              marks: given
+    2. each rank copies what the others have given out of their inboxes
+
+All know all lengths after the first block, and so how many blocks follow.
+
 What is shared stays in cache, and all ranks end with the same bits. Marks are plain 8-byte stores
 after the data; x86-64 shows stores to other cores in that order, which `hostopt.hosts` asks for.
 """
@@ -43,7 +51,9 @@ from __future__ import annotations
 
 import bisect
 import os
+import struct
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,6 +74,8 @@ _WORDS = _LINE_BYTES // 8
 # to read.
 _MEETINGS, _FLAGS, _POSTED, _POSTED_STEP, _LAYOUT, _FINITE = 0, 1, 2, 4, 6, 8
 _PAGE_BYTES = 4096
+_LENGTH = struct.Struct("<Q")
+_BYTES_LAYOUT = zlib.crc32(b"bytes")
 _TURNS = 4  # blocks of an inbox that are used in turn
 # Looks at a mark before the thread sleeps between looks, about 2 ms: a rank that sleeps when the
 # other one comes is late itself.
@@ -165,7 +177,7 @@ class Lane:
           ProtocolError: a rank has an array of another shape or dtype.
           HostOptError: a rank failed, left or timed out.
         """
-        self._announce(flat, operation)
+        self._announce(layout_of(flat), flat.nbytes, operation)
         if len(self._members) > 2 and source is not None:
             source.copy_to(flat)
             source = None
@@ -259,7 +271,7 @@ class Lane:
           ProtocolError: a rank has an array of another shape or dtype.
           HostOptError: a rank failed, left or timed out.
         """
-        self._announce(sums, operation)
+        self._announce(layout_of(sums), sums.nbytes, operation)
         count = len(self._members)
         chunks = chunk_slices(sums.size, count)
         length = self._block_bytes // sums.itemsize // count  # of a piece of each chunk
@@ -318,6 +330,63 @@ class Lane:
                 part[...] = shared
             self._meet(operation, 2 * number + 1)
 
+    def all_gather_bytes(self, data: memoryview, operation: Operation) -> list[bytes | memoryview]:
+        """Collect byte strings, which may differ in length, on every rank of this host.
+
+        Args:
+          data: contiguous bytes of this rank.
+          operation: which call this is.
+
+        Returns:
+          The bytes of each rank, in rank order; `data` itself for this one.
+
+        Raises:
+          CollectiveMismatchError: a rank makes another call.
+          HostOptError: a rank failed, left or timed out.
+        """
+        self._announce(_BYTES_LAYOUT, len(data), operation)
+        memory, room = self._memory, self._block_bytes - _LENGTH.size
+        starts = self._block_starts()
+        own = starts[self._index] + _LENGTH.size
+        first = data[:room]
+        _LENGTH.pack_into(memory, own - _LENGTH.size, len(data))
+        memory[own : own + len(first)] = first  # 1.
+        self._turn += 1
+        self._meet(operation, 0)
+        self._check_layout(operation)
+        lengths = [_LENGTH.unpack_from(memory, start)[0] for start in starts]
+        firsts = [
+            memory[start + _LENGTH.size : start + _LENGTH.size + min(length, room)]
+            for start, length in zip(starts, lengths)
+        ]
+        if max(lengths) <= room:
+            found: list[bytes | memoryview] = [bytes(each) for each in firsts]  # 2.
+        else:
+            wholes = [np.empty(length, np.uint8).data for length in lengths]
+            for whole, each in zip(wholes, firsts):
+                whole[: len(each)] = each  # 2.
+            self._gather_more(data, room, wholes, operation)
+            found = [whole.toreadonly() for whole in wholes]
+        found[self._index] = data
+        return found
+
+    def _gather_more(
+        self, data: memoryview, begin: int, wholes: list[memoryview], operation: Operation
+    ) -> None:
+        """The blocks of byte strings behind the first one, which ends at `begin`."""
+        memory, size = self._memory, self._block_bytes
+        longest = max(map(len, wholes))
+        for number, at in enumerate(range(begin, longest, size), start=1):
+            starts = self._block_starts()
+            given, own = data[at : at + size], starts[self._index]
+            memory[own : own + len(given)] = given  # 1.
+            self._turn += 1
+            self._meet(operation, number)
+            for index, (start, whole) in enumerate(zip(starts, wholes)):
+                if index != self._index and at < len(whole):
+                    piece = whole[at : at + size]
+                    piece[:] = memory[start : start + len(piece)]  # 2.
+
     def post(self, step: int, word: int) -> None:
         """Leave a word for the other ranks, without waiting for them.
 
@@ -375,11 +444,11 @@ class Lane:
             self._transport.abort(error)
             raise
 
-    def _announce(self, flat: Array, operation: Operation) -> None:
+    def _announce(self, layout: int, nbytes: int, operation: Operation) -> None:
         tag = operation.tag(0, 0, 0, 0)
-        self._transport.recorder.note("in memory", -1, operation.what, tag, flat.nbytes)
+        self._transport.recorder.note("in memory", -1, operation.what, tag, nbytes)
         self._calls += 1
-        self._marks[self._index * _WORDS + _LAYOUT + self._calls % 2] = layout_of(flat)
+        self._marks[self._index * _WORDS + _LAYOUT + self._calls % 2] = layout
 
     def _check_layout(self, operation: Operation) -> None:
         place = _LAYOUT + self._calls % 2
@@ -392,6 +461,12 @@ class Lane:
                 raise error
 
     # -- memory ----------------------------------------------------------------------------
+
+    def _block_starts(self) -> list[int]:
+        """Where in memory the block whose turn it is begins, in each inbox."""
+        turns = _turns(len(self._members))
+        begin = _marks_bytes(len(self._members)) + self._turn % turns * self._block_bytes
+        return [begin + i * turns * self._block_bytes for i in range(len(self._members))]
 
     def _memory_of(self, index: int, dtype: np.dtype[Any], size: int) -> Array:
         """The block whose turn it is in an inbox, or in the sums, which follow the inboxes."""

@@ -52,7 +52,7 @@ class Reducer:
         check: NonFiniteCheck | None = None,
     ) -> None:
         self.communicator = communicator
-        self._check = check or NonFiniteCheck(communicator)
+        self.check = check or NonFiniteCheck(communicator)
         self._buckets = tuple(buckets)
         self._pools = [BufferPool(bucket) for bucket in buckets]
         self._wire_format = new_wire_format(communicator.transport.options.compression)
@@ -187,7 +187,7 @@ class Reducer:
         self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, operation, wire_format)
         end_s = time.monotonic()
         plan = self._buckets[index]
-        self._check.look(
+        self.check.look(
             operation,
             not buffer[-1] or all_finite(buffer),  # certain for all ranks, or looked at
             lambda: own,

@@ -25,6 +25,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import itertools
+import struct
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ from hostopt.compression import Whole, WireFormat
 from hostopt.errors import ProtocolError
 from hostopt.timeline import Track
 from hostopt.transport import event_loop
-from hostopt.transport.base import Tag, Transport
+from hostopt.transport.base import Payload, Tag, Transport
 
 __all__: list[str] = []
 
@@ -45,6 +46,8 @@ Array = np.ndarray[Any, Any]
 # Segments of the first chunk that a rank sends before it receives. They keep the wire busy; all
 # at once would pile up at the receiver, in fresh memory that must be faulted in page by page.
 _SEGMENTS_AHEAD = 4
+_LENGTH = struct.Struct("<Q")  # of byte strings, before the first of their bytes
+_BYTES_LAYOUT = zlib.crc32(b"bytes")
 
 
 class Round(NamedTuple):
@@ -302,6 +305,70 @@ async def _broadcast(transport: Transport, operation: Operation, flat: Array, ro
             await _send(transport, succ, tag, part, operation, "broadcast")
 
 
+def all_gather_bytes(
+    transport: Transport, operation: Operation, data: memoryview
+) -> list[bytes | memoryview]:
+    """Carry the bytes of every rank around the ring, however many each has.
+
+    The first message of a rank's bytes begins with their number, so that one schedule does.
+
+    Args:
+      transport: this rank's transport.
+      operation: which call this is.
+      data: contiguous bytes of this rank.
+
+    Returns:
+      The bytes of each rank, in rank order; `data` itself for this one.
+
+    Raises:
+      HostOptError: a peer failed, left or timed out.
+    """
+    return event_loop.run(_all_gather_bytes(transport, operation, data))
+
+
+async def _all_gather_bytes(
+    transport: Transport, operation: Operation, data: memoryview
+) -> list[bytes | memoryview]:
+    rank, size = transport.rank, transport.size
+    succ, pred = (rank + 1) % size, (rank - 1) % size
+    found: list[bytes | memoryview] = [data] * size
+    if size > 1:
+        for segment, part in enumerate(_byte_segments(data, transport.options.segment_bytes)):
+            tag = operation.tag(0, rank, segment, _BYTES_LAYOUT)
+            await _put(transport, succ, tag, part, operation, "all-gather")
+    for round_ in range(size - 1):
+        origin = (pred - round_) % size
+        parts: list[memoryview] = []
+        missing, segment = 1, 0  # until the first message says how much there is
+        while missing > 0:
+            tag = operation.tag(round_, origin, segment, _BYTES_LAYOUT)
+            part = await _take(transport, pred, tag, operation, "all-gather")
+            if round_ + 2 < size:
+                tag = tag._replace(round=round_ + 1)
+                await _put(transport, succ, tag, part, operation, "all-gather")
+            if segment == 0:
+                (missing,) = _LENGTH.unpack_from(part)
+                part = part[_LENGTH.size :]
+            parts.append(part)
+            missing -= len(part)
+            segment += 1
+        found[origin] = _joined(parts)
+    return found
+
+
+def _joined(parts: list[memoryview]) -> bytes | memoryview:
+    """The parts in one piece; memory of numpy costs fewer page faults than that of bytes."""
+    if len(parts) == 1:
+        return bytes(parts[0])
+    return np.concatenate([np.frombuffer(part, np.uint8) for part in parts]).data.toreadonly()
+
+
+def _byte_segments(data: memoryview, segment_bytes: int) -> Iterator[Payload]:
+    yield _LENGTH.pack(len(data)) + data[:segment_bytes]
+    for start in range(segment_bytes, len(data), segment_bytes):
+        yield data[start : start + segment_bytes]
+
+
 def send(transport: Transport, operation: Operation, flat: Array, peer: int) -> None:
     """Send an array to one rank, which calls `receive`, in segments.
 
@@ -354,17 +421,13 @@ async def _receive(
     dtype: np.dtype[Any],
 ) -> Array:
     """Receive as many elements as `part` has, of the dtype on the wire; read-only."""
-    begin_s = time.monotonic()
-    what = operation.in_phase(phase)
-    payload = await transport.recv(peer, tag, what)
-    transport.recorder.note("received", peer, what, tag, len(payload))
-    _show(transport, Track.RING_RECEIVE, tag, operation.what, begin_s, len(payload))
+    payload = await _take(transport, peer, tag, operation, phase)
     nbytes = part.size * dtype.itemsize
     if len(payload) != nbytes:
         error = ProtocolError(
-            f"rank {transport.rank} expected {nbytes} bytes of {what} from rank "
-            f"{peer} ({transport.cluster.ring[peer]}) at {tag}, got {len(payload)}. All ranks "
-            "must pass arrays of the same shape and dtype",
+            f"rank {transport.rank} expected {nbytes} bytes of {operation.what} from "
+            f"rank {peer} ({transport.cluster.ring[peer]}) at {tag}, got {len(payload)}. Run the "
+            "same version of hostopt on all ranks",
             rank=peer,
             step=tag.step,
             bucket=tag.bucket,
@@ -372,6 +435,18 @@ async def _receive(
         transport.abort(error)
         raise error
     return np.frombuffer(payload, dtype=dtype)
+
+
+async def _take(
+    transport: Transport, peer: int, tag: Tag, operation: Operation, phase: str
+) -> memoryview:
+    """Receive a message of any length; read-only."""
+    begin_s = time.monotonic()
+    what = operation.in_phase(phase)
+    payload = await transport.recv(peer, tag, what)
+    transport.recorder.note("received", peer, what, tag, len(payload))
+    _show(transport, Track.RING_RECEIVE, tag, operation.what, begin_s, len(payload))
+    return payload
 
 
 def layout_of(flat: Array, wire: WireFormat | None = None) -> int:
@@ -404,11 +479,17 @@ def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
 async def _send(
     transport: Transport, peer: int, tag: Tag, part: Array, operation: Operation, phase: str
 ) -> None:
+    await _put(transport, peer, tag, part.view(np.uint8).data, operation, phase)
+
+
+async def _put(
+    transport: Transport, peer: int, tag: Tag, payload: Payload, operation: Operation, phase: str
+) -> None:
     begin_s = time.monotonic()
     what = operation.in_phase(phase)
-    await transport.send(peer, tag, part.view(np.uint8).data, what)
-    transport.recorder.note("sent", peer, what, tag, part.nbytes)
-    _show(transport, Track.RING_SEND, tag, operation.what, begin_s, part.nbytes)
+    await transport.send(peer, tag, payload, what)
+    transport.recorder.note("sent", peer, what, tag, len(payload))
+    _show(transport, Track.RING_SEND, tag, operation.what, begin_s, len(payload))
 
 
 def _show(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import Spawn
 
-from hostopt.communicator import Communicator, ReduceOp
+from hostopt.communicator import SMALL_BLOCK_BYTES, Communicator, ReduceOp
 from hostopt.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -22,7 +22,7 @@ from hostopt.errors import (
 )
 from hostopt.ring import Operation
 from hostopt.transport import event_loop
-from hostopt.transport.base import Tag
+from hostopt.transport.base import FINISH_CHANNEL, Tag, channel_number
 from hostopt.transport.inproc import InprocTransport
 
 
@@ -66,6 +66,42 @@ def test_all_gather_bytes_of_differing_lengths(spawn: Spawn, texts: list[bytes])
     assert found == [texts] * len(texts)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_gather_bytes_of_several_segments_and_blocks(spawn: Spawn, size: int) -> None:
+    lengths = [0, 1, 1000, SMALL_BLOCK_BYTES - 8, SMALL_BLOCK_BYTES - 7, 300_000]
+
+    def text(rank: int, turn: int) -> bytes:
+        length = lengths[(rank + turn) % len(lengths)]
+        return np.random.default_rng([rank, turn]).integers(0, 256, length, np.uint8).tobytes()
+
+    def work(communicator: Communicator) -> None:
+        for turn in range(len(lengths)):
+            mine = text(communicator.rank, turn)
+            wanted = [text(rank, turn) for rank in range(size)]
+            assert communicator.all_gather_bytes(mine) == wanted
+            communicator.all_reduce(np.ones(9))  # shares the memory with it
+            array = np.frombuffer(mine, np.uint8).copy()
+            found = communicator.all_gather_bytes(array)
+            assert found == wanted
+            assert all(memoryview(each).readonly for each in found)
+            assert communicator.all_gather_bytes(memoryview(mine)) == wanted
+
+    spawn(size, work, segment_bytes=10_000)
+
+
+def test_all_gather_bytes_is_one_schedule(spawn_ring: Spawn) -> None:
+    size, length, segment_bytes = 3, 250, 100
+
+    def work(communicator: Communicator) -> tuple[int, int]:
+        traffic = communicator.transport.traffic
+        before = traffic.messages, traffic.payload_bytes
+        communicator.all_gather_bytes(bytes(length))
+        return traffic.messages - before[0], traffic.payload_bytes - before[1]
+
+    found = spawn_ring(size, work, segment_bytes=segment_bytes)
+    assert found == [(3 * (size - 1), (length + 8) * (size - 1))] * size
+
+
 def test_duplicates_do_not_mix(spawn: Spawn) -> None:
     def work(communicator: Communicator) -> list[float]:
         channels = [communicator, communicator.duplicate("one"), communicator.duplicate("two")]
@@ -85,6 +121,58 @@ def test_duplicates_do_not_mix(spawn: Spawn) -> None:
         return [sums[number] for number in range(3)]
 
     assert spawn(3, work, segment_bytes=16) == [[3.0, 30.0, 300.0]] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_duplicates_are_matched_by_name_in_whatever_order(spawn: Spawn, size: int) -> None:
+    names = ["a", "b", "c", "b"]  # the second "b" is another channel than the first
+
+    def work(communicator: Communicator) -> list[float]:
+        order = [(number + communicator.rank) % 3 for number in range(3)]
+        opened = {names[number]: communicator.duplicate(names[number]) for number in order}
+        opened["b again"] = communicator.duplicate("b")
+        sums: dict[str, float] = {}
+
+        def reduce(name: str, value: float) -> None:
+            sums[name] = float(opened[name].all_reduce(np.full(5, value))[0])
+
+        threads = [
+            threading.Thread(target=reduce, args=(name, 10.0**number))
+            for number, name in enumerate(["a", "b", "c", "b again"])
+        ]
+        for thread in threads if communicator.rank else reversed(threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [sums[name] for name in ("a", "b", "c", "b again")]
+
+    assert spawn(size, work) == [[size * 10.0**number for number in range(4)]] * size
+
+
+def test_duplicates_without_a_name_are_counted_by_themselves(spawn_inproc: Spawn) -> None:
+    def work(communicator: Communicator) -> list[int]:
+        if communicator.rank == 0:
+            communicator.duplicate("of rank 0")
+        nested = communicator.duplicate().duplicate()
+        return [nested.channel, nested.duplicate("gradients").channel]
+
+    first, second = spawn_inproc(2, work)
+    assert first == second
+    assert len({*first, 0, FINISH_CHANNEL}) == 4
+
+
+def test_the_number_of_a_name_is_the_same_in_all_releases() -> None:
+    assert channel_number("gradients (1)") == 2029452144
+    assert channel_number("gradients (2)") == 2009156928
+
+
+def test_two_names_of_one_number_are_refused(spawn_inproc: Spawn) -> None:
+    def work(communicator: Communicator) -> None:
+        communicator.duplicate("variable_9273")
+        with pytest.raises(ConfigError, match=r"'variable_9273 \(1\)' and .* Rename one"):
+            communicator.duplicate("variable_110963")
+
+    spawn_inproc(2, work)
 
 
 def test_a_communicator_is_a_context_that_tells_of_errors(spawn: Spawn) -> None:

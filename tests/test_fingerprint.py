@@ -51,7 +51,7 @@ def built(apply: Apply, seed: int = 1, first: str = "") -> Updates:
             copy_op = copy.assign(average, read_value=False)
         with tf.control_dependencies([average_op, copy_op]):
             pairs = list(zip(gradients, [kernel, bias]))
-            return read_updates(apply(pairs, step), data)
+            return read_updates([apply(pairs, step)], data)
 
 
 def adam(rate: Any = 0.001, beta: float = 0.9) -> Apply:

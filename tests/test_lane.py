@@ -149,6 +149,30 @@ def test_a_word_that_is_never_posted(spawn_inproc: Spawn) -> None:
         spawn_inproc(2, work)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_byte_strings_of_all_lengths(spawn_inproc: Spawn, size: int) -> None:
+    lane_of = lanes_of(size)
+    room = BLOCK_BYTES - 8  # of the first block
+    lengths = [0, 1, 7, room - 1, room, room + 1, room + BLOCK_BYTES, room + 3 * BLOCK_BYTES + 1]
+
+    def text(rank: int, step: int) -> bytes:
+        length = lengths[(3 * rank + step) % len(lengths)]
+        return np.random.default_rng([rank, step]).integers(0, 256, length, np.uint8).tobytes()
+
+    def work(communicator: Communicator) -> None:
+        lane = lane_of(communicator)
+        for step in range(0, 40, 2):
+            mine = memoryview(text(communicator.rank, step))
+            wanted = [text(rank, step) for rank in range(size)]
+            assert lane.all_gather_bytes(mine, operation(step)) == wanted
+            array = values(communicator.rank, 1500)
+            lane.all_reduce(array, np.add, operation(step + 1))
+            sums = reduce(np.add, [values(rank, 1500) for rank in range(size)])
+            np.testing.assert_array_equal(array, sums)
+
+    spawn_inproc(size, work)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_source_of_several_arrays(spawn_inproc: Spawn, size: int) -> None:
     lane_of = lanes_of(size)

@@ -8,7 +8,8 @@ and receives is a coroutine, and runs on the loop of the process.
 from __future__ import annotations
 
 import abc
-import itertools
+import collections
+import hashlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -106,7 +107,9 @@ class Transport(abc.ABC):
         if self.size > 1:
             self.mailbox.on_failure(self._start_record)
         self.timeline: Timeline | None = None  # where messages are shown
-        self._channels = itertools.count(1)
+        self._channels: dict[int, str] = {}  # by number, which duplicate of which name it is
+        self._duplicates: collections.Counter[str] = collections.Counter()
+        self._opening = threading.Lock()
 
     @abc.abstractmethod
     async def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
@@ -221,11 +224,44 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Leave the ring in good order. What was sent before is delivered; no error follows."""
 
-    def next_channel(self) -> int:
-        """Number for a new channel; all ranks open their channels in the same order."""
-        return next(self._channels)
+    def open_channel(self, name: str) -> int:
+        """Number for a new channel: that of its name, in whatever order channels are opened.
+
+        Args:
+          name: its name; all ranks open channels of the same name in the same order.
+
+        Returns:
+          31 bits, never 0; the same on all ranks.
+
+        Raises:
+          ConfigError: another name has the same number.
+        """
+        with self._opening:
+            self._duplicates[name] += 1
+            found = f"{name} ({self._duplicates[name]})"
+            number = channel_number(found)
+            if number in self._channels:
+                raise ConfigError(
+                    f"channels {self._channels[number]!r} and {found!r} have the same number "
+                    f"{number}. Rename one of the two tensors or duplicates"
+                )
+            self._channels[number] = found
+        return number
 
     def _count(self, payload_bytes: int, header_bytes: int) -> None:
         self.traffic.messages += 1  # on the loop only
         self.traffic.payload_bytes += payload_bytes
         self.traffic.header_bytes += header_bytes
+
+
+def channel_number(name: str) -> int:
+    """The number of a channel's name, the same in every process.
+
+    Args:
+      name: any text.
+
+    Returns:
+      31 bits, so never `FINISH_CHANNEL`; not 0, which is the first communicator's.
+    """
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFF_FFFF or 1

@@ -1,0 +1,342 @@
+"""Small arrays and sparse gradients of a step, reduced in one exchange.
+
+Each rank packs all that it has into one buffer,
+
+    counts    int64 [tables]: how many rows it has of each sparse gradient
+    arrays    the dense arrays, those of one dtype and operation side by side
+    rows      for each kind of row: keys int64 [n], then values [n, width]
+
+and every rank gets the buffers of all ranks and combines them in rank order. So there is one round
+of messages, however many tensors there are, and all ranks end with the same bits. It moves
+(size - 1) times the buffer, which is why large dense gradients go through buckets instead.
+
+A key is the number of the table in the upper bits and the index of the row in the lower ones, so
+rows of all tables of one width are sorted and summed together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hostopt.bucket import TensorSpec
+from hostopt.communicator import Communicator, ReduceOp
+from hostopt.errors import ConfigError
+from hostopt.finite import all_finite, troubles
+from hostopt.nonfinite import NonFiniteCheck
+from hostopt.ring import Array, Operation
+from hostopt.step_stats import StepStats, StepTimes
+
+__all__: list[str] = []
+
+_INDEX_BITS = 40
+_INDEX_MASK = (1 << _INDEX_BITS) - 1
+_MAX_TABLES = 1 << (63 - _INDEX_BITS)
+_ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class DenseValue:
+    """A dense array of the exchange.
+
+    Args:
+      spec: its name, shape and dtype.
+      op: how it is reduced.
+      is_gradient: True if it counts by the weight of this rank, and must be finite.
+    """
+
+    spec: TensorSpec
+    op: ReduceOp = ReduceOp.SUM
+    is_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """A sparse gradient: rows of a variable.
+
+    Args:
+      name: name of the variable.
+      row_shape: shape of one row.
+      dtype: dtype of the values.
+      index_dtype: dtype of the indices, int32 or int64.
+    """
+
+    name: str
+    row_shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    index_dtype: np.dtype[np.generic]
+
+    def __str__(self) -> str:
+        row = list(self.row_shape)
+        return f"sparse rows of {row} {self.dtype.name}, {self.index_dtype.name} indices"
+
+
+Rows = tuple[Array, Array]  # indices [n] and values [n, ...]
+
+
+class FusedExchange:
+    """Reduces small arrays and sparse gradients over the ranks, all of them in one exchange.
+
+    Args:
+      communicator: a communicator of its own (a `duplicate`).
+      dense: the dense arrays, the same on all ranks.
+      tables: the sparse gradients, the same on all ranks.
+      check: what follows if sums of gradients are not finite; by default as the option says.
+
+    Raises:
+      ConfigError: there are more sparse gradients than a key can tell apart.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        dense: Sequence[DenseValue],
+        tables: Sequence[Table],
+        check: NonFiniteCheck | None = None,
+    ) -> None:
+        if len(tables) > _MAX_TABLES:
+            raise ConfigError(
+                f"a step has {len(tables)} sparse gradients, wanted at most {_MAX_TABLES}. Make "
+                "some of them dense with sparse_as_dense=True"
+            )
+        self.communicator = communicator
+        self._dense = tuple(dense)
+        self._tables = tuple(tables)
+        self.check = check or NonFiniteCheck(communicator)
+        self._arrays = _group([(v.spec.dtype.name, v.op, v.is_gradient) for v in self._dense])
+        self._rows = _group([(t.dtype.name, math.prod(t.row_shape)) for t in self._tables])
+        self._steps = itertools.count()
+        self._stats = StepStats(1)
+        self._lock = threading.Lock()
+
+    @property
+    def last_times(self) -> StepTimes | None:
+        """What was measured in the last step, in which all of the exchange was exposed."""
+        return self._stats.last
+
+    def count_from(self, step: int) -> None:
+        """Numbers the steps from here, in errors; before the first exchange.
+
+        Args:
+          step: number of the first step, the same on all ranks.
+        """
+        self._steps = itertools.count(step)
+
+    def close(self) -> None:
+        """Has nothing to free; reducers have this method."""
+
+    def run(
+        self, dense: Sequence[Array], rows: Sequence[Rows], weight: float = 1.0
+    ) -> tuple[list[Array], list[Rows]]:
+        """Reduces one step.
+
+        Args:
+          dense: arrays with the shapes and dtypes of the dense values.
+          rows: indices of shape [n] and values of shape [n, *row_shape] of each table; an index
+            may occur more than once.
+          weight: what this rank's gradients are multiplied by; 0 leaves them out, NaN included.
+
+        Returns:
+          The reduced arrays; and the sums of the rows, each index once, in ascending order. The
+          same bits on all ranks.
+
+        Raises:
+          NonFiniteGradientError: sums of gradients are not finite, and that is an error.
+          HostOptError: a rank failed, left or timed out.
+        """
+        with self._lock:
+            begin_s = time.monotonic()
+            self._stats.launched(0, begin_s)
+            own = self._weighted(dense, rows, weight)
+            buffers = self.communicator.all_gather_bytes(self._pack(*own))
+            end_s = time.monotonic()
+            self._stats.ring(0, begin_s, end_s)
+            self._stats.waited(0, begin_s, end_s)
+            result = self._combine([_Reader(np.frombuffer(each, np.uint8)) for each in buffers])
+            self._look(own, result)
+            return result.arrays, result.rows
+
+    def _weighted(
+        self, dense: Sequence[Array], rows: Sequence[Rows], weight: float
+    ) -> tuple[list[Array], list[Rows]]:
+        if weight == 1:
+            return list(dense), list(rows)
+        arrays = [
+            _times(array, weight) if value.is_gradient else array
+            for array, value in zip(dense, self._dense)
+        ]
+        if weight == 0:
+            return arrays, [(indices[:0], values[:0]) for indices, values in rows]
+        return arrays, [(indices, _times(values, weight)) for indices, values in rows]
+
+    # -- the buffer ------------------------------------------------------------------------
+
+    def _pack(self, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
+        summed = [self._sum_own_rows(group, rows) for group in self._rows]
+        parts = [np.array([len(keys) for keys, _ in summed], np.int64)]
+        parts += [
+            np.concatenate([dense[index].reshape(-1) for index in group]) for group in self._arrays
+        ]
+        parts += [part for keys_and_values in summed for part in keys_and_values]
+        sizes = [_padded(part.nbytes) for part in parts]
+        buffer = np.empty(sum(sizes), np.uint8)
+        start = 0
+        for part, size in zip(parts, sizes):
+            buffer[start : start + part.nbytes] = part.reshape(-1).view(np.uint8)
+            start += size
+        return buffer
+
+    def _sum_own_rows(self, group: Sequence[int], rows: Sequence[Rows]) -> Rows:
+        """Keys and sums of the rows of several tables, each key once, in ascending order."""
+        indices = [rows[table][0] for table in group]
+        width = math.prod(self._tables[group[0]].row_shape)
+        keys = np.concatenate(indices).astype(np.int64, copy=False)
+        numbers = np.arange(len(group), dtype=np.int64) << _INDEX_BITS
+        keys = keys + np.repeat(numbers, [len(each) for each in indices])
+        values = np.concatenate([rows[table][1].reshape(-1, width) for table in group])
+        return _sum_duplicates(keys, values)
+
+    def _combine(self, ranks: Sequence[_Reader]) -> _Result:
+        result = _Result([np.empty(0)] * len(self._dense), [_NO_ROWS] * len(self._tables))
+        counts = [reader.take(np.dtype(np.int64), len(self._rows)) for reader in ranks]
+        for group in self._arrays:
+            self._combine_arrays(group, ranks, result)
+        for number, group in enumerate(self._rows):
+            found = [(r, int(count[number])) for r, count in zip(ranks, counts)]
+            self._combine_rows(group, found, result)
+        return result
+
+    def _combine_arrays(
+        self, group: Sequence[int], ranks: Sequence[_Reader], result: _Result
+    ) -> None:
+        first = self._dense[group[0]]
+        sizes = [math.prod(self._dense[index].spec.shape) for index in group]
+        parts = [reader.take(first.spec.dtype, sum(sizes)) for reader in ranks]
+        total = parts[0].copy()
+        for part in parts[1:]:
+            first.op.ufunc(total, part, out=total)
+        if first.op is ReduceOp.AVERAGE:
+            total /= total.dtype.type(len(ranks))
+        if first.is_gradient:
+            result.finite = all_finite(total) and result.finite
+        for index, size, end in zip(group, sizes, itertools.accumulate(sizes)):
+            result.arrays[index] = total[end - size : end].reshape(self._dense[index].spec.shape)
+
+    def _combine_rows(
+        self, group: Sequence[int], ranks: Sequence[tuple[_Reader, int]], result: _Result
+    ) -> None:
+        table = self._tables[group[0]]
+        width = math.prod(table.row_shape)
+        found = []
+        for reader, count in ranks:
+            keys = reader.take(np.dtype(np.int64), count)
+            found.append((keys, reader.take(table.dtype, count * width).reshape(count, width)))
+        keys, values = _merge(found)
+        result.finite = all_finite(values) and result.finite
+        edges = np.searchsorted(keys, np.arange(len(group) + 1, dtype=np.int64) << _INDEX_BITS)
+        keys &= _INDEX_MASK
+        for index, start, end in zip(group, edges, edges[1:]):
+            own = self._tables[index]
+            indices = keys[start:end].astype(own.index_dtype, copy=False)
+            result.rows[index] = indices, values[start:end].reshape(-1, *own.row_shape)
+
+    # -- values that are not finite --------------------------------------------------------
+
+    def _look(self, own: tuple[Sequence[Array], Sequence[Rows]], result: _Result) -> None:
+        step, channel = next(self._steps), self.communicator
+        self.check.look(
+            Operation(channel.channel, step, what=channel.what),
+            result.finite,
+            lambda: self._troubles(*own),
+            lambda: self._troubles(result.arrays, result.rows),
+        )
+
+    def _troubles(self, dense: Sequence[Array], rows: Sequence[Rows]) -> dict[str, str]:
+        found = {v.spec.name: a for v, a in zip(self._dense, dense) if v.is_gradient}
+        found.update((t.name, values) for t, (_, values) in zip(self._tables, rows))
+        return troubles(list(found), list(found.values()))
+
+
+_NO_ROWS: Rows = np.empty(0, np.int64), np.empty(0)
+
+
+@dataclass
+class _Result:
+    """What all ranks have in the end.
+
+    Args:
+      arrays: the reduced arrays.
+      rows: the sums of the rows.
+      finite: whether all gradients among them are finite.
+    """
+
+    arrays: list[Array]
+    rows: list[Rows]
+    finite: bool = True
+
+
+class _Reader:
+    """Takes arrays off the beginning of a buffer, one after the other."""
+
+    def __init__(self, buffer: Array) -> None:
+        self._buffer = buffer
+        self._start = 0
+
+    def take(self, dtype: np.dtype[np.generic], length: int) -> Array:
+        nbytes = length * dtype.itemsize
+        part: Array = self._buffer[self._start : self._start + nbytes].view(dtype)
+        self._start += _padded(nbytes)
+        return part
+
+
+def _group(kinds: Sequence[object]) -> list[list[int]]:
+    """Positions of equal kinds, in the order in which the kinds first occur."""
+    groups: dict[object, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(index)
+    return list(groups.values())
+
+
+def _sum_duplicates(keys: Array, values: Array) -> Rows:
+    """Each key once, in ascending order, with the sum of its rows in the order of the input."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(_is_first(ordered))
+    if len(starts) == len(keys):
+        return ordered, values[order]
+    return ordered[starts], np.add.reduceat(values[order], starts, axis=0)
+
+
+def _merge(ranks: Sequence[Rows]) -> Rows:
+    """Sums the rows of all ranks in rank order; each rank has each of its keys once, ascending."""
+    keys = np.concatenate([own for own, _ in ranks])
+    keys.sort(kind="stable")  # merges what is sorted already
+    keys = keys[_is_first(keys)]
+    width, dtype = ranks[0][1].shape[1], ranks[0][1].dtype
+    total = np.zeros((len(keys), width), dtype)
+    for own, values in ranks:
+        total[np.searchsorted(keys, own)] += values
+    return keys, total
+
+
+def _is_first(ordered: Array) -> Array:
+    """Whether each of some sorted keys is another one than the key before."""
+    first = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return first
+
+
+def _times(array: Array, weight: float) -> Array:
+    if weight == 0:
+        return np.zeros_like(array)
+    return np.asarray(array * array.dtype.type(weight))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
