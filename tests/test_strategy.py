@@ -7,12 +7,13 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from ranks import reserved_addresses
+from strategies import as_ranks, resolver, session
 
 import estimator_ext
 import hostopt
@@ -23,47 +24,10 @@ estimator_ext.install()
 pytestmark = [pytest.mark.tensorflow]
 
 
-def resolver(addresses: list[str], index: int, job: str = "worker") -> Any:
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({"worker": addresses}), task_type=job, task_id=index
-    )
-
-
 @pytest.fixture
 def addresses() -> Iterator[list[str]]:
     with reserved_addresses(2) as found:
         yield found
-
-
-def as_ranks(addresses: list[str], work: Callable[[Any], Any]) -> list[Any]:
-    """Run `work(strategy)` for each rank, as threads of this process, and return the results."""
-    results: dict[int, Any] = {}
-
-    def run(rank: int) -> None:
-        strategy = estimator_ext.HostOffloadStrategy(
-            resolver(addresses, rank), collective_timeout_s=30
-        )
-        try:
-            with tf.Graph().as_default(), strategy.errors_told():
-                results[rank] = work(strategy)
-            strategy.close()
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(addresses))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for result in results.values():
-        if isinstance(result, BaseException):
-            raise result
-    return [results[rank] for rank in range(len(addresses))]
-
-
-def session(strategy: Any) -> tf.compat.v1.Session:
-    config = tf.compat.v1.ConfigProto(allow_soft_placement=False)
-    return tf.compat.v1.Session(config=strategy.update_config_proto(config))
 
 
 # -- a plain session -----------------------------------------------------------------------

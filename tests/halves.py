@@ -1,0 +1,150 @@
+"""Half batches on two ranks against whole batches in the stock Estimator, model by model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ranks import Ranks, reserved_addresses
+
+LIMIT_S = 280.0  # of all models
+LIMITS = {"HOSTOPT_COLLECTIVE_TIMEOUT_S": "30", "HOSTOPT_RENDEZVOUS_TIMEOUT_S": "60"}
+
+Variables = dict[str, np.ndarray]
+
+
+class Halves:
+    """Trains models of a program by name: alone in the stock class, and on two ranks.
+
+    Args:
+      directory: where variables, checkpoints and output go.
+      program: file below tests/programs that ends with `by_name.train_all`.
+      names: models to train.
+      steps: of each model.
+    """
+
+    def __init__(self, directory: Path, program: str, names: Sequence[str], steps: int) -> None:
+        self._directory = directory
+        self._outputs = {1: [""], 2: ["", ""]}
+        for size in (1, 2):
+            (directory / str(size)).mkdir()
+        self._train(1, program, names, steps)
+        for name in names:
+            self._pass_on_first_checkpoint(name)
+        self._train(2, program, names, steps)
+
+    def _train(self, size: int, program: str, names: Sequence[str], steps: int) -> None:
+        """Train all of `names`; a model that hangs ends its processes, and others come after."""
+        left = list(names)
+        while left and self._start(size, program, left, steps):
+            hung = [
+                name
+                for name in left
+                if not all(self._outcome_path(name, r, size).exists() for r in range(size))
+            ]
+            left = left[left.index(hung[0]) + 1 :] if hung else []
+
+    def _start(self, size: int, program: str, names: Sequence[str], steps: int) -> bool:
+        """Start the processes and wait for them; True if one was ended."""
+        directory = self._directory / str(size)
+        settings = {"directory": str(directory), "names": list(names), "steps": steps}
+        ranks = Ranks(directory)
+        with reserved_addresses(size) as addresses:
+            try:
+                started = ranks.start(
+                    program,
+                    {"worker": addresses},
+                    arguments=[json.dumps(settings)],
+                    environ={**LIMITS, "PYTHONPATH": os.pathsep.join(sys.path)},
+                )
+                codes = [rank.wait(LIMIT_S) for rank in started]
+            finally:
+                ranks.end()
+        self._outputs[size] = [
+            before + rank.output for before, rank in zip(self._outputs[size], started)
+        ]
+        return any(codes)
+
+    def _pass_on_first_checkpoint(self, name: str) -> None:
+        """Give the ranks what the stock Estimator began with, if it saved that."""
+        source, target = (self._directory / size / "models" / name for size in ("1", "2"))
+        found = sorted(source.glob("model.ckpt-0.*"))
+        if found:
+            target.mkdir(parents=True)
+            for path in found:
+                shutil.copy(path, target)
+            (target / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-0"\n')
+
+    def _outcome_path(self, name: str, rank: int | str, size: int) -> Path:
+        return self._directory / str(size) / f"{name}-{'alone' if size == 1 else rank}.json"
+
+    def model_dir(self, size: int, name: str) -> Path:
+        return self._directory / str(size) / "models" / name
+
+    def outcome(self, name: str, rank: int | str) -> dict[str, Any]:
+        """Steps and error of a rank, or of "alone"."""
+        size = 1 if rank == "alone" else 2
+        path = self._outcome_path(name, rank, size)
+        if not path.exists():
+            output = self._outputs[size][0 if rank == "alone" else int(rank)]
+            raise AssertionError(f"{name} did not end on {rank}:\n{output[-4000:]}")
+        return json.loads(path.read_text())
+
+    def variables(self, name: str, rank: int | str) -> Variables:
+        """Final variables of a rank, or of "alone", by name; fails if its training failed."""
+        error = self.outcome(name, rank)["error"]
+        assert error is None, f"{name} on {rank}:\n{error['text']}"
+        size = 1 if rank == "alone" else 2
+        found = dict(np.load(self._directory / str(size) / f"{name}-{rank}.npz"))
+        return _joined(found)
+
+    def check_alike(self, name: str, own: Sequence[str] = ()) -> None:
+        """The ranks hold the same bits.
+
+        Args:
+          name: of the model.
+          own: names of variables that each rank has by itself.
+        """
+        first, second = (self.variables(name, rank) for rank in (0, 1))
+        assert set(first) == set(second)
+        for variable in set(first) - set(own):
+            np.testing.assert_array_equal(
+                second[variable], first[variable], err_msg=f"{name}: {variable} of ranks 1 and 0"
+            )
+
+    def check_equal(self, name: str, tolerance: float, own: Sequence[str] = ()) -> None:
+        """The ranks hold what the stock Estimator has with the whole batches.
+
+        Args:
+          name: of the model.
+          tolerance: relative and absolute.
+          own: names of variables that each rank has by itself.
+        """
+        alone, found = self.variables(name, "alone"), self.variables(name, 0)
+        assert set(alone) <= set(found)
+        for variable in set(alone) - set(own) - {"trainable"}:
+            np.testing.assert_allclose(
+                found[variable],
+                alone[variable],
+                rtol=tolerance,
+                atol=tolerance,
+                err_msg=f"{name}: {variable} of 2 ranks and of one process",
+            )
+
+
+def _joined(variables: Variables) -> Variables:
+    """The variables, those whole that a partitioner has split: under a strategy it splits none."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for name in sorted(variables):
+        parts.setdefault(re.sub(r"/part_\d+", "", name), []).append(variables[name])
+    return {
+        name: found[0] if len(found) == 1 else np.concatenate(found)
+        for name, found in parts.items()
+    }

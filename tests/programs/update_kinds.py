@@ -1,0 +1,692 @@
+"""A tiny regression that is trained by every kind of update; the table KINDS is at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from programs import by_name
+
+import estimator_ext
+
+v1 = tf.compat.v1
+train = tf.compat.v1.train
+legacy = tf.keras.optimizers.legacy
+GLOBAL_BATCH, BATCHES, IDS = 12, 4, 10
+RATE = 0.05
+RANDOM = np.random.RandomState(0)
+DATA = {
+    "x": RANDOM.standard_normal((BATCHES, GLOBAL_BATCH, 5)),
+    "ids": RANDOM.randint(0, IDS, (BATCHES, GLOBAL_BATCH, 2)),  # with duplicates
+    "y": RANDOM.standard_normal((BATCHES, GLOBAL_BATCH, 3)),
+}
+START = {
+    "weights": RANDOM.standard_normal((5, 3)),
+    "bias": RANDOM.standard_normal(3),
+    "table": RANDOM.standard_normal((IDS, 3)),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One row of the table.
+
+    Args:
+      name: what tests call it.
+      expected: what two ranks end with. "mean": the same bits, equal to one process on the whole
+        batch. "sum": equal to one process whose loss is multiplied by the number of ranks.
+        "alike": the same bits, but not those of one process, as the note says. "refused: WORD": a
+        ConfigError before the first step, which names WORD as the operation. Several of them,
+        separated by "|", are equally right.
+      build: makes the train_op, or the spec, of a model.
+      note: why it is neither "mean" nor refused.
+      sparse: adds an embedding, whose gradient is sparse.
+      own: variables that each rank has by itself.
+      dtype: of the model.
+    """
+
+    name: str
+    expected: str
+    build: Callable[[Model], Any]
+    note: str = ""
+    sparse: bool = False
+    own: Sequence[str] = ()
+    dtype: str = "float64"
+
+
+class Model:
+    """The regression: float64, so that rounding hides nothing, unless an optimizer cannot.
+
+    Args:
+      features: of this rank.
+      kind: by which it is trained.
+      alone: True in one process on the whole batch.
+    """
+
+    def __init__(self, features: dict[str, tf.Tensor], kind: Kind, alone: bool) -> None:
+        self.alone, self._ids = alone, features["ids"]
+        self.x, self._y = (tf.cast(features[name], kind.dtype) for name in ("x", "y"))
+        self.factor = 2.0 if alone and kind.expected == "sum" else 1.0
+        names = ["weights", "bias"] + ["table"] * kind.sparse
+        resource = kind.name != "reference variables"
+        self.variables = [
+            v1.get_variable(
+                name, initializer=START[name].astype(kind.dtype), use_resource=resource
+            )
+            for name in names
+        ]
+        self.step = train.get_global_step()
+        self.out = self.predict()
+        self.loss = self.loss_of(self.out)
+        v1.add_to_collection("loss", self.loss)
+
+    def predict(self) -> tf.Tensor:
+        out = self.x @ self.variables[0] + self.variables[1]
+        for table in self.variables[2:]:
+            out += tf.reduce_sum(tf.nn.embedding_lookup(table, self._ids), 1)
+        return out
+
+    def loss_of(self, out: tf.Tensor) -> tf.Tensor:
+        return self.factor * tf.reduce_mean(tf.reduce_sum((out - self._y) ** 2, 1))
+
+    def new_loss(self) -> tf.Tensor:
+        """The loss, computed anew: for a tape."""
+        return self.loss_of(self.predict())
+
+    def gradients(self) -> list[Any]:
+        return tf.gradients(self.loss, self.variables)
+
+    def pairs(self) -> list[tuple[Any, tf.Variable]]:
+        return list(zip(self.gradients(), self.variables))
+
+    def counted(self, *updates: Any) -> tf.Operation:
+        """A train_op of updates that do not count steps themselves."""
+        with tf.control_dependencies(tf.nest.flatten(updates)):
+            return self.step.assign_add(1).op
+
+    def zeros_like(self, variable: tf.Variable, name: str) -> tf.Variable:
+        initial = np.zeros(variable.shape.as_list())
+        name = f"{variable.op.name}/{name}"
+        return v1.get_variable(name, initializer=initial, trainable=False)
+
+
+# -- optimizers as others write them ---------------------------------------------------------
+
+
+class Own(train.Optimizer):
+    """Has an apply_gradients of its own, with slots of its own."""
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        super().__init__(False, "Own")
+        self._momentum = momentum
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
+        updates = []
+        for gradient, variable in grads_and_vars:
+            change = RATE * tf.convert_to_tensor(gradient)
+            if self._momentum:
+                slot = v1.get_variable(
+                    f"{variable.op.name}/m", initializer=tf.zeros_like(change), trainable=False
+                )
+                change += self._momentum * slot
+                updates.append(slot.assign(change))
+            updates.append(variable.assign(variable - change))
+        return tf.group(*updates, global_step.assign_add(1))
+
+
+class ClipsAndCallsSuper(train.GradientDescentOptimizer):
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
+        gradients, variables = zip(*grads_and_vars)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        return super().apply_gradients(zip(gradients, variables), global_step, name)
+
+
+class ScalesAndCallsSuper(train.GradientDescentOptimizer):
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
+        pairs = [(2.0 * gradient, variable) for gradient, variable in grads_and_vars]
+        return super().apply_gradients(pairs, global_step, name)
+
+
+class Sign(train.GradientDescentOptimizer):
+    """Overrides only what applies one gradient."""
+
+    def _resource_apply_dense(self, grad: tf.Tensor, handle: Any) -> tf.Operation:
+        return handle.assign_sub(RATE * tf.sign(grad))
+
+
+class Wrapper(train.Optimizer):
+    """Passes all on to another optimizer."""
+
+    def __init__(self, inner: train.Optimizer) -> None:
+        super().__init__(False, type(self).__name__)
+        self.inner = inner
+
+    def compute_gradients(self, loss: tf.Tensor, *args: Any, **kwargs: Any):
+        return self.inner.compute_gradients(loss, *args, **kwargs)
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
+        return self.inner.apply_gradients(grads_and_vars, global_step, name)
+
+
+class Clipping(Wrapper):
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
+        gradients, variables = zip(*grads_and_vars)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        return self.inner.apply_gradients(zip(gradients, variables), global_step, name)
+
+
+class ClippingInCompute(Wrapper):
+    def compute_gradients(self, loss: tf.Tensor, *args: Any, **kwargs: Any):
+        pairs = self.inner.compute_gradients(loss, *args, **kwargs)
+        gradients, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.5)
+        return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
+
+
+class MovingAverage(Wrapper):
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
+        pairs = list(grads_and_vars)
+        with tf.control_dependencies([self.inner.apply_gradients(pairs, global_step, name)]):
+            average = tf.train.ExponentialMovingAverage(0.9)
+            return average.apply([variable for _, variable in pairs])
+
+
+class Lookahead(Wrapper):
+    """Every second step the weights go half the way from slow ones."""
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
+        pairs = list(grads_and_vars)
+        slow = [v1.Variable(v.initial_value, trainable=False, name="slow") for _, v in pairs]
+        with tf.control_dependencies([self.inner.apply_gradients(pairs, global_step, name)]):
+            every = tf.cast(tf.equal(global_step.read_value() % 2, 0), tf.float64)
+            updates = []
+            for behind, (_, variable) in zip(slow, pairs):
+                fast = variable.read_value()
+                mixed = behind + 0.5 * (fast - behind)
+                updates.append(variable.assign(every * mixed + (1 - every) * fast))
+                updates.append(behind.assign(every * mixed + (1 - every) * behind))
+        return tf.group(updates)
+
+
+class WeightDecay(train.MomentumOptimizer):
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
+        pairs = list(grads_and_vars)
+        decays = [variable.assign_sub(0.01 * variable) for _, variable in pairs]
+        with tf.control_dependencies(decays):
+            return super().apply_gradients(pairs, global_step, name)
+
+
+def gradient_descent() -> train.Optimizer:
+    return train.GradientDescentOptimizer(RATE)
+
+
+# -- builders --------------------------------------------------------------------------------
+
+
+def minimize(make: Callable[[], train.Optimizer]) -> Callable[[Model], Any]:
+    return lambda model: make().minimize(model.loss, model.step)
+
+
+def apply(
+    gradients: Callable[[Model], Any], make: Callable[[], Any] = gradient_descent
+) -> Callable[[Model], Any]:
+    return lambda model: make().apply_gradients(gradients(model), model.step)
+
+
+def keras(make: Callable[[], Any]) -> Callable[[Model], Any]:
+    return lambda model: model.counted(make().get_updates(model.loss, model.variables))
+
+
+def keras_apply(model: Model) -> Any:
+    return model.counted(legacy.SGD(RATE).apply_gradients(model.pairs()))
+
+
+def keras_minimize(model: Model) -> Any:
+    return model.counted(legacy.SGD(RATE).minimize(model.new_loss, model.variables))
+
+
+def by_hand(update: Callable[[tf.Variable, Any], Any]) -> Callable[[Model], Any]:
+    return lambda model: model.counted([update(v, g) for g, v in model.pairs()])
+
+
+def without_gradient(update: Callable[[Model], Any]) -> Callable[[Model], Any]:
+    """A usual step, and one more update of the weights."""
+
+    def build(model: Model) -> Any:
+        with tf.control_dependencies([gradient_descent().minimize(model.loss, model.step)]):
+            return tf.group(update(model))
+
+    return build
+
+
+def computed(model: Model) -> list[tuple[Any, tf.Variable]]:
+    return gradient_descent().compute_gradients(model.loss, model.variables)
+
+
+def clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable]]:
+    gradients, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.5)
+    return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
+
+
+def taped(model: Model) -> list[tuple[Any, tf.Variable]]:
+    with tf.GradientTape() as tape:
+        loss = model.new_loss()
+    return list(zip(tape.gradient(loss, model.variables), model.variables))
+
+
+def subtract(pairs: list[tuple[Any, tf.Variable]]) -> list[tf.Operation]:
+    return [v.assign_sub(RATE * tf.convert_to_tensor(g), read_value=False) for g, v in pairs]
+
+
+def raw_adam(variable: tf.Variable, gradient: tf.Tensor) -> tf.Operation:
+    m, v = (
+        v1.get_variable(
+            f"{variable.op.name}/{name}",
+            initializer=np.zeros(variable.shape.as_list()),
+            trainable=False,
+        )
+        for name in ("m", "v")
+    )
+    numbers = {"beta1_power": 0.9, "beta2_power": 0.99, "lr": RATE, "beta1": 0.9, "beta2": 0.99}
+    numbers = {name: tf.constant(value, tf.float64) for name, value in numbers.items()}
+    return tf.raw_ops.ResourceApplyAdam(
+        var=variable.handle,
+        m=m.handle,
+        v=v.handle,
+        epsilon=tf.constant(1e-8, tf.float64),
+        grad=gradient,
+        **numbers,
+    )
+
+
+def raw_descent(variable: tf.Variable, gradient: tf.Tensor) -> tf.Operation:
+    rate = tf.constant(RATE, tf.float64)
+    return tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=gradient)
+
+
+def scatter_sub(variable: tf.Variable, gradient: Any) -> tf.Operation:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return variable.assign_sub(RATE * gradient, read_value=False)
+    rows = tf.IndexedSlices(RATE * gradient.values, gradient.indices, gradient.dense_shape)
+    return variable.scatter_sub(rows)
+
+
+def raw_sparse_adagrad(variable: tf.Variable, gradient: Any) -> tf.Operation:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return variable.assign_sub(RATE * gradient, read_value=False)
+    name = f"{variable.op.name}/accumulator"
+    accumulator = v1.get_variable(name, initializer=np.ones((IDS, 3)), trainable=False)
+    # duplicate rows would be squared one by one, so they are added up first, as optimizers do
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.raw_ops.ResourceSparseApplyAdagrad(
+        var=variable.handle,
+        accum=accumulator.handle,
+        lr=tf.constant(RATE, tf.float64),
+        grad=values,
+        indices=rows,
+    )
+
+
+def assign_slices(variable: tf.Variable, gradient: tf.Tensor) -> tf.Operation:
+    return variable[:].assign(variable - RATE * gradient).op
+
+
+def sync_replicas(model: Model) -> Any:
+    """Without the thread of its queue runner, which blocks the end of a session for 120 s."""
+    optimizer = train.SyncReplicasOptimizer(gradient_descent(), 1, 1)
+    train_op = optimizer.minimize(model.loss, model.step)
+    return tf.group(train_op, *optimizer.get_chief_queue_runner().enqueue_ops)
+
+
+def spec(model: Model, train_op: Any, **fields: Any) -> Any:
+    return tf.estimator.EstimatorSpec("train", loss=model.loss, train_op=train_op, **fields)
+
+
+def two_optimizers(model: Model) -> Any:
+    """As a GAN: each on its own loss and its own variables."""
+    weights, bias = model.variables
+    first = gradient_descent().minimize(model.loss, model.step, [weights])
+    other = tf.reduce_mean(tf.abs(model.out))
+    return tf.group(first, train.AdamOptimizer(RATE).minimize(other, var_list=[bias]))
+
+
+def accumulated(model: Model) -> Any:
+    """Sums of gradients, applied and set to zero in every second step."""
+    sums = [model.zeros_like(v, "sum") for v in model.variables]
+    added = [s.assign_add(g) for s, g in zip(sums, model.gradients())]
+    step = tf.identity(model.step)
+
+    def update() -> tf.Operation:
+        values = [s.read_value() for s in sums]
+        with tf.control_dependencies(subtract(list(zip(values, model.variables)))):
+            return tf.group([s.assign(tf.zeros_like(s)) for s in sums])
+
+    with tf.control_dependencies(added):
+        done = tf.cond(tf.equal(step % 2, 1), update, tf.no_op)
+    return model.counted(done)
+
+
+def accumulated_for_an_optimizer(model: Model) -> Any:
+    """The same, and a v1 optimizer applies them in a branch."""
+    optimizer = gradient_descent()
+    pairs = optimizer.compute_gradients(model.loss, model.variables)
+    sums = [model.zeros_like(v, "sum") for v in model.variables]
+    added = [s.assign_add(g) for s, (g, _) in zip(sums, pairs)]
+    step = tf.identity(model.step)
+
+    def update() -> tf.Operation:
+        values = [s.read_value() for s in sums]
+        applied = optimizer.apply_gradients(list(zip(values, model.variables)))
+        with tf.control_dependencies([applied]):
+            return tf.group([s.assign(tf.zeros_like(s)) for s in sums])
+
+    with tf.control_dependencies(added):
+        done = tf.cond(tf.equal(step % 2, 1), update, tf.no_op)
+    return model.counted(done)
+
+
+def gradient_penalty(model: Model) -> Any:
+    slopes = tf.gradients(tf.reduce_sum(tf.tanh(model.out)), model.x)[0]
+    penalty = tf.reduce_mean(tf.reduce_sum(slopes**2, 1))
+    return gradient_descent().minimize(model.loss + penalty, model.step)
+
+
+def penalty_on_weights(model: Model) -> Any:
+    penalty = tf.add_n([tf.reduce_sum(gradient**2) for gradient in model.gradients()])
+    return gradient_descent().minimize(model.loss + 0.01 * penalty, model.step)
+
+
+def in_cond(model: Model) -> Any:
+    gradients, step = model.gradients(), tf.identity(model.step)
+    update = lambda: tf.group(subtract(list(zip(gradients, model.variables))))  # noqa: E731
+    return model.counted(tf.cond(step > 0, update, tf.no_op))
+
+
+def gradients_in_cond(model: Model) -> Any:
+    def update() -> tf.Operation:
+        gradients = tf.gradients(model.new_loss(), model.variables)
+        return tf.group(subtract(list(zip(gradients, model.variables))))
+
+    return model.counted(tf.cond(tf.identity(model.step) > 0, update, tf.no_op))
+
+
+def in_while_loop(model: Model) -> Any:
+    gradients = [0.5 * gradient for gradient in model.gradients()]
+
+    def body(i: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies(subtract(list(zip(gradients, model.variables)))):
+            return i + 1
+
+    return model.counted(tf.while_loop(lambda i: i < 2, body, [tf.constant(0)]))
+
+
+def surrogate(model: Model) -> Any:
+    """A loss whose gradient is one that was computed before."""
+    terms = [tf.reduce_sum(tf.stop_gradient(g) * v) for g, v in model.pairs()]
+    return gradient_descent().minimize(tf.add_n(terms), model.step)
+
+
+def straight_through(model: Model) -> Any:
+    rounded = model.out + tf.stop_gradient(tf.round(model.out) - model.out)
+    return gradient_descent().minimize(model.loss_of(rounded), model.step)
+
+
+def loss_scale(model: Model) -> Any:
+    optimizer = estimator_ext.LossScaleOptimizer(gradient_descent(), 2.0**10, 2)
+    return optimizer.minimize(model.loss, model.step)
+
+
+def on_host(host_model_fn: Callable[..., Any]) -> Callable[[Model], Any]:
+    """A spec with a host_call; alone, what the function of it does."""
+
+    def build(model: Model) -> Any:
+        gradients = [gradient for gradient, _ in computed(model)]
+        if model.alone:
+            return model.counted(host_model_fn(model.variables, *gradients))
+        call = (lambda *given: host_model_fn(model.variables, *given), gradients)
+        return estimator_ext.EstimatorSpec(
+            "train", loss=model.loss, train_op=tf.identity(model.loss), host_call=call
+        )
+
+    return build
+
+
+def host_own(variables: Sequence[tf.Variable], *gradients: tf.Tensor) -> Any:
+    counter = v1.get_variable("own_steps", initializer=np.int64(0), trainable=False)
+    return Own(0.9).apply_gradients(zip(gradients, variables), counter)
+
+
+def rate_in_a_variable(model: Model) -> Any:
+    """The learning rate follows the loss of the step before."""
+    rate = v1.get_variable("rate", initializer=np.float64(RATE), trainable=False)
+    done = train.GradientDescentOptimizer(rate).minimize(model.loss, model.step)
+    with tf.control_dependencies([done]):
+        return tf.group(rate.assign(RATE / (1 + model.loss)))
+
+
+def statistics(model: Model) -> Any:
+    mean = v1.get_variable("statistics", initializer=np.zeros(5), trainable=False)
+    with tf.control_dependencies([mean.assign(tf.reduce_mean(model.x, 0))]):
+        return gradient_descent().minimize(model.loss, model.step)
+
+
+def batch_mean(model: Model) -> tf.Tensor:
+    return tf.tile(tf.reduce_mean(model.x, 0)[:, None], [1, 3])
+
+
+MEAN = tf.distribute.ReduceOp.MEAN
+
+
+def reduced(model: Model) -> tf.Tensor:
+    return tf.distribute.get_strategy().reduce(MEAN, batch_mean(model), axis=None)
+
+
+def reduced_in_merge_call(model: Model) -> tf.Tensor:
+    def reduce(strategy: Any, value: tf.Tensor) -> tf.Tensor:
+        return strategy.reduce(MEAN, value, axis=None)
+
+    return tf.distribute.get_replica_context().merge_call(reduce, args=(batch_mean(model),))
+
+
+def reduced_in_replica(model: Model) -> tf.Tensor:
+    return tf.distribute.get_replica_context().all_reduce(MEAN, batch_mean(model))
+
+
+def mean_teacher(model: Model) -> Any:
+    """The weights become their own moving average after each step."""
+    average = tf.train.ExponentialMovingAverage(0.5)
+    with tf.control_dependencies([gradient_descent().minimize(model.loss, model.step)]):
+        applied = average.apply(model.variables)
+    with tf.control_dependencies([applied]):
+        return tf.group([v.assign(average.average(v).read_value()) for v in model.variables])
+
+
+SUMS = "Keras optimizers and gradients of one's own do not scale the loss: the stock sum"
+LOCAL = "what stands between compute_gradients and apply_gradients sees this rank's gradients"
+OF_DATA = "a local batch went into the weights without a gradient"
+
+KINDS = [
+    # optimizers of tf.compat.v1.train
+    Kind("gradient descent", "mean", minimize(gradient_descent)),
+    Kind("momentum", "mean", minimize(lambda: train.MomentumOptimizer(RATE, 0.9))),
+    Kind(
+        "nesterov",
+        "mean",
+        minimize(lambda: train.MomentumOptimizer(RATE, 0.9, use_nesterov=True)),
+    ),
+    Kind("adam", "mean", minimize(lambda: train.AdamOptimizer(RATE))),
+    Kind("adagrad", "mean", minimize(lambda: train.AdagradOptimizer(RATE))),
+    Kind(
+        "adagrad da",
+        "mean",
+        minimize(lambda: train.AdagradDAOptimizer(RATE, train.get_global_step())),
+    ),
+    Kind("adadelta", "mean", minimize(lambda: train.AdadeltaOptimizer(1.0))),
+    Kind("rmsprop", "mean", minimize(lambda: train.RMSPropOptimizer(RATE))),
+    Kind(
+        "rmsprop, centered",
+        "mean",
+        minimize(lambda: train.RMSPropOptimizer(RATE, momentum=0.5, centered=True)),
+    ),
+    Kind("ftrl", "mean", minimize(lambda: train.FtrlOptimizer(RATE, -0.5, 0.1, 0.1))),
+    Kind(
+        "proximal gradient descent",
+        "mean",
+        minimize(lambda: train.ProximalGradientDescentOptimizer(RATE, 0.1)),
+        dtype="float32",
+    ),
+    Kind(
+        "proximal adagrad",
+        "mean",
+        minimize(lambda: train.ProximalAdagradOptimizer(RATE, l2_regularization_strength=0.1)),
+        dtype="float32",
+    ),
+    Kind("reference variables", "mean", minimize(lambda: train.AdamOptimizer(RATE))),
+    Kind("adam, sparse", "mean", minimize(lambda: train.AdamOptimizer(RATE)), sparse=True),
+    Kind("adagrad, sparse", "mean", minimize(lambda: train.AdagradOptimizer(RATE)), sparse=True),
+    Kind("ftrl, sparse", "mean", minimize(lambda: train.FtrlOptimizer(RATE)), sparse=True),
+    Kind("compute and apply", "mean", apply(computed)),
+    Kind("sync replicas", "mean", sync_replicas),
+    Kind("two optimizers", "mean", two_optimizers),
+    Kind("reduce_gradients, clip, apply", "mean", apply(
+        lambda model: clipped(estimator_ext.reduce_gradients(computed(model)))
+    )),
+    Kind("compute, clip, apply", "alike", apply(lambda model: clipped(computed(model))), LOCAL),
+    Kind(
+        "compute, add weights, apply",
+        "alike",
+        apply(lambda model: [(g + 0.1 * v, v) for g, v in computed(model)]),
+        LOCAL,
+    ),
+    Kind("tf.gradients, apply", "sum", apply(Model.pairs), SUMS),
+    Kind("tape, apply", "sum", apply(taped), SUMS),
+    # optimizers of tf.keras.optimizers.legacy
+    Kind("keras sgd", "sum", keras(lambda: legacy.SGD(RATE)), SUMS),
+    Kind("keras momentum", "sum", keras(lambda: legacy.SGD(RATE, 0.9)), SUMS),
+    Kind("keras adam", "sum", keras(lambda: legacy.Adam(RATE)), SUMS),
+    Kind("keras amsgrad", "sum", keras(lambda: legacy.Adam(RATE, amsgrad=True)), SUMS),
+    Kind("keras adamax", "sum", keras(lambda: legacy.Adamax(RATE)), SUMS),
+    Kind("keras adagrad", "sum", keras(lambda: legacy.Adagrad(RATE)), SUMS),
+    Kind("keras adadelta", "sum", keras(lambda: legacy.Adadelta(1.0)), SUMS),
+    Kind("keras rmsprop", "sum", keras(lambda: legacy.RMSprop(RATE)), SUMS),
+    Kind("keras nadam", "sum", keras(lambda: legacy.Nadam(RATE)), SUMS),
+    Kind("keras ftrl", "sum", keras(lambda: legacy.Ftrl(RATE)), SUMS),
+    Kind("keras apply_gradients", "sum", keras_apply, SUMS),
+    Kind("keras minimize", "sum", keras_minimize, SUMS),
+    # optimizers of others
+    Kind("own apply_gradients", "mean", minimize(Own)),
+    Kind("own apply_gradients, slots", "mean", minimize(lambda: Own(0.9))),
+    Kind("own apply_gradients, sparse", "mean", minimize(Own), sparse=True),
+    Kind("own apply_gradients of tf.gradients", "mean", apply(Model.pairs, Own)),
+    Kind("own apply_gradients, clipped", "mean", apply(lambda m: clipped(m.pairs()), Own)),
+    Kind("own apply_gradients of a tape", "mean", apply(taped, Own)),
+    Kind("own apply_gradients, wrapped", "mean", minimize(lambda: Wrapper(Own()))),
+    Kind("scales and calls super", "mean", minimize(lambda: ScalesAndCallsSuper(RATE))),
+    Kind("clips and calls super", "mean", minimize(lambda: ClipsAndCallsSuper(RATE))),
+    Kind("own _resource_apply_dense", "mean", minimize(lambda: Sign(RATE))),
+    Kind("wrapper", "mean", minimize(lambda: Wrapper(gradient_descent()))),
+    Kind("clipping wrapper", "mean", minimize(lambda: Clipping(gradient_descent()))),
+    Kind("clips in compute", "mean", minimize(lambda: ClippingInCompute(gradient_descent()))),
+    Kind("moving average wrapper", "mean", minimize(lambda: MovingAverage(gradient_descent()))),
+    Kind("lookahead wrapper", "mean", minimize(lambda: Lookahead(gradient_descent()))),
+    Kind("weight decay mixin", "mean", minimize(lambda: WeightDecay(RATE, 0.9))),
+    Kind("LossScaleOptimizer", "mean", loss_scale),
+    # by hand
+    Kind("assign_sub", "mean", by_hand(lambda v, g: v.assign_sub(RATE * g))),
+    Kind("assign", "mean", by_hand(lambda v, g: v.assign(v - RATE * g))),
+    Kind("assign_add", "mean", by_hand(lambda v, g: v.assign_add(-RATE * g))),
+    Kind("assign to slices", "mean", by_hand(assign_slices)),
+    Kind("tf.compat.v1.assign_sub", "mean", by_hand(lambda v, g: v1.assign_sub(v, RATE * g))),
+    Kind("ResourceApplyGradientDescent", "mean", by_hand(raw_descent)),
+    Kind("ResourceApplyAdam", "mean", by_hand(raw_adam)),
+    Kind("ResourceSparseApplyAdagrad", "mean", by_hand(raw_sparse_adagrad), sparse=True),
+    Kind("scatter_sub", "mean", by_hand(scatter_sub), sparse=True),
+    Kind("tape, assign_sub", "mean", lambda m: m.counted(subtract(taped(m)))),
+    Kind("compute, assign_sub", "mean", lambda m: m.counted(subtract(computed(m)))),
+    Kind("clip, assign_sub", "mean", lambda m: m.counted(subtract(clipped(m.pairs())))),
+    Kind("accumulated", "mean", accumulated),
+    Kind("accumulated for an optimizer", "mean", accumulated_for_an_optimizer),
+    Kind("gradient penalty", "mean", gradient_penalty),
+    Kind("penalty on the gradient of weights", "alike", penalty_on_weights, LOCAL),
+    Kind("in cond", "mean", in_cond),
+    Kind("gradients in cond", "mean|refused: AssignSub", gradients_in_cond),
+    Kind("in while_loop", "mean", in_while_loop),
+    Kind("surrogate loss", "mean", surrogate),
+    Kind("straight-through", "mean", straight_through),
+    # host_call
+    Kind("host_call", "mean", on_host(
+        lambda variables, *given: gradient_descent().apply_gradients(zip(given, variables))
+    )),
+    Kind("host_call, own apply_gradients", "mean", on_host(host_own)),
+    Kind("host_call, assign_sub", "mean", on_host(
+        lambda variables, *given: tf.group(subtract(list(zip(given, variables))))
+    )),
+    Kind("host_call, clip by hand", "mean", on_host(
+        lambda variables, *given: tf.group(subtract(clipped(list(zip(given, variables)))))
+    )),
+    # without data, or with data that are reduced
+    Kind("weight decay after the step", "mean", without_gradient(
+        lambda model: [v.assign(0.99 * v.read_value()) for v in model.variables]
+    )),
+    Kind("mean teacher", "mean", mean_teacher),
+    Kind("statistics in a variable that is not trained", "mean", statistics, own=["statistics"]),
+    Kind("strategy.reduce", "mean", without_gradient(
+        lambda model: model.variables[0].assign_sub(0.01 * reduced(model))
+    )),
+    Kind("strategy.reduce in merge_call", "mean", without_gradient(
+        lambda model: model.variables[0].assign_sub(0.01 * reduced_in_merge_call(model))
+    )),
+    Kind("all_reduce of the replica context", "mean", without_gradient(
+        lambda model: model.variables[0].assign_sub(0.01 * reduced_in_replica(model))
+    )),
+    # what nothing can mend
+    Kind("mean of the batch", "refused: AssignSubVariableOp", without_gradient(
+        lambda model: model.variables[0].assign_sub(0.01 * batch_mean(model))
+    ), OF_DATA),
+    Kind("gradient without tf.gradients", "refused: AssignSubVariableOp", without_gradient(
+        lambda model: model.variables[0].assign_sub(
+            0.01 * tf.transpose(model.x) @ (model.out - model.loss)
+        )
+    ), OF_DATA),
+    Kind("gradient times loss", "refused: AssignSubVariableOp", by_hand(
+        lambda v, g: v.assign_sub(0.01 * g * v1.get_collection("loss")[0])
+    ), "the loss is that of this rank"),
+    Kind("rate of the loss", "refused: ResourceApplyGradientDescent", lambda model: (
+        train.GradientDescentOptimizer(RATE / (1 + model.loss)).minimize(model.loss, model.step)
+    ), "the loss is that of this rank"),
+    Kind("rate in a variable", "refused: ResourceApplyGradientDescent", rate_in_a_variable,
+        "the loss is that of this rank"),
+    Kind("gradient of the output", "refused: AssignSubVariableOp", without_gradient(
+        lambda model: model.variables[0].assign_sub(
+            RATE * tf.transpose(model.x) @ tf.gradients(model.loss, model.out)[0]
+        )
+    ), OF_DATA),
+    Kind("Python", "refused: AssignVariableOp", without_gradient(
+        lambda model: model.variables[1].assign(
+            tf.ensure_shape(
+                tf.numpy_function(lambda v: 0.9 * v, [model.variables[1]], tf.float64), [3]
+            )
+        )
+    ), "nobody knows what Python does"),
+]  # fmt: skip
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+def train_kind(kind: Kind, training: by_name.Training) -> None:
+    def model_fn(features: Any, labels: Any, mode: str) -> Any:
+        model = Model(features, kind, training.strategy is None)
+        built = kind.build(model)
+        return built if hasattr(built, "train_op") else spec(model, built)
+
+    # nothing is saved: these models begin with the same numbers anyway
+    nothing = {"save_checkpoints_steps": None, "save_checkpoints_secs": None}
+    training.train(model_fn, by_name.halves(DATA), save_summary_steps=None, **nothing)
+
+
+if __name__ == "__main__":
+    by_name.train_all(
+        {kind.name: lambda training, kind=kind: train_kind(kind, training) for kind in KINDS}
+    )

@@ -1,0 +1,69 @@
+"""Models with the traits of published programs: 2 ranks on half batches equal the stock class.
+
+The reference is `tf.estimator.Estimator` in one process, on whole batches and without a strategy.
+All trainings of a model begin with the checkpoint that it writes before its first step.
+"""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+from halves import Halves
+from programs.foreign import MODELS
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+
+STEPS = 20
+TOLERANCE = 1e-5
+STOPPED = "early_stop"  # the only one that is to end before its last step
+TRAINED = [name for name in MODELS if name != STOPPED]
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Halves:
+    """The models that are asked for, in one pair of processes."""
+    items = [item for item in request.session.items if item.module is request.module]
+    asked = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
+    chosen = [name for name in MODELS if name in asked | {STOPPED}]
+    directory = tmp_path_factory.mktemp("foreign")
+    return Halves(directory, "foreign.py", chosen, STEPS)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_stock_estimator_trains_it(trained: Halves, name: str) -> None:
+    """So what fails below is ours."""
+    assert trained.variables(name, "alone")["global_step"] == STEPS
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_two_ranks_hold_the_same_bits(trained: Halves, name: str) -> None:
+    trained.check_alike(name)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_two_ranks_on_half_batches_equal_one_process(trained: Halves, name: str) -> None:
+    trained.check_equal(name, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_moves_every_trainable_variable(trained: Halves, name: str) -> None:
+    after = trained.variables(name, "alone")
+    before = tf.train.load_checkpoint(str(trained.model_dir(1, name) / "model.ckpt-0"))
+    known = [key for key in after["trainable"] if "/part_" not in key]
+    assert known
+    for key in known:
+        assert abs(after[key] - before.get_tensor(key)).max() > 10 * TOLERANCE, key
+
+
+def test_a_stock_hook_with_its_defaults_stops_all_ranks_after_the_same_step(
+    trained: Halves,
+) -> None:
+    trained.check_alike(STOPPED)
+    assert 1 <= trained.variables(STOPPED, 0)["global_step"] < STEPS
+
+
+@pytest.mark.parametrize("name", ["ranking"])
+def test_two_ranks_export_the_model(trained: Halves, name: str) -> None:
+    for size in (1, 2):
+        exports = trained.model_dir(size, name) / "export" / "latest"
+        assert list(exports.glob("*/saved_model.pb"))

@@ -1,0 +1,186 @@
+"""Plain sessions with more reductions in a step than there are threads, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from ranks import reserved_addresses
+from strategies import as_ranks, session
+
+import estimator_ext
+import hostopt.tensorflow
+
+estimator_ext.install()
+
+pytestmark = [pytest.mark.tensorflow]
+
+SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+COUNT = 100
+
+
+@pytest.fixture
+def addresses() -> Iterator[list[str]]:
+    with reserved_addresses(2) as found:
+        yield found
+
+
+@pytest.fixture(params=["auto", "grpc"])
+def communication(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("HOSTOPT_COMMUNICATION", request.param)
+    return request.param
+
+
+@pytest.fixture(params=[1, 2], ids=lambda count: f"threads{count}")
+def threads(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """So many inter-op threads for each rank, as if it were a process of its own."""
+    return {"inter_op_parallelism_threads": request.param, "use_per_session_threads": True}
+
+
+pytestmark.append(pytest.mark.usefixtures("communication"))
+
+
+def reduce_one(strategy: Any, number: int, values: np.ndarray) -> tf.Tensor:
+    """One of several ways to reduce, chosen by the number; all are sums."""
+    tensor = tf.constant(values, name=f"value_{number}")
+    if number % 3 == 0:
+        return strategy.reduce(SUM, tensor, axis=None)
+    if number % 3 == 1:
+        return strategy.reduce(MEAN, tensor, axis=None) * strategy.num_replicas_in_sync
+    return hostopt.tensorflow.all_reduce(tensor, strategy.communicator)
+
+
+def value(number: int, rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.full(shape, 100.0 * rank + number, np.float32)
+
+
+def shape_of(kind: str, number: int) -> tuple[int, ...]:
+    """Of equal shapes nothing but the names tells two tensors apart."""
+    return (3,) if kind == "equal shapes" else (number % 7, 2)
+
+
+@pytest.mark.parametrize("shapes", ["equal shapes", "other shapes"])
+@pytest.mark.parametrize("order", ["same order", "other order"])
+def test_a_hundred_reductions_in_one_run(
+    addresses: list[str], threads: dict[str, Any], shapes: str, order: str
+) -> None:
+    def work(strategy: Any) -> Any:
+        rank = strategy.cluster.rank
+        numbers = list(range(COUNT))
+        if order == "other order" and rank == 1:
+            np.random.RandomState(1).shuffle(numbers)
+        with strategy.scope():
+            sums = {
+                str(n): reduce_one(strategy, n, value(n, rank, shape_of(shapes, n)))
+                for n in numbers
+            }
+        with session(strategy, **threads) as run:
+            return [run.run(sums) for _ in range(3)]
+
+    for results in as_ranks(addresses, work):
+        for result in results:
+            for number in range(COUNT):
+                shape = shape_of(shapes, number)
+                expected = value(number, 0, shape) + value(number, 1, shape)
+                found = result[str(number)]
+                np.testing.assert_array_equal(found, expected, err_msg=f"value_{number}")
+
+
+def test_reductions_that_depend_on_each_other(
+    addresses: list[str], threads: dict[str, Any]
+) -> None:
+    """Layers of ten: each value is made of all sums of the layer before."""
+
+    def work(strategy: Any) -> Any:
+        start = np.full(2, strategy.cluster.rank + 1.0, np.float64)
+        with strategy.scope():
+            layer = [tf.constant(start)] * 10
+            for depth in range(3):
+                total = tf.add_n(layer) / 10
+                layer = [
+                    strategy.reduce(SUM, tf.identity(total + n, f"value_{depth}_{n}"), axis=None)
+                    for n in range(10)
+                ]
+        with session(strategy, **threads) as run:
+            return [run.run(layer) for _ in range(3)]
+
+    mean, last = 1.5, np.arange(10)  # over the ranks
+    for _ in range(2):
+        mean = float(np.mean(2 * (mean + last)))
+    for results in as_ranks(addresses, work):
+        for layer in results:
+            expected = np.repeat((2 * (mean + last))[:, None], 2, 1)
+            np.testing.assert_allclose(layer, expected, rtol=1e-12)
+
+
+def test_variables_that_are_synchronised_when_they_are_read(
+    addresses: list[str], threads: dict[str, Any]
+) -> None:
+    def work(strategy: Any) -> Any:
+        rank = strategy.cluster.rank
+        with strategy.scope():
+            variables = [
+                tf.compat.v1.get_variable(
+                    f"v{n}",
+                    initializer=np.zeros(3),
+                    trainable=False,
+                    synchronization=tf.VariableSynchronization.ON_READ,
+                    aggregation=tf.VariableAggregation.SUM,
+                )
+                for n in range(30)
+            ]
+            changed = [v.assign_add(np.full(3, n + 10.0 * rank)) for n, v in enumerate(variables)]
+            with tf.control_dependencies([tensor.op for tensor in changed]):
+                sums = [strategy.extended.read_var(v) for v in variables]
+        with session(strategy, **threads) as run:
+            run.run([v.initializer for v in variables])
+            return [run.run(sums) for _ in range(2)]
+
+    for results in as_ranks(addresses, work):
+        for step, found in enumerate(results, 1):
+            expected = [np.full(3, step * (2 * n + 10.0)) for n in range(30)]
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("order", ["same order", "other order"])
+def test_initial_values_are_those_of_rank_0_by_name(
+    addresses: list[str], threads: dict[str, Any], order: str
+) -> None:
+    def work(strategy: Any) -> Any:
+        rank = strategy.cluster.rank
+        numbers = range(20) if rank == 0 or order == "same order" else reversed(range(20))
+        with strategy.scope():
+            variables = {
+                str(n): tf.compat.v1.get_variable(
+                    f"v{n}", initializer=value(n, strategy.cluster.rank, (3,))
+                )
+                for n in numbers
+            }
+        with session(strategy, **threads) as run:
+            run.run(tf.compat.v1.global_variables_initializer())
+            return run.run(variables)
+
+    for found in as_ranks(addresses, work):
+        for number in range(20):
+            expected = value(number, 0, (3,))
+            np.testing.assert_array_equal(found[str(number)], expected, err_msg=f"v{number}")
+
+
+def test_three_ranks_that_share_the_threads_of_one_process() -> None:
+    def work(strategy: Any) -> Any:
+        with strategy.scope():
+            sums = [
+                reduce_one(strategy, n, value(n, strategy.cluster.rank, (3,))) for n in range(30)
+            ]
+        with session(strategy) as run:
+            return [run.run(sums) for _ in range(3)]
+
+    with reserved_addresses(3) as addresses:
+        ranks = as_ranks(addresses, work)
+    for results in ranks:
+        for found in results:
+            expected = [sum(value(n, rank, (3,)) for rank in range(3)) for n in range(30)]
+            np.testing.assert_array_equal(found, expected)

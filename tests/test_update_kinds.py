@@ -1,0 +1,57 @@
+"""Every kind of update of a trainable variable: reduced, or refused before the first step."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from halves import Halves
+from programs.update_kinds import KINDS, Kind
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+
+STEPS = 4
+ROUNDING = {"float64": 1e-6, "float32": 1e-5}  # all else is larger
+CURES = ("estimator_ext.reduce_gradients", "strategy.reduce", "trainable=False")
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Halves:
+    """All kinds that are asked for, in one pair of processes."""
+    items = [item for item in request.session.items if item.module is request.module]
+    chosen = [item.callspec.params["kind"].name for item in items if hasattr(item, "callspec")]
+    directory = tmp_path_factory.mktemp("kinds")
+    return Halves(directory, "update_kinds.py", chosen, STEPS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_an_update_is_reduced_or_refused(trained: Halves, kind: Kind) -> None:
+    assert trained.outcome(kind.name, "alone") == {"steps": STEPS, "error": None}
+    refused = trained.outcome(kind.name, 0)["error"] is not None
+    expected = [each for each in kind.expected.split("|") if each.startswith("ref") == refused]
+    if refused and expected:
+        check_refused(trained, kind, expected[0].partition(": ")[2])
+        return
+    trained.check_alike(kind.name, kind.own)  # shows the error, if there is one
+    assert expected, f"{kind.name} was trained, wanted {kind.expected}: {kind.note}"
+    if expected[0] != "alike":
+        trained.check_equal(kind.name, ROUNDING[kind.dtype], kind.own)
+
+
+def check_refused(trained: Halves, kind: Kind, operation: str) -> None:
+    """No rank ran a step, and the message names variable, operation and cure."""
+    outcomes = [trained.outcome(kind.name, rank) for rank in (0, 1)]
+    assert [outcome["steps"] for outcome in outcomes] == [0, 0]
+    errors = [outcome["error"] for outcome in outcomes]
+    # a rank that hears of it before it looks itself reports the other's error
+    assert {error["code"] for error in errors} <= {78, 200}
+    assert 78 in {error["code"] for error in errors}, errors[0]["text"]
+    for error in errors:
+        assert re.search(r"\b(weights|bias|table)\b", error["message"]), error["message"]
+        assert operation in error["message"], error["message"]
+        assert any(cure in error["message"] for cure in CURES), error["message"]
+
+
+def test_the_table_has_every_optimizer_and_no_name_twice() -> None:
+    assert len({kind.name for kind in KINDS}) == len(KINDS) >= 40
+    assert all(kind.note for kind in KINDS if "mean" not in kind.expected)
