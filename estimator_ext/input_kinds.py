@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import GLOBAL_ITERATORS
 
-from hostopt.tensorflow.ops import HOST_DEVICE
+from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 
