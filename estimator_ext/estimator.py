@@ -56,6 +56,7 @@ from estimator_ext.uneven_data import (
 )
 from estimator_ext.unreduced_updates import (
     TrainingGraph,
+    check_mended,
     mark_sparse_gradients,
     mend_unreduced_updates,
     warn_of_own_variables,
@@ -508,6 +509,7 @@ def _with_reductions(
     mended = mend_unreduced_updates(strategy, updates, data)
     if mended.reduced:
         updates = read_updates(targets, data)
+    check_mended(updates, data)
     _check_accumulation(strategy)
     warn_of_own_variables(updates)
     last = strategy.extended.build_deferred(targets, updates.is_same)

@@ -17,7 +17,7 @@ from tensorflow.python.framework.ops import colocate_with as colocate_with_op
 
 import hostopt
 from estimator_ext.accumulation import Accumulation
-from estimator_ext.cached_reads import show_reads_to_tapes
+from estimator_ext.cached_reads import read_where_needed
 from estimator_ext.deferred_reductions import DeferredReductions
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
@@ -330,7 +330,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         with tf.device(HOST_DEVICE if on_host else self._device):
             variable = next_creator(**kwargs)
         if cached:
-            show_reads_to_tapes(variable)
+            read_where_needed(variable)
         return variable
 
     def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
@@ -596,6 +596,15 @@ class _HostOffloadExtended(OneDeviceExtended):
                 f"{self._num_replicas_in_sync} ranks. Use estimator_ext.Estimator, which takes "
                 "the same arguments; a canned estimator has them as model_fn and config"
             )
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        if not isinstance(colocate_with_variable, tf.Variable):
+            raise hostopt.ConfigError(
+                f"an optimizer is to be placed beside {colocate_with_variable.name!r}, wanted a "
+                "variable: SyncReplicasOptimizer is for workers with parameter servers. Use the "
+                "optimizer that it wraps, as gradients are reduced over all ranks anyway"
+            )
+        super()._validate_colocate_with_variable(colocate_with_variable)
 
     def _in_multi_worker_mode(self) -> bool:
         return False  # or TensorFlow would wrap each value, though there is one replica only

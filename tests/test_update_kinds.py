@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 
 STEPS = 4
 ROUNDING = {"float64": 1e-6, "float32": 1e-5}  # all else is larger
-CURES = ("estimator_ext.reduce_gradients", "strategy.reduce", "trainable=False")
+CURES = ("estimator_ext.reduce_gradients", "all_reduce", "trainable=False")
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,10 @@ def check_refused(trained: Halves, kind: Kind, operation: str) -> None:
     assert {error["code"] for error in errors} <= {78, 200}
     assert 78 in {error["code"] for error in errors}, errors[0]["text"]
     for error in errors:
-        assert re.search(r"\b(weights|bias|table)\b", error["message"]), error["message"]
         assert operation in error["message"], error["message"]
-        assert any(cure in error["message"] for cure in CURES), error["message"]
+        if operation != "SyncReplicasOptimizer":  # of which nothing is built
+            assert re.search(r"\b(weights|bias|table)\b", error["message"]), error["message"]
+            assert any(cure in error["message"] for cure in CURES), error["message"]
 
 
 def test_the_table_has_every_optimizer_and_no_name_twice() -> None:

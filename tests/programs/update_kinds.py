@@ -129,7 +129,11 @@ class Own(train.Optimizer):
             change = RATE * tf.convert_to_tensor(gradient)
             if self._momentum:
                 slot = v1.get_variable(
-                    f"{variable.op.name}/m", initializer=tf.zeros_like(change), trainable=False
+                    f"{variable.op.name}/m",
+                    variable.shape,
+                    variable.dtype.base_dtype,
+                    v1.zeros_initializer(),
+                    trainable=False,
                 )
                 change += self._momentum * slot
                 updates.append(slot.assign(change))
@@ -480,10 +484,6 @@ def batch_mean(model: Model) -> tf.Tensor:
 MEAN = tf.distribute.ReduceOp.MEAN
 
 
-def reduced(model: Model) -> tf.Tensor:
-    return tf.distribute.get_strategy().reduce(MEAN, batch_mean(model), axis=None)
-
-
 def reduced_in_merge_call(model: Model) -> tf.Tensor:
     def reduce(strategy: Any, value: tf.Tensor) -> tf.Tensor:
         return strategy.reduce(MEAN, value, axis=None)
@@ -549,7 +549,7 @@ KINDS = [
     Kind("adagrad, sparse", "mean", minimize(lambda: train.AdagradOptimizer(RATE)), sparse=True),
     Kind("ftrl, sparse", "mean", minimize(lambda: train.FtrlOptimizer(RATE)), sparse=True),
     Kind("compute and apply", "mean", apply(computed)),
-    Kind("sync replicas", "mean", sync_replicas),
+    Kind("sync replicas", "refused: SyncReplicasOptimizer", sync_replicas, "for servers"),
     Kind("two optimizers", "mean", two_optimizers),
     Kind("reduce_gradients, clip, apply", "mean", apply(
         lambda model: clipped(estimator_ext.reduce_gradients(computed(model)))
@@ -585,11 +585,13 @@ KINDS = [
     Kind("own apply_gradients of a tape", "mean", apply(taped, Own)),
     Kind("own apply_gradients, wrapped", "mean", minimize(lambda: Wrapper(Own()))),
     Kind("scales and calls super", "mean", minimize(lambda: ScalesAndCallsSuper(RATE))),
-    Kind("clips and calls super", "mean", minimize(lambda: ClipsAndCallsSuper(RATE))),
+    Kind("clips and calls super", "alike", minimize(lambda: ClipsAndCallsSuper(RATE)), LOCAL),
     Kind("own _resource_apply_dense", "mean", minimize(lambda: Sign(RATE))),
     Kind("wrapper", "mean", minimize(lambda: Wrapper(gradient_descent()))),
-    Kind("clipping wrapper", "mean", minimize(lambda: Clipping(gradient_descent()))),
-    Kind("clips in compute", "mean", minimize(lambda: ClippingInCompute(gradient_descent()))),
+    Kind("clipping wrapper", "alike", minimize(lambda: Clipping(gradient_descent())), LOCAL),
+    Kind(
+        "clips in compute", "alike", minimize(lambda: ClippingInCompute(gradient_descent())), LOCAL
+    ),
     Kind("moving average wrapper", "mean", minimize(lambda: MovingAverage(gradient_descent()))),
     Kind("lookahead wrapper", "mean", minimize(lambda: Lookahead(gradient_descent()))),
     Kind("weight decay mixin", "mean", minimize(lambda: WeightDecay(RATE, 0.9))),
@@ -612,7 +614,7 @@ KINDS = [
     Kind("gradient penalty", "mean", gradient_penalty),
     Kind("penalty on the gradient of weights", "alike", penalty_on_weights, LOCAL),
     Kind("in cond", "mean", in_cond),
-    Kind("gradients in cond", "mean|refused: AssignSub", gradients_in_cond),
+    Kind("gradients in cond", "refused: cond", gradients_in_cond, OF_DATA),
     Kind("in while_loop", "mean", in_while_loop),
     Kind("surrogate loss", "mean", surrogate),
     Kind("straight-through", "mean", straight_through),
@@ -633,9 +635,6 @@ KINDS = [
     )),
     Kind("mean teacher", "mean", mean_teacher),
     Kind("statistics in a variable that is not trained", "mean", statistics, own=["statistics"]),
-    Kind("strategy.reduce", "mean", without_gradient(
-        lambda model: model.variables[0].assign_sub(0.01 * reduced(model))
-    )),
     Kind("strategy.reduce in merge_call", "mean", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * reduced_in_merge_call(model))
     )),
@@ -664,13 +663,13 @@ KINDS = [
             RATE * tf.transpose(model.x) @ tf.gradients(model.loss, model.out)[0]
         )
     ), OF_DATA),
-    Kind("Python", "refused: AssignVariableOp", without_gradient(
+    Kind("Python", "mean", without_gradient(
         lambda model: model.variables[1].assign(
             tf.ensure_shape(
                 tf.numpy_function(lambda v: 0.9 * v, [model.variables[1]], tf.float64), [3]
             )
         )
-    ), "nobody knows what Python does"),
+    ), "trusted, and compared after the first step"),
 ]  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}
 
