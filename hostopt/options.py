@@ -161,4 +161,5 @@ VARIABLES = (
     *(_variable(field.name) for field in fields(Options)),
     "HOSTOPT_TOKEN",
     "HOSTOPT_SLOT",
+    "HOSTOPT_ERROR_FILE",
 )
