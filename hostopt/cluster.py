@@ -112,11 +112,11 @@ class Cluster:
         return cls(task=None, ring=())
 
     @classmethod
-    def from_tf_config(cls, environ: Mapping[str, str] = os.environ) -> Cluster:
+    def from_tf_config(cls, environ: Mapping[str, str] | None = None) -> Cluster:
         """Read the TF_CONFIG environment variable.
 
         Args:
-          environ: where to look TF_CONFIG up.
+          environ: where to look TF_CONFIG up; `os.environ` by default.
 
         Returns:
           The cluster; `Cluster.local()` where TF_CONFIG is unset or names no cluster.
@@ -124,7 +124,7 @@ class Cluster:
         Raises:
           ConfigError: TF_CONFIG is malformed; the message quotes the key and says what to write.
         """
-        config = _parse_tf_config(environ)
+        config = _parse_tf_config(os.environ if environ is None else environ)
         if not config.get("cluster"):
             _check_no_lonely_task(config.get("task"))
             return cls.local()
@@ -168,13 +168,14 @@ class Cluster:
         return cls(task, ring, evaluators)
 
     @classmethod
-    def from_resolver(cls, resolver: Any, environ: Mapping[str, str] = os.environ) -> Cluster:
+    def from_resolver(cls, resolver: Any, environ: Mapping[str, str] | None = None) -> Cluster:
         """Read a `tf.distribute.cluster_resolver.ClusterResolver`, or anything shaped like one.
 
         Args:
           resolver: object with ``cluster_spec()`` (having ``as_dict()``), ``task_type`` and
             ``task_id``; None means TF_CONFIG alone.
-          environ: where TF_CONFIG is looked up; it must not name another cluster or task.
+          environ: where TF_CONFIG is looked up, `os.environ` by default; it must not name another
+            cluster or task.
 
         Returns:
           The cluster.

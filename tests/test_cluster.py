@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -266,6 +267,12 @@ def test_a_resolver_that_says_what_tf_config_says() -> None:
 def test_a_resolver_without_a_task_takes_that_of_tf_config() -> None:
     found = Cluster.from_resolver(resolver(RING), environ(RING, task("worker", 1)))
     assert found == read(RING, task("worker", 1))
+def test_the_environment_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", environ(RING, task("worker", 1)))
+    assert Cluster.from_tf_config() == read(RING, task("worker", 1))
+    assert Cluster.from_resolver(None) == read(RING, task("worker", 1))
+
+
 
 
 @pytest.mark.parametrize("jobs", [None, {}])
