@@ -33,7 +33,7 @@ from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.input_kinds import log_limits, prefetched
 from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
-from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
+from estimator_ext.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
@@ -88,6 +88,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         max_steps: int | None = None,
         saving_listeners: Any = None,
     ) -> _HostOffloadEstimator:
+        check_limits(steps, max_steps)
         check_whole_loops(steps, self._iterations)
         if max_steps is not None:
             max_steps = whole_loops(max_steps, self._iterations)
