@@ -17,7 +17,7 @@ from strategies import as_ranks, resolver, session
 
 import estimator_ext
 import hostopt
-from hostopt.tensorflow import ops, reduce_in_buckets
+from hostopt.tensorflow import reduce_in_buckets
 
 estimator_ext.install()
 
