@@ -177,6 +177,26 @@ def results_in(text: str, count: int) -> list[dict[str, Any]]:
         raise BenchmarkError(f"a result is garbled: {error}\n{text[-2000:]}") from None
 
 
+def horovod(operations: str, python: Path, *worker: object) -> tuple[list[object], dict[str, str]]:
+    """Command and variables that start two ranks of Horovod on this machine.
+
+    Args:
+      operations: "gloo" or "mpi", which carry its collectives.
+      python: interpreter of its environment.
+      *worker: program and arguments of a rank.
+
+    Returns:
+      The command, and its variables beside those of this process.
+    """
+    environ = {"HOROVOD_CPU_OPERATIONS": operations.upper()}
+    if operations == "gloo":
+        horovodrun = [python, python.with_name("horovodrun"), "--gloo"]
+        environ["HOROVOD_GLOO_IFACE"] = "lo"
+        return [*horovodrun, "--network-interfaces", "lo", "-np", 2, *worker], environ
+    # as Horovod's documentation says: its threads need more than one core each
+    return mpirun(2, "-bind-to", "none", "-map-by", "slot", *worker), environ
+
+
 @functools.cache  # says it once
 def peer_python(name: str) -> Path | None:
     """Find a peer's virtual environment.
@@ -214,16 +234,34 @@ def in_rounds(
     Returns:
       The results by system, one for each round that did not fail.
     """
-    found: dict[str, list[Any]] = {name: [] for name in systems}
-    for number in range(rounds):
+    by_round = each_round(systems, rounds, what)
+    found = {name: [done[name] for done in by_round if name in done] for name in systems}
+    return {name: results for name, results in found.items() if results}
+
+
+def each_round(
+    systems: Mapping[str, Callable[[], Any]], rounds: int, what: str = ""
+) -> list[dict[str, Any]]:
+    """Measures all systems as `in_rounds` does, and keeps apart what belongs to each round.
+
+    Args:
+      systems: what measures each system once.
+      rounds: how often.
+      what: what is measured, for the messages.
+
+    Returns:
+      Results by system, for each round; a system that failed is missing from that round.
+    """
+    found: list[dict[str, Any]] = [{} for _ in range(rounds)]
+    for number, done in enumerate(found, 1):
         for name, measure in systems.items():
             try:
-                found[name].append(measure())
+                done[name] = measure()
             except BenchmarkError as error:
-                say(f"{what} round {number + 1}, {name} FAILED: {error}")
+                say(f"{what} round {number}, {name} FAILED: {error}")
             else:
-                say(f"{what} round {number + 1}, {name}: done")
-    return {name: results for name, results in found.items() if results}
+                say(f"{what} round {number}, {name}: done")
+    return found
 
 
 def say(text: str) -> None:
@@ -312,6 +350,38 @@ def median(values: Sequence[float]) -> float:
 def ratio(value: float | None, of: float | None) -> str:
     """A cell with `value` / `of`; a dash where one of them is missing."""
     return "-" if value is None or of is None else f"{value / of:.2f}"
+
+
+def in_each_round(
+    rounds: Sequence[Mapping[str, float]],
+    combine: Callable[[float, float], float],
+    first: str,
+    second: str,
+) -> float | None:
+    """Median of what two systems give together in each round, so that drift cancels out.
+
+    Args:
+      rounds: results of `each_round`.
+      combine: makes one number of the results of both, such as their ratio.
+      first: name of a system.
+      second: name of another one.
+
+    Returns:
+      The median; None if no round has results of both.
+    """
+    both = [done for done in rounds if first in done and second in done]
+    return median([combine(done[first], done[second]) for done in both]) if both else None
+
+
+def middle(rounds: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Median of one system's results; None if no round has any."""
+    results = [done[name] for done in rounds if name in done]
+    return median(results) if results else None
+
+
+def cell(value: float | None, digits: int) -> str:
+    """A cell with a number; a dash if it is missing."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -15,7 +15,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 
 PAGES = {
-    "docs/benchmarks.md": ("allreduce", "mnist_scaling", "link", "overlap", "model"),
+    "docs/benchmarks.md": (
+        "allreduce",
+        "mnist_scaling",
+        "overhead",
+        "embedding",
+        "link",
+        "overlap",
+        "model",
+    ),
     "docs/reliability.md": ("soak",),
 }
 

@@ -30,6 +30,7 @@ class Accumulation:
         self.micro_batches = micro_batches
         self._examples = examples
         self._additions: list[tf.Operation] = []
+        self.is_used = False  # for any gradient
         self.all_examples = None if examples is None else self.total(examples, "examples")
 
     def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -42,6 +43,7 @@ class Accumulation:
         Returns:
           Tensor like it, on the host; to be computed once in each step.
         """
+        self.is_used = True
         with tf.device(HOST_DEVICE):
             if self._examples is None:
                 return self.total(tensor, name) / self.micro_batches

@@ -55,6 +55,11 @@ class BatchSizes:
         if train is not None:
             self._local[ModeKeys.TRAIN] = _part(train, workers)
 
+    @property
+    def any(self) -> bool:
+        """Whether a mode was given a batch size."""
+        return bool(self._local)
+
     def add_to(self, params: dict[str, Any], mode: str) -> dict[str, Any]:
         """The params of a mode.
 

@@ -163,6 +163,27 @@ def check_on_rank_0(
         checking.result()
 
 
+def check_shared(call: str, cluster: hostopt.Cluster, model_dir: str) -> None:
+    """Make sure that a rank that evaluates or predicts has what rank 0 has saved.
+
+    Args:
+      call: such as "evaluate".
+      cluster: the ring and this rank's place in it.
+      model_dir: of this rank.
+
+    Raises:
+      hostopt.CheckpointError: this is another rank than 0, and its model_dir has no checkpoint.
+    """
+    if cluster.is_chief or cluster.rank is None or tf.train.latest_checkpoint(model_dir):
+        return
+    raise hostopt.CheckpointError(
+        f"cannot {call} on rank {cluster.rank} ({cluster.task}): {model_dir} has no checkpoint "
+        f"here, as rank 0 alone writes them. Call {call} on rank 0 alone (if estimator.config."
+        "is_chief), or give all ranks one model_dir that they share",
+        rank=cluster.rank,
+    )
+
+
 def _check_all(path: str) -> None:
     """`check`, and how far the data were read, too."""
     check(path)

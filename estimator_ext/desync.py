@@ -1,9 +1,9 @@
-"""Now and then the ranks compare what should be the same on all of them: their variables."""
+"""Replica consistency check: the ranks compare what should be the same on all: their variables."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,22 @@ import hostopt
 __all__: list[str] = []
 
 _NO_NUMBERS = (tf.string, tf.resource, tf.variant)
+# Steps of a training after which the ranks compare besides: what drifts does so from the start.
+_FIRST_STEPS = (1, 10, 100)
 
 
 class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
-    """Ends the training where a variable has other bits on another rank; before what saves it.
+    """Ends the training if a variable has other bits on another rank; before what saves it.
 
     All ranks must have it.
 
     Args:
       communicator: a communicator of its own (a `duplicate`).
       variables: those that are the same on all ranks, which all ranks have in the same order.
-      every_steps: how often to compare, the same on all ranks.
+      every_steps: how often to compare, the same on all ranks; besides after the first, tenth and
+        hundredth step of the training.
       steps_per_run: steps in each run of the session.
+      suspects: by name of a variable, what its updates use that may differ by rank.
     """
 
     def __init__(
@@ -34,12 +38,14 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         variables: Sequence[tf.Variable],
         every_steps: int,
         steps_per_run: int,
+        suspects: Mapping[str, str],
     ) -> None:
+        self._suspects = suspects
         self._communicator = communicator
         self._variables = [v for v in variables if v.dtype.base_dtype not in _NO_NUMBERS]
         self._every_steps = every_steps
         self._steps_per_run = steps_per_run
-        self._step = 0
+        self._first_step = self._step = 0
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Note the step from which all ranks count.
@@ -51,6 +57,7 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         del coord
         # counted from here: the ranks would take part at different steps if this is what differs
         self._step = int(session.run(tf.compat.v1.train.get_global_step()))
+        self._first_step = self._step
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Compare, where it is time.
@@ -65,7 +72,9 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         """
         del run_values
         before, self._step = self._step, self._step + self._steps_per_run
-        if self._step // self._every_steps == before // self._every_steps:
+        firsts = (self._first_step + number for number in _FIRST_STEPS)
+        is_early = any(before < step <= self._step for step in firsts)
+        if not is_early and self._step // self._every_steps == before // self._every_steps:
             return
         # one after the other: all at once would be a second copy of model and slots in memory
         own = [_checksum(run_context.session.run(variable)) for variable in self._variables]
@@ -82,14 +91,25 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         more = f" and {len(names) - 1} more differ" if len(names) > 1 else " differs"
         return hostopt.CollectiveMismatchError(
             f"after step {self._step} variable {names[0]!r}{more} between rank 0 ({tasks[0]}) and "
-            f"{', '.join(f'rank {rank} ({tasks[rank]})' for rank in ranks)}, where all ranks "
-            "should have the same values. Look for what changes it besides reduced gradients, "
-            "such as a hook of one rank, and resume from a checkpoint of an earlier step; "
-            "desync_check_steps=0 compares nothing",
+            f"{', '.join(f'rank {rank} ({tasks[rank]})' for rank in ranks)}, but all ranks should "
+            f"have the same values. {self._likely_cause(names)}, and resume from a checkpoint of "
+            "an earlier step; desync_check_steps=0 compares nothing",
             rank=ranks[0],
             task=tasks[ranks[0]].name,
             address=tasks[ranks[0]].address,
             step=self._step,
+        )
+
+    def _likely_cause(self, names: Sequence[str]) -> str:
+        for name in names:
+            if name in self._suspects:
+                return (
+                    f"The likely cause is {self._suspects[name]}, from which {name!r} is updated: "
+                    "make it give the same values on all ranks"
+                )
+        return (
+            "The likely cause is a hook, a callback or a session.run that changes variables on "
+            "one rank: make it do the same on all ranks"
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,21 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.agreement import BeginAgreementHook, EndAgreementHook
 from estimator_ext.batch_size import BatchSizes
-from estimator_ext.checkpoints import check_on_rank_0, errors_of_files, newest, saving_well
+from estimator_ext.checkpoints import (
+    check_on_rank_0,
+    check_shared,
+    errors_of_files,
+    newest,
+    saving_well,
+)
 from estimator_ext.desync import DesyncCheckHook
+from estimator_ext.early_stopping import config_for
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import Updates, read_updates
+from estimator_ext.global_step import GlobalStepCheckHook
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
+from estimator_ext.input_kinds import log_limits, prefetched
 from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
 from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
@@ -48,8 +58,8 @@ from estimator_ext.unreduced_updates import (
     TrainingGraph,
     mark_sparse_gradients,
     mend_unreduced_updates,
+    warn_of_own_variables,
 )
-from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 
@@ -64,6 +74,10 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
     """
 
     _evaluators: Evaluators | None = None  # those with whom this one evaluates
+
+    @property
+    def config(self) -> Any:
+        return config_for(sys._getframe(1), super().config)
 
     def train(
         self,
@@ -136,6 +150,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         name: str | None = None,
     ) -> dict[str, Any]:
         check_whole_loops(steps, self._iterations)
+        self._check_has_files("evaluate", checkpoint_path)
         hooks = [*(hooks or ()), OwnEventsFileHook(self.eval_dir(name))]
         if self._evaluators is None:
             return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
@@ -157,6 +172,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         yield_single_examples: bool = True,
         num_predictions: int | None = None,
     ) -> Iterator[Any]:
+        self._check_has_files("predict", checkpoint_path)
         predictions = super().predict(
             input_fn, predict_keys, hooks, checkpoint_path, yield_single_examples
         )
@@ -164,6 +180,12 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return predictions
         whole_number("num_predictions", num_predictions)
         return first(predictions, num_predictions, yield_single_examples)
+
+    def _check_has_files(self, call: str, checkpoint_path: str | None) -> None:
+        """Refuse to work from initial values where rank 0 alone has what was trained."""
+        strategy = self._train_distribution
+        if isinstance(strategy, HostOffloadStrategy) and checkpoint_path is None:
+            check_shared(call, strategy.cluster, self._model_dir)
 
     def _train_model_distributed(
         self, input_fn: Callable[..., Any], hooks: Any, saving_listeners: Any
@@ -187,7 +209,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 spec = strategy.extended.call_for_each_replica(
                     self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
                 )
-            spec, updates = _with_reductions(strategy, spec, data)
+            spec, updates, suspects = _with_reductions(strategy, spec, data)
             # before the input hooks and all others: they may read what is broadcast
             first_hooks = [BroadcastVariablesHook(communicator), *input_hooks]
             reducers = strategy.extended.reducers
@@ -217,7 +239,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
                 name_random_operations(spec.train_op, data)
             if updates is not None:
                 communicator.check_same(updates.texts, "the updates of variables")
-                spec, agreeing = self._agreeing(strategy, spec, hooks, updates.mirrored, states)
+                checks = self._desync_checks(strategy, updates.mirrored, suspects)
+                spec, agreeing = self._agreeing(strategy, spec, hooks, checks, states)
             if strategy.cluster.is_chief:  # its own hooks, its saver among them, run before all
                 chief_hooks = [guard, *agreeing, *spec.training_chief_hooks]
                 spec = stock_spec(spec, training_chief_hooks=chief_hooks)
@@ -234,7 +257,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         strategy: HostOffloadStrategy,
         spec: Any,
         hooks: Any,
-        mirrored: Sequence[tf.Variable],
+        checks: Sequence[DesyncCheckHook],
         states: InputStates,
     ) -> tuple[Any, list[Any]]:
         """The spec with what ends a step in agreement, and the hooks that begin with it."""
@@ -250,16 +273,19 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         begin = BeginAgreementHook(communicator, flags, sync_on_read, states, _savers(all_hooks))
         end = EndAgreementHook(communicator, flags, all_hooks)
         spec = stock_spec(spec, training_hooks=[*spec.training_hooks, end])
-        return spec, [begin, *self._desync_checks(strategy, mirrored)]
+        return spec, [begin, *checks]
 
     def _desync_checks(
-        self, strategy: HostOffloadStrategy, mirrored: Sequence[tf.Variable]
+        self,
+        strategy: HostOffloadStrategy,
+        mirrored: Sequence[tf.Variable],
+        suspects: Mapping[str, str],
     ) -> list[DesyncCheckHook]:
         every_steps = strategy.options.desync_check_steps
         if not every_steps:
             return []
         own = strategy.communicator.duplicate("the variables of the ranks")
-        return [DesyncCheckHook(own, mirrored, every_steps, self._iterations)]
+        return [DesyncCheckHook(own, mirrored, every_steps, self._iterations, suspects)]
 
     def _with_saver(self, spec: Any, hooks: Any) -> Any:
         """The spec with the saver that the stock class would add later, if it would."""
@@ -288,6 +314,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         extended, communicator = strategy.extended, strategy.communicator
         micro_batches = getattr(self._config, "accumulate_steps", 1)
         data = self._call_input_fn(input_fn, ModeKeys.TRAIN, extended.input_context())
+        if communicator.rank == 0:
+            log_limits(data, communicator.size)
         if communicator.size == 1 or not followed(data, communicator, self._session_config):
             if micro_batches > 1:
                 extended.accumulation = Accumulation(micro_batches)
@@ -332,9 +360,21 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             estimator_spec = in_loop(estimator_spec, self._config, hooks)
             trainer = copy.copy(self)
             trainer._config = without_reports(self._config)
+        if self._needs_global_step([*hooks, *estimator_spec.training_hooks]):
+            check = GlobalStepCheckHook(global_step_tensor)
+            all_hooks = [*estimator_spec.training_hooks, check]
+            estimator_spec = stock_spec(estimator_spec, training_hooks=all_hooks)
         return _tf_estimator.Estimator._train_with_estimator_spec(
             trainer, estimator_spec, worker_hooks, hooks, global_step_tensor, saving_listeners
         )
+
+    def _needs_global_step(self, hooks: Sequence[Any]) -> bool:
+        """Whether a training could not go on, or not end, with a global_step that stands still."""
+        strategy = self._train_distribution
+        if isinstance(strategy, HostOffloadStrategy) and strategy.cluster.size > 1:
+            return True
+        is_limited = any(isinstance(h, tf.compat.v1.train.StopAtStepHook) for h in hooks)
+        return is_limited and (strategy is None or isinstance(strategy, HostOffloadStrategy))
 
     def _call_input_fn(
         self,
@@ -350,10 +390,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         data = _tf_estimator.Estimator._call_input_fn(self._in_mode(mode), input_fn, mode, context)
         if self._is_strict:
             check_data(data)
-            if mode == ModeKeys.TRAIN and self._config.prefetch_depth is not None:
-                with tf.device(HOST_DEVICE):
-                    data = data.prefetch(self._config.prefetch_depth)
-        return data
+        depth = getattr(self._config, "prefetch_depth", None)
+        return prefetched(data, depth) if mode == ModeKeys.TRAIN and depth else data
 
     def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:
         spec = _tf_estimator.Estimator._call_model_fn(
@@ -371,12 +409,14 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
 
     @property
     def _is_strict(self) -> bool:
-        """Whether the accelerator estimator's rules hold, beyond the stock ones."""
-        return isinstance(self._config, RunConfig)
+        """Whether the accelerator estimator's rules apply, beyond the stock ones."""
+        if not isinstance(self._config, RunConfig):
+            return False
+        return self._config.strict or self._iterations > 1 or self._batch_sizes.any
 
     @property
     def _iterations(self) -> int:
-        return self._config.iterations_per_loop if self._is_strict else 1
+        return getattr(self._config, "iterations_per_loop", 1)
 
 
 class Estimator(_HostOffloadEstimator):
@@ -391,6 +431,9 @@ class Estimator(_HostOffloadEstimator):
     or predicts. The user's params are not changed. `predict` takes num_predictions besides the
     stock arguments: the number of examples after which it ends.
 
+    input_fn, model_fn and params follow the stock rules. The strict ones of accelerator estimators
+    apply with `RunConfig(strict=True)`, with iterations_per_loop above 1, and with a batch size.
+
     Args:
       model_fn: returns an `estimator_ext.EstimatorSpec` or a `tf.estimator.EstimatorSpec`.
       model_dir: where rank 0 restores and writes, and where evaluators read.
@@ -403,8 +446,8 @@ class Estimator(_HostOffloadEstimator):
 
     Raises:
       ValueError: a batch size is no whole number above 0 or not divisible by the number of
-        workers, or params has one too; with an `estimator_ext.RunConfig`, params has the reserved
-        key 'input_fn'.
+        workers, or params has one too; under the strict rules, params has the reserved key
+        'input_fn'.
       hostopt.ConfigError: a `HostOffloadStrategy` is to evaluate.
     """
 
@@ -420,8 +463,6 @@ class Estimator(_HostOffloadEstimator):
         predict_batch_size: int | None = None,
     ) -> None:
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
-        if self._is_strict:
-            check_params(params)
         if isinstance(self._eval_distribution, HostOffloadStrategy):
             raise hostopt.ConfigError(
                 "RunConfig.eval_distribute is a HostOffloadStrategy, wanted None: one process "
@@ -438,6 +479,8 @@ class Estimator(_HostOffloadEstimator):
         self._batch_sizes = BatchSizes(
             train_batch_size, eval_batch_size, predict_batch_size, workers, params
         )
+        if self._is_strict:
+            check_params(params)
 
 
 def _all_savers(spec: Any, hooks: Any) -> list[tf.compat.v1.train.CheckpointSaverHook]:
@@ -455,17 +498,31 @@ def _saved_step(model_dir: str) -> int:
 
 def _with_reductions(
     strategy: HostOffloadStrategy, spec: Any, data: Collection[tf.Operation]
-) -> tuple[Any, Updates | None]:
-    """The spec whose step makes all reductions, and what it does; None with one rank."""
+) -> tuple[Any, Updates | None, Mapping[str, str]]:
+    """The spec whose step makes all reductions, what it does, and what may differ by rank."""
     if strategy.num_replicas_in_sync == 1:
-        return _whole_step(strategy, spec, loss_is_scaled(), []), None
+        _check_accumulation(strategy)
+        return _whole_step(strategy, spec, loss_is_scaled(), []), None, {}
     targets = _operations_of_step(spec)
     updates = read_updates(targets, data)
-    is_mended = mend_unreduced_updates(strategy, updates, data)
-    if is_mended:
+    mended = mend_unreduced_updates(strategy, updates, data)
+    if mended.reduced:
         updates = read_updates(targets, data)
+    _check_accumulation(strategy)
+    warn_of_own_variables(updates)
     last = strategy.extended.build_deferred(targets, updates.is_same)
-    return _whole_step(strategy, spec, loss_is_scaled() or is_mended, last), updates
+    is_mean = loss_is_scaled() or mended.reduced > 0
+    return _whole_step(strategy, spec, is_mean, last), updates, mended.suspects
+
+
+def _check_accumulation(strategy: HostOffloadStrategy) -> None:
+    accumulation = strategy.extended.accumulation
+    if accumulation is not None and not accumulation.is_used:
+        raise hostopt.ConfigError(
+            f"accumulate_steps is {accumulation.micro_batches}, but the optimizer applies "
+            "gradients by itself, without those of the other micro-batches. Give it what "
+            "estimator_ext.reduce_gradients(grads_and_vars) returns, or leave accumulate_steps out"
+        )
 
 
 def _operations_of_step(spec: Any) -> list[tf.Operation]:

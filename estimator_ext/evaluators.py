@@ -137,7 +137,9 @@ class Evaluators:
           hostopt.CheckpointError: somebody could not read it; on all evaluators.
         """
         checkpoint, self._unread = self._unread, ""
-        answers = self.communicator.all_gather_bytes(b"1" if success else b"", checkpoint)
+        answers = self.communicator.all_gather_bytes(
+            b"1" if success else b"", f"who has read {os.path.basename(checkpoint)}"
+        )
         ring = self.communicator.transport.cluster.ring
         gone = [task.name for task, answer in zip(ring, answers) if not answer]
         if gone:

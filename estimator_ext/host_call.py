@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext.global_step import changes
 from estimator_ext.spec import EstimatorSpec, stock_spec
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -89,10 +90,10 @@ def _to_host(tensor: Any) -> Any:
 
 
 def _check_not_incremented(global_step: tf.Variable) -> None:
-    for op in global_step.handle.consumers():
-        if "Assign" in op.type and op != global_step.initializer:
-            raise ValueError(
-                "Illegal increment of the `global_step` variable: operation "
-                f"{op.name!r} changes it, but with a host_call the Estimator increments it once a "
-                "step. Call apply_gradients and minimize without global_step"
-            )
+    op = next(changes(global_step), None)
+    if op is not None:
+        raise ValueError(
+            "Illegal increment of the `global_step` variable: operation "
+            f"{op.name!r} changes it, but with a host_call the Estimator increments it once a "
+            "step. Call apply_gradients and minimize without global_step"
+        )

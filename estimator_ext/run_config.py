@@ -35,6 +35,10 @@ class RunConfig(_StockRunConfig):
         graph; hooks, summaries and checkpoints come between loops.
       prefetch_depth: number of batches that the training's dataset prepares beforehand; None adds
         nothing to what input_fn does.
+      strict: True applies the accelerator estimator's rules to input_fn, model_fn and params:
+        input_fn returns a dataset, an evaluation has metrics, no field of an EstimatorSpec is
+        missing, and 'input_fn' is a reserved key of params. They also apply with
+        iterations_per_loop above 1, and if the Estimator is given a batch size.
       **fields: as for `tf.estimator.RunConfig`.
 
     Raises:
@@ -53,6 +57,7 @@ class RunConfig(_StockRunConfig):
         uneven_data: str = "join",
         iterations_per_loop: int = 1,
         prefetch_depth: int | None = None,
+        strict: bool = False,
         **fields: Any,
     ) -> None:
         super().__init__(*args, **fields)
@@ -65,6 +70,7 @@ class RunConfig(_StockRunConfig):
         self._prefetch_depth = prefetch_depth
         if prefetch_depth is not None:
             whole_number("prefetch_depth", prefetch_depth)
+        self._strict = strict
         self.check_loop()
         if isinstance(self.train_distribute, HostOffloadStrategy):
             if timeline is not None:
@@ -105,6 +111,11 @@ class RunConfig(_StockRunConfig):
     def prefetch_depth(self) -> int | None:
         """Number of batches that are prepared beforehand; None for none."""
         return self._prefetch_depth
+
+    @property
+    def strict(self) -> bool:
+        """Whether the accelerator estimator's rules apply, whatever the other options are."""
+        return self._strict
 
     def check_loop(self) -> None:
         """Make sure that `iterations_per_loop` goes together with the rest.

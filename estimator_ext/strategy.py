@@ -17,6 +17,7 @@ from tensorflow.python.framework.ops import colocate_with as colocate_with_op
 
 import hostopt
 from estimator_ext.accumulation import Accumulation
+from estimator_ext.cached_reads import show_reads_to_tapes
 from estimator_ext.deferred_reductions import DeferredReductions
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
@@ -323,10 +324,14 @@ class _HostOffloadExtended(OneDeviceExtended):
                 return next_creator(**kwargs)
         dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
         on_host = self._variables_on_host or dtype.is_integer
-        if on_host and kwargs.get("trainable") is not False and dtype.is_floating:
+        cached = on_host and kwargs.get("trainable") is not False and dtype.is_floating
+        if cached:
             kwargs["caching_device"] = self._device  # 7. read once a step, for the forward pass
         with tf.device(HOST_DEVICE if on_host else self._device):
-            return next_creator(**kwargs)
+            variable = next_creator(**kwargs)
+        if cached:
+            show_reads_to_tapes(variable)
+        return variable
 
     def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
         value = tf.identity(replica_local_var)
@@ -393,7 +398,13 @@ class _HostOffloadExtended(OneDeviceExtended):
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
         del options
-        return self._reduce_pairs(reduce_op, list(value_destination_pairs))
+        pairs = list(value_destination_pairs)
+        if not pairs:  # what an optimizer of TensorFlow makes of gradients that are all None
+            raise ValueError(
+                "No gradients provided for any variable. Look whether the loss depends on the "
+                "variables that are to be trained"
+            )
+        return self._reduce_pairs(reduce_op, pairs)
 
     def reduce_now(
         self, pairs: Sequence[tuple[Any, tf.Variable]], nonfinite: str | None

@@ -1,4 +1,8 @@
-"""What `estimator_ext.RunConfig` asks of input_fn and model_fn, beyond the stock rules."""
+"""The accelerator estimator's rules for input_fn, model_fn and params, beyond the stock ones.
+
+They apply with `RunConfig(strict=True)`, with iterations_per_loop above 1, and if the Estimator is
+given a batch size.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from estimator_ext._tf_estimator import ModeKeys
 
 __all__: list[str] = []
 
+_STOCK = "leave out strict, iterations_per_loop and batch sizes for the stock rules"
 _WANTED = "features or (features, labels), each a tensor or a dict of tensors"
 _NEEDED = {
     ModeKeys.TRAIN: ("loss", "train_op"),
@@ -31,7 +36,7 @@ def check_params(params: dict[str, Any] | None) -> None:
     if isinstance(params, dict) and "input_fn" in params:
         raise ValueError(
             "params has the key 'input_fn', wanted any other name: 'input_fn' is reserved. Rename "
-            "it, or give a tf.estimator.RunConfig as config"
+            f"it, or {_STOCK}"
         )
 
 
@@ -48,7 +53,7 @@ def check_data(data: Any) -> None:
         raise ValueError(
             f"input_fn must return Dataset: got a {type(data).__name__}, wanted a tf.data.Dataset "
             f"of {_WANTED}. Return for example tf.data.Dataset.from_tensors((features, labels))"
-            ".repeat(), or give a tf.estimator.RunConfig as config, which allows tensors"
+            f".repeat(), or {_STOCK}, which allow tensors"
         )
     element = data.element_spec
     if isinstance(element, (tuple, list)) and len(element) != 2:
@@ -79,5 +84,5 @@ def check_spec(spec: StockSpec, mode: str) -> None:
     if mode == ModeKeys.EVAL and not has_metrics:
         raise ValueError(
             "EstimatorSpec must contain either eval_metrics or eval_metric_ops in evaluation, got "
-            "neither. Give it metrics, or give a tf.estimator.RunConfig as config"
+            f"neither. Give it metrics, or {_STOCK}"
         )

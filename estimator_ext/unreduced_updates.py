@@ -31,6 +31,7 @@ from tensorflow.python.framework.ops import gradient_registry
 import hostopt
 from estimator_ext.fingerprint import Updates, ancestors
 from estimator_ext.strategy import HostOffloadStrategy, divided
+from estimator_ext.sync_on_read import is_sync_on_read
 
 __all__: list[str] = []
 
@@ -93,9 +94,23 @@ for _name in _GATHERS:
     tf.RegisterGradient(f"Hostopt{_name}")(_marked_gradient)
 
 
+@dataclass(frozen=True)
+class Mended:
+    """What a search has found.
+
+    Args:
+      reduced: how many gradients are reduced that were not before.
+      suspects: by name of a trainable variable, what its updates use that may differ by rank and
+        that nobody can look into, such as a Python function.
+    """
+
+    reduced: int
+    suspects: dict[str, str]
+
+
 def mend_unreduced_updates(
     strategy: HostOffloadStrategy, updates: Updates, data: Collection[tf.Operation]
-) -> bool:
+) -> Mended:
     """Has every update of a trainable variable use reduced gradients.
 
     Args:
@@ -104,7 +119,7 @@ def mend_unreduced_updates(
       data: operations of this rank's input.
 
     Returns:
-      True if the graph has been changed.
+      What was found; the graph has been changed if gradients are reduced.
 
     Raises:
       hostopt.ConfigError: a trainable variable is updated from this rank's data in a way that no
@@ -115,9 +130,30 @@ def mend_unreduced_updates(
     for variable in tf.compat.v1.trainable_variables():
         for op in updates.varying.get(variable.op.name, ()):  # [U1]
             search.go_back(variable.op.name, op)  # [U2]
-    if search.edges:
-        _reduce(strategy, search.edges)  # [U3]
-    return bool(search.edges)
+    return Mended(_reduce(strategy, search.edges), search.suspects)  # [U3]
+
+
+def warn_of_own_variables(updates: Updates) -> None:
+    """Logs which variables each rank changes by itself, as a checkpoint holds rank 0's alone.
+
+    Args:
+      updates: what the step does.
+    """
+    own = [
+        variable.op.name
+        for variable in tf.compat.v1.global_variables()
+        if variable.op.name in updates.own & updates.varying.keys()
+        and not is_sync_on_read(variable)
+    ]
+    if own:
+        more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+        _log.warning(
+            "variable %r%s: each rank updates its own value from its own data, and checkpoints "
+            "hold that of rank 0. Create it with synchronization=ON_READ and an aggregation, or "
+            "reduce what is assigned to it with strategy.reduce",
+            own[0],
+            more,
+        )
 
 
 @dataclass
@@ -143,6 +179,7 @@ class _Search:
     data: Collection[tf.Operation]
     shapes: Collection[tuple[int, ...]]
     edges: list[_Edge] = field(default_factory=list)
+    suspects: dict[str, str] = field(default_factory=dict)
     _seen: set[tf.Operation] = field(default_factory=set)
 
     def go_back(self, variable: str, update: tf.Operation) -> None:
@@ -186,6 +223,7 @@ class _Search:
     ) -> list[tf.Operation]:
         """What makes a value that has no inputs which differ by rank: updates of a variable."""
         if source not in self.data and _TRUSTED.match(source.type):
+            self.suspects[variable] = f"{source.name!r} ({source.type})"
             return []
         read = _variable_behind(source)
         if read in self.updates.varying:  # such as a slot of the optimizer
@@ -207,8 +245,8 @@ def _variable_behind(source: tf.Operation) -> str:
     return handles[0].name if handles else source.name
 
 
-def _reduce(strategy: HostOffloadStrategy, edges: Sequence[_Edge]) -> None:
-    """Reduces each gradient once, and gives the mean to all that use it."""
+def _reduce(strategy: HostOffloadStrategy, edges: Sequence[_Edge]) -> int:
+    """Reduces each gradient once, gives the mean to all that use it, and counts gradients."""
     by_source: dict[Any, list[_Edge]] = {}
     for edge in edges:
         op = edge.tensor.op
@@ -217,11 +255,10 @@ def _reduce(strategy: HostOffloadStrategy, edges: Sequence[_Edge]) -> None:
         mean = _mean(strategy, found[0].tensor)
         for edge in found:
             edge.consumer._update_input(edge.index, mean[edge.tensor.ref()])
-    _log.info(
-        "%d gradients are reduced where they leave the backward pass: the optimizer applies them "
-        "by itself",
-        len(by_source),
-    )
+    if by_source:
+        text = "the optimizer applies gradients by itself: %d are reduced where they are computed"
+        _log.info(text, len(by_source))
+    return len(by_source)
 
 
 def _mean(strategy: HostOffloadStrategy, tensor: tf.Tensor) -> dict[Any, tf.Tensor]:

@@ -22,6 +22,7 @@ from hostopt.lane import Lane, Source
 from hostopt.ring import Array, Operation
 from hostopt.transport import event_loop
 from hostopt.transport.base import FINISH_CHANNEL, Tag, Transport
+from hostopt.transport.signature import UNSIGNED, signature_of
 
 __all__: list[str] = []
 
@@ -128,7 +129,8 @@ class Communicator:
           HostOptError: a rank failed, left or timed out.
         """
         result = _copy(array)
-        self.all_reduce_in_place(result.reshape(-1), op, self.operation(what))
+        operation = self._call(f"all_reduce({op.value})", what, result)
+        self.all_reduce_in_place(result.reshape(-1), op, operation)
         return result
 
     def all_reduce_in_place(
@@ -144,7 +146,8 @@ class Communicator:
         Args:
           flat: array of shape [n], one of `DTYPES`.
           op: how to reduce.
-          operation: which call this is, from `operation`.
+          operation: which call this is, from `operation`; signed by what is reduced, unless its
+            signature is known already.
           wire_format: how the values travel, for a SUM of float32; None sends them as they are.
           source: this rank's values, where they lie in other arrays than `flat`.
 
@@ -158,7 +161,10 @@ class Communicator:
                 f"{op.name} of {flat.dtype.name} cannot travel as {wire_format.name}, only a SUM "
                 "of float32 can"
             )
-        hierarchy = self._hierarchy(flat.nbytes)
+        if operation.signature is UNSIGNED:
+            operation = _signed(operation, op, flat, wire_format)
+        self.begin(operation)
+        hierarchy = self._hierarchy(flat.nbytes, operation.signature.text)
         if hierarchy is not None:
             hierarchy.all_reduce(flat, op.ufunc, operation, wire_format, source)
         else:
@@ -168,11 +174,12 @@ class Communicator:
         if op is ReduceOp.AVERAGE:
             np.divide(flat, flat.dtype.type(self.size), out=flat)
 
-    def open_lane(self, nbytes: int = 0) -> Lane | None:
+    def open_lane(self, nbytes: int = 0, what: str = "") -> Lane | None:
         """The memory in which all ranks meet; all ranks call this together.
 
         Args:
           nbytes: size of the arrays that go through it.
+          what: for what it is opened, the same on all ranks.
 
         Returns:
           This channel's lane for such arrays; None where the ranks share no memory.
@@ -180,7 +187,7 @@ class Communicator:
         Raises:
           HostOptError: a rank failed, left or timed out.
         """
-        hierarchy = self._hierarchy(nbytes) if self.on_one_host else None
+        hierarchy = self._hierarchy(nbytes, what or self.what) if self.on_one_host else None
         return hierarchy.lane if hierarchy is not None else None
 
     def share_memory(self, nbytes: int) -> memoryview | None:
@@ -201,13 +208,13 @@ class Communicator:
             _log.warning("%s: no memory to share: %s", self.what, trouble)
         return memory
 
-    def _hierarchy(self, nbytes: int) -> Hierarchy | None:
+    def _hierarchy(self, nbytes: int, what: str) -> Hierarchy | None:
         """The lanes for arrays of this size, which all ranks open at their first use."""
         if self.hosts is None:
             return None
         block_bytes = SMALL_BLOCK_BYTES if nbytes <= SMALL_BLOCK_BYTES else BLOCK_BYTES
         if block_bytes not in self._hierarchies:
-            opened = open_hierarchy(self._opening, self.hosts, block_bytes)
+            opened = open_hierarchy(self._opening, self.hosts, block_bytes, what)
             self._hierarchies[block_bytes] = opened
         return self._hierarchies[block_bytes]
 
@@ -226,10 +233,13 @@ class Communicator:
           ConfigError: a dtype that is not supported.
           HostOptError: a rank failed, left or timed out.
         """
-        flat = _copy(array).reshape(-1)
+        array = _copy(array)
+        flat = array.reshape(-1)
         _check_dtype(flat.dtype, op)
+        operation = self._call(f"reduce_scatter({op.value})", what, array)
+        self.begin(operation)
         rounds = ring.reduce_scatter_schedule(self.rank, self.size)
-        ring.run(self.transport, self.operation(what), flat, rounds, op.ufunc)
+        ring.run(self.transport, operation, flat, rounds, op.ufunc)
         chunk: Array = flat[ring.chunk_slices(flat.size, self.size)[self.rank]].copy()
         if op is ReduceOp.AVERAGE:
             chunk /= chunk.dtype.type(self.size)
@@ -249,19 +259,28 @@ class Communicator:
           HostOptError: a rank failed, left or timed out.
         """
         mine = _copy(array)
+        return self._all_gather(mine, self._call("all_gather", what, mine))
+
+    def _all_gather(self, mine: Array, operation: Operation) -> Array:
+        self.begin(operation)
         result = np.empty((self.size, *mine.shape), mine.dtype)
         result[self.rank] = mine
         rounds = ring.all_gather_schedule(self.rank, self.size)
-        ring.run(self.transport, self.operation(what), result.reshape(-1), rounds)
+        ring.run(self.transport, operation, result.reshape(-1), rounds)
         return result
 
-    def broadcast(self, array: Any, root: int = 0, what: str = "") -> Array:
+    def broadcast(
+        self, array: Any, root: int = 0, what: str = "", acknowledged: bool = True
+    ) -> Array:
         """Give every rank the array of one.
 
         Args:
           array: array of any shape and fixed-size dtype, the same on all ranks.
           root: rank whose values hold.
           what: what is sent, for warnings and errors.
+          acknowledged: whether to return only when all ranks have it. False suits many broadcasts
+            at once in a few threads, where ranks that wait for each other would block them all;
+            the error of another rank then comes with a later call.
 
         Returns:
           A new array like `array`, with the bits of rank `root`.
@@ -273,7 +292,9 @@ class Communicator:
         if not 0 <= root < self.size:
             raise ConfigError(f"broadcast root is {root}, wanted a rank from 0 to {self.size - 1}")
         result = _copy(array)
-        ring.broadcast(self.transport, self.operation(what), result.reshape(-1), root)
+        operation = self._call(f"broadcast from rank {root}", what, result)
+        self.begin(operation)
+        ring.broadcast(self.transport, operation, result.reshape(-1), root, acknowledged)
         return result
 
     @overload
@@ -300,9 +321,10 @@ class Communicator:
         """
         view = memoryview(data)
         view = view.cast("B").toreadonly() if view.nbytes else memoryview(b"")
-        operation = self.operation(what)
+        operation = self._call("all_gather_bytes", what)
+        self.begin(operation)
         # the same lane whatever their lengths, which differ by rank; small blocks stay in cache
-        lane = self.open_lane()
+        lane = self.open_lane(0, operation.signature.text)
         if lane is not None:
             found = lane.all_gather_bytes(view, operation)
         else:
@@ -325,8 +347,9 @@ class Communicator:
         Raises:
           HostOptError: a rank failed, left or timed out.
         """
-        lengths = self.all_gather(np.array(len(data), np.int64), what)
-        operation = self.operation(what)
+        length = np.array(len(data), np.int64)
+        lengths = self._all_gather(length, self._call("gather_bytes", what))
+        operation = self._call("gather_bytes", what)
         if self.rank != 0:
             ring.send(self.transport, operation, np.frombuffer(data, np.uint8), 0)
             return []
@@ -351,8 +374,10 @@ class Communicator:
           HostOptError: a rank failed, left or timed out.
         """
         own = [len(each) for each in data] if self.rank == 0 else [0] * self.size
-        lengths = self.broadcast(np.array(own, np.int64), what=what)
-        operation = self.operation(what)
+        lengths, operation = np.array(own, np.int64), self._call("scatter_bytes", what)
+        self.begin(operation)
+        ring.broadcast(self.transport, operation, lengths, 0)
+        operation = self._call("scatter_bytes", what)
         if self.rank != 0:
             flat = np.empty(int(lengths[self.rank]), np.uint8)
             ring.receive(self.transport, operation, flat, 0)
@@ -370,7 +395,8 @@ class Communicator:
         Raises:
           HostOptError: a rank failed, left or timed out.
         """
-        self.all_reduce(np.zeros(1, np.int32), what=what)
+        operation = self._call("barrier", what)
+        self.all_reduce_in_place(np.zeros(1, np.int32), ReduceOp.SUM, operation)
 
     def finish(self, what: str = "the end of training") -> None:
         """`barrier` that also tells a rank which still waits for this one's data that none comes.
@@ -383,7 +409,8 @@ class Communicator:
         """
         if self.size == 1:
             return
-        operation = Operation(FINISH_CHANNEL, next(self._steps), what=what)
+        operation = self._call("finish", what)._replace(channel=FINISH_CHANNEL)
+        self.begin(operation)
         marker = Tag(FINISH_CHANNEL, operation.step, bucket=1)
         for peer in self._waiting_peers():
             event_loop.run(self.transport.send(peer, marker, b"", what))
@@ -432,6 +459,24 @@ class Communicator:
         with self._lock:
             return Operation(self.channel, next(self._steps), what=what or self.what)
 
+    def _call(self, kind: str, what: str, array: Array | None = None) -> Operation:
+        """Number and sign the next call on this channel."""
+        what = what or self.what
+        if array is None:
+            signature = signature_of(kind, what)
+        else:
+            signature = signature_of(kind, what, array.dtype, array.shape)
+        with self._lock:
+            return Operation(self.channel, next(self._steps), 0, what, signature)
+
+    def begin(self, operation: Operation) -> None:
+        """Note that this rank makes a call, for others that wait for it.
+
+        Args:
+          operation: which call, signed.
+        """
+        self.transport.begin(*operation[:3], operation.signature)
+
     def abort(self, error: BaseException) -> None:
         """End the ring for all ranks, with `error` as the root cause."""
         self.transport.abort(error)
@@ -457,6 +502,15 @@ class Communicator:
 def _copy(array: Any) -> Array:
     result: Array = np.array(array, order="C", copy=True)
     return result
+
+
+def _signed(
+    operation: Operation, op: ReduceOp, flat: Array, wire_format: WireFormat | None
+) -> Operation:
+    travels_as = "" if wire_format is None else wire_format.name
+    kind = f"all_reduce({op.value})"
+    signature = signature_of(kind, operation.what, flat.dtype, flat.shape, travels_as)
+    return operation._replace(signature=signature)
 
 
 @functools.cache  # the name of a dtype takes longer than a small reduction

@@ -27,7 +27,7 @@ class WireFormat(abc.ABC):
     """How the values of a buffer travel; has scratch memory, so it belongs to one thread.
 
     Args:
-      name: its name in `Options.compression`; part of the layout that ranks compare.
+      name: its name in `Options.compression`; part of the signature that ranks compare.
       dtype: dtype of a value on the wire.
     """
 

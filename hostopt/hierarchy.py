@@ -113,13 +113,16 @@ def find_hosts(communicator: Communicator, host_id: str) -> Hosts | None:
     return hosts if len(hosts.groups) < communicator.size else None
 
 
-def open_hierarchy(communicator: Communicator, hosts: Hosts, block_bytes: int) -> Hierarchy | None:
+def open_hierarchy(
+    communicator: Communicator, hosts: Hosts, block_bytes: int, what: str = ""
+) -> Hierarchy | None:
     """Share memory among the ranks of each host; all ranks of all hosts call this together.
 
     Args:
       communicator: reaches all ranks over gRPC.
       hosts: which ranks share memory.
       block_bytes: size of the lanes' blocks.
+      what: for what the memory is used first, the same on all ranks.
 
     Returns:
       This rank's part; None where a host cannot share memory and `communication` is "auto".
@@ -129,7 +132,9 @@ def open_hierarchy(communicator: Communicator, hosts: Hosts, block_bytes: int) -
       HostOptError: a rank failed, left or timed out.
     """
     members = hosts.members(communicator.rank)
-    memory, troubles = share_memory(communicator, hosts, lane_bytes(len(members), block_bytes))
+    memory, troubles = share_memory(
+        communicator, hosts, lane_bytes(len(members), block_bytes), what
+    )
     if troubles:
         _report(communicator, troubles)
         return None
@@ -140,7 +145,7 @@ def open_hierarchy(communicator: Communicator, hosts: Hosts, block_bytes: int) -
 
 
 def share_memory(
-    communicator: Communicator, hosts: Hosts, nbytes: int
+    communicator: Communicator, hosts: Hosts, nbytes: int, what: str = ""
 ) -> tuple[memoryview | None, str]:
     """Share new memory among the ranks of each host; all ranks of all hosts call this together.
 
@@ -148,6 +153,7 @@ def share_memory(
       communicator: reaches all ranks over gRPC.
       hosts: which ranks share memory.
       nbytes: its size.
+      what: for what it is, the same on all ranks.
 
     Returns:
       Zeros, None where this rank is alone on its host or a host has no such memory; and why it has
@@ -157,6 +163,7 @@ def share_memory(
       HostOptError: a rank failed, left or timed out.
     """
     members, leader = hosts.members(communicator.rank), hosts.members(communicator.rank)[0]
+    shared = f"shared memory for {what}" if what else "shared memory"
     memory: mmap.mmap | None = None
     trouble = ""
     with contextlib.ExitStack() as stack:
@@ -168,14 +175,14 @@ def share_memory(
                 path, memory = file.path, file.memory
             except OSError as error:
                 trouble = f"{shared_file.DIRECTORY} gives no {nbytes} bytes: {error}"
-        paths = communicator.all_gather_bytes(path.encode(), "the names of shared memory")
+        paths = communicator.all_gather_bytes(path.encode(), f"the names of {shared}")
         path = paths[leader].decode()
         if communicator.rank != leader and path:
             try:
                 memory = shared_file.attach(path, nbytes)
             except (OSError, ValueError) as error:
                 trouble = f"{path} cannot be mapped: {error}"
-        troubles = communicator.all_gather_bytes(trouble.encode(), "the state of shared memory")
+        troubles = communicator.all_gather_bytes(trouble.encode(), f"the state of {shared}")
     ring_ = communicator.transport.cluster.ring
     text = "; ".join(
         f"rank {rank} ({ring_[rank]}): {trouble.decode()}"

@@ -19,6 +19,7 @@ from hostopt.record import BucketRecord
 from hostopt.ring import Array, Operation
 from hostopt.shared_sums import SharedSums
 from hostopt.step_stats import StepTimes
+from hostopt.transport.signature import Signature, signature_of
 
 __all__: list[str] = []
 
@@ -46,6 +47,8 @@ class InlineReducer:
         self._shared = [SharedSums(communicator, bucket) for bucket in buckets]
         self._pools = [BufferPool(bucket) for bucket in buckets]
         self._steps = [0] * len(self._buckets)
+        self._titles = [title(self._buckets, index) for index in range(len(self._buckets))]
+        self._signatures = [self._signature(index) for index in range(len(self._buckets))]
         self._record = BucketRecord(self._buckets, communicator.transport.timeline)
         self._lock = threading.Lock()
 
@@ -80,8 +83,10 @@ class InlineReducer:
         plan = self._buckets[bucket]
         begin_s = time.monotonic()
         with self._lock:
-            what = title(self._buckets, bucket)
-            operation = Operation(self.communicator.channel, self._steps[bucket], bucket, what)
+            what, signature = self._titles[bucket], self._signatures[bucket]
+            step = self._steps[bucket]
+            operation = Operation(self.communicator.channel, step, bucket, what, signature)
+            self.communicator.begin(operation)
             self._steps[bucket] += 1
             source = Source([array.reshape(-1) for array in arrays], plan.starts)
             sums, finite = self._sum(bucket, source, operation)
@@ -97,6 +102,11 @@ class InlineReducer:
                 lambda: troubles(plan.names, views),
             )
         return views
+
+    def _signature(self, index: int) -> Signature:
+        bucket = self._buckets[index]
+        shape = (bucket.nbytes // bucket.dtype.itemsize,)
+        return signature_of("all_reduce(sum)", self._titles[index], bucket.dtype, shape)
 
     def _sum(self, bucket: int, source: Source, operation: Operation) -> tuple[Array, bool]:
         shared = self._shared[bucket].reduce(source, operation)

@@ -52,8 +52,8 @@ from __future__ import annotations
 import bisect
 import os
 import struct
+import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,7 +61,8 @@ import numpy as np
 
 from hostopt.errors import HostOptError
 from hostopt.finite import all_finite
-from hostopt.ring import Array, Operation, chunk_slices, layout_of
+from hostopt.ring import Array, Operation, chunk_slices
+from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 
 __all__: list[str] = []
@@ -75,11 +76,11 @@ _WORDS = _LINE_BYTES // 8
 _MEETINGS, _FLAGS, _POSTED, _POSTED_STEP, _LAYOUT, _FINITE = 0, 1, 2, 4, 6, 8
 _PAGE_BYTES = 4096
 _LENGTH = struct.Struct("<Q")
-_BYTES_LAYOUT = zlib.crc32(b"bytes")
 _TURNS = 4  # blocks of an inbox that are used in turn
 # Looks at a mark before the thread sleeps between looks, about 2 ms: a rank that sleeps when the
 # other one comes is late itself.
 _SPINS = 40_000
+_spinning = threading.Lock()  # one that spins holds the interpreter, which the others need
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
 
 
@@ -174,10 +175,10 @@ class Lane:
           source: this rank's values, of the same size and dtype; by default those of `flat`.
 
         Raises:
-          ProtocolError: a rank has an array of another shape or dtype.
+          CollectiveMismatchError: a rank makes another call.
           HostOptError: a rank failed, left or timed out.
         """
-        self._announce(layout_of(flat), flat.nbytes, operation)
+        self._announce(flat.nbytes, operation)
         if len(self._members) > 2 and source is not None:
             source.copy_to(flat)
             source = None
@@ -268,10 +269,10 @@ class Lane:
           Whether the sums are finite, the same on all ranks.
 
         Raises:
-          ProtocolError: a rank has an array of another shape or dtype.
+          CollectiveMismatchError: a rank makes another call.
           HostOptError: a rank failed, left or timed out.
         """
-        self._announce(layout_of(sums), sums.nbytes, operation)
+        self._announce(sums.nbytes, operation)
         count = len(self._members)
         chunks = chunk_slices(sums.size, count)
         length = self._block_bytes // sums.itemsize // count  # of a piece of each chunk
@@ -318,7 +319,7 @@ class Lane:
           HostOptError: a rank failed, left or timed out.
         """
         length = self._block_bytes // flat.itemsize
-        for number, start in enumerate(range(0, flat.size, length)):
+        for number, start in enumerate(range(0, max(flat.size, 1), length)):
             part = flat[start : start + length]
             index = self._members.index(root)
             shared = self._memory_of(index, part.dtype, part.size)
@@ -344,7 +345,7 @@ class Lane:
           CollectiveMismatchError: a rank makes another call.
           HostOptError: a rank failed, left or timed out.
         """
-        self._announce(_BYTES_LAYOUT, len(data), operation)
+        self._announce(len(data), operation)
         memory, room = self._memory, self._block_bytes - _LENGTH.size
         starts = self._block_starts()
         own = starts[self._index] + _LENGTH.size
@@ -427,11 +428,9 @@ class Lane:
 
     def _wait(self, place: int, wanted: int, rank: int, operation: Operation, round_: int) -> None:
         """Return once the mark of a rank has come as far as `wanted`."""
-        marks = self._marks
-        for _ in range(self._spins):
-            if marks[place] >= wanted:
-                return
-        tag = operation.tag(round_, 0, 0, 0)
+        if self._marks[place] >= wanted or self._spin(place, wanted):
+            return
+        tag = operation.tag(round_)
         pause_s = _SHORTEST_SLEEP_S
         try:
             what = operation.in_phase("exchange in memory")
@@ -444,21 +443,31 @@ class Lane:
             self._transport.abort(error)
             raise
 
-    def _announce(self, layout: int, nbytes: int, operation: Operation) -> None:
-        tag = operation.tag(0, 0, 0, 0)
+    def _spin(self, place: int, wanted: int) -> bool:
+        """Look at a mark for about 2 ms, unless another thread of this process does so already."""
+        if not _spinning.acquire(blocking=False):
+            return False
+        try:
+            marks = self._marks
+            for _ in range(self._spins):
+                if marks[place] >= wanted:
+                    break
+            return marks[place] >= wanted
+        finally:
+            _spinning.release()
+
+    def _announce(self, nbytes: int, operation: Operation) -> None:
+        tag = operation.tag()
         self._transport.recorder.note("in memory", -1, operation.what, tag, nbytes)
         self._calls += 1
-        self._marks[self._index * _WORDS + _LAYOUT + self._calls % 2] = layout
+        self._marks[self._index * _WORDS + _LAYOUT + self._calls % 2] = tag.layout
 
     def _check_layout(self, operation: Operation) -> None:
         place = _LAYOUT + self._calls % 2
         wanted = self._marks[self._index * _WORDS + place]
         for line, rank in self._others:
             if self._marks[line + place] != wanted:
-                tag = operation.tag(0, 0, 0, 0)
-                error = self._transport.mailbox.layout_error(rank, tag, operation.what)
-                self._transport.abort(error)
-                raise error
+                raise event_loop.run(self._transport.mismatch(rank, operation.tag()))
 
     # -- memory ----------------------------------------------------------------------------
 

@@ -13,8 +13,11 @@ from hostopt import ring
 from hostopt.communicator import Communicator
 from hostopt.lane import Lane
 from hostopt.ring import Array, Operation
+from hostopt.transport.signature import signature_of
 
 __all__: list[str] = []
+
+_SIGNATURE = signature_of("posted sum", "", np.dtype(np.float32), (2,))
 
 
 class PostedSum(abc.ABC):
@@ -91,9 +94,9 @@ class _RingSum(PostedSum):
     def post(self, value: float, second: float = 0.0) -> None:
         """See `PostedSum.post`."""
         self._numbers = np.array([value, second], np.float32)
-        self._summed = ring.start_all_reduce(
-            self._channel.transport, self._channel.operation(), self._numbers
-        )
+        operation = self._channel.operation()._replace(signature=_SIGNATURE)
+        self._channel.begin(operation)
+        self._summed = ring.start_all_reduce(self._channel.transport, operation, self._numbers)
 
     def collect(self) -> tuple[np.float32, np.float32]:
         """See `PostedSum.collect`."""

@@ -14,13 +14,14 @@ import numpy as np
 
 from hostopt.bucket import Bucket, BufferPool, title
 from hostopt.communicator import Communicator, ReduceOp
-from hostopt.compression import new_wire_format
+from hostopt.compression import WireFormat, new_wire_format
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
 from hostopt.finite import all_finite, safe_limit, troubles
 from hostopt.nonfinite import NonFiniteCheck
 from hostopt.record import BucketRecord
 from hostopt.ring import Array, Operation
 from hostopt.step_stats import StepTimes
+from hostopt.transport.signature import Signature, signature_of
 
 __all__: list[str] = []
 
@@ -58,6 +59,8 @@ class Reducer:
         self._wire_format = new_wire_format(communicator.transport.options.compression)
         self._first_step = 0
         self._limits = [self._limit(bucket) for bucket in buckets]
+        self._titles = [title(self._buckets, index) for index in range(len(self._buckets))]
+        self._signatures = [self._signature(index) for index in range(len(self._buckets))]
         self._under_way: set[int] = set()  # from launch to wait
         self._launched: dict[int, tuple[Array, dict[str, str]]] = {}
         self._reduced: dict[int, Array] = {}
@@ -181,9 +184,10 @@ class Reducer:
             self._in_ring = True
         begin_s = time.monotonic()
         step += self._first_step
-        operation = Operation(self.communicator.channel, step, index, title(self._buckets, index))
+        name, signature = self._titles[index], self._signatures[index]
+        operation = Operation(self.communicator.channel, step, index, name, signature)
         # 4. the ring, while backward goes on
-        wire_format = self._wire_format if buffer.dtype == np.float32 else None
+        wire_format = self._format_of(buffer.dtype)
         self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, operation, wire_format)
         end_s = time.monotonic()
         plan = self._buckets[index]
@@ -201,11 +205,23 @@ class Reducer:
             self._record.ring(index, begin_s, end_s)
             self._changed.notify_all()
 
+    def _format_of(self, dtype: np.dtype[np.generic]) -> WireFormat | None:
+        return self._wire_format if dtype == np.float32 else None
+
+    def _signature(self, index: int) -> Signature:
+        bucket, wire_format = self._buckets[index], self._format_of(self._buckets[index].dtype)
+        travels_as = "" if wire_format is None else wire_format.name
+        shape = (bucket.nbytes // bucket.dtype.itemsize,)
+        return signature_of(
+            "all_reduce(sum)", self._titles[index], bucket.dtype, shape, travels_as
+        )
+
     def _limit(self, bucket: Bucket) -> float:
         """How large gradients may be whose sum needs no look, in the ring and on the wire."""
         dtypes = [bucket.dtype]
-        if self._wire_format is not None and bucket.dtype == np.float32:
-            dtypes.append(self._wire_format.dtype)
+        wire_format = self._format_of(bucket.dtype)
+        if wire_format is not None:
+            dtypes.append(wire_format.dtype)
         return min(safe_limit(dtype, self.communicator.size) for dtype in dtypes)
 
     def _never_launched(self, bucket: int) -> CollectiveTimeoutError:

@@ -23,11 +23,9 @@ depends on the chunk only and the sums are copied, so all ranks end with the sam
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import struct
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +36,7 @@ from hostopt.errors import ProtocolError
 from hostopt.timeline import Track
 from hostopt.transport import event_loop
 from hostopt.transport.base import Payload, Tag, Transport
+from hostopt.transport.signature import UNSIGNED, Signature
 
 __all__: list[str] = []
 
@@ -47,7 +46,6 @@ Array = np.ndarray[Any, Any]
 # at once would pile up at the receiver, in fresh memory that must be faulted in page by page.
 _SEGMENTS_AHEAD = 4
 _LENGTH = struct.Struct("<Q")  # of byte strings, before the first of their bytes
-_BYTES_LAYOUT = zlib.crc32(b"bytes")
 
 
 class Round(NamedTuple):
@@ -73,19 +71,22 @@ class Operation(NamedTuple):
       step: sequence number on that channel, from 0.
       bucket: gradient bucket.
       what: what is reduced, for warnings and errors.
+      signature: what all ranks compare.
     """
 
     channel: int
     step: int
     bucket: int = 0
     what: str = ""
+    signature: Signature = UNSIGNED
 
     def in_phase(self, phase: str) -> str:
         """What is under way, for warnings and errors."""
         return f"{self.what or 'data'} ({phase})"
 
-    def tag(self, round_: int, chunk: int, segment: int, layout: int) -> Tag:
+    def tag(self, round_: int = 0, chunk: int = 0, segment: int = 0) -> Tag:
         """Tag of one message of this call."""
+        layout = self.signature.checksum
         return Tag(self.channel, self.step, self.bucket, round_, chunk, segment, layout)
 
 
@@ -243,7 +244,6 @@ async def _run(
     succ, pred = members[(place + 1) % len(members)], members[place - 1]
     slices = chunk_slices(flat.size, chunks)
     wire = wire_format or Whole(flat.dtype)
-    layout = layout_of(flat, wire)
     # in memory; on the wire they are as large as the option says
     segment_bytes = transport.options.segment_bytes * flat.itemsize // wire.dtype.itemsize
 
@@ -253,22 +253,25 @@ async def _run(
 
     async def send_first(count: int) -> None:
         for segment, part in itertools.islice(first, count):
-            tag = operation.tag(0, rounds[0].send, segment, layout)
+            tag = operation.tag(0, rounds[0].send, segment)
             outgoing = _encode(wire, part, keep=exchanged or not rounds[0].reduce)
             await _send(transport, succ, tag, outgoing, operation, phases[rounds[0].reduce])
 
     await send_first(_SEGMENTS_AHEAD)
     for index, round_ in enumerate(rounds):
-        for segment, part in _segments(flat[slices[round_.recv]], segment_bytes):
-            tag = operation.tag(index, round_.recv, segment, layout)
+        # the first rounds carry empty chunks, too: so no rank ends before all have been compared
+        carries_empty = index + 1 < len(members)
+        passes_empty = index + 2 < len(members)
+        for segment, part in _segments(flat[slices[round_.recv]], segment_bytes, carries_empty):
+            tag = operation.tag(index, round_.recv, segment)
             phase = phases[round_.reduce]
             incoming = await _receive(transport, pred, tag, part, operation, phase, wire.dtype)
             if round_.reduce:
                 wire.combine(part, incoming, combine)
             else:
                 wire.decode(incoming, part)
-            if index + 1 < len(rounds):
-                tag = operation.tag(index + 1, round_.recv, segment, layout)
+            if index + 1 < len(rounds) and (part.size or passes_empty):
+                tag = operation.tag(index + 1, round_.recv, segment)
                 if round_.reduce:
                     incoming = _encode(wire, part, keep=not rounds[index + 1].reduce)
                 phase = phases[rounds[index + 1].reduce]
@@ -277,32 +280,50 @@ async def _run(
                 await send_first(1)
 
 
-def broadcast(transport: Transport, operation: Operation, flat: Array, root: int) -> None:
+def broadcast(
+    transport: Transport,
+    operation: Operation,
+    flat: Array,
+    root: int,
+    acknowledged: bool = True,
+) -> None:
     """Carry `flat` of rank `root` down the chain root, root + 1, ... in segments, in place.
+
+    The last rank of the chain then sends an acknowledgement around: to the root, which is its
+    successor, and on to all others.
 
     Args:
       transport: this rank's transport.
       operation: which call this is.
       flat: contiguous array of shape [n]; overwritten on all ranks but `root`.
       root: rank whose values hold.
+      acknowledged: whether to return only when the last rank has the values.
 
     Raises:
       HostOptError: a peer failed, left or timed out, or sent another number of bytes.
     """
-    event_loop.run(_broadcast(transport, operation, flat, root))
+    event_loop.run(_broadcast(transport, operation, flat, root, acknowledged))
 
 
-async def _broadcast(transport: Transport, operation: Operation, flat: Array, root: int) -> None:
+async def _broadcast(
+    transport: Transport, operation: Operation, flat: Array, root: int, acknowledged: bool
+) -> None:
     succ, pred = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    layout = layout_of(flat)
     for segment, part in _segments(flat, transport.options.segment_bytes):
-        tag = operation.tag(0, 0, segment, layout)
+        tag = operation.tag(0, 0, segment)
         if transport.rank != root:
             part[:] = await _receive(
                 transport, pred, tag, part, operation, "broadcast", flat.dtype
             )
         if succ != root:
             await _send(transport, succ, tag, part, operation, "broadcast")
+    if not acknowledged or transport.size == 1:
+        return
+    last, tag, phase = (root - 1) % transport.size, operation.tag(round_=1), "acknowledgement"
+    if transport.rank != last:
+        await _take(transport, pred, tag, operation, phase)
+    if succ != last:
+        await _put(transport, succ, tag, b"", operation, phase)
 
 
 def all_gather_bytes(
@@ -334,14 +355,14 @@ async def _all_gather_bytes(
     found: list[bytes | memoryview] = [data] * size
     if size > 1:
         for segment, part in enumerate(_byte_segments(data, transport.options.segment_bytes)):
-            tag = operation.tag(0, rank, segment, _BYTES_LAYOUT)
+            tag = operation.tag(0, rank, segment)
             await _put(transport, succ, tag, part, operation, "all-gather")
     for round_ in range(size - 1):
         origin = (pred - round_) % size
         parts: list[memoryview] = []
         missing, segment = 1, 0  # until the first message says how much there is
         while missing > 0:
-            tag = operation.tag(round_, origin, segment, _BYTES_LAYOUT)
+            tag = operation.tag(round_, origin, segment)
             part = await _take(transport, pred, tag, operation, "all-gather")
             if round_ + 2 < size:
                 tag = tag._replace(round=round_ + 1)
@@ -402,9 +423,8 @@ def receive(transport: Transport, operation: Operation, flat: Array, peer: int) 
 async def _transfer(
     transport: Transport, operation: Operation, flat: Array, peer: int, sends: bool
 ) -> None:
-    layout = layout_of(flat)
     for segment, part in _segments(flat, transport.options.segment_bytes):
-        tag = operation.tag(0, 0, segment, layout)
+        tag = operation.tag(0, 0, segment)
         if sends:
             await _send(transport, peer, tag, part, operation, "send")
         else:
@@ -449,25 +469,6 @@ async def _take(
     return payload
 
 
-def layout_of(flat: Array, wire: WireFormat | None = None) -> int:
-    """Checksum of what must be the same on all ranks: an array's dtype and length, and its format.
-
-    Args:
-      flat: array of shape [n].
-      wire: how it travels; None as it is.
-
-    Returns:
-      32 bits.
-    """
-    travels = f" as {wire.name}" if wire and wire.dtype != flat.dtype else ""
-    return _checksum(flat.dtype, flat.size, travels)
-
-
-@functools.lru_cache(maxsize=1024)
-def _checksum(dtype: np.dtype[Any], length: int, travels: str) -> int:
-    return zlib.crc32(f"{dtype.name}[{length}]{travels}".encode())
-
-
 def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
     """Round for the wire; `keep` what the others will get."""
     encoded = wire.encode(part)
@@ -499,7 +500,9 @@ def _show(
         transport.timeline.message(track, tag, what, begin_s, time.monotonic(), payload_bytes)
 
 
-def _segments(chunk: Array, segment_bytes: int) -> Iterator[tuple[int, Array]]:
+def _segments(
+    chunk: Array, segment_bytes: int, at_least_one: bool = True
+) -> Iterator[tuple[int, Array]]:
     length = max(segment_bytes // chunk.itemsize, 1)
-    for segment, start in enumerate(range(0, chunk.size, length)):
+    for segment, start in enumerate(range(0, max(chunk.size, at_least_one), length)):
         yield segment, chunk[start : start + length]

@@ -9,15 +9,19 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import common, network, page  # noqa: E402
+from benchmarks import common, network, page, training, workers  # noqa: E402
+from benchmarks.embedding import models  # noqa: E402
+from benchmarks.overhead import rank as overhead_rank  # noqa: E402
 
 
 def load(name: str) -> Any:
@@ -107,6 +111,43 @@ def test_rounds_are_interleaved_and_a_failure_costs_one_of_them(
     assert "round 1, bad FAILED: too weak" in capsys.readouterr().err
 
 
+def test_what_belongs_to_a_round_is_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+
+    def bad() -> int:
+        calls.append("bad")
+        if len(calls) == 1:
+            raise common.BenchmarkError("too weak")
+        return len(calls)
+
+    found = common.each_round({"good": lambda: 7, "bad": bad}, 3, "DeepFM:")
+    assert found == [{"good": 7}, {"good": 7, "bad": 2}, {"good": 7, "bad": 3}]
+    assert "DeepFM: round 1, bad FAILED: too weak" in capsys.readouterr().err
+
+
+def test_workers_run_alone_or_two_at_once_with_a_place_to_meet(tmp_path: Path) -> None:
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import os, sys; from benchmarks import common;"
+        "common.report(words=sys.argv[1:], threads=os.environ['TF_NUM_INTRAOP_THREADS'])"
+    )
+    one = workers.run("one", [program, "--steps", 3], 60.0)
+    assert one == [{"words": ["--steps", "3"], "threads": "1"}]
+    first, second = workers.run("two", [program], 60.0)
+    assert first == second
+    assert first["words"][0] == "--meeting"
+
+
+def test_horovod_is_started_with_the_library_that_was_asked_for(tmp_path: Path) -> None:
+    python = tmp_path / "bin/python"
+    command, environ = common.horovod("gloo", python, "rank.py")
+    assert command[:3] == [python, tmp_path / "bin/horovodrun", "--gloo"]
+    assert environ == {"HOROVOD_CPU_OPERATIONS": "GLOO", "HOROVOD_GLOO_IFACE": "lo"}
+    command, environ = common.horovod("mpi", python, "rank.py")
+    assert (command[0], command[-1]) == ("mpirun", "rank.py")
+    assert environ == {"HOROVOD_CPU_OPERATIONS": "MPI"}
+
+
 def test_a_peer_that_is_not_there_is_left_out_with_a_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +177,101 @@ def test_ratios_and_tables() -> None:
     assert common.ratio(3.0, 2.0) == "1.50"
     assert common.ratio(None, 2.0) == "-"
     assert common.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --: |\n| 1 | 2 |"
+
+
+def test_the_speed_counts_all_steps_and_the_time_of_a_step_is_their_median() -> None:
+    # steps of 1, 1 and 8 s: one of them was interrupted
+    assert training.rates([2.0, 3.0, 4.0, 12.0]) == {"steps_per_s": 0.3, "step_ms": 1000.0}
+
+
+def test_the_hook_reports_once_after_the_timed_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    tf = SimpleNamespace(estimator=SimpleNamespace(SessionRunHook=object))
+    hook = training.make_hook(tf, warm_up_steps=2, steps=3)
+    for _ in range(4):
+        hook.after_run(None, None)
+    assert capsys.readouterr().out == ""
+    hook.after_run(None, None)
+    hook.after_run(None, None)
+    assert len(hook.times_s) == 4
+    (result,) = common.results_in(capsys.readouterr().out, 1)
+    assert result == training.rates(hook.times_s)
+
+
+def test_two_systems_are_compared_round_by_round() -> None:
+    rounds = [{"a": 3.0, "b": 1.0}, {"a": 5.0}, {"a": 9.0, "b": 2.0}, {"a": 8.0, "b": 8.0}]
+    # the median of 2, 7 and 0 is not the difference of the medians
+    assert common.in_each_round(rounds, float.__sub__, "a", "b") == 2.0
+    assert common.in_each_round(rounds, float.__sub__, "a", "c") is None
+    assert common.middle(rounds, "b") == 2.0
+    assert common.middle(rounds, "c") is None
+    assert (common.cell(1.25, 1), common.cell(None, 1)) == ("1.2", "-")
+
+
+OVERHEAD = {
+    "dense 24": [
+        {"stock": 1.0, "stock-2": 1.5, "one-rank": 1.25, "host": 2.0},
+        {"stock": 2.0, "stock-2": 2.5, "one-rank": 2.5, "host": 3.5},
+        {"stock": 1.0, "stock-2": 1.0, "one-rank": 1.25},
+    ],
+    "sparse 24": [{"stock": 1.0, "host": 4.0}],
+}
+
+
+def test_the_cost_of_a_step_is_above_the_stock_one_of_the_same_round() -> None:
+    text = load("overhead").tables({"step_ms": OVERHEAD})
+    assert "| ms a step | dense 24 | sparse 24 |" in text
+    assert "| stock, one process | 1.00 | 1.00 |" in text
+    assert "| **hostopt, one rank, above stock, one process** | 0.25 | - |" in text
+    assert "| **hostopt, one host, above stock, one process** | 1.25 | 3.00 |" in text
+    assert "| **hostopt, one host, above stock, two processes** | 0.75 | - |" in text
+    assert "gRPC" not in text
+
+
+EMBEDDING = [
+    {
+        "deepfm one": 100.0,
+        "deepfm none": 80.0,
+        "deepfm host": 60.0,
+        "deepfm grpc": 40.0,
+        "deepfm horovod-gloo": 20.0,
+        "deepfm horovod-mpi-dense": 30.0,
+        "dense host": 10.0,
+        "ema host": 9.0,
+    },
+    {
+        "deepfm one": 200.0,
+        "deepfm none": 160.0,
+        "deepfm host": 140.0,
+        "deepfm grpc": 80.0,
+        "deepfm horovod-gloo": 50.0,
+        "deepfm horovod-mpi-dense": 50.0,
+        "dense host": 20.0,
+    },
+]
+
+
+def test_ratios_of_models_and_systems_are_of_the_same_round() -> None:
+    text = load("embedding").tables({"steps_per_s": EMBEDDING})
+    models_in_it = "DeepFM | 100 variables | 100 variables, averaged |"
+    assert f"| steps/s of each process | {models_in_it}" in text
+    assert "| one process | 150.0 | - | - |" in text
+    assert "| **hostopt, one host / one process** | 0.65 | - | - |" in text
+    assert "| **hostopt, one host / two independent runs** | 0.81 | - | - |" in text
+    assert "| **hostopt, one host: averaged / not averaged** | - | - | 0.90 |" in text
+    # the fastest Horovod is the one with the best median: 40 of horovod-mpi-dense
+    assert "| **hostopt, gRPC only / fastest Horovod** | 1.47 | - | - |" in text
+    assert "| **hostopt, one host / fastest Horovod** | 2.40 | - | - |" in text
+    assert "wide & deep" not in text
+
+
+def test_horovod_has_the_model_with_its_optimizer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = load("embedding")
+    monkeypatch.setattr(embedding.common, "peer_python", Path)
+    args = SimpleNamespace(models=["deepfm", "ema"], systems=["host", "horovod-mpi"])
+    found = embedding.find_measures(args)
+    assert list(found) == ["deepfm host", "deepfm horovod-mpi", "ema host"]
+    monkeypatch.setattr(embedding.common, "peer_python", lambda name: None)
+    assert list(embedding.find_measures(args)) == ["deepfm host", "ema host"]
 
 
 def test_hidden_is_what_of_the_communication_does_not_lengthen_the_step() -> None:
@@ -225,6 +361,65 @@ def test_a_recovery_is_over_with_the_first_step_that_had_not_been_made() -> None
     assert "| stop | 1 | 2.5, 2.5 | 12.0, 12.0 | 2 |" in text
     assert "| 10 | 1 | stop | 2.5 | PeerLostError | 8 | 12.0 | 2 |" in text
     assert "**different**: kernel has other values" in text
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def test_a_few_ids_are_frequent_and_all_are_in_the_vocabulary() -> None:
+    features, clicks = models.make_clicks(64, seed=0)
+    assert features["ids"].shape == (models.BATCHES, 64, models.FIELDS)
+    assert set(np.unique(clicks)) == {0.0, 1.0}
+    for field, vocabulary in enumerate(models.VOCABULARIES):
+        ids = features["ids"][..., field]
+        counts = np.bincount(ids.ravel(), minlength=vocabulary)
+        assert len(counts) == vocabulary
+        assert counts[0] == counts.max() > ids.size / 20
+        assert np.count_nonzero(counts) > 50
+        assert all(len(np.unique(batch)) < len(batch) for batch in ids)
+
+
+def test_each_rank_has_data_of_its_own() -> None:
+    for make in (models.make_clicks, models.make_census):
+        (first, _), (again, _), (other, _) = make(8, 0), make(8, 0), make(8, 1)
+        assert all(np.array_equal(first[name], again[name]) for name in first)
+        assert not any(np.array_equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(("kind", "sparse"), [("dense", 0), ("sparse", 24)])
+def test_tiny_models_have_gradients_of_their_kind(kind: str, sparse: int) -> None:
+    import tensorflow as tf
+
+    with tf.Graph().as_default():
+        features, _ = overhead_rank.make_batches(kind, 24, seed=0)
+        made = overhead_rank.PREDICT[kind](tf, tf.constant(features[0]), 24)
+        assert gradient_kinds(tf, made) == (24, sparse)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_deepfm_has_sparse_gradients_of_all_its_tables(optimizer: str) -> None:
+    import tensorflow as tf
+
+    import estimator_ext
+
+    estimator_ext.install()
+    features, clicks = models.make_clicks(4, seed=0)
+    with tf.Graph().as_default():
+        tf.compat.v1.train.create_global_step()
+        model_fn = models.make_deepfm(tf, optimizer, lambda wrapped: wrapped)
+        inputs = {name: tf.constant(values[0]) for name, values in features.items()}
+        spec = model_fn(inputs, tf.constant(clicks[0]), "train")
+        # tables, and kernels and biases of four layers
+        assert gradient_kinds(tf, spec.loss) == (2 * models.FIELDS + 8, 2 * models.FIELDS)
+
+
+def gradient_kinds(tf: Any, made: Any) -> tuple[int, int]:
+    """Numbers of the gradients, and of the sparse ones among them."""
+    found = tf.gradients(made, tf.compat.v1.trainable_variables())
+    assert None not in found
+    return len(found), sum(isinstance(gradient, tf.IndexedSlices) for gradient in found)
 
 
 ALLREDUCE = {

@@ -18,7 +18,6 @@ from hostopt.errors import (
     ConfigError,
     HostOptError,
     PeerLostError,
-    ProtocolError,
 )
 from hostopt.ring import Operation
 from hostopt.transport import event_loop
@@ -308,30 +307,6 @@ def test_a_root_is_a_rank(spawn_inproc: Spawn, root: int) -> None:
             communicator.broadcast(np.zeros(3), root)
 
     spawn_inproc(2, work)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "segment_bytes"),
-    [
-        ((5, 6), 1 << 20),
-        ((10, 20), 16),
-        # chunks of 16 and of 32 bytes: equal as far as the first segment goes
-        ((8, 16), 16),
-    ],
-)
-def test_different_shapes(spawn: Spawn, lengths: tuple[int, int], segment_bytes: int) -> None:
-    def work(communicator: Communicator) -> HostOptError:
-        mine = np.ones(lengths[communicator.rank], np.float32)
-        return failure(communicator, lambda: communicator.all_reduce(mine, what="the flour"))
-
-    errors = spawn(2, work, segment_bytes=segment_bytes)
-    # one rank finds it, and its error ends the other
-    found = [error for error in errors if isinstance(error, ProtocolError)]
-    assert found
-    for error in found:
-        assert "the flour" in str(error)
-        assert "the same shape and dtype" in str(error)
-    assert all(isinstance(error, (ProtocolError, PeerLostError)) for error in errors)
 
 
 # --- the end ----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def checked_steps(
         words = tf.compat.v1.get_variable("words", initializer=tf.constant(["a"]))
         tf.compat.v1.train.create_global_step()
         session = Values(start, values(start))
-        hook = DesyncCheckHook(communicator, [*variables, words], every, per_run)
+        hook = DesyncCheckHook(communicator, [*variables, words], every, per_run, {})
         hook.after_create_session(session, None)
         found = []
         for step in range(start + per_run, 13, per_run):
@@ -52,10 +52,10 @@ def checked_steps(
     ("start", "every", "per_run", "expected"),
     [
         (0, 1, 1, list(range(1, 13))),
-        (0, 5, 1, [5, 10]),
-        (7, 5, 1, [10]),
-        (0, 4, 3, [6, 9, 12]),  # the first runs that reach 4, 8 and 12
-        (0, 1000, 1, []),
+        (0, 5, 1, [1, 5, 10]),
+        (7, 5, 1, [8, 10]),  # 8 is the first step of this training
+        (0, 4, 3, [3, 6, 9, 12]),  # the first runs that reach 1, 4, 8 and 12
+        (0, 1000, 1, [1, 10]),
     ],
 )
 def test_the_ranks_compare_after_the_same_steps(

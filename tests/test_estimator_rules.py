@@ -58,11 +58,13 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
-def make_estimator(model_dir: Path, build: Any = model_fn, **options: Any) -> Any:
-    """An estimator under the strict rules; `options` are those of RunConfig and Estimator."""
+def make_estimator(
+    model_dir: Path, build: Any = model_fn, strict: bool = True, **options: Any
+) -> Any:
+    """An estimator; `options` are those of RunConfig and Estimator."""
     own = ("params", "train_batch_size", "eval_batch_size", "predict_batch_size")
     arguments = {name: options.pop(name) for name in own if name in options}
-    config = estimator_ext.RunConfig(tf_random_seed=1, **options)
+    config = estimator_ext.RunConfig(tf_random_seed=1, strict=strict, **options)
     return estimator_ext.Estimator(build, str(model_dir), config, **arguments)
 
 
@@ -157,7 +159,7 @@ def test_workers_share_the_training_batch_and_one_evaluates(
     def run(rank: int) -> None:
         build, input_fn = note_batch_sizes(seen[rank])
         estimator = make_estimator(
-            tmp_path / str(rank),
+            tmp_path,
             build,
             train_distribute=two_workers[rank],
             session_config=threads_each,
@@ -230,6 +232,66 @@ def test_tensors_instead_of_a_dataset(tmp_path: Path) -> None:
     for run in (estimator.train, estimator.evaluate, lambda fn: next(estimator.predict(fn))):
         with pytest.raises(ValueError, match=r"input_fn must return Dataset: got a tuple"):
             run(tensors)
+
+
+ASKED_FOR = [
+    {"strict": True},
+    {"iterations_per_loop": 2},
+    {"train_batch_size": 4},
+    {"eval_batch_size": 4},
+    {"predict_batch_size": 4},
+]
+
+
+@pytest.mark.parametrize("options", ASKED_FOR)
+def test_the_strict_rules_are_asked_for(tmp_path: Path, options: dict[str, Any]) -> None:
+    options = {"strict": False, **options}
+    with pytest.raises(ValueError, match="'input_fn' is reserved"):
+        make_estimator(tmp_path, build_with_params, params={"input_fn": 1}, **options)
+    estimator = make_estimator(tmp_path, build_with_params, **options)
+    for run in (estimator.train, estimator.evaluate, lambda fn: next(estimator.predict(fn))):
+        with pytest.raises(
+            ValueError, match=r"input_fn must return Dataset: got a tuple.*or leave"
+        ):
+            run(lambda params: tensors())
+    with pytest.raises(ValueError, match="must contain either eval_metrics or eval_metric_ops"):
+        estimator.evaluate(lambda params: data(1)())
+
+
+def build_with_params(features: Any, labels: Any, mode: str, params: Any) -> Any:
+    loss = tf.reduce_mean(features)
+    step = tf.compat.v1.train.get_global_step()
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=step.assign_add(1))
+
+
+def test_without_them_the_stock_rules_apply(tmp_path: Path) -> None:
+    def results_of(estimator: Any) -> list[Any]:
+        tf.keras.utils.set_random_seed(1)
+        estimator.train(tensors, steps=3)
+        metrics = estimator.evaluate(tensors, steps=2)
+        predictions = estimator.predict(lambda: tensors()[0])
+        return [metrics, *[next(predictions)["y"] for _ in range(BATCH + 1)]]
+
+    found = results_of(make_estimator(tmp_path / "ours", strict=False))
+    config = tf.estimator.RunConfig(tf_random_seed=1)
+    stock = tf.estimator.Estimator(model_fn, str(tmp_path / "stock"), config)
+    wanted = results_of(stock)
+    assert found[0] == wanted[0]
+    np.testing.assert_array_equal(found[1:], wanted[1:])
+    # no metrics, and a reserved name
+    loose = make_estimator(
+        tmp_path / "loose", build_with_params, strict=False, params={"input_fn": 1}
+    )
+    loose.train(tensors, steps=2)
+    assert set(loose.evaluate(tensors, steps=1)) == {"loss", "global_step"}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_tensors_cannot_be_prefetched(tmp_path: Path, strict: bool) -> None:
+    estimator = make_estimator(tmp_path, strict=strict, prefetch_depth=2)
+    rule = "prefetch_depth is 2 and input_fn returned a tuple, wanted a tf.data.Dataset"
+    with pytest.raises(ValueError, match="must return Dataset" if strict else rule):
+        estimator.train(tensors, steps=1)
 
 
 def test_a_dataset_of_triples(tmp_path: Path) -> None:
@@ -638,7 +700,9 @@ def test_batches_are_prepared_beforehand(tmp_path: Path) -> None:
         def after_run(self, run_context: Any, run_values: Any) -> None:
             assert enough.wait(30)  # after one step there are three more batches
 
-    make_estimator(tmp_path, prefetch_depth=3).train(input_fn, steps=1, hooks=[Wait()])
+    make_estimator(tmp_path, strict=False, prefetch_depth=3).train(
+        input_fn, steps=1, hooks=[Wait()]
+    )
     assert len(made) <= 1 + 3 + 1  # one that was used, and one in the making
 
 
@@ -651,5 +715,7 @@ def test_depths_that_cannot_be(depth: Any) -> None:
 def test_the_configuration_tells_what_it_was_given() -> None:
     config = estimator_ext.RunConfig(iterations_per_loop=5, prefetch_depth=2)
     assert (config.iterations_per_loop, config.prefetch_depth) == (5, 2)
-    config = estimator_ext.RunConfig().replace(model_dir="somewhere")
+    config = estimator_ext.RunConfig(strict=True).replace(model_dir="somewhere")
     assert (config.iterations_per_loop, config.prefetch_depth) == (1, None)
+    assert config.strict
+    assert not estimator_ext.RunConfig().strict

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from conftest import Spawn
 
+from hostopt import lane as lane_module
 from hostopt.communicator import Communicator
-from hostopt.errors import HostOptError, PeerLostError, ProtocolError
+from hostopt.errors import CollectiveMismatchError, HostOptError, PeerLostError
 from hostopt.lane import Lane, Source, lane_bytes
 from hostopt.ring import Operation
+from hostopt.transport.signature import signature_of
 
 BLOCK_BYTES = 4096
 LENGTHS = [0, 1, 2, 7, 1024, 1025, 2047, 2049, 5000]  # of float32: up to five blocks
@@ -89,15 +91,56 @@ def test_reductions_and_broadcasts_in_turn(spawn_inproc: Spawn, size: int) -> No
     spawn_inproc(size, work)
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("other", [np.ones(9, np.float32), np.ones(10, np.int32)])
-def test_arrays_that_differ_between_ranks(spawn_inproc: Spawn, other: Any) -> None:
+def test_arrays_that_differ_between_ranks(spawn_inproc: Spawn, size: int, other: Any) -> None:
+    lane_of = lanes_of(size)
+
+    def work(communicator: Communicator) -> str:
+        mine = other if communicator.rank == 1 else np.ones(10, np.float32)
+        signature = signature_of("all_reduce(sum)", "bread", mine.dtype, mine.shape)
+        call = Operation(1, 0, 0, "bread", signature)
+        communicator.begin(call)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            lane_of(communicator).all_reduce(mine, np.add, call)
+        return str(caught.value)
+
+    (text,) = {*spawn_inproc(size, work)}
+    assert "rank 0 (worker:0, inproc:0) calls all_reduce(sum) of 'bread' float32[10]" in text
+    assert f"calls all_reduce(sum) of 'bread' {other.dtype.name}[{other.size}] at step 0" in text
+
+
+def test_byte_strings_where_another_rank_reduces(spawn_inproc: Spawn) -> None:
     lane_of = lanes_of(2)
 
-    def work(communicator: Communicator) -> None:
-        mine = other if communicator.rank else np.ones(10, np.float32)
-        lane_of(communicator).all_reduce(mine, np.add, operation(0, "the bread"))
+    def work(communicator: Communicator) -> str:
+        kind = "all_gather_bytes" if communicator.rank else "all_reduce(sum)"
+        call = Operation(1, 0, 0, "bread", signature_of(kind, "bread"))
+        communicator.begin(call)
+        lane = lane_of(communicator)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            if communicator.rank:
+                lane.all_gather_bytes(memoryview(b"flour"), call)
+            else:
+                lane.all_reduce(np.ones(9), np.add, call)
+        return str(caught.value)
 
-    with pytest.raises(ProtocolError, match=r"another shape, dtype .* the bread at step 0"):
+    (text,) = {*spawn_inproc(2, work)}
+    assert "rank 1 (worker:1, inproc:1) calls all_gather_bytes of 'bread' at step 0" in text
+
+
+def test_a_thread_does_not_spin_beside_another(
+    spawn_inproc: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane_of = lanes_of(2)
+    monkeypatch.setattr(lane_module, "_SPINS", 1 << 60)  # whoever spins sees no peer leave
+
+    def work(communicator: Communicator) -> None:
+        lane = lane_of(communicator)
+        if communicator.rank == 0:
+            lane.all_reduce(np.ones(10), np.add, operation(0, "the bread"))
+
+    with lane_module._spinning, pytest.raises(PeerLostError, match="waited for the bread"):
         spawn_inproc(2, work)
 
 

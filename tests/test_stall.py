@@ -57,6 +57,8 @@ def test_ranks_that_wait_for_each_other(spawn: Spawn) -> None:
 
     for error in spawn(2, work, **SHORT):
         assert "they wait for each other, in different collectives" in str(error)
+        assert "odd" in str(error)
+        assert "even" in str(error)
 
 
 def test_a_wait_that_is_long_and_ends_well(spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:

@@ -54,14 +54,9 @@ def measure(system: str, python: Path, hidden: int, steps: int) -> float:
         kind = system.partition("-")[0]
         worker = [python, HERE / "rank.py", "--system", kind, "--hidden", hidden]
         worker += ["--steps", steps, "--meeting", meeting]
-        if system == "horovod-gloo":
-            environ.update(HOROVOD_CPU_OPERATIONS="GLOO", HOROVOD_GLOO_IFACE="lo")
-            horovodrun = [python, python.with_name("horovodrun")]
-            command = [*horovodrun, "--gloo", "--network-interfaces", "lo", "-np", 2, *worker]
-        elif system == "horovod-mpi":
-            environ.update(HOROVOD_CPU_OPERATIONS="MPI")
-            # as Horovod's documentation says: its threads need more than one core each
-            command = common.mpirun(2, "-bind-to", "none", "-map-by", "slot", *worker)
+        if system in HOROVOD:
+            command, variables = common.horovod(system.partition("-")[2], python, *worker)
+            environ.update(variables)
         else:
             if system in OPTIONS:
                 communication, compression = OPTIONS[system]

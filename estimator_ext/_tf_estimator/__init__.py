@@ -22,4 +22,5 @@ TrainSpec = estimator_v2.TrainSpec
 TrainingExecutor = _training._TrainingExecutor
 Evaluator = _training._TrainingExecutor._Evaluator
 parse_input_fn_result = load("util").parse_input_fn_result
+make_early_stopping_hook = load("early_stopping").make_early_stopping_hook
 fn_args = load("util").fn_args  # names of the arguments that a function takes

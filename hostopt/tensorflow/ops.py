@@ -131,7 +131,11 @@ def broadcast(
     """
     channel = communicator.duplicate(what or _name_on_all_ranks(tensor))
     return _array_op(
-        communicator, lambda array: channel.broadcast(array, root), tensor, "HostBroadcast"
+        communicator,
+        # several in one graph: a root that waited for the others would keep a thread from them
+        lambda array: channel.broadcast(array, root, acknowledged=False),
+        tensor,
+        "HostBroadcast",
     )
 
 

@@ -23,6 +23,8 @@ from hostopt.options import Options
 from hostopt.timeline import Timeline
 from hostopt.transport import event_loop
 from hostopt.transport.mailbox import Mailbox, Wait
+from hostopt.transport.mismatch import find_mismatch, is_same_call
+from hostopt.transport.signature import Signature
 from hostopt.transport.stall import find_culprit, status_of
 
 __all__: list[str] = []
@@ -47,7 +49,7 @@ class Tag(NamedTuple):
       round: round of the ring schedule.
       chunk: part of the buffer that one rank reduces.
       segment: part of the chunk that travels as one message.
-      layout: checksum of the array's dtype, length and wire format, the same on both sides.
+      layout: checksum of the call's `Signature`, the same on both sides.
     """
 
     channel: int
@@ -101,7 +103,7 @@ class Transport(abc.ABC):
         self.rank: int = cluster.rank
         self.size = cluster.size
         self.traffic = Traffic()
-        self.mailbox = Mailbox(cluster, options, self._on_stall)
+        self.mailbox = Mailbox(cluster, options, self._on_stall, self._on_long_wait)
         self.recorder = FlightRecorder(self.rank, options.debug_dir)
         self._recorded = threading.Event()
         if self.size > 1:
@@ -110,6 +112,7 @@ class Transport(abc.ABC):
         self._channels: dict[int, str] = {}  # by number, which duplicate of which name it is
         self._duplicates: collections.Counter[str] = collections.Counter()
         self._opening = threading.Lock()
+        self._last_calls: dict[int, tuple[int, int, Signature]] = {}  # by channel
 
     @abc.abstractmethod
     async def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
@@ -140,10 +143,53 @@ class Transport(abc.ABC):
           HostOptError: the ring has failed, the peer has left, or the deadline has passed.
         """
         try:
-            return await self.mailbox.take(peer, tag, what)
+            found, payload = await self.mailbox.take(peer, tag, what)
         except HostOptError as error:
             self.abort(error)
             raise
+        if found.layout != tag.layout:
+            raise await self.mismatch(peer, tag)
+        return payload
+
+    def begin(self, channel: int, step: int, bucket: int, signature: Signature) -> None:
+        """Note the call that this rank makes on a channel, for others that ask.
+
+        Args:
+          channel: channel of the communicator.
+          step: number of the call on it.
+          bucket: gradient bucket.
+          signature: what must be the same on all ranks.
+        """
+        self._last_calls[channel] = step, bucket, signature
+
+    def call_on(self, channel: int) -> dict[str, Any] | None:
+        """The last call that this rank has made on a channel, as JSON can hold it.
+
+        Args:
+          channel: channel of a communicator.
+
+        Returns:
+          Its step, bucket, signature and checksum; None if there was none.
+        """
+        call = self._last_calls.get(channel)
+        if call is None:
+            return None
+        step, bucket, (text, checksum) = call
+        return {"step": step, "bucket": bucket, "signature": text, "checksum": checksum}
+
+    async def mismatch(self, peer: int, tag: Sequence[int]) -> HostOptError:
+        """End the ring because a peer makes another call than this rank.
+
+        Args:
+          peer: which rank.
+          tag: a message of this rank's call.
+
+        Returns:
+          The error that all ranks report.
+        """
+        error = await find_mismatch(self, peer, tag)
+        self.abort(error)
+        return self.error or error
 
     @abc.abstractmethod
     async def ask(self, peer: int, waiting: int, tag: Sequence[int]) -> dict[str, Any] | None:
@@ -155,8 +201,8 @@ class Transport(abc.ABC):
           tag: the message that is waited for.
 
         Returns:
-          Its `stall.status_of`, and in "sent" whether it has sent that message; None where it does
-          not answer soon.
+          Its `stall.status_of`, in "sent" whether it has sent that message, and in "call" its
+          `call_on` that channel; None where it does not answer soon.
         """
 
     def blocked_sends(self) -> dict[int, float]:
@@ -166,6 +212,19 @@ class Transport(abc.ABC):
     def sending_s(self) -> float:
         """How long messages have waited so far to be taken by a peer or by the network."""
         return 0.0
+
+    def _on_long_wait(self, wait: Wait) -> None:
+        event_loop.start(self._compare(wait))
+
+    async def _compare(self, wait: Wait) -> None:
+        """End the ring if the peer makes another call at the same place: it will never send."""
+        answer = await self.ask(wait.peer, self.rank, wait.tag)
+        own, theirs = self.call_on(wait.tag.channel), answer and answer.get("call")
+        if self.error is not None or own is None or theirs is None:
+            return
+        together = is_same_call(own, wait.tag) and is_same_call(theirs, wait.tag)
+        if together and own["checksum"] != theirs["checksum"]:
+            await self.mismatch(wait.peer, wait.tag)
 
     def _on_stall(self, wait: Wait, gives_up: bool) -> None:
         event_loop.start(self._explain(wait, gives_up))

@@ -333,6 +333,7 @@ class GrpcTransport(Transport):
         with contextlib.suppress(ValueError, TypeError, KeyError):  # some ask for the rest only
             question = json.loads(request)
             status["sent"] = self.recorder.has_sent(question["waiting"], question["tag"])
+            status["call"] = self.call_on(question["tag"][0])
         return json.dumps(status).encode()
 
     async def ask(self, peer: int, waiting: int, tag: Sequence[int]) -> dict[str, Any] | None:

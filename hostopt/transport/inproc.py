@@ -53,7 +53,8 @@ class InprocTransport(Transport):
     async def ask(self, peer: int, waiting: int, tag: Sequence[int]) -> dict[str, Any] | None:
         """See `Transport.ask`."""
         asked = self._peers[peer]
-        return {**status_of(asked), "sent": asked.recorder.has_sent(waiting, tag)}
+        sent, call = asked.recorder.has_sent(waiting, tag), asked.call_on(tag[0])
+        return {**status_of(asked), "sent": sent, "call": call}
 
     def abort(self, error: BaseException) -> None:
         """See `Transport.abort`."""

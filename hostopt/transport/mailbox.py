@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 from hostopt.cluster import Cluster
-from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError, ProtocolError
+from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 # How long it may take to find out why a wait has come to its deadline.
 _DIAGNOSIS_S = 5.0
+# After so long, and then at doubled times, a rank asks whether the peer makes the same call.
+_COMPARE_AFTER_S = 0.25
 
 
 class Wait(NamedTuple):
@@ -49,14 +51,20 @@ class Mailbox:
       options: `stall_warning_s` and `collective_timeout_s`.
       on_stall: called from any thread when it is time to warn of a wait, and, with True, when it
         has come to its deadline: then it has the ring failed, with what it finds out.
+      on_long_wait: called from any thread when it is time to compare calls with the peer's.
     """
 
     def __init__(
-        self, cluster: Cluster, options: Options, on_stall: Callable[[Wait, bool], None]
+        self,
+        cluster: Cluster,
+        options: Options,
+        on_stall: Callable[[Wait, bool], None],
+        on_long_wait: Callable[[Wait], None],
     ) -> None:
         self._cluster = cluster
         self._options = options
         self._on_stall = on_stall
+        self._on_long_wait = on_long_wait
         self._messages: dict[tuple[int, ...], tuple[Tag, memoryview]] = {}
         self._left: dict[int, str] = {}
         self._finished: dict[int, Tag] = {}
@@ -77,16 +85,13 @@ class Mailbox:
                 self._finished[peer] = tag
                 self._wake(*self._awaited)
 
-    async def take(self, peer: int, tag: Tag, what: str) -> memoryview:
-        """Wait for the message of `peer` with `tag`; see `Transport.recv`."""
+    async def take(self, peer: int, tag: Tag, what: str) -> tuple[Tag, memoryview]:
+        """Wait for the message of `peer` with `tag`, in whose own tag the layout may differ."""
         key = _key(peer, tag)
         if key not in self._messages:
             with self.waiting(peer, tag, what) as check:
                 await self._until_here(key, check)
-        found, payload = self._messages.pop(key)
-        if found.layout != tag.layout:
-            raise self.layout_error(peer, tag, what)
-        return payload
+        return self._messages.pop(key)
 
     async def _until_here(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
         loop = asyncio.get_running_loop()
@@ -128,12 +133,12 @@ class Mailbox:
           how many seconds may pass until the next call.
         """
         wait = Wait(peer, tag, what, time.monotonic())
-        warn_after_s = self._options.stall_warning_s
+        warn_after_s, compare_after_s = self._options.stall_warning_s, _COMPARE_AFTER_S
         timeout_s = self._options.collective_timeout_s
         given_up = False
 
         def check() -> float:
-            nonlocal warn_after_s, given_up
+            nonlocal warn_after_s, compare_after_s, given_up
             self._raise_if_hopeless(peer, tag, what)
             waited_s = time.monotonic() - wait.since_s
             if waited_s >= timeout_s + _DIAGNOSIS_S:
@@ -147,19 +152,14 @@ class Mailbox:
                 self._on_stall(wait, False)
                 while waited_s >= warn_after_s:
                     warn_after_s *= 2
-            return min(warn_after_s, timeout_s) - waited_s
+            if waited_s >= compare_after_s:
+                self._on_long_wait(wait)
+                while waited_s >= compare_after_s:
+                    compare_after_s *= 2
+            return min(warn_after_s, compare_after_s, timeout_s) - waited_s
 
         with self._noted(wait):
             yield check
-
-    def layout_error(self, peer: int, tag: Tag, what: str) -> ProtocolError:
-        """The error of a rank whose peer has an array of another shape or dtype."""
-        return ProtocolError(
-            f"{self._name(peer)} sends an array of another shape, dtype or compression than "
-            f"rank {self._cluster.rank} has for {what or 'it'} at {tag}. All ranks must pass "
-            "arrays of the same shape and dtype, and the same options",
-            **self._facts(peer, tag),
-        )
 
     def fail(self, error: HostOptError) -> bool:
         """End every wait, now and later, with `error`; False where an earlier error holds."""

@@ -97,15 +97,16 @@ async def find_culprit(transport: Transport, peer: int, tag: Sequence[int]) -> C
             link = f"the link from rank {peer} to rank {path[-2]} is slow"
             return Culprit(peer, f"{text}{name} is sending it: {link}")
         if status["waits"]:
-            following, tag = status["waits"][0]["peer"], status["waits"][0]["tag"]
+            wait = status["waits"][0]
+            following, tag, what = wait["peer"], wait["tag"], f" in {wait['what'] or 'a call'}"
         elif sends:
-            following = sends[0]
+            following, what = sends[0], ""
         else:
             return Culprit(peer, f"{text}{name} is in no collective; {_last(status)}")
         if following in path:
-            text += f"rank {peer} waits for rank {following}"
+            text += f"rank {peer} waits for rank {following}{what}"
             return Culprit(peer, f"{text}: they wait for each other, in different collectives")
-        text += f"rank {peer} waits for rank {following}, "
+        text += f"rank {peer} waits for rank {following}{what}, "
         peer = following
 
 

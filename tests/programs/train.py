@@ -458,15 +458,12 @@ def train_all(strategy, settings: dict) -> None:
             "save_checkpoints_steps": settings["checkpoint_steps"],
             "save_summary_steps": settings["summary_steps"],
         }
-        if settings["as_tensors"]:  # which the stock rules allow
-            config = tf.estimator.RunConfig(**fields)
-        else:
-            config = estimator_ext.RunConfig(
-                timeline=settings["timeline"],
-                accumulate_steps=settings["accumulate_steps"],
-                uneven_data=settings["uneven_data"],
-                **fields,
-            )
+        config = estimator_ext.RunConfig(
+            timeline=settings["timeline"],
+            accumulate_steps=settings["accumulate_steps"],
+            uneven_data=settings["uneven_data"],
+            **fields,
+        )
         estimator = estimator_ext.Estimator(
             make_model_fn(settings, name), str(Path(settings["model_dir"]) / name), config
         )

@@ -1,0 +1,100 @@
+"""Who changes global_step in a graph: nobody, and a training of so many steps never ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
+
+__all__: list[str] = []
+
+_CHANGES = re.compile(r"Assign|(Resource)?(Scatter|CountUpTo|StridedSliceAssign)")
+# Pass a variable on as it is, in the control flow of TensorFlow 1 too.
+_PASSING = re.compile(r"(Ref)?(Identity|IdentityN|Switch|Enter|Merge|NextIteration|Exit)$")
+
+
+class GlobalStepCheckHook(tf.compat.v1.train.SessionRunHook):
+    """Refuses a training whose graph never changes global_step; the last of all hooks.
+
+    Other hooks may add what changes it when they begin.
+
+    Args:
+      global_step: that of the training.
+    """
+
+    def __init__(self, global_step: tf.Variable) -> None:
+        self._global_step = global_step
+
+    def begin(self) -> None:
+        """Look at the graph, which is complete but for the saver.
+
+        Raises:
+          ValueError: nothing changes global_step.
+        """
+        if next(changes(self._global_step), None) is None:
+            raise ValueError(
+                "global_step would stay as it is for ever: no operation of the training changes "
+                "it, so neither a number of steps nor a checkpoint would ever come. Give it to "
+                "the optimizer, as in optimizer.minimize(loss, global_step=tf.compat.v1.train."
+                "get_global_step()) or apply_gradients(..., global_step=...), or return an "
+                "estimator_ext.EstimatorSpec with a host_call, which increments it by itself"
+            )
+
+
+def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
+    """Operations that change a variable, also within functions, branches and loops.
+
+    Args:
+      variable: of the default graph, a resource or a reference variable.
+
+    Yields:
+      Each of them, but for those that initialise or restore the variable.
+    """
+    handle = getattr(variable, "handle", None)
+    tensor = variable.op.outputs[0] if handle is None else handle
+    own = {variable.initializer.name, f"{variable.op.name}/Assign"}
+    for op in _changes_of(tensor, set()):
+        if op.name not in own and not _restores(op):
+            yield op
+
+
+def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
+    if not _is_variable(tensor) or tensor.ref() in seen:  # a value, or once more in a loop
+        return
+    seen.add(tensor.ref())
+    for op in tensor.consumers():
+        if _CHANGES.match(op.type):
+            if op.inputs[0].name == tensor.name:
+                yield op
+            continue
+        within = op.outputs if _PASSING.match(op.type) else _arguments_of(op, tensor)
+        for each in within:
+            yield from _changes_of(each, seen)
+
+
+def _is_variable(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype == tf.resource or tensor.dtype._is_ref_dtype)
+
+
+def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+    """What a tensor is called within the functions that an operation calls with it."""
+    for attribute in op.op_def.attr:
+        if attribute.type not in ("func", "list(func)"):
+            continue
+        value = op.get_attr(attribute.name)
+        for function in value if attribute.type == "list(func)" else [value]:
+            body = get_func_graph(op, None, function.name)
+            # the operation's first inputs may be of its own, such as which branch to take
+            for given, argument in zip(reversed(op.inputs), reversed(body.inputs)):
+                if given.name == tensor.name:
+                    yield argument
+
+
+def _restores(op: tf.Operation) -> bool:
+    """Whether the value that an operation assigns is read from a checkpoint."""
+    sources = [tensor.op for tensor in op.inputs[1:]]
+    sources += [tensor.op for source in sources for tensor in source.inputs]
+    return any(source.type.startswith("Restore") for source in sources)

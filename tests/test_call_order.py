@@ -1,0 +1,277 @@
+"""Ranks that make different calls: an error on all of them, with both calls and both ranks."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import NewRing, Spawn
+
+from hostopt.bucket import TensorSpec, plan_buckets
+from hostopt.communicator import Communicator, ReduceOp
+from hostopt.errors import CollectiveMismatchError
+from hostopt.reducer import Reducer
+from hostopt.transport.signature import signature_of
+
+Call = Callable[[Communicator], Any]
+
+
+def f32(*shape: int) -> np.ndarray[Any, Any]:
+    return np.ones(shape, np.float32)
+
+
+def shown(communicator: Communicator, rank: int) -> str:
+    return f"rank {rank} ({communicator.transport.cluster.ring[rank]})"
+
+
+def disagree(spawn: Spawn, calls: list[Call], texts: list[str], **options: Any) -> None:
+    """Each rank makes its call, and all of them raise the same error, which names all calls."""
+    met = threading.Barrier(len(calls))
+
+    def work(communicator: Communicator) -> str:
+        communicator.all_reduce(f32(3), what="the start")
+        met.wait(30)  # what one rank has yet to say would be an error of its own
+        with pytest.raises(CollectiveMismatchError) as caught:
+            calls[communicator.rank](communicator)
+        for rank, text in enumerate(texts):
+            if text not in texts[:rank]:
+                assert f"{shown(communicator, rank)} calls {text}" in str(caught.value)
+        assert "Call the collectives in the same order" in str(caught.value)
+        assert caught.value.rank == next(r for r, text in enumerate(texts) if text != texts[0])
+        met.wait(30)
+        return str(caught.value)
+
+    assert len({*spawn(len(calls), work, **options)}) == 1
+
+
+KINDS: dict[str, tuple[Call, str]] = {
+    "reduce a": (lambda c: c.all_reduce(f32(2), what="a"), "all_reduce(sum) of 'a' float32[2]"),
+    "reduce b": (lambda c: c.all_reduce(f32(2), what="b"), "all_reduce(sum) of 'b' float32[2]"),
+    "reduce [2, 3]": (
+        lambda c: c.all_reduce(f32(2, 3), what="a"),
+        "all_reduce(sum) of 'a' float32[2, 3]",
+    ),
+    "reduce [3, 2]": (
+        lambda c: c.all_reduce(f32(3, 2), what="a"),
+        "all_reduce(sum) of 'a' float32[3, 2]",
+    ),
+    "reduce large": (
+        lambda c: c.all_reduce(f32(40_000), what="large"),
+        "all_reduce(sum) of 'large' float32[40000]",
+    ),
+    "reduce int32": (
+        lambda c: c.all_reduce(np.ones(2, np.int32), what="a"),
+        "all_reduce(sum) of 'a' int32[2]",
+    ),
+    "reduce max": (
+        lambda c: c.all_reduce(f32(2), ReduceOp.MAX, "a"),
+        "all_reduce(max) of 'a' float32[2]",
+    ),
+    "reduce none": (lambda c: c.all_reduce(f32(0), what="a"), "all_reduce(sum) of 'a' float32[0]"),
+    "reduce one": (lambda c: c.all_reduce(f32(1), what="a"), "all_reduce(sum) of 'a' float32[1]"),
+    "scatter none": (
+        lambda c: c.reduce_scatter(f32(0), what="a"),
+        "reduce_scatter(sum) of 'a' float32[0]",
+    ),
+    "scatter one": (
+        lambda c: c.reduce_scatter(f32(1), what="a"),
+        "reduce_scatter(sum) of 'a' float32[1]",
+    ),
+    "gather a": (lambda c: c.all_gather(f32(2), what="a"), "all_gather of 'a' float32[2]"),
+    "gather b": (lambda c: c.all_gather(f32(2), what="b"), "all_gather of 'b' float32[2]"),
+    "gather [2, 3]": (
+        lambda c: c.all_gather(f32(2, 3), what="a"),
+        "all_gather of 'a' float32[2, 3]",
+    ),
+    "gather [3, 2]": (
+        lambda c: c.all_gather(f32(3, 2), what="a"),
+        "all_gather of 'a' float32[3, 2]",
+    ),
+    "gather none": (lambda c: c.all_gather(f32(0), what="a"), "all_gather of 'a' float32[0]"),
+    "broadcast a": (
+        lambda c: c.broadcast(f32(2), what="a"),
+        "broadcast from rank 0 of 'a' float32[2]",
+    ),
+    "broadcast b": (
+        lambda c: c.broadcast(f32(2), what="b"),
+        "broadcast from rank 0 of 'b' float32[2]",
+    ),
+    "broadcast [2, 3]": (
+        lambda c: c.broadcast(f32(2, 3), what="a"),
+        "broadcast from rank 0 of 'a' float32[2, 3]",
+    ),
+    "broadcast [3, 2]": (
+        lambda c: c.broadcast(f32(3, 2), what="a"),
+        "broadcast from rank 0 of 'a' float32[3, 2]",
+    ),
+    "broadcast none": (
+        lambda c: c.broadcast(f32(0), what="a"),
+        "broadcast from rank 0 of 'a' float32[0]",
+    ),
+    "broadcast from 1": (
+        lambda c: c.broadcast(f32(2), 1, "a"),
+        "broadcast from rank 1 of 'a' float32[2]",
+    ),
+    "bytes a": (lambda c: c.all_gather_bytes(b"flour", "a"), "all_gather_bytes of 'a'"),
+    "bytes b": (lambda c: c.all_gather_bytes(b"", "b"), "all_gather_bytes of 'b'"),
+    "gather_bytes": (lambda c: c.gather_bytes(b"flour", "a"), "gather_bytes of 'a'"),
+    "scatter_bytes": (lambda c: c.scatter_bytes([b"x"] * c.size, "a"), "scatter_bytes of 'a'"),
+    "barrier": (lambda c: c.barrier("bread"), "barrier of 'bread'"),
+}
+PAIRS = [
+    ("reduce a", "reduce b"),
+    ("reduce [2, 3]", "reduce [3, 2]"),
+    ("reduce a", "reduce large"),
+    ("reduce a", "reduce int32"),
+    ("reduce a", "reduce max"),
+    ("reduce none", "reduce a"),
+    ("reduce none", "reduce one"),
+    ("scatter none", "scatter one"),
+    ("gather a", "gather b"),
+    ("gather [2, 3]", "gather [3, 2]"),
+    ("gather none", "gather a"),
+    ("broadcast a", "broadcast b"),
+    ("broadcast [2, 3]", "broadcast [3, 2]"),
+    ("broadcast none", "broadcast a"),
+    ("broadcast a", "broadcast from 1"),
+    ("reduce a", "broadcast a"),
+    ("reduce a", "gather a"),
+    ("reduce large", "broadcast from 1"),
+    ("gather a", "broadcast a"),
+    ("bytes a", "bytes b"),
+    ("bytes a", "reduce a"),
+    ("bytes a", "gather_bytes"),
+    ("scatter_bytes", "gather_bytes"),
+    ("reduce one", "barrier"),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_all_ranks_name_both_calls(
+    spawn: Spawn, pair: tuple[str, str], swapped: bool, size: int
+) -> None:
+    first, second = pair[::-1] if swapped else pair
+    names = [first] * (size - 1) + [second] if size == 2 else [first, second, first]
+    calls = [KINDS[name][0] for name in names]
+    disagree(spawn, calls, [KINDS[name][1] for name in names])
+
+
+def test_every_call_of_three_is_named(spawn: Spawn) -> None:
+    names = ["reduce a", "reduce b", "broadcast a"]
+    disagree(spawn, [KINDS[name][0] for name in names], [KINDS[name][1] for name in names])
+
+
+@pytest.mark.parametrize("lengths", [(10, 20), (8, 16)])
+def test_arrays_of_several_segments(spawn: Spawn, lengths: tuple[int, int]) -> None:
+    # chunks of 16 and of 32 bytes: equal as far as the first segment goes
+    calls = [lambda c: c.all_reduce(f32(lengths[c.rank]), what="the flour")] * 2
+    texts = [f"all_reduce(sum) of 'the flour' float32[{length}]" for length in lengths]
+    disagree(spawn, calls, texts, segment_bytes=16)
+
+
+def test_tensors_in_another_order(spawn: Spawn) -> None:
+    """Equal in dtype and length: they would be added up crosswise."""
+
+    def work(communicator: Communicator) -> str:
+        names = ["one", "two"] if communicator.rank else ["two", "one"]
+        with pytest.raises(CollectiveMismatchError) as caught:
+            for name in names:
+                communicator.all_reduce(f32(2), what=name)
+        return str(caught.value)
+
+    (text,) = {*spawn(2, work)}
+    assert re.search(r"rank 0 \(.*of 'two' float32\[2\], rank 1 \(.*of 'one' float32\[2\]", text)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_named_duplicates_in_another_order(spawn: Spawn, size: int) -> None:
+    def work(communicator: Communicator) -> dict[str, list[float]]:
+        names = ["a", "b", "c"]
+        if communicator.rank == 1:
+            names.reverse()
+        channels = {name: communicator.duplicate(name) for name in names}
+        found: dict[str, list[float]] = {}
+
+        def use(name: str, mine: float) -> None:
+            channel = channels[name]
+            found[name] = [
+                float(channel.all_reduce(np.full(2, mine))[0]),
+                float(channel.broadcast(np.full(2, mine * channel.rank), size - 1)[0]),
+                float(channel.all_gather(np.full(2, mine))[0, 0]),
+            ]
+
+        threads = [threading.Thread(target=use, args=(n, 10.0 ** "abc".index(n))) for n in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    wanted = {
+        name: [size * 10.0**index, (size - 1) * 10.0**index, 10.0**index]
+        for index, name in enumerate("abc")
+    }
+    assert spawn(size, work) == [wanted] * size
+
+
+def test_buckets_that_differ(spawn_ring: Spawn) -> None:
+    def work(communicator: Communicator) -> str:
+        name = "bread" if communicator.rank else "flour"
+        specs = [TensorSpec(name, (3,), np.dtype(np.float32))]
+        reducer = Reducer(communicator.duplicate("gradients"), plan_buckets(specs, 1 << 20))
+        with pytest.raises(CollectiveMismatchError) as caught:
+            reducer.launch(0, [f32(3)])
+            reducer.wait(0)
+        reducer.close()
+        return str(caught.value)
+
+    (text,) = {*spawn_ring(2, work)}
+    assert "calls all_reduce(sum) of the gradient of 'flour' (bucket 1/1) float32[16]" in text
+    assert "calls all_reduce(sum) of the gradient of 'bread' (bucket 1/1) float32[16]" in text
+
+
+PROGRAM = """
+    import sys
+    import numpy as np
+    import hostopt
+
+    with hostopt.connect() as communicator:
+        names = ["a", "b"] if communicator.rank else ["b", "a"]
+        for name in names:
+            getattr(communicator, sys.argv[1])(np.ones(2, np.float32), what=name)
+"""
+
+
+@pytest.mark.parametrize("communication", ["grpc", "shm"])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast"])
+def test_processes_that_call_in_another_order(
+    processes: NewRing, kind: str, communication: str
+) -> None:
+    ring = processes(2)
+    started = ring.start_all(PROGRAM, kind, HOSTOPT_COMMUNICATION=communication)
+    assert [process.exit_code() for process in started] == [65, 65]
+    opening = "(all_gather_bytes of the names of shared memory for )?"  # in which they meet
+    for process in started:
+        for rank, name in enumerate("ba"):
+            called = rf"calls {opening}{kind}\S*( from rank 0)? of '{name}' float32\[2\]"
+            assert re.search(f"{re.escape(ring.name(rank))} {called}", process.stderr)
+
+
+def test_a_signature_in_words() -> None:
+    float32 = np.dtype(np.float32)
+    texts = [
+        signature_of("all_reduce(sum)", "dense/kernel", float32, (2, 3), "fp16").text,
+        signature_of("broadcast from rank 0", "variable 'a'", float32, ()).text,
+        signature_of("all_gather", "", float32, (0,)).text,
+    ]
+    assert texts == [
+        "all_reduce(sum) of 'dense/kernel' float32[2, 3] as fp16",
+        "broadcast from rank 0 of variable 'a' float32[]",
+        "all_gather float32[0]",
+    ]

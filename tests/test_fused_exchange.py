@@ -1,0 +1,133 @@
+"""Small arrays and sparse gradients in one exchange, compared with numpy on all data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import Spawn
+
+from hostopt.bucket import TensorSpec
+from hostopt.communicator import Communicator, ReduceOp
+from hostopt.errors import NonFiniteGradientError
+from hostopt.fused_exchange import DenseValue, FusedExchange, Table
+
+FLOAT32, FLOAT64, INT64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DENSE = [
+    DenseValue(TensorSpec("kernel", (2, 3), FLOAT64)),
+    DenseValue(TensorSpec("mean", (), FLOAT64), ReduceOp.AVERAGE, is_gradient=False),
+    DenseValue(TensorSpec("bias", (5,), FLOAT32)),
+    DenseValue(TensorSpec("least", (3,), INT64), ReduceOp.MIN, is_gradient=False),
+    DenseValue(TensorSpec("most", (3,), INT64), ReduceOp.MAX, is_gradient=False),
+    DenseValue(TensorSpec("empty", (0, 4), FLOAT32)),
+]
+TABLES = [
+    Table("wide", (8,), FLOAT64, np.dtype(np.int32)),
+    Table("narrow", (), FLOAT64, INT64),
+    Table("also wide", (2, 4), FLOAT64, INT64),
+    Table("half", (2,), BFLOAT16, INT64),
+]
+
+
+def values_of(rank: int, step: int) -> tuple[list[np.ndarray], list[tuple[np.ndarray, ...]]]:
+    """What a rank has: whole numbers, so that sums are exact in any order and dtype."""
+    random = np.random.RandomState(10 * step + rank)
+    dense = [random.randint(-9, 9, value.spec.shape).astype(value.spec.dtype) for value in DENSE]
+    rows = []
+    for number, table in enumerate(TABLES):
+        count = (rank + step + number) % 3 * 4  # none at all on some ranks
+        indices = random.randint(0, 6, count).astype(table.index_dtype)
+        rows.append(
+            (indices, random.randint(-3, 3, (count, *table.row_shape)).astype(table.dtype))
+        )
+    return dense, rows
+
+
+def as_dense(table: Table, rows: tuple[np.ndarray, ...]) -> np.ndarray:
+    full = np.zeros((6, *table.row_shape))
+    np.add.at(full, rows[0], rows[1].astype(np.float64))
+    return full
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_exchange_gives_what_numpy_makes_of_all_ranks(spawn: Spawn, size: int) -> None:
+    def run(communicator: Communicator) -> Any:
+        exchange = FusedExchange(communicator.duplicate("exchange"), DENSE, TABLES)
+        return [exchange.run(*values_of(communicator.rank, step)) for step in range(4)]
+
+    results = spawn(size, run)
+    for step in range(4):
+        everything = [values_of(rank, step) for rank in range(size)]
+        for rank in range(size):
+            dense, rows = results[rank][step]
+            columns = list(zip(*(own for own, _ in everything)))
+            np.testing.assert_array_equal(dense[0], sum(columns[0]))
+            np.testing.assert_array_equal(dense[1], sum(columns[1]) / size)
+            np.testing.assert_array_equal(dense[2], sum(columns[2]))
+            np.testing.assert_array_equal(dense[3], np.min(columns[3], 0))
+            np.testing.assert_array_equal(dense[4], np.max(columns[4], 0))
+            assert dense[5].shape == (0, 4)
+            for number, table in enumerate(TABLES):
+                indices, values = rows[number]
+                assert indices.dtype == table.index_dtype
+                assert values.dtype == table.dtype
+                assert np.all(np.diff(indices) > 0), "each index once, ascending"
+                wanted = sum(as_dense(table, own[number]) for _, own in everything)
+                np.testing.assert_array_equal(as_dense(table, rows[number]), wanted)
+                touched = {int(i) for _, own in everything for i in own[number][0]}
+                assert set(indices.tolist()) == touched
+
+
+def test_all_ranks_get_the_same_bits(spawn: Spawn) -> None:
+    table = Table("t", (3,), FLOAT32, INT64)
+
+    def run(communicator: Communicator) -> Any:
+        random = np.random.RandomState(communicator.rank)
+        exchange = FusedExchange(communicator.duplicate("exchange"), DENSE[2:3], [table])
+        indices = random.randint(0, 50, 200)
+        values = random.standard_normal((200, 3)).astype(np.float32)
+        dense = random.standard_normal(5).astype(np.float32)
+        (summed,), ((rows, sums),) = exchange.run([dense], [(indices, values)])
+        return summed.tobytes(), rows.tobytes(), sums.tobytes()
+
+    first, *others = spawn(3, run)
+    assert all(other == first for other in others)
+
+
+def test_gradients_count_by_the_weight_of_their_rank_and_other_values_do_not(
+    spawn_inproc: Spawn,
+) -> None:
+    table = Table("t", (1,), FLOAT32, INT64)
+    dense = [DENSE[2], DenseValue(TensorSpec("count", (1,), FLOAT32), is_gradient=False)]
+
+    def run(communicator: Communicator) -> Any:
+        exchange = FusedExchange(communicator.duplicate("exchange"), dense, [table])
+        value = np.nan if communicator.rank == 1 else 2.0  # rank 1 has no data
+        arrays = [np.full(5, value, np.float32), np.ones(1, np.float32)]
+        rows = np.array([communicator.rank]), np.full((1, 1), value, np.float32)
+        return exchange.run(arrays, [rows], 1.5 if communicator.rank == 0 else 0.0)
+
+    for (gradient, count), ((indices, values),) in spawn_inproc(2, run):
+        np.testing.assert_array_equal(gradient, np.full(5, 3.0))
+        np.testing.assert_array_equal(count, [2.0])
+        np.testing.assert_array_equal(indices, [0])
+        np.testing.assert_array_equal(values, [[3.0]])
+
+
+def test_rows_that_are_not_finite_name_the_rank_and_the_variable(spawn: Spawn) -> None:
+    def run(communicator: Communicator) -> Any:
+        tables = [Table("good", (1,), FLOAT32, INT64), Table("bad", (1,), FLOAT32, INT64)]
+        exchange = FusedExchange(communicator.duplicate("exchange"), [], tables)
+        value = np.inf if communicator.rank == 1 else 1.0
+        rows = np.array([3]), np.ones((1, 1), np.float32)
+        with pytest.raises(NonFiniteGradientError) as caught:
+            exchange.run([], [rows, (rows[0], np.full((1, 1), value, np.float32))])
+        return str(caught.value)
+
+    for text in spawn(2, run):
+        assert "rank 1" in text
+        assert "Inf for 'bad'" in text
+        assert "good" not in text

@@ -1,0 +1,170 @@
+"""Who changes global_step in a graph, wherever in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import estimator_ext
+from estimator_ext.global_step import changes
+
+estimator_ext.install()
+
+pytestmark = [pytest.mark.tensorflow]
+
+v1 = tf.compat.v1
+
+
+def in_a_while_loop(step: Any) -> Any:
+    def body(i: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([step.assign_add(1)]):
+            return i + 1
+
+    return tf.while_loop(lambda i: i < 3, body, [tf.constant(0)])
+
+
+def in_nested_functions(step: Any) -> Any:
+    @tf.function
+    def inner() -> Any:
+        return tf.cond(tf.constant(True), lambda: step.assign_add(1), step.read_value)
+
+    return tf.function(lambda: inner() + 1)()
+
+
+CHANGING: dict[str, Callable[[Any], Any]] = {
+    "assign_add": lambda step: step.assign_add(1),
+    "assign": lambda step: step.assign(step + 1),
+    "assign_sub": lambda step: step.assign_sub(-1),
+    "state_ops": lambda step: v1.assign_add(step, 1),
+    "count_up_to": lambda step: v1.count_up_to(step, 100),
+    "an optimizer": lambda step: v1.train.GradientDescentOptimizer(0.1).minimize(
+        v1.get_variable("w", []) * 2.0, step
+    ),
+    "a branch": lambda step: tf.cond(
+        tf.constant(True), lambda: step.assign_add(1), step.read_value
+    ),
+    "a loop": in_a_while_loop,
+    "functions": in_nested_functions,
+}
+READING: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda step: None,
+    "a value": lambda step: step + 1,
+    "a branch": lambda step: tf.cond(step > 3, lambda: step + 1, lambda: step + 2),
+    "a loop": lambda step: tf.while_loop(
+        lambda i: i < tf.cast(step, tf.int32), lambda i: i + 1, [0]
+    ),
+    "a function": tf.function(lambda step: step * 2),
+    "a saver": lambda step: v1.train.Saver([step]),
+    "an update that depends on it": lambda step: v1.get_variable("decayed", [], tf.int64).assign(
+        step
+    ),
+}
+
+
+def changes_of(build: Callable[[Any], Any], resource: bool, control_flow_v2: bool) -> list[str]:
+    """Types of what changes global_step in a graph that was built so."""
+    switch = v1.enable_control_flow_v2 if control_flow_v2 else v1.disable_control_flow_v2
+    with tf.Graph().as_default():
+        had_v2 = v1.control_flow_v2_enabled()
+        switch()
+        try:
+            v1.get_variable_scope().set_use_resource(resource)
+            step = v1.train.create_global_step()
+            build(step)
+            return [op.type for op in changes(step)]
+        finally:
+            (v1.enable_control_flow_v2 if had_v2 else v1.disable_control_flow_v2)()
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize(("resource", "v2"), [(True, True), (True, False), (False, False)])
+def test_what_changes_it_is_found(name: str, resource: bool, v2: bool) -> None:
+    if name == "functions" and not resource:  # functions take no reference variables
+        return
+    found = changes_of(CHANGING[name], resource, v2)
+    assert found
+    assert all("Assign" in each or "CountUpTo" in each for each in found)
+
+
+@pytest.mark.parametrize("name", READING)
+@pytest.mark.parametrize(("resource", "v2"), [(True, True), (True, False), (False, False)])
+def test_what_reads_or_restores_it_is_no_change(name: str, resource: bool, v2: bool) -> None:
+    assert changes_of(READING[name], resource, v2) == []
+
+
+# -- the training --------------------------------------------------------------------------
+
+
+def input_fn() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat(50)
+
+
+def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: dict[str, Any]) -> Any:
+    """Without global_step, as for an IPU estimator that counts by itself."""
+    loss = tf.reduce_mean((features * v1.get_variable("w", [1, 1]) - labels) ** 2)
+    train_op = v1.train.GradientDescentOptimizer(0.1).minimize(loss)
+    hooks = [params["hook"]] if "hook" in params else []
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, training_hooks=hooks)
+
+
+def make(model_dir: Path, with_strategy: bool, **params: Any) -> Any:
+    strategy = estimator_ext.HostOffloadStrategy() if with_strategy else None
+    config = estimator_ext.RunConfig(train_distribute=strategy)
+    return estimator_ext.Estimator(model_fn, str(model_dir), config, params)
+
+
+@pytest.mark.parametrize("with_strategy", [False, True])
+@pytest.mark.parametrize("limit", ["steps", "max_steps"])
+def test_a_training_that_would_never_end_is_refused(
+    tmp_path: Path, with_strategy: bool, limit: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"global_step would stay.*Give it to the optimizer, as in"
+    ):
+        make(tmp_path, with_strategy).train(input_fn, **{limit: 5})
+    assert not list(tmp_path.glob("*.index"))
+
+
+@pytest.mark.parametrize("with_strategy", [False, True])
+def test_one_process_trains_to_the_end_of_its_data(tmp_path: Path, with_strategy: bool) -> None:
+    """As the stock Estimator does, which takes the last step for one that is saved already."""
+    hook = Losses()
+    make(tmp_path, with_strategy).train(input_fn, hooks=[hook])
+    assert len(hook.found) == 50
+    assert hook.found[-1] < 1e-3
+
+
+class Losses(tf.estimator.SessionRunHook):
+    """Notes the loss of each step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def before_run(self, run_context: Any) -> Any:
+        loss = v1.get_collection(v1.GraphKeys.LOSSES)[-1]
+        return tf.estimator.SessionRunArgs(loss)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        self.found.append(float(run_values.results))
+
+
+@pytest.mark.parametrize("where", ["hooks", "training_hooks"])
+@pytest.mark.parametrize("with_strategy", [False, True])
+def test_a_hook_may_count_the_steps(tmp_path: Path, with_strategy: bool, where: str) -> None:
+    class Count(tf.estimator.SessionRunHook):
+        def begin(self) -> None:
+            self._increment = v1.train.get_global_step().assign_add(1)
+
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            run_context.session.run(self._increment)
+
+    params = {"hook": Count()} if where == "training_hooks" else {}
+    hooks = [Count()] if where == "hooks" else []
+    estimator = make(tmp_path, with_strategy, **params)
+    estimator.train(input_fn, hooks=hooks, steps=5)
+    # StopAtStepHook stops after the step that it sees, before or after the hook has counted
+    assert estimator.get_variable_value("global_step") in (5, 6)
