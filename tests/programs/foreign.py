@@ -27,6 +27,14 @@ def words(vocabulary: int, *shape: int) -> np.ndarray:
     return RANDOM.randint(0, vocabulary, (BATCHES, ROWS, *shape))
 
 
+WORD_COUNT = 6 * ROWS
+
+
+def words_once() -> np.ndarray:
+    batches = [RANDOM.permutation(WORD_COUNT) for _ in range(BATCHES)]
+    return np.reshape(batches, (BATCHES, ROWS, 6))
+
+
 def numbers(*shape: int, dtype: Any = np.float64) -> np.ndarray:
     return RANDOM.standard_normal((BATCHES, ROWS, *shape)).astype(dtype)
 
@@ -58,7 +66,7 @@ def layer_norm(x: tf.Tensor, name: str) -> tf.Tensor:
 def encoder(ids: tf.Tensor, layers: int) -> tf.Tensor:
     """Layers of attention and a perceptron, with layer norm."""
     with v1.variable_scope("embeddings"):
-        table = v1.get_variable("word_embeddings", [30, 8], FLOAT)
+        table = v1.get_variable("word_embeddings", [WORD_COUNT, 8], FLOAT)
     x = tf.nn.embedding_lookup(table, ids)
     for i in range(layers):
         with v1.variable_scope(f"layer_{i}"):
@@ -80,7 +88,11 @@ def warmed_up(rate: float, steps: int, warm_up: int) -> tf.Tensor:
 
 
 def classifies_sentences(layers: int, make: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """BERT's run_classifier: tf.gradients, clipping, an own optimizer, global_step by hand."""
+    """BERT's run_classifier: tf.gradients, clipping, an own optimizer, global_step by hand.
+
+    No word comes twice in a batch. The norm of a sparse gradient counts each of its rows, and a
+    word's rows are one only after a reduction, so that TensorFlow itself clips by two norms.
+    """
 
     def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
         loss = cross_entropy(labels, dense(encoder(features, layers), 3, "logits"))
@@ -91,7 +103,7 @@ def classifies_sentences(layers: int, make: Callable[[Any], Any]) -> Callable[[A
         train_op = optimizer.apply_gradients(zip(gradients, variables), global_step=step)
         return Spec(mode, loss=loss, train_op=tf.group(train_op, step.assign(step + 1)))
 
-    return lambda training: training.train(model_fn, by_name.halves((words(30, 6), words(3))))
+    return lambda training: training.train(model_fn, by_name.halves((words_once(), words(3))))
 
 
 def lars(training: by_name.Training) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ train = tf.compat.v1.train
 legacy = tf.keras.optimizers.legacy
 GLOBAL_BATCH, BATCHES, IDS = 12, 4, 10
 RATE = 0.05
+NORM = 10.0  # clips the gradients of some steps, so that a factor in them shows
 RANDOM = np.random.RandomState(0)
 DATA = {
     "x": RANDOM.standard_normal((BATCHES, GLOBAL_BATCH, 5)),
@@ -39,7 +41,8 @@ class Kind:
       expected: what two ranks end with. "mean": the same bits, equal to one process on the whole
         batch. "sum": equal to one process whose loss is multiplied by the number of ranks.
         "alike": the same bits, but not those of one process, as the note says. "refused: WORD": a
-        ConfigError before the first step, which names WORD as the operation. Several of them,
+        ConfigError before the first step, which names WORD as the operation. "mismatch": an error
+        after the first step, which says that the ranks have come to differ. Several of them,
         separated by "|", are equally right.
       build: makes the train_op, or the spec, of a model.
       note: why it is neither "mean" nor refused.
@@ -128,13 +131,8 @@ class Own(train.Optimizer):
         for gradient, variable in grads_and_vars:
             change = RATE * tf.convert_to_tensor(gradient)
             if self._momentum:
-                slot = v1.get_variable(
-                    f"{variable.op.name}/m",
-                    variable.shape,
-                    variable.dtype.base_dtype,
-                    v1.zeros_initializer(),
-                    trainable=False,
-                )
+                name, zeros = f"{variable.op.name}/m", np.zeros(variable.shape.as_list())
+                slot = v1.get_variable(name, initializer=zeros, trainable=False)
                 change += self._momentum * slot
                 updates.append(slot.assign(change))
             updates.append(variable.assign(variable - change))
@@ -144,7 +142,7 @@ class Own(train.Optimizer):
 class ClipsAndCallsSuper(train.GradientDescentOptimizer):
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
         gradients, variables = zip(*grads_and_vars)
-        gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        gradients, _ = tf.clip_by_global_norm(gradients, NORM)
         return super().apply_gradients(zip(gradients, variables), global_step, name)
 
 
@@ -178,14 +176,14 @@ class Wrapper(train.Optimizer):
 class Clipping(Wrapper):
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
         gradients, variables = zip(*grads_and_vars)
-        gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        gradients, _ = tf.clip_by_global_norm(gradients, NORM)
         return self.inner.apply_gradients(zip(gradients, variables), global_step, name)
 
 
 class ClippingInCompute(Wrapper):
     def compute_gradients(self, loss: tf.Tensor, *args: Any, **kwargs: Any):
         pairs = self.inner.compute_gradients(loss, *args, **kwargs)
-        gradients, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.5)
+        gradients, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], NORM)
         return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
 
 
@@ -270,7 +268,7 @@ def computed(model: Model) -> list[tuple[Any, tf.Variable]]:
 
 
 def clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable]]:
-    gradients, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.5)
+    gradients, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], NORM)
     return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
 
 
@@ -477,6 +475,11 @@ def statistics(model: Model) -> Any:
         return gradient_descent().minimize(model.loss, model.step)
 
 
+def in_python(model: Model, function: Callable[[np.ndarray], np.ndarray]) -> Any:
+    bias = model.variables[1]
+    return bias.assign(tf.ensure_shape(tf.numpy_function(function, [bias], tf.float64), [3]))
+
+
 def batch_mean(model: Model) -> tf.Tensor:
     return tf.tile(tf.reduce_mean(model.x, 0)[:, None], [1, 3])
 
@@ -506,6 +509,7 @@ def mean_teacher(model: Model) -> Any:
 
 SUMS = "Keras optimizers and gradients of one's own do not scale the loss: the stock sum"
 LOCAL = "what stands between compute_gradients and apply_gradients sees this rank's gradients"
+OF_PYTHON = "nobody knows what Python does"
 OF_DATA = "a local batch went into the weights without a gradient"
 
 KINDS = [
@@ -614,7 +618,7 @@ KINDS = [
     Kind("gradient penalty", "mean", gradient_penalty),
     Kind("penalty on the gradient of weights", "alike", penalty_on_weights, LOCAL),
     Kind("in cond", "mean", in_cond),
-    Kind("gradients in cond", "refused: cond", gradients_in_cond, OF_DATA),
+    Kind("gradients in cond", "mean|refused: cond", gradients_in_cond),
     Kind("in while_loop", "mean", in_while_loop),
     Kind("surrogate loss", "mean", surrogate),
     Kind("straight-through", "mean", straight_through),
@@ -663,13 +667,17 @@ KINDS = [
             RATE * tf.transpose(model.x) @ tf.gradients(model.loss, model.out)[0]
         )
     ), OF_DATA),
-    Kind("Python", "mean", without_gradient(
-        lambda model: model.variables[1].assign(
-            tf.ensure_shape(
-                tf.numpy_function(lambda v: 0.9 * v, [model.variables[1]], tf.float64), [3]
-            )
+    Kind("Python", "mean|refused: AssignVariableOp", without_gradient(
+        lambda model: in_python(model, lambda bias: 0.9 * bias)
+    ), OF_PYTHON),
+    Kind("Python, another by rank", "mismatch|refused: AssignVariableOp", without_gradient(
+        lambda model: in_python(model, lambda bias: bias + os.getpid())
+    ), OF_PYTHON),
+    Kind("noise, another by rank", "mismatch|refused: AssignAddVariableOp", without_gradient(
+        lambda model: model.variables[1].assign_add(
+            tf.random.normal([3], seed=os.getpid(), dtype=tf.float64)
         )
-    ), "trusted, and compared after the first step"),
+    ), "with equal seeds the noise is the same on all ranks"),
 ]  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}
 
