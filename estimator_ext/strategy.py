@@ -325,12 +325,13 @@ class _HostOffloadExtended(OneDeviceExtended):
         dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
         on_host = self._variables_on_host or dtype.is_integer
         cached = on_host and kwargs.get("trainable") is not False and dtype.is_floating
+        is_chosen = kwargs.get("caching_device") is not None  # by the program
         if cached:
             kwargs["caching_device"] = self._device  # 7. read once a step, for the forward pass
         with tf.device(HOST_DEVICE if on_host else self._device):
             variable = next_creator(**kwargs)
         if cached:
-            read_where_needed(variable)
+            read_where_needed(variable, is_chosen)
         return variable
 
     def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
