@@ -1,7 +1,8 @@
-"""Variables whose value is cached on the accelerator for a step, as a GradientTape sees them.
+"""Variables whose value is cached on the accelerator for a step, read as those that are not.
 
-TensorFlow hands out one cached tensor at each read. That tensor is older than any tape, so a tape
-does not learn that it is the variable's value, and the gradient would be None.
+TensorFlow hands out one cached tensor at each read. That tensor is older than any GradientTape, so
+a tape does not learn that it is the variable's value, and the gradient would be None. And it is
+older than any update, so a read that is to come after one would give the value before it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed
 __all__: list[str] = []
 
 
-def show_reads_to_tapes(variable: Any) -> None:
-    """Has tapes record each read of a variable.
+def read_where_needed(variable: Any) -> None:
+    """Has tapes record each read of a variable, and a read with control dependencies come anew.
 
     Args:
       variable: one with a caching device.
@@ -24,6 +25,8 @@ def show_reads_to_tapes(variable: Any) -> None:
     cached_value = variable.value
 
     def value() -> tf.Tensor:
+        if tf.compat.v1.get_default_graph()._current_control_dependencies():
+            return variable.read_value()
         cached = cached_value()
         if not record.could_possibly_record():
             return cached

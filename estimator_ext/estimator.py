@@ -33,7 +33,7 @@ from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.input_kinds import log_limits, prefetched
 from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
-from estimator_ext.loop import check_whole_loops, in_loop, whole_loops
+from estimator_ext.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.predictions import first
@@ -56,6 +56,7 @@ from estimator_ext.uneven_data import (
 )
 from estimator_ext.unreduced_updates import (
     TrainingGraph,
+    check_mended,
     mark_sparse_gradients,
     mend_unreduced_updates,
     warn_of_own_variables,
@@ -87,6 +88,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         max_steps: int | None = None,
         saving_listeners: Any = None,
     ) -> _HostOffloadEstimator:
+        check_limits(steps, max_steps)
         check_whole_loops(steps, self._iterations)
         if max_steps is not None:
             max_steps = whole_loops(max_steps, self._iterations)
@@ -508,6 +510,7 @@ def _with_reductions(
     mended = mend_unreduced_updates(strategy, updates, data)
     if mended.reduced:
         updates = read_updates(targets, data)
+    check_mended(updates, data)
     _check_accumulation(strategy)
     warn_of_own_variables(updates)
     last = strategy.extended.build_deferred(targets, updates.is_same)

@@ -21,7 +21,9 @@ from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 __all__: list[str] = []
 
-_UPDATES = re.compile(r"(Resource)?(Sparse)?Apply|(Resource)?Scatter|Assign")
+# Take a variable and leave it as it is; all others that take one change it.
+_READS = ("ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp")
+_READS += ("IsVariableInitialized", "DisableCopyOnRead")
 _VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
 # Pass a variable or a value on as it is.
 _PASSING = ("Identity", "Cast", "ReadVariableOp", "Switch", "RefSwitch", "Enter", "RefEnter")
@@ -128,7 +130,7 @@ class _Reader:
 
     def is_same(self, tensor: tf.Tensor) -> bool:
         """Whether all ranks have the same value of a tensor; False for one that was not read."""
-        return self._texts.get(tensor.op) is not None
+        return tensor.op in self._texts and self._text(tensor) is not None
 
     def read(self, operations: Iterable[tf.Operation], caller: Any = None) -> None:
         """Describes operations, or those of a caller's body, in the order of their building."""
@@ -141,8 +143,8 @@ class _Reader:
             elif op.type in _PASSING and op.inputs and op.inputs[0].op in self._variables:
                 self._variables[op] = self._variables[op.inputs[0].op]
             self._texts[op] = self._describe(op, caller or op)
-            if _UPDATES.match(op.type) and op.inputs and op.inputs[0].op in self._variables:
-                self._note_update(op, self._variables[op.inputs[0].op], caller or op)
+            if op not in self._variables and _takes_variable(op) and op.type not in _READS:
+                self._note_update(op, caller or op)
 
     def _describe(self, op: tf.Operation, caller: tf.Operation) -> Text:
         if op in self._variables:
@@ -165,6 +167,8 @@ class _Reader:
         return _short(f"{op.type}({', '.join([*inputs, *results])})")
 
     def _text(self, tensor: tf.Tensor) -> Text:
+        if tensor.op.type == "IdentityN":  # each output by itself
+            return self._text(tensor.op.inputs[tensor.value_index])
         # an operation behind is in the body of a loop, which is read from its beginning
         text = self._texts.get(tensor.op, "loop")
         numbered = text not in (None, "reduced") and tensor.value_index
@@ -191,7 +195,10 @@ class _Reader:
         self.read(body.get_operations(), caller)
         return [self._text(tensor) for tensor in body.outputs]
 
-    def _note_update(self, op: tf.Operation, variable: str, caller: tf.Operation) -> None:
+    def _note_update(self, op: tf.Operation, caller: tf.Operation) -> None:
+        variable = self._variables.get(op.inputs[0].op)
+        if variable is None:  # a table, an iterator, a queue
+            return
         names = [argument.name for argument in op.op_def.input_arg]
         values = [
             (name, self._text(tensor))
@@ -203,6 +210,14 @@ class _Reader:
         shown = [f"{name}={'data' if text is None else text}" for name, text in values]
         shown += [a.name for a in op.op_def.attr if _is_chosen(op, a)]
         self.updates.setdefault(variable, []).append(f"{op.type}({', '.join(shown)})")
+
+
+def _takes_variable(op: tf.Operation) -> bool:
+    """Whether the first argument is a resource or a reference, and not one of a function."""
+    arguments = op.op_def.input_arg
+    if not arguments or not op.inputs:
+        return False
+    return arguments[0].is_ref or arguments[0].type == tf.resource.as_datatype_enum
 
 
 def _is_chosen(op: tf.Operation, attribute: Any) -> bool:

@@ -26,6 +26,23 @@ _FORBIDDEN = (
 )
 
 
+def check_limits(steps: int | None, max_steps: int | None) -> None:
+    """Refuse limits of a training that the stock `train` refuses, in its words.
+
+    Args:
+      steps: as given to train.
+      max_steps: as given to train.
+
+    Raises:
+      ValueError: both are given, or one is below 1.
+    """
+    if steps is not None and max_steps is not None:
+        raise ValueError("Can not provide both steps and max_steps.")
+    for name, value in (("steps", steps), ("max_steps", max_steps)):
+        if value is not None and value <= 0:
+            raise ValueError(f"Must specify {name} > 0, given: {value}")
+
+
 def check_whole_loops(steps: int | None, iterations: int) -> None:
     """Refuse a number of steps that ends within a loop.
 

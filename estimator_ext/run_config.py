@@ -167,6 +167,8 @@ def adopt_cluster(config: _StockRunConfig, strategy: HostOffloadStrategy) -> Non
     """
     if config._session_config is not None:  # else Estimator sets its default first
         config._session_config = strategy.update_config_proto(config._session_config)
+        # the stock class names the jobs of a cluster with a "master" there
+        config._session_config.ClearField("device_filters")
     config._distribute_coordinator_mode = None
     config._experimental_max_worker_delay_secs = 0
     cluster, task = strategy.cluster, strategy.cluster.task

@@ -17,7 +17,7 @@ from tensorflow.python.framework.ops import colocate_with as colocate_with_op
 
 import hostopt
 from estimator_ext.accumulation import Accumulation
-from estimator_ext.cached_reads import show_reads_to_tapes
+from estimator_ext.cached_reads import read_where_needed
 from estimator_ext.deferred_reductions import DeferredReductions
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
@@ -330,7 +330,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         with tf.device(HOST_DEVICE if on_host else self._device):
             variable = next_creator(**kwargs)
         if cached:
-            show_reads_to_tapes(variable)
+            read_where_needed(variable)
         return variable
 
     def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
@@ -359,11 +359,10 @@ class _HostOffloadExtended(OneDeviceExtended):
             factor = tf.cast(weight, loss.dtype)
             loss = tf.where(tf.equal(factor, 0), tf.zeros_like(loss), loss * factor)
         if self._last_results and loss.dtype == tf.float32 and loss.shape.rank == 0:
-            communicator = self._strategy.communicator
-            total = ops.sum_posted(loss, communicator, self._last_results, self.flags)
+            communicator, last = self._strategy.communicator, self._last_results
+            total = ops.sum_posted(loss, "the loss", communicator, last, self.flags)
             return total / size if is_mean else total
-        reduce_op = tf.distribute.ReduceOp.MEAN if is_mean else tf.distribute.ReduceOp.SUM
-        return self._strategy.reduce(reduce_op, loss, axis=None)
+        return loss if size == 1 else self._reduce_tensor(loss, "the loss", is_mean)
 
     def weight(self, of_mean: bool) -> tf.Tensor | None:
         """What this rank's gradients and loss count in a step; None if all ranks count 1."""
@@ -373,26 +372,25 @@ class _HostOffloadExtended(OneDeviceExtended):
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del options
-        size, is_mean = self._num_replicas_in_sync, reduce_op == tf.distribute.ReduceOp.MEAN
-        if size == 1 or (is_mean and _is_mirrored(value)):
+        is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        if self._num_replicas_in_sync == 1 or (is_mean and _is_mirrored(value)):
             return value
         tensor = tf.convert_to_tensor(value)
-        name = _name(destinations, 0, tensor.op.name)
+        return self._reduce_tensor(tensor, _name(destinations, tensor), is_mean)
+
+    def _reduce_tensor(self, tensor: tf.Tensor, name: str, is_mean: bool) -> tf.Tensor:
         with tf.control_dependencies([] if self.weights is None else [self.weights.in_mean]):
             tensor = tf.identity(tensor)  # nothing travels in a step that has no data
         op = hostopt.ReduceOp.SUM
         if is_mean and tensor.dtype.is_floating:
             op, is_mean = hostopt.ReduceOp.AVERAGE, False
         reduction = Reduction(tensor, name, op, is_gradient=False)
-        total = self._reduce_value(reduction)
-        return tf.math.divide(total, tf.cast(size, total.dtype)) if is_mean else total
-
-    def _reduce_value(self, reduction: Reduction) -> tf.Tensor:
-        tensor = reduction.value
         if self.deferred and tensor.shape.is_fully_defined() and self.deferred.can_take([tensor]):
-            return self.deferred.add(reduction)
-        communicator = self._strategy.communicator
-        return ops.all_reduce(tensor, communicator, reduction.op, reduction.name)
+            total = self.deferred.add(reduction)
+        else:
+            total = ops.all_reduce(tensor, self._strategy.communicator, op, name)
+        size = tf.cast(self._num_replicas_in_sync, total.dtype)
+        return tf.math.divide(total, size) if is_mean else total
 
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
@@ -432,7 +430,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         """2-5. Gradients to the host, through the ring, and back as sums or means."""
         results = [value for value, _ in pairs]
         left = [i for i, pair in enumerate(pairs) if not self._take_reduced(*pair)]
-        gradients = [(results[i], *_name_and_shape(pairs[i][1], i, results[i])) for i in left]
+        gradients = [(results[i], *_name_and_shape(pairs[i][1], results[i])) for i in left]
         sums = self.sum_gradients(gradients, loss_is_scaled(), nonfinite)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             with tf.device(HOST_DEVICE):
@@ -597,6 +595,15 @@ class _HostOffloadExtended(OneDeviceExtended):
                 "the same arguments; a canned estimator has them as model_fn and config"
             )
 
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        if not isinstance(colocate_with_variable, tf.Variable):
+            raise hostopt.ConfigError(
+                f"an optimizer is to be placed beside {colocate_with_variable.name!r}, wanted a "
+                "variable: SyncReplicasOptimizer is for workers with parameter servers. Use the "
+                "optimizer that it wraps, as gradients are reduced over all ranks anyway"
+            )
+        super()._validate_colocate_with_variable(colocate_with_variable)
+
     def _in_multi_worker_mode(self) -> bool:
         return False  # or TensorFlow would wrap each value, though there is one replica only
 
@@ -681,13 +688,14 @@ def _is_mirrored(value: Any) -> bool:
     return isinstance(value, tf.Variable) and value.trainable and not is_sync_on_read(value)
 
 
-def _name(destination: Any, index: int, default: str = "") -> str:
+def _name(destination: Any, value: Any) -> str:
+    """What all ranks call a value that is reduced: the name of its variable, or its own."""
     if isinstance(destination, tf.Variable):
         return destination.op.name
-    return default or f"value_{index}"
+    return getattr(value, "values", value).op.name
 
 
-def _name_and_shape(destination: Any, index: int, value: Any) -> tuple[str, tuple[int, ...]]:
+def _name_and_shape(destination: Any, value: Any) -> tuple[str, tuple[int, ...]]:
     """Name of a gradient's variable, and the shape of a row of it."""
     shape = destination.shape if isinstance(destination, tf.Variable) else value.shape
-    return _name(destination, index), tuple(shape[1:]) if shape.rank else ()
+    return _name(destination, value), tuple(shape[1:]) if shape.rank else ()

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import Estimator, EvalSpec, Evaluator, TrainingExecutor, TrainSpec
+from estimator_ext._tf_estimator import train_and_evaluate as stock_train_and_evaluate
 from estimator_ext.checkpoints import check, newest
 from estimator_ext.evaluators import Evaluators, meet_evaluators, with_evaluators
 from estimator_ext.strategy import HostOffloadStrategy
@@ -37,7 +38,8 @@ def train_and_evaluate(
     The chief and the workers train. An evaluator evaluates and exports each new checkpoint, until
     the chief has ended, early or not. Several evaluators divide the data of each checkpoint among
     them, or have an EvalSpec each. Where the cluster lists no evaluator the chief evaluates the
-    final checkpoint itself. Without a cluster, one process does everything in turn.
+    final checkpoint itself. Without a cluster, one process does everything in turn. Without a
+    `HostOffloadStrategy` the stock function does it, or refuses.
 
     Args:
       estimator: an `estimator_ext.Estimator`.
@@ -57,11 +59,11 @@ def train_and_evaluate(
       TypeError: an argument is not of the type that it should be.
     """
     eval_specs = _check_specs(eval_spec)
-    executor = TrainingExecutor(estimator, train_spec, eval_specs[0])
+    TrainingExecutor(estimator, train_spec, eval_specs[0])  # checks them
     strategy = estimator.config.train_distribute
     if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.task is None:
         if len(eval_specs) == 1:
-            return executor.run()
+            return stock_train_and_evaluate(estimator, train_spec, eval_specs[0])
         _train(estimator, train_spec)
         return _evaluate_all(estimator, train_spec, eval_specs)
     if strategy.cluster.role == "evaluator":

@@ -44,17 +44,18 @@ _GATHERS = ("ResourceGather", "GatherV2")
 _TRUSTED = re.compile(r"PyFunc|EagerPyFunc|.*(Random|Normal|Multinomial)|StatefulUniform")
 _CURE = (
     "Reduce what it is made of first, with estimator_ext.reduce_gradients(grads_and_vars) for "
-    "gradients or strategy.reduce for other tensors, or create the variable with trainable=False"
+    "gradients or tf.distribute.get_replica_context().all_reduce for other tensors, or create the "
+    "variable with trainable=False"
 )
 
 
 class TrainingGraph(tf.Graph):
-    """A graph that notes which losses an optimizer has divided by the number of ranks."""
+    """A graph that notes the factors by which optimizers have scaled losses: 1 / size."""
 
     def __init__(self) -> None:
         super().__init__()
         self._loss_is_scaled = False
-        self.scaled_losses: list[tf.Operation] = []
+        self.scale_factors: list[tf.Operation] = []
 
     @property
     def _is_loss_scaled_by_optimizer(self) -> bool:
@@ -63,8 +64,8 @@ class TrainingGraph(tf.Graph):
     @_is_loss_scaled_by_optimizer.setter
     def _is_loss_scaled_by_optimizer(self, is_scaled: bool) -> None:
         self._loss_is_scaled = is_scaled
-        if is_scaled:  # set right after the division
-            self.scaled_losses.append(self.get_operations()[-1])
+        if is_scaled:  # set right after the multiplication
+            self.scale_factors.append(self.get_operations()[-1].inputs[1].op)
 
 
 @contextlib.contextmanager
@@ -125,12 +126,35 @@ def mend_unreduced_updates(
       hostopt.ConfigError: a trainable variable is updated from this rank's data in a way that no
         reduction can mend.
     """
-    shapes = {tuple(v.shape.as_list()) for v in tf.compat.v1.trainable_variables()}
-    search = _Search(updates, data, shapes)
-    for variable in tf.compat.v1.trainable_variables():
+    search = _search(updates, data)
+    return Mended(_reduce(strategy, search.edges), search.suspects)  # [U3]
+
+
+def check_mended(updates: Updates, data: Collection[tf.Operation]) -> None:
+    """Makes sure that nothing is left to mend.
+
+    Args:
+      updates: what the step does now.
+      data: operations of this rank's input.
+
+    Raises:
+      hostopt.ConfigError: a trainable variable is updated with a value that differs by rank.
+    """
+    search = _search(updates, data)
+    for edge in search.edges:
+        search.refuse(edge.variable, edge.consumer, edge.tensor.op)
+    for variable, operations in updates.varying.items():
+        if variable not in updates.own and variable not in search.suspects:
+            search.refuse(variable, operations[0], operations[0])
+
+
+def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
+    trainable = tf.compat.v1.trainable_variables()
+    search = _Search(updates, data, {tuple(v.shape.as_list()) for v in trainable})
+    for variable in trainable:
         for op in updates.varying.get(variable.op.name, ()):  # [U1]
             search.go_back(variable.op.name, op)  # [U2]
-    return Mended(_reduce(strategy, search.edges), search.suspects)  # [U3]
+    return search
 
 
 def warn_of_own_variables(updates: Updates) -> None:
@@ -150,7 +174,7 @@ def warn_of_own_variables(updates: Updates) -> None:
         _log.warning(
             "variable %r%s: each rank updates its own value from its own data, and checkpoints "
             "hold that of rank 0. Create it with synchronization=ON_READ and an aggregation, or "
-            "reduce what is assigned to it with strategy.reduce",
+            "reduce what is assigned to it with tf.distribute.get_replica_context().all_reduce",
             own[0],
             more,
         )
@@ -160,6 +184,7 @@ def warn_of_own_variables(updates: Updates) -> None:
 class _Edge:
     """Where a gradient leaves the backward pass: an input of an operation."""
 
+    variable: str  # whose update depends on it
     tensor: tf.Tensor
     consumer: tf.Operation
     index: int
@@ -196,12 +221,16 @@ class _Search:
                 if tensor.dtype != tf.resource and not self.updates.is_same(tensor)
             ]
             for index, tensor in varying:
-                if self._leaves_backward(tensor, op):
-                    self.edges.append(_Edge(tensor, op, index))
+                edge = _through_identities(_Edge(variable, tensor, op, index))
+                if self._leaves_backward(edge.tensor, edge.consumer):
+                    self.edges.append(edge)
                 else:
-                    todo.append(tensor.op)
-            if not varying and op is not update:
-                todo += self._behind(variable, update, op)
+                    todo.append(edge.tensor.op)
+            own = [name for name in _variables_read(op, update) if name in self.updates.own]
+            for name in own:
+                todo += self._updates_of(variable, update, op, name)
+            if not varying and not own and op is not update:
+                self._check_trusted(variable, update, op)
 
     def _leaves_backward(self, tensor: tf.Tensor, consumer: tf.Operation) -> bool:
         op = tensor.op
@@ -218,16 +247,21 @@ class _Search:
             and tuple(tensor.shape.as_list()) in self.shapes
         )
 
-    def _behind(
-        self, variable: str, update: tf.Operation, source: tf.Operation
+    def _updates_of(
+        self, variable: str, update: tf.Operation, reader: tf.Operation, read: str
     ) -> list[tf.Operation]:
-        """What makes a value that has no inputs which differ by rank: updates of a variable."""
-        if source not in self.data and _TRUSTED.match(source.type):
-            self.suspects[variable] = f"{source.name!r} ({source.type})"
-            return []
-        read = _variable_behind(source)
-        if read in self.updates.varying:  # such as a slot of the optimizer
-            return self.updates.varying[read]
+        """What makes the value of a variable that differs by rank, such as an optimizer's slot."""
+        if read not in self.updates.varying:  # a local variable, or one that is synced on read
+            self.refuse(variable, update, reader)
+        return self.updates.varying[read]
+
+    def _check_trusted(self, variable: str, update: tf.Operation, source: tf.Operation) -> None:
+        if source in self.data or not _TRUSTED.match(source.type):
+            self.refuse(variable, update, source)
+        self.suspects[variable] = f"{source.name!r} ({source.type})"
+
+    def refuse(self, variable: str, update: tf.Operation, source: tf.Operation) -> None:
+        """Raises the error of an update that cannot be mended."""
         raise hostopt.ConfigError(
             f"trainable variable {variable!r} is updated by operation {update.name!r} "
             f"({update.type}) with a value that differs by rank, as it depends on "
@@ -235,14 +269,27 @@ class _Search:
         )
 
 
+def _through_identities(edge: _Edge) -> _Edge:
+    """Where a tensor goes into operations that pass on several, each by itself."""
+    while edge.tensor.op.type == "IdentityN" and not _is_sparse_mark(edge.tensor.op):
+        op, index = edge.tensor.op, edge.tensor.value_index
+        edge = _Edge(edge.variable, op.inputs[index], op, index)
+    return edge
+
+
 def _is_sparse_mark(op: tf.Operation) -> bool:
     return op.type == "IdentityN" and _SPARSE_MARK in op.name
 
 
-def _variable_behind(source: tf.Operation) -> str:
-    """Name of the variable that an operation without other inputs reads."""
-    handles = [tensor.op for tensor in source.inputs if tensor.dtype == tf.resource]
-    return handles[0].name if handles else source.name
+def _variables_read(op: tf.Operation, update: tf.Operation) -> list[str]:
+    """Names of the variables that an operation, or the function that it calls, may read."""
+    if op.type in ("VariableV2", "Variable"):
+        return [op.name]
+    handles = [tensor.op for tensor in op.inputs if tensor.dtype == tf.resource]
+    is_call = any(attribute.type in ("func", "list(func)") for attribute in op.op_def.attr)
+    if op is update and not is_call:  # the first one is written
+        handles = handles[1:]
+    return [handle.name for handle in handles if handle.type == "VarHandleOp"]
 
 
 def _reduce(strategy: HostOffloadStrategy, edges: Sequence[_Edge]) -> int:
@@ -282,5 +329,5 @@ def _mean(strategy: HostOffloadStrategy, tensor: tf.Tensor) -> dict[Any, tf.Tens
 
 def _is_scaled(op: tf.Operation) -> bool:
     """Whether a gradient is one of a loss that has been divided by the number of ranks."""
-    scaled = set(op.graph.scaled_losses)
-    return bool(scaled) and not scaled.isdisjoint(ancestors([op]))
+    factors = set(op.graph.scale_factors)
+    return bool(factors) and not factors.isdisjoint(ancestors([op]))

@@ -14,7 +14,8 @@ from hostopt.errors import ConfigError
 __all__: list[str] = []
 
 CHIEF, WORKER, EVALUATOR, LOCAL = "chief", "worker", "evaluator", "local"
-_RING_JOBS = (CHIEF, WORKER)
+MASTER = "master"  # what old programs call the chief
+_RING_JOBS = (CHIEF, MASTER, WORKER)
 _EXAMPLE = (
     '{"cluster": {"chief": ["host0:2222"], "worker": ["host1:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
@@ -26,7 +27,7 @@ class Task:
     """One process of the cluster.
 
     Args:
-      type: ``chief``, ``worker`` or ``evaluator``.
+      type: ``chief`` (or ``master``, its old name), ``worker`` or ``evaluator``.
       index: position within its job, from 0.
       address: ``host:port``, empty for an evaluator that the cluster does not list.
     """
@@ -50,7 +51,7 @@ class Cluster:
 
     Args:
       task: this process; None where there is no cluster (one process, no TF_CONFIG).
-      ring: the tasks that reduce together, in rank order: the chief, then the workers.
+      ring: the tasks that reduce together, in rank order: the chief or master, then the workers.
       evaluators: the evaluator tasks that the cluster lists; they are not in the ring.
     """
 
@@ -60,7 +61,7 @@ class Cluster:
 
     @property
     def role(self) -> str:
-        """``chief``, ``worker``, ``evaluator``, or ``local`` without a cluster."""
+        """``chief``, ``master``, ``worker``, ``evaluator``, or ``local`` without a cluster."""
         return self.task.type if self.task else LOCAL
 
     @property
@@ -112,11 +113,11 @@ class Cluster:
         return cls(task=None, ring=())
 
     @classmethod
-    def from_tf_config(cls, environ: Mapping[str, str] = os.environ) -> Cluster:
+    def from_tf_config(cls, environ: Mapping[str, str] | None = None) -> Cluster:
         """Read the TF_CONFIG environment variable.
 
         Args:
-          environ: where to look TF_CONFIG up.
+          environ: where to look TF_CONFIG up; `os.environ` by default.
 
         Returns:
           The cluster; `Cluster.local()` where TF_CONFIG is unset or names no cluster.
@@ -124,7 +125,7 @@ class Cluster:
         Raises:
           ConfigError: TF_CONFIG is malformed; the message quotes the key and says what to write.
         """
-        config = _parse_tf_config(environ)
+        config = _parse_tf_config(os.environ if environ is None else environ)
         if not config.get("cluster"):
             _check_no_lonely_task(config.get("task"))
             return cls.local()
@@ -168,13 +169,14 @@ class Cluster:
         return cls(task, ring, evaluators)
 
     @classmethod
-    def from_resolver(cls, resolver: Any, environ: Mapping[str, str] = os.environ) -> Cluster:
+    def from_resolver(cls, resolver: Any, environ: Mapping[str, str] | None = None) -> Cluster:
         """Read a `tf.distribute.cluster_resolver.ClusterResolver`, or anything shaped like one.
 
         Args:
           resolver: object with ``cluster_spec()`` (having ``as_dict()``), ``task_type`` and
             ``task_id``; None means TF_CONFIG alone.
-          environ: where TF_CONFIG is looked up; it must not name another cluster or task.
+          environ: where TF_CONFIG is looked up, `os.environ` by default; it must not name another
+            cluster or task.
 
         Returns:
           The cluster.
@@ -242,19 +244,14 @@ def _check_jobs(jobs: Any) -> dict[str, list[str]]:
                 'TF_CONFIG key "cluster" has a "ps" job. There are no parameter servers here: '
                 'each rank holds the variables. Remove "ps" and start only chief and workers'
             )
-        if job not in (CHIEF, WORKER, EVALUATOR):
+        if job not in (*_RING_JOBS, EVALUATOR):
             raise ConfigError(
                 f'TF_CONFIG key "cluster" has the unknown job {job!r}. Use "chief" (one), '
                 '"worker" and "evaluator"'
             )
         checked[job] = _check_addresses(job, addresses)
-    if len(checked.get(CHIEF, [])) > 1:
-        raise ConfigError(
-            f'TF_CONFIG key "chief" lists {len(checked[CHIEF])} addresses '
-            f'{checked[CHIEF]}. The "cluster" in TF_CONFIG must have only one "chief" node; '
-            'list the others under "worker"'
-        )
-    ring = checked.get(CHIEF, []) + checked.get(WORKER, [])
+    _check_one_chief(checked)
+    ring = [address for job in _RING_JOBS for address in checked.get(job, [])]
     if not ring:
         raise ConfigError(
             'TF_CONFIG key "cluster" has neither "chief" nor "worker". Name at least one rank, '
@@ -267,6 +264,21 @@ def _check_jobs(jobs: Any) -> dict[str, list[str]]:
                 "Give every rank a port of its own"
             )
     return checked
+
+
+def _check_one_chief(jobs: dict[str, list[str]]) -> None:
+    for job in (CHIEF, MASTER):
+        if len(jobs.get(job, [])) > 1:
+            raise ConfigError(
+                f'TF_CONFIG key "{job}" lists {len(jobs[job])} addresses {jobs[job]}. The '
+                f'"cluster" in TF_CONFIG must have only one "{job}" node; list the others under '
+                '"worker"'
+            )
+    if jobs.get(CHIEF) and jobs.get(MASTER):
+        raise ConfigError(
+            'TF_CONFIG key "cluster" has both "chief" and "master", which is its old name. If '
+            "`master` node exists in `cluster`, job `chief` is not supported: name one of them"
+        )
 
 
 def _check_addresses(job: str, addresses: Any) -> list[str]:
@@ -288,7 +300,7 @@ def _check_addresses(job: str, addresses: Any) -> list[str]:
 def _find_task(
     tasks: tuple[Task, ...], addresses: dict[str, list[str]], task_type: Any, task_index: Any
 ) -> Task:
-    if task_type not in (CHIEF, WORKER, EVALUATOR):
+    if task_type not in (*_RING_JOBS, EVALUATOR):
         raise ConfigError(
             f'TF_CONFIG key "task": type {task_type!r} is not known. Use "chief", "worker" or '
             '"evaluator"'
@@ -302,6 +314,12 @@ def _find_task(
     if index < 0:
         raise ConfigError(
             f'TF_CONFIG key "index" is {index}. Task index must be non-negative number.'
+        )
+    if task_type == EVALUATOR and addresses.get(MASTER):
+        raise ConfigError(
+            'TF_CONFIG key "task" names an evaluator, and the key "cluster" a "master", which '
+            "evaluates by itself. If `master` node exists in `cluster`, task_type `evaluator` is "
+            'not supported: name the master "chief"'
         )
     for task in tasks:
         if (task.type, task.index) == (task_type, index):

@@ -269,18 +269,13 @@ class Communicator:
         ring.run(self.transport, operation, result.reshape(-1), rounds)
         return result
 
-    def broadcast(
-        self, array: Any, root: int = 0, what: str = "", acknowledged: bool = True
-    ) -> Array:
+    def broadcast(self, array: Any, root: int = 0, what: str = "") -> Array:
         """Give every rank the array of one.
 
         Args:
           array: array of any shape and fixed-size dtype, the same on all ranks.
           root: rank whose values hold.
           what: what is sent, for warnings and errors.
-          acknowledged: whether to return only when all ranks have it. False suits many broadcasts
-            at once in a few threads, where ranks that wait for each other would block them all;
-            the error of another rank then comes with a later call.
 
         Returns:
           A new array like `array`, with the bits of rank `root`.
@@ -294,7 +289,7 @@ class Communicator:
         result = _copy(array)
         operation = self._call(f"broadcast from rank {root}", what, result)
         self.begin(operation)
-        ring.broadcast(self.transport, operation, result.reshape(-1), root, acknowledged)
+        ring.broadcast(self.transport, operation, result.reshape(-1), root)
         return result
 
     @overload

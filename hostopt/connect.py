@@ -12,6 +12,7 @@ from types import TracebackType
 from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
 from hostopt.communicator import BLOCK_BYTES, Communicator
+from hostopt.error_report import shown_of, tell_launcher, write_details
 from hostopt.errors import HostOptError
 from hostopt.hierarchy import find_hosts, open_hierarchy
 from hostopt.hosts import own_host_id
@@ -29,8 +30,9 @@ _connected: weakref.WeakSet[Communicator] = weakref.WeakSet()
 def connect(cluster: Cluster | None = None, options: Options | None = None) -> Communicator:
     """Meet the other ranks.
 
-    This chains `sys.excepthook`: an exception that ends the program is printed
-    as before and told to the other ranks, and the exit code is that of the error.
+    This chains `sys.excepthook`: an exception that ends the program is printed and told to the
+    other ranks, and the exit code is that of the error. If there is a directory for debugging, all
+    of its tracebacks go to a file there, and what is printed is shorter.
 
     Args:
       cluster: the ring; from TF_CONFIG by default.
@@ -106,11 +108,30 @@ def exit_with_error_code() -> None:
         sys.excepthook = _report_and_exit
 
 
+def _report(error: BaseException) -> bool:
+    """Print an error in short, if all of it can be written to a file; tell the launcher."""
+    if not isinstance(error, Exception):
+        return False
+    transport = next((c.transport for c in list(_connected) if c.size > 1), None)
+    directory = transport.recorder.directory if transport else None
+    path = None
+    if transport and directory and _previous_hooks[0] is sys.__excepthook__:
+        path = write_details(directory, transport.rank, error)
+    tell_launcher(error, path)
+    if transport is None or path is None:
+        return False
+    who = f"rank {transport.rank} ({transport.cluster.task})"
+    sys.stderr.write(shown_of(error, who, path))
+    sys.stderr.flush()
+    return True
+
+
 def _report_and_exit(
     type_: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     try:
-        _previous_hooks[0](type_, error, traceback)
+        if not _report(error):
+            _previous_hooks[0](type_, error, traceback)
     finally:
         for communicator in list(_connected):
             communicator.abort(error)

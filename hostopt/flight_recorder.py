@@ -104,4 +104,4 @@ class FlightRecorder:
         except OSError as error:  # the error that ends the ring is the one to report
             _log.warning("rank %d: no stacks and events written: %s", self._rank, error)
         else:
-            _log.warning("rank %d: stacks and last events are in %s.*", self._rank, path)
+            _log.info("rank %d: stacks and last events are in %s.*", self._rank, path)

@@ -115,7 +115,12 @@ class _Run:
             if self._ring.code:
                 for evaluator in self._evaluators:
                     evaluator.stop()
-        return next((group.code for group in self._groups if group.code), 0)
+        failed = next((group for group in self._groups if group.code), None)
+        if failed is None:
+            return 0
+        if failed.cause:  # after all that the others have said
+            _LOG.error("%s", failed.cause)
+        return failed.code or 0
 
     def _pause_s(self) -> float | None:
         times_s = [group.next_time_s() for group in self._groups]

@@ -121,11 +121,11 @@ class Options:
         """Size of a gradient bucket in bytes."""
         return int(self.bucket_mb * MIB)
 
-    def with_environment(self, environ: Mapping[str, str] = os.environ) -> Options:
+    def with_environment(self, environ: Mapping[str, str] | None = None) -> Options:
         """Let HOSTOPT_<OPTION> variables, such as HOSTOPT_BUCKET_MB, override these options.
 
         Args:
-          environ: where to look the variables up.
+          environ: where to look the variables up; `os.environ` by default.
 
         Returns:
           The options that hold.
@@ -133,6 +133,7 @@ class Options:
         Raises:
           ConfigError: a variable holds no number where one is wanted, or a value out of range.
         """
+        environ = os.environ if environ is None else environ
         found: dict[str, Any] = {}
         for field in fields(self):
             name = _variable(field.name)
@@ -161,4 +162,5 @@ VARIABLES = (
     *(_variable(field.name) for field in fields(Options)),
     "HOSTOPT_TOKEN",
     "HOSTOPT_SLOT",
+    "HOSTOPT_ERROR_FILE",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostopt import errors
 
@@ -43,12 +43,14 @@ class Ending:
       slot: place on this machine, 0..N-1, whatever rank it had; None for an evaluator.
       code: exit code; 128 + n where signal n ended it.
       forced: whether the launcher lost its patience with it.
+      said: the cause, as the process has reported it; empty if it could not.
     """
 
     name: str
     slot: int | None
     code: int
     forced: bool = False
+    said: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}: {describe(self.code)}"
@@ -63,12 +65,15 @@ class Verdict:
       retry: whether another attempt may succeed.
       reason: the root cause in words.
       culprits: slots that caused the end; none where there are only witnesses.
+      said: the cause in the words of the process that is the root cause, or if it had none, of
+        the first that reports it; empty if none does.
     """
 
     code: int
     retry: bool
     reason: str
     culprits: frozenset[int] = frozenset()
+    said: str = ""
 
 
 def judge(endings: Sequence[Ending]) -> Verdict:
@@ -88,17 +93,25 @@ def judge(endings: Sequence[Ending]) -> Verdict:
         return Verdict(0, False, "all have ended in good order")
     for ending in failed:
         if is_permanent(ending.code):
-            return Verdict(ending.code, False, str(ending))
+            return _verdict(ending, failed, False)
     killed = [ending for ending in failed if _LAST_PERMANENT < ending.code < _FIRST_RETRYABLE]
     to_blame = killed or [ending for ending in failed if ending.code not in _WITNESSES]
     if to_blame:
-        return Verdict(to_blame[0].code, True, str(to_blame[0]), _slots(to_blame))
+        return _verdict(to_blame[0], failed, True, to_blame)
     late = [ending for ending in endings if ending.forced]
     if late:
         names = ", ".join(ending.name for ending in late)
         reason = f"{names} did not end when others did ({failed[0]})"
-        return Verdict(failed[0].code, True, reason, _slots(late))
-    return Verdict(failed[0].code, True, str(failed[0]))
+        return replace(_verdict(failed[0], failed, True, late), reason=reason)
+    return _verdict(failed[0], failed, True)
+
+
+def _verdict(
+    root: Ending, failed: Sequence[Ending], retry: bool, culprits: Sequence[Ending] = ()
+) -> Verdict:
+    speaks = next((ending for ending in (root, *failed) if ending.said), None)
+    said = f"{speaks.name}: {speaks.said}" if speaks else ""
+    return Verdict(root.code, retry, str(root), _slots(culprits), said)
 
 
 def is_permanent(code: int) -> bool:

@@ -280,13 +280,7 @@ async def _run(
                 await send_first(1)
 
 
-def broadcast(
-    transport: Transport,
-    operation: Operation,
-    flat: Array,
-    root: int,
-    acknowledged: bool = True,
-) -> None:
+def broadcast(transport: Transport, operation: Operation, flat: Array, root: int) -> None:
     """Carry `flat` of rank `root` down the chain root, root + 1, ... in segments, in place.
 
     The last rank of the chain then sends an acknowledgement around: to the root, which is its
@@ -297,17 +291,14 @@ def broadcast(
       operation: which call this is.
       flat: contiguous array of shape [n]; overwritten on all ranks but `root`.
       root: rank whose values hold.
-      acknowledged: whether to return only when the last rank has the values.
 
     Raises:
       HostOptError: a peer failed, left or timed out, or sent another number of bytes.
     """
-    event_loop.run(_broadcast(transport, operation, flat, root, acknowledged))
+    event_loop.run(_broadcast(transport, operation, flat, root))
 
 
-async def _broadcast(
-    transport: Transport, operation: Operation, flat: Array, root: int, acknowledged: bool
-) -> None:
+async def _broadcast(transport: Transport, operation: Operation, flat: Array, root: int) -> None:
     succ, pred = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     for segment, part in _segments(flat, transport.options.segment_bytes):
         tag = operation.tag(0, 0, segment)
@@ -317,7 +308,7 @@ async def _broadcast(
             )
         if succ != root:
             await _send(transport, succ, tag, part, operation, "broadcast")
-    if not acknowledged or transport.size == 1:
+    if transport.size == 1:
         return
     last, tag, phase = (root - 1) % transport.size, operation.tag(round_=1), "acknowledgement"
     if transport.rank != last:

@@ -16,11 +16,12 @@ import os
 import selectors
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hostopt import restarts, task_process
+from hostopt import error_report, restarts, task_process
 from hostopt.cluster import CHIEF, EVALUATOR, WORKER
 from hostopt.restarts import Ending, Restarts, Slots, Verdict
 from hostopt.task_process import TaskProcess
@@ -57,6 +58,7 @@ class Group:
         grace_s: float,
     ) -> None:
         self.code: int | None = None  # once the group is not started any more
+        self.cause = ""  # of its last failure, in the words of the task that is to blame
         self._command = command
         self._cluster = cluster
         self._selector = selector
@@ -122,7 +124,11 @@ class Group:
         raise NotImplementedError
 
     def _start_task(self, task: tuple[str, int], environment: dict[str, str]) -> TaskProcess:
+        directory = self._attempt.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
+        report = os.path.join(directory, "error.txt")
+        environment = {**environment, error_report.VARIABLE: report}
         process = task_process.start(self._command, task, environment)
+        process.report = report
         self._attempt.callback(process.close)
         self._processes.append(process)
         self._selector.register(
@@ -142,7 +148,12 @@ class Group:
             self._judge()
 
     def _ending_of(self, process: TaskProcess) -> Ending:
-        return Ending(process.name, None, process.code or 0, process.forced)
+        return self._ended(process, process.name, None)
+
+    @staticmethod
+    def _ended(process: TaskProcess, name: str, slot: int | None) -> Ending:
+        said = error_report.read_report(process.report)
+        return Ending(name, slot, process.code or 0, process.forced, said)
 
     def _judge(self) -> None:
         verdict = restarts.judge(self._endings)
@@ -159,7 +170,7 @@ class Group:
             if delay_s is not None:
                 self._next_s = time.monotonic() + delay_s
                 return
-        self.code = verdict.code
+        self.code, self.cause = verdict.code, verdict.said
 
     def _running(self) -> list[TaskProcess]:
         return [process for process in self._processes if process.code is None]
@@ -208,7 +219,7 @@ class Ring(Group):
         rank = self._processes.index(process)
         slot = self._slots.in_use[rank]
         name = process.name if rank == slot else f"{process.name} (slot {slot})"
-        return Ending(name, slot, process.code or 0, process.forced)
+        return self._ended(process, name, slot)
 
     def _note_failure(self, ending: Ending) -> None:
         if self._stopped:
@@ -228,6 +239,8 @@ class Ring(Group):
             giving_up = "giving up" if verdict.retry else "another attempt would not change that"
             _LOG.error("%s; %s", text, giving_up)
             return
+        if verdict.said:
+            _LOG.error("%s", verdict.said)
         self._slots.choose(verdict.culprits)
         _LOG.warning("%s; the next begins in %g s%s", text, delay_s, self._slots.describe())
 
@@ -248,6 +261,8 @@ class Evaluator(Group):
             then = f"it begins again in {delay_s:g} s"
         name, how = "{}:{}".format(*self._task), restarts.describe(verdict.code)
         _LOG.error("%s failed: %s; %s", name, how, then)
+        if verdict.said:
+            _LOG.error("%s", verdict.said)
 
 
 def _after_signal() -> _Patience:

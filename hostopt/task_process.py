@@ -33,6 +33,7 @@ class TaskProcess:
       supervisor: the process that runs the command.
       lifeline: this end of the socket pair.
       pumps: the threads that copy standard output and standard error.
+      report: file in which the command may leave the cause of its end.
       group: process group of the command, once it is known.
       code: exit code of the command, once it has ended.
       forced: whether the launcher lost its patience with it.
@@ -42,6 +43,7 @@ class TaskProcess:
     supervisor: subprocess.Popen[bytes]
     lifeline: socket.socket
     pumps: list[threading.Thread]
+    report: str = ""
     group: int | None = None
     code: int | None = None
     forced: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,20 @@ def test_the_chief_is_rank_0_and_the_workers_follow(
     assert cluster.task is not None
     assert cluster.task.name == name
     assert str(cluster.task) == f"{name}, {[A, B, C][rank]}"
+
+
+@pytest.mark.parametrize(("me", "rank"), [(task("master"), 0), (task("worker", 1), 2)])
+def test_master_is_an_old_name_of_the_chief(me: dict[str, Any], rank: int) -> None:
+    cluster = read({"worker": [B, C], "master": [A]}, me)
+    assert [member.name for member in cluster.ring] == ["master:0", "worker:0", "worker:1"]
+    assert (cluster.rank, cluster.size, cluster.is_chief) == (rank, 3, rank == 0)
+    assert cluster.role == me["type"]
+    found = Cluster.from_resolver(resolver({"master": [A], "worker": [B, C]}, **keywords(me)), {})
+    assert found == cluster
+
+
+def keywords(me: dict[str, Any]) -> dict[str, Any]:
+    return {"task_type": me["type"], "task_id": me["index"]}
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -189,6 +204,17 @@ BAD = {
     "index a list": (RING, task("worker", [0]), ['"index"', "[0]", "number"]),
     "negative evaluator": (RING, task("evaluator", -1), ['"index"', "-1"]),
     "two chiefs": ({"chief": [A, B]}, task("chief"), ['"chief"', A, B, "only one"]),
+    "two masters": ({"master": [A, B]}, task("master"), ['"master"', A, B, "only one"]),
+    "chief and master": (
+        {"chief": [A], "master": [B]},
+        task("chief"),
+        ['"chief"', '"master"', "job `chief` is not supported"],
+    ),
+    "evaluator of a master": (
+        {"master": [A], "evaluator": [B]},
+        task("evaluator"),
+        ['"task"', '"master"', "task_type `evaluator` is not supported", 'the master "chief"'],
+    ),
     "nobody": ({"evaluator": [A]}, task("evaluator"), ['"cluster"', '"chief"', '"worker"']),
     "no addresses": ({"worker": []}, task("worker"), ['"cluster"', '"worker"']),
     "address twice": ({"chief": [A], "worker": [B, A]}, task("chief"), ['"cluster"', A]),
@@ -239,6 +265,12 @@ def test_the_error_of_an_own_host_that_does_not_resolve_has_facts() -> None:
     with pytest.raises(ConfigError) as caught:
         read({"worker": ["here.invalid:2222"]}, task("worker"))
     assert (caught.value.task, caught.value.address) == ("worker:0", "here.invalid:2222")
+
+
+def test_the_environment_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", environ(RING, task("worker", 1)))
+    assert Cluster.from_tf_config() == read(RING, task("worker", 1))
+    assert Cluster.from_resolver(None) == read(RING, task("worker", 1))
 
 
 # --- resolvers --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ FILES = {
 # Each module imports only modules above it.
 LADDER = [
     "hostopt.errors",
+    "hostopt.error_report",
     "hostopt.flight_recorder",
     "hostopt.cluster",
     "hostopt.options",

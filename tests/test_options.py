@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
@@ -93,6 +94,8 @@ def test_what_the_environment_does_not_name_stays() -> None:
 def test_the_environment_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTOPT_STALL_WARNING_S", "17")
     assert Options().with_environment().stall_warning_s == 17
+    monkeypatch.setattr(os, "environ", {"HOSTOPT_STALL_WARNING_S": "18"})
+    assert Options().with_environment().stall_warning_s == 18
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -512,7 +513,7 @@ def addresses_of(communicator: Communicator) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_a_token_of_a_file(tmp_path: Path, mode: int) -> None:
+def test_a_token_of_a_file(tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n")
     path.chmod(mode)
@@ -520,6 +521,8 @@ def test_a_token_of_a_file(tmp_path: Path, mode: int) -> None:
     other = {"HOSTOPT_TOKEN": OTHER_TOKEN}
     assert read_token(Options(token_file=str(path)), other) == OTHER_TOKEN.encode()
     assert read_token(Options(), {}) is None
+    monkeypatch.setattr(os, "environ", other)
+    assert read_token(Options()) == OTHER_TOKEN.encode()
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644, 0o777])

@@ -257,7 +257,7 @@ def test_gradients_that_ranks_pass_in_another_order_are_summed_by_name(
     ("left_out", "sparse", "named"),
     [
         ("b", "", "'b': rank 0 has [3, 4] float64, rank 1 has none"),
-        ("", "b", "'b': rank 0 has [3, 4] float64, rank 1 has none"),
+        ("", "b", "'b': rank 0 has [3, 4] float64, rank 1 has sparse rows of [4] float64"),
         ("d", "", "'d': rank 0 has sparse rows of [4] float64, int32 indices, rank 1 has none"),
         ("de", "", "'e': rank 0 has sparse rows of [4] float64, int32 indices, rank 1 has none"),
     ],

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
 
 STEPS = 4
 ROUNDING = {"float64": 1e-6, "float32": 1e-5}  # all else is larger
-CURES = ("estimator_ext.reduce_gradients", "strategy.reduce", "trainable=False")
+CURES = ("estimator_ext.reduce_gradients", "all_reduce", "trainable=False")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,6 @@ def check_refused(outcomes: list[dict[str, Any]], expected: str) -> None:
     # a rank that hears of it before it looks itself reports the other's error
     assert {error["code"] for error in errors} <= {78, 65, 200}
     for error in errors:
-        assert re.search(r"\b(weights|bias|table)\b", error["message"]), error["message"]
         assert operation in error["message"], error["message"]
         if sort == "refused":
             assert any(cure in error["message"] for cure in CURES), error["message"]

@@ -12,6 +12,9 @@ import tensorflow as tf
 from programs import ways_of_stock
 from ranks import Rank, Ranks, reserved_addresses
 
+import estimator_ext
+from estimator_ext._tf_estimator._loading import knows_estimator
+
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
 
 PROGRAM = "ways_of_stock.py"
@@ -139,6 +142,112 @@ def test_a_hook_that_asks_on_one_rank_stops_all(
     assert steps.pop() < 100_000
     if "run_every_steps" in every:  # it looks after steps 6, 9 and 12, or sees each step late
         assert results[0]["stopped"] - size in (11, 12)
+
+
+# -- train_and_evaluate without a HostOffloadStrategy --------------------------------------
+
+
+def test_the_stock_function_trains_with_the_stock_strategy(tmp_path: Path, ranks: Ranks) -> None:
+    """As far as this TensorFlow has what joins them."""
+    with reserved_addresses(2) as addresses:
+        started = ranks.start(
+            "mirrored.py", {"worker": addresses}, arguments=[str(tmp_path / "model")]
+        )
+        codes = [rank.wait() for rank in started]
+    for rank, code in zip(started, codes):
+        if knows_estimator():
+            assert code == 0, rank.output
+            assert "ENDED at step 5" in rank.output
+        else:
+            assert code != 0
+            assert "ConfigError: tf.estimator.Estimator cannot work with" in rank.output
+
+
+def test_the_stock_function_refuses_a_second_evaluator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"cluster": {"chief": ["127.0.0.1:1"]}, "task": {"type": "evaluator", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    estimator = estimator_ext.Estimator(
+        ways_of_stock.model_fn_of({"counts": True}), str(tmp_path), estimator_ext.RunConfig()
+    )
+    specs = tf.estimator.TrainSpec(tensors, max_steps=1), tf.estimator.EvalSpec(tensors)
+    with pytest.raises(ValueError, match="there can only be one `evaluator` task"):
+        estimator_ext.train_and_evaluate(estimator, *specs)
+
+
+def tensors() -> Any:
+    return tf.constant(ways_of_stock.X), tf.constant(ways_of_stock.Y)
+
+
+# -- limits --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"steps": 0},
+        {"steps": -1},
+        {"max_steps": 0},
+        {"max_steps": -5},
+        {"steps": 1, "max_steps": 1},
+    ],
+)
+def test_limits_are_refused_in_the_words_of_stock(tmp_path: Path, limits: dict[str, int]) -> None:
+    model_fn = ways_of_stock.model_fn_of({"counts": True})
+    with pytest.raises(ValueError, match=r"ust specify|not provide both") as stock:
+        tf.estimator.Estimator(model_fn, str(tmp_path)).train(tensors, **limits)
+    config = estimator_ext.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
+    with pytest.raises(ValueError, match=r"ust specify|not provide both") as ours:
+        estimator_ext.Estimator(model_fn, str(tmp_path), config).train(tensors, **limits)
+    assert str(ours.value) == str(stock.value)
+
+
+# -- the job "master" ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_master_is_the_chief_to_both_configurations(
+    monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    jobs = {"master": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
+    task = {"type": ["master", "worker"][index], "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": task}))
+    stock = tf.estimator.RunConfig()
+    ours = estimator_ext.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
+    for name in (
+        "task_type",
+        "task_id",
+        "is_chief",
+        "global_id_in_cluster",
+        "num_worker_replicas",
+        "num_ps_replicas",
+    ):
+        assert getattr(ours, name) == getattr(stock, name), name
+    assert not ours.session_config.device_filters
+    assert not ours.master
+
+
+@pytest.mark.parametrize("api", ["train", "ours", "stock"])
+def test_a_master_trains_with_a_worker(tmp_path: Path, ranks: Ranks, api: str) -> None:
+    settings = {
+        "model_dir": str(tmp_path / "model"),
+        "optimizers": ["adam"],
+        "api": api,
+        "steps": 10,
+        "checkpoint_steps": 5,
+    }
+    with reserved_addresses(2) as (master, worker):
+        started = ranks.start(
+            "train.py", {"master": [master], "worker": [worker]}, arguments=[json.dumps(settings)]
+        )
+        for rank in started:
+            assert rank.wait() == 0, rank.output
+    model_dir = tmp_path / "model" / "adam"
+    assert tf.train.load_variable(str(model_dir), "global_step") == 10
+    if api != "train":  # both evaluate in the master
+        assert list((model_dir / "eval").glob("events.*"))
+        assert "Saving dict for global step 10" in started[0].output
 
 
 # -- a global_step that stands still -------------------------------------------------------

@@ -18,6 +18,7 @@ ModeKeys = estimator_v2.ModeKeys
 RunConfig = estimator_v2.RunConfig
 TrainSpec = estimator_v2.TrainSpec
 
+train_and_evaluate = _training.train_and_evaluate
 # checks TrainSpec and EvalSpec, runs the local loop, and evaluates and exports a checkpoint
 TrainingExecutor = _training._TrainingExecutor
 Evaluator = _training._TrainingExecutor._Evaluator

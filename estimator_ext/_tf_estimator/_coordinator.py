@@ -81,7 +81,8 @@ def should_run_distribute_coordinator(config: Any) -> bool:
 
 
 def _warn_of_lonely_workers(cluster: dict[str, Any]) -> None:
-    if len(cluster.get("chief", ())) + len(cluster.get("worker", ())) > 1 and "ps" not in cluster:
+    workers = sum(len(cluster.get(job, ())) for job in ("chief", "master", "worker"))
+    if workers > 1 and "ps" not in cluster:
         tf.get_logger().warning(
             "TF_CONFIG names several workers, but RunConfig has no train_distribute and there are "
             "no parameter servers: the workers would wait for variables that nobody shares. Give "

@@ -35,15 +35,10 @@ def all_reduce(
     Returns:
       Tensor like `tensor`, on the host.
     """
-    channel = communicator.duplicate(what or _name_on_all_ranks(tensor))
+    channel = communicator.duplicate(what or tensor.op.name)
     return _array_op(
         communicator, lambda array: channel.all_reduce(array, op), tensor, "HostAllReduce"
     )
-
-
-def _name_on_all_ranks(tensor: tf.Tensor) -> str:
-    """A tensor's name without the numbers that depend on what else a rank's graph holds."""
-    return re.sub(r"_\d+(?=/|$)", "", str(tensor.name).partition(":")[0])
 
 
 _FLAG_BASE = 4096  # more than there are ranks; two such digits are exact in a float32
@@ -78,7 +73,11 @@ class Flags:
 
 
 def sum_posted(
-    scalar: tf.Tensor, communicator: Communicator, after: Sequence[tf.Tensor], flags: Flags
+    scalar: tf.Tensor,
+    name: str,
+    communicator: Communicator,
+    after: Sequence[tf.Tensor],
+    flags: Flags,
 ) -> tf.Tensor:
     """Sum one number over the ranks, without making them wait for each other.
 
@@ -86,6 +85,7 @@ def sum_posted(
 
     Args:
       scalar: tensor of shape [], float32.
+      name: what all ranks call it.
       communicator: all ranks build the same operations on it, in the same order.
       after: the sum is read when these have been computed, from all ranks.
       flags: travel with the number.
@@ -93,7 +93,7 @@ def sum_posted(
     Returns:
       Tensor of shape [], on the host.
     """
-    posted = open_posted_sum(communicator, f"the sum of {_name_on_all_ranks(scalar)!r}")
+    posted = open_posted_sum(communicator, f"the sum of {name}")
 
     def post(value: Array) -> Any:
         posted.post(float(value), flags.own)
@@ -129,13 +129,9 @@ def broadcast(
     Returns:
       Tensor like `tensor`, on the host.
     """
-    channel = communicator.duplicate(what or _name_on_all_ranks(tensor))
+    channel = communicator.duplicate(what or tensor.op.name)
     return _array_op(
-        communicator,
-        # several in one graph: a root that waited for the others would keep a thread from them
-        lambda array: channel.broadcast(array, root, acknowledged=False),
-        tensor,
-        "HostBroadcast",
+        communicator, lambda array: channel.broadcast(array, root), tensor, "HostBroadcast"
     )
 
 
@@ -152,7 +148,8 @@ def _array_op(
 
 
 _SAME_ON_ALL_RANKS = re.compile(
-    r"(.*/)?(Host(AllFinite|AllReduce|Broadcast|Exchange|Reduced)|host_reduce(_\d+)?/(wait|reduce))(_\d+)*$"
+    r"(.*/)?(Host(AllFinite|AllReduce|Broadcast|Exchange|Reduced)"
+    r"|host_reduce(_\d+)?/(wait|reduce))(_\d+)*$"
 )
 
 

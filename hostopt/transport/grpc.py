@@ -25,11 +25,11 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from hostopt.cluster import Cluster
+from hostopt.error_report import cause_of
 from hostopt.errors import (
     AuthError,
     CollectiveTimeoutError,
@@ -463,7 +463,7 @@ class GrpcTransport(Transport):
     def abort(self, error: BaseException) -> None:
         """See `Transport.abort`."""
         if not isinstance(error, HostOptError):
-            cause = "".join(traceback.format_exception_only(type(error), error)).strip()
+            cause = cause_of(error)
             error = PeerLostError(
                 f"{self._name(self.rank)} stopped with an error. Root cause: {cause}",
                 **self._facts(self.rank),

@@ -36,12 +36,13 @@ _PROBE_TIMEOUT_S = 1.0
 _WANTS_TLS = "wants TLS, and this rank has no tls_dir"
 
 
-def read_token(options: Options, environ: Mapping[str, str] = os.environ) -> bytes | None:
+def read_token(options: Options, environ: Mapping[str, str] | None = None) -> bytes | None:
     """Read the token that all ranks share.
 
     Args:
       options: `token_file` names the file.
-      environ: HOSTOPT_TOKEN in it, the token itself, counts more than the file.
+      environ: HOSTOPT_TOKEN in it, the token itself, counts more than the file; `os.environ` by
+        default.
 
     Returns:
       The token, without white space around it; None where there is none.
@@ -49,6 +50,7 @@ def read_token(options: Options, environ: Mapping[str, str] = os.environ) -> byt
     Raises:
       ConfigError: the file cannot be read, others than its owner may use it, or it is empty.
     """
+    environ = os.environ if environ is None else environ
     if "HOSTOPT_TOKEN" in environ:
         source, token = "the variable HOSTOPT_TOKEN", os.fsencode(environ["HOSTOPT_TOKEN"])
     elif options.token_file is not None:
@@ -102,7 +104,7 @@ class Security:
     """
 
     def __init__(
-        self, cluster: Cluster, options: Options, environ: Mapping[str, str] = os.environ
+        self, cluster: Cluster, options: Options, environ: Mapping[str, str] | None = None
     ) -> None:
         self._token = read_token(options, environ)
         self.tls = None if options.tls_dir is None else Tls(options.tls_dir)

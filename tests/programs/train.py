@@ -513,7 +513,8 @@ if __name__ == "__main__":
     chosen: dict = {}
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
-    index = str(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    index = os.environ.get("HOSTOPT_SLOT", str(task["index"]))  # `hostopt run` has a chief, too
     for run in chosen.pop("runs", [{}]):  # one after the other, each with settings of its own
         settings = {**chosen, **run, **run.get("own", {}).get(index, {})}  # "own": of some ranks
         settings.pop("own", None)

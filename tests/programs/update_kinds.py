@@ -487,10 +487,6 @@ def batch_mean(model: Model) -> tf.Tensor:
 MEAN = tf.distribute.ReduceOp.MEAN
 
 
-def reduced(model: Model) -> tf.Tensor:
-    return tf.distribute.get_strategy().reduce(MEAN, batch_mean(model), axis=None)
-
-
 def reduced_in_merge_call(model: Model) -> tf.Tensor:
     def reduce(strategy: Any, value: tf.Tensor) -> tf.Tensor:
         return strategy.reduce(MEAN, value, axis=None)
@@ -557,7 +553,7 @@ KINDS = [
     Kind("adagrad, sparse", "mean", minimize(lambda: train.AdagradOptimizer(RATE)), sparse=True),
     Kind("ftrl, sparse", "mean", minimize(lambda: train.FtrlOptimizer(RATE)), sparse=True),
     Kind("compute and apply", "mean", apply(computed)),
-    Kind("sync replicas", "mean", sync_replicas),
+    Kind("sync replicas", "refused: SyncReplicasOptimizer", sync_replicas, "for servers"),
     Kind("two optimizers", "mean", two_optimizers),
     Kind("reduce_gradients, clip, apply", "mean", apply(
         lambda model: clipped(estimator_ext.reduce_gradients(computed(model)))
@@ -593,11 +589,13 @@ KINDS = [
     Kind("own apply_gradients of a tape", "mean", apply(taped, Own)),
     Kind("own apply_gradients, wrapped", "mean", minimize(lambda: Wrapper(Own()))),
     Kind("scales and calls super", "mean", minimize(lambda: ScalesAndCallsSuper(RATE))),
-    Kind("clips and calls super", "mean", minimize(lambda: ClipsAndCallsSuper(RATE))),
+    Kind("clips and calls super", "alike", minimize(lambda: ClipsAndCallsSuper(RATE)), LOCAL),
     Kind("own _resource_apply_dense", "mean", minimize(lambda: Sign(RATE))),
     Kind("wrapper", "mean", minimize(lambda: Wrapper(gradient_descent()))),
-    Kind("clipping wrapper", "mean", minimize(lambda: Clipping(gradient_descent()))),
-    Kind("clips in compute", "mean", minimize(lambda: ClippingInCompute(gradient_descent()))),
+    Kind("clipping wrapper", "alike", minimize(lambda: Clipping(gradient_descent())), LOCAL),
+    Kind(
+        "clips in compute", "alike", minimize(lambda: ClippingInCompute(gradient_descent())), LOCAL
+    ),
     Kind("moving average wrapper", "mean", minimize(lambda: MovingAverage(gradient_descent()))),
     Kind("lookahead wrapper", "mean", minimize(lambda: Lookahead(gradient_descent()))),
     Kind("weight decay mixin", "mean", minimize(lambda: WeightDecay(RATE, 0.9))),
@@ -641,9 +639,6 @@ KINDS = [
     )),
     Kind("mean teacher", "mean", mean_teacher),
     Kind("statistics in a variable that is not trained", "mean", statistics, own=["statistics"]),
-    Kind("strategy.reduce", "mean", without_gradient(
-        lambda model: model.variables[0].assign_sub(0.01 * reduced(model))
-    )),
     Kind("strategy.reduce in merge_call", "mean", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * reduced_in_merge_call(model))
     )),

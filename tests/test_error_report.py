@@ -1,0 +1,171 @@
+"""What is shown of an error that ends a rank, and what goes to a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hostopt import error_report
+from hostopt.error_report import cause_of, read_report, shown_of, tell_launcher, write_details
+from hostopt.errors import CollectiveMismatchError, PeerLostError
+
+
+def raised(function: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as found:
+        function()
+    return found.value
+
+
+# -- one line ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("no such thing"), "ValueError: no such thing"),
+        (ValueError("two\n  lines"), "ValueError: two lines"),
+        (StopIteration(), "StopIteration"),
+        (ValueError("x" * 3000), f"ValueError: {'x' * 988}..."),
+        (CollectiveMismatchError("y" * 3000), f"CollectiveMismatchError: {'y' * 3000}"),
+    ],
+)
+def test_the_cause_in_one_line(error: Exception, line: str) -> None:
+    assert cause_of(error) == line
+
+
+def fail_in_tensorflow(where: str) -> None:
+    tf = pytest.importorskip("tensorflow")
+
+    def divide(value: Any) -> Any:
+        return value / (1 // 0)
+
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        x = tf.compat.v1.placeholder(tf.float32, [None])
+        if where == "python":
+            y = tf.numpy_function(divide, [x], tf.float32)
+        elif where == "twice":
+            y = [tf.numpy_function(divide, [x], tf.float32) for _ in range(2)]
+        elif where == "dataset":
+            data = tf.data.Dataset.range(3).map(lambda i: tf.numpy_function(divide, [i], tf.int64))
+            y = tf.compat.v1.data.make_one_shot_iterator(data).get_next()
+        else:
+            y = x + tf.compat.v1.placeholder_with_default([1.0, 2.0, 3.0], [None])
+        session.run(y, {x: [1.0, 2.0]})
+
+
+DIVISION = "ZeroDivisionError: integer division or modulo by zero"
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("where", "begin", "end"),
+    [
+        ("python", DIVISION, DIVISION),
+        ("twice", DIVISION, DIVISION),
+        ("dataset", "", DIVISION),
+        (
+            "shapes",
+            "InvalidArgumentError: Incompatible shapes: [2] vs. [3]",
+            "(operation 'add')",
+        ),
+    ],
+)
+def test_the_cause_of_an_error_of_tensorflow(where: str, begin: str, end: str) -> None:
+    line = cause_of(raised(lambda: fail_in_tensorflow(where)))
+    assert line.startswith(begin)
+    assert line.endswith(end)
+
+
+# -- what is printed -----------------------------------------------------------------------
+
+
+def fail_in_a_handler() -> None:
+    try:
+        raise KeyError("while this was handled")
+    except KeyError:
+        int("no number")
+
+
+def fail_from_a_cause() -> None:
+    try:
+        fail_in_a_handler()
+    except ValueError as error:
+        raise RuntimeError("not set up") from error
+
+
+def test_an_error_of_hostopt_is_one_line() -> None:
+    error = PeerLostError("rank 1\nhas left", rank=1)
+    error.resume_from(None)
+    assert shown_of(error, "rank 0 (chief:0)", "dir/rank_0.error.txt") == (
+        "hostopt: rank 0 (chief:0): PeerLostError: rank 1 has left. Re-run the same command to "
+        "resume. [traceback: dir/rank_0.error.txt]\n"
+    )
+
+
+def test_of_another_error_its_own_traceback_is_shown() -> None:
+    shown = shown_of(raised(fail_in_a_handler), "rank 1", "a file")
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert shown.count("Traceback") == 1
+    assert 'in fail_in_a_handler\n    int("no number")' in shown
+    *_, error, last = shown.splitlines()
+    assert error == "ValueError: invalid literal for int() with base 10: 'no number'"
+    assert last == "hostopt: rank 1 ends with this error [all of it: a file]"
+
+
+def test_what_it_was_raised_from_is_shown_too() -> None:
+    shown = shown_of(raised(fail_from_a_cause), "rank 1", "a file")
+    assert shown.count("Traceback") == 2
+    assert "The above exception was the direct cause" in shown
+    assert "KeyError" not in shown
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("where", ["python", "twice", "shapes"])
+def test_tensorflow_does_not_repeat_itself(where: str) -> None:
+    error = raised(lambda: fail_in_tensorflow(where))
+    shown = shown_of(error, "rank 1", "a file")
+    assert "Original stack trace" not in shown
+    assert "During handling" not in shown
+    assert shown.count("Detected at node") == 1
+    assert shown.count("division or modulo") == (0 if where == "shapes" else 2)  # and its end
+    if where != "shapes":
+        assert "in divide\n    return value / (1 // 0)" in shown.replace("~", "").replace("^", "")
+    whole = error_report.details_of(error)
+    assert "Original stack trace" in whole
+    assert "During handling of the above exception" in whole
+
+
+# -- files ---------------------------------------------------------------------------------
+
+
+def test_all_of_it_is_in_the_file(tmp_path: Path) -> None:
+    path = write_details(str(tmp_path / "new"), 3, raised(fail_in_a_handler))
+    assert path == str(tmp_path / "new" / "rank_3.error.txt")
+    text = Path(path).read_text()
+    assert text.count("Traceback") == 2
+    assert "KeyError: 'while this was handled'" in text
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert write_details(str(tmp_path / "file"), 0, ValueError()) is None
+
+
+def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank_0.error.txt")  # which nobody reads
+    assert write_details(str(tmp_path), 0, ValueError()) is None
+
+
+def test_the_launcher_learns_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "report")
+    assert read_report(path) == ""
+    tell_launcher(ValueError("nobody asks"), None)
+    monkeypatch.setenv(error_report.VARIABLE, path)
+    tell_launcher(ValueError("a\nb"), "there")
+    assert read_report(path) == "ValueError: a b [traceback: there]"
+    tell_launcher(ValueError("c"), None)
+    assert read_report(path) == "ValueError: c"
