@@ -103,7 +103,8 @@ class Halves:
         assert error is None, f"{name} on {rank}:\n{error['text']}"
         size = 1 if rank == "alone" else 2
         found = dict(np.load(self._directory / str(size) / f"{name}-{rank}.npz"))
-        return _joined(found)
+        trainable = np.unique([_without_part(each) for each in found.pop("trainable")])
+        return {**_joined(found), "trainable": trainable}
 
     def check_alike(self, name: str, own: Sequence[str] = ()) -> None:
         """The ranks hold the same bits.
@@ -129,6 +130,7 @@ class Halves:
         """
         alone, found = self.variables(name, "alone"), self.variables(name, 0)
         assert set(alone) <= set(found)
+        np.testing.assert_array_equal(found["trainable"], alone["trainable"])
         for variable in set(alone) - set(own) - {"trainable"}:
             np.testing.assert_allclose(
                 found[variable],
@@ -139,11 +141,15 @@ class Halves:
             )
 
 
+def _without_part(name: str) -> str:
+    return re.sub(r"/part_\d+", "", name)
+
+
 def _joined(variables: Variables) -> Variables:
     """The variables, those whole that a partitioner has split: under a strategy it splits none."""
     parts: dict[str, list[np.ndarray]] = {}
     for name in sorted(variables):
-        parts.setdefault(re.sub(r"/part_\d+", "", name), []).append(variables[name])
+        parts.setdefault(_without_part(name), []).append(variables[name])
     return {
         name: found[0] if len(found) == 1 else np.concatenate(found)
         for name, found in parts.items()

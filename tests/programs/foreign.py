@@ -275,8 +275,8 @@ def slim(training: by_name.Training) -> None:
         average = tf.train.ExponentialMovingAverage(0.9, step)
         optimizer = v1.train.RMSPropOptimizer(0.01, momentum=0.5)
         loss = v1.losses.get_total_loss()
-        v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, average.apply(v1.trainable_variables()))
-        train_op = create_train_op(loss, optimizer, step)
+        with tf.control_dependencies([create_train_op(loss, optimizer, step)]):
+            train_op = average.apply(v1.trainable_variables())
         scaffold = v1.train.Scaffold(saver=v1.train.Saver(max_to_keep=2))
         return Spec(mode, loss=loss, train_op=train_op, scaffold=scaffold)
 
