@@ -46,8 +46,7 @@ def test_two_ranks_on_half_batches_equal_one_process(trained: Halves, name: str)
     trained.check_equal(name, TOLERANCE)
 
 
-# all variables of wide_deep_v1 are partitioned, and a checkpoint has them whole
-@pytest.mark.parametrize("name", [name for name in TRAINED if name != "wide_deep_v1"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_training_moves_most_variables(trained: Halves, name: str) -> None:
     """But for a bias that a softmax ignores, and weights of what the data do not contain."""
     after = trained.variables(name, "alone")
