@@ -82,7 +82,7 @@ class BeginAgreementHook(tf.compat.v1.train.SessionRunHook):
         next_step = self._step + (self._increment or 1)
         self._flags.save = any(timer.is_due(next_step) for timer in self._timers)
         if self._posted is not None:
-            self._posted.post(0.0, self._flags.own)
+            self._posted.post(0.0, float(self._flags.own))
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Learn what the others want; give the chief what it is about to save.

@@ -16,16 +16,18 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed
 __all__: list[str] = []
 
 
-def read_where_needed(variable: Any) -> None:
+def read_where_needed(variable: Any, always_cached: bool) -> None:
     """Has tapes record each read of a variable, and a read with control dependencies come anew.
 
     Args:
       variable: one with a caching device.
+      always_cached: True if the program has chosen a caching device: then it gets cached values
+        whatever the control dependencies, as in TensorFlow.
     """
     cached_value = variable.value
 
     def value() -> tf.Tensor:
-        if tf.compat.v1.get_default_graph()._current_control_dependencies():
+        if not always_cached and tf.compat.v1.get_default_graph()._current_control_dependencies():
             return variable.read_value()
         cached = cached_value()
         if not record.could_possibly_record():

@@ -24,9 +24,14 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from hostopt.nonfinite import NonFiniteCheck
 from hostopt.tensorflow.background import HOST_DEVICE
-from hostopt.tensorflow.reductions import AnyReducer, Reduction, reduce_together
+from hostopt.tensorflow.ops import Flags
+from hostopt.tensorflow.reductions import (
+    AnyReducer,
+    Reduction,
+    reduce_together,
+    share_an_exchange,
+)
 
 __all__: list[str] = []
 
@@ -61,14 +66,16 @@ class DeferredReductions:
     Args:
       communicator: the ring.
       graph: the training graph.
+      flags: travel with the last exchange of a step, if it has one.
     """
 
-    def __init__(self, communicator: hostopt.Communicator, graph: tf.Graph) -> None:
+    def __init__(self, communicator: hostopt.Communicator, graph: tf.Graph, flags: Flags) -> None:
         self._communicator = communicator
         self._graph = graph
+        self._flags = flags
         self._noted: list[_Deferred] = []
-        self.checks: list[NonFiniteCheck] = []
         self.last_results: list[tf.Tensor] = []  # available once all of a step's have been made
+        self.loss: tf.Tensor | None = None  # the reduced one, if it was part of an exchange
 
     def can_take(self, values: Sequence[Any]) -> bool:
         """Whether reductions of these tensors can be built later.
@@ -123,13 +130,17 @@ class DeferredReductions:
         return result
 
     def build(
-        self, targets: Sequence[tf.Operation], is_same: Callable[[tf.Tensor], bool]
+        self,
+        targets: Sequence[tf.Operation],
+        is_same: Callable[[tf.Tensor], bool],
+        loss: Reduction,
     ) -> list[AnyReducer]:
         """Builds all reductions that have been noted; all ranks call this together.
 
         Args:
           targets: what runs in each step.
           is_same: whether all ranks have the same value of a tensor.
+          loss: joins the last exchange of the step, if there is one.
 
         Returns:
           What reduces, to be closed when the graph is done.
@@ -140,15 +151,19 @@ class DeferredReductions:
         """
         noted, self._noted = self._noted, []
         needed = [each for each in noted if not self._pass_on(each, is_same)]  # [R2]
-        levels, in_step = _levels(targets, needed)  # [R1]
+        in_step = _levels(targets, needed)  # [R1]
+        levels = range(max(in_step.values(), default=-1) + 1)
+        groups = [
+            group
+            for level in levels
+            for group in _groups([each for each in needed if in_step.get(each) == level])
+        ]
         reducers: list[AnyReducer] = []
-        for level in range(max(levels, default=-1) + 1):
-            members = [e for e in needed if e in in_step and in_step[e] == level]
-            for group in _groups(members):  # [R3]
-                reducers += self._reduce(group, is_last=True)
+        for number, group in enumerate(groups):  # [R3]
+            reducers += self._reduce(group, [loss] if number == len(groups) - 1 else [])
         for each in needed:
             if each not in in_step:
-                reducers += self._reduce([each], is_last=False)  # [R4]
+                reducers += self._reduce([each], None)  # [R4]
         return reducers
 
     def _pass_on(self, deferred: _Deferred, is_same: Callable[[tf.Tensor], bool]) -> bool:
@@ -157,17 +172,26 @@ class DeferredReductions:
             return False
         return is_same(reduction.value)
 
-    def _reduce(self, group: Sequence[_Deferred], is_last: bool) -> list[AnyReducer]:
+    def _reduce(
+        self, group: Sequence[_Deferred], also: Sequence[Reduction] | None
+    ) -> list[AnyReducer]:
+        """Builds the reductions of a group, and of the loss; `also` is None outside the step."""
         nonfinite = next((e.nonfinite for e in group if e.reduction.is_gradient), None)
         weight = next((e.weight for e in group if e.reduction.is_gradient), None)
+        reductions = [each.reduction for each in group]
+        flags = None
+        if also and share_an_exchange(reductions, self._communicator):
+            reductions, flags = [*reductions, *also], self._flags
+            flags.travel = True
         results, reducers = reduce_together(
-            [each.reduction for each in group], self._communicator, weight, nonfinite
+            reductions, self._communicator, weight, nonfinite, flags
         )
         for each, result in zip(group, results):
             for stand_in, part in zip(each.stand_ins, _parts(result)):
                 stand_in._update_input(0, part)
-        self.checks += [reducer.check for reducer in reducers]
-        if is_last:
+        if len(results) > len(group):
+            self.loss = results[-1]
+        if also is not None:
             self.last_results += [_parts(result)[0] for result in results]
         return reducers
 
@@ -182,8 +206,8 @@ def _stand_in(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
 
 def _levels(
     targets: Sequence[tf.Operation], deferred: Sequence[_Deferred]
-) -> tuple[set[int], dict[_Deferred, int]]:
-    """The level of each reduction that runs with the targets, and all levels that there are."""
+) -> dict[_Deferred, int]:
+    """The level of each reduction that runs with the targets."""
     by_stand_in = {op: each for each in deferred for op in each.stand_ins}
     levels: dict[tf.Operation, int] = {}
     todo = list(targets)
@@ -198,8 +222,7 @@ def _levels(
         if op not in levels:
             level = max((levels[each] for each in before), default=0)
             levels[op] = level + (op in by_stand_in)
-    found = {by_stand_in[op]: level - 1 for op, level in levels.items() if op in by_stand_in}
-    return set(found.values()), found
+    return {by_stand_in[op]: level - 1 for op, level in levels.items() if op in by_stand_in}
 
 
 def _runs_before(op: tf.Operation) -> Collection[tf.Operation]:

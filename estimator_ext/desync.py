@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.sync_on_read import in_parts
 
 __all__: list[str] = []
 
@@ -76,8 +77,11 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         is_early = any(before < step <= self._step for step in firsts)
         if not is_early and self._step // self._every_steps == before // self._every_steps:
             return
-        # one after the other: all at once would be a second copy of model and slots in memory
-        own = [_checksum(run_context.session.run(variable)) for variable in self._variables]
+        own = [
+            _checksum(value)
+            for part in in_parts(self._variables)
+            for value in run_context.session.run(part)
+        ]
         what = f"the checksums of the variables after step {self._step}"
         checksums = self._communicator.all_gather(np.array(own, np.uint32), what)
         differs = checksums != checksums[0]

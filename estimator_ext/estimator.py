@@ -502,20 +502,27 @@ def _with_reductions(
     strategy: HostOffloadStrategy, spec: Any, data: Collection[tf.Operation]
 ) -> tuple[Any, Updates | None, Mapping[str, str]]:
     """The spec whose step makes all reductions, what it does, and what may differ by rank."""
-    if strategy.num_replicas_in_sync == 1:
-        _check_accumulation(strategy)
-        return _whole_step(strategy, spec, loss_is_scaled(), []), None, {}
+    extended = strategy.extended
     targets = _operations_of_step(spec)
-    updates = read_updates(targets, data)
-    mended = mend_unreduced_updates(strategy, updates, data)
-    if mended.reduced:
+    updates, suspects, is_mean = None, {}, loss_is_scaled()
+    if strategy.num_replicas_in_sync > 1:
         updates = read_updates(targets, data)
-    check_mended(updates, data)
+        mended = mend_unreduced_updates(strategy, updates, data)
+        if mended.reduced:
+            updates = read_updates(targets, data)
+        check_mended(updates, data)
+        warn_of_own_variables(updates)
+        suspects, is_mean = mended.suspects, is_mean or mended.reduced > 0
     _check_accumulation(strategy)
-    warn_of_own_variables(updates)
-    last = strategy.extended.build_deferred(targets, updates.is_same)
-    is_mean = loss_is_scaled() or mended.reduced > 0
-    return _whole_step(strategy, spec, is_mean, last), updates, mended.suspects
+    loss = spec.loss
+    if extended.accumulation is not None:
+        loss = extended.accumulation.mean(loss, "loss")
+    is_same = updates.is_same if updates else lambda tensor: False
+    loss, last = extended.build_step(targets, is_same, loss, is_mean)
+    # the step of each rank makes all reductions, and ends when the data do
+    also = [*last, *([] if extended.weights is None else [extended.weights.in_mean])]
+    train_op = tf.group(spec.train_op, *also) if also else spec.train_op
+    return stock_spec(spec, loss=loss, train_op=train_op), updates, suspects
 
 
 def _check_accumulation(strategy: HostOffloadStrategy) -> None:
@@ -533,15 +540,3 @@ def _operations_of_step(spec: Any) -> list[tf.Operation]:
     shown = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.SUMMARIES)
     values = [spec.train_op, spec.loss, *shown]
     return list(dict.fromkeys(getattr(value, "op", value) for value in values))
-
-
-def _whole_step(
-    strategy: HostOffloadStrategy, spec: Any, is_mean: bool, last: Sequence[tf.Tensor]
-) -> Any:
-    """The spec with the loss of all ranks and micro-batches; its step ends when the data do."""
-    loss, extended = spec.loss, strategy.extended
-    if extended.accumulation is not None:
-        loss = extended.accumulation.mean(loss, "loss")
-    also = [*last, *([] if extended.weights is None else [extended.weights.in_mean])]
-    train_op = tf.group(spec.train_op, *also) if also else spec.train_op
-    return stock_spec(spec, loss=extended.reduce_loss(is_mean, loss), train_op=train_op)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.sync_on_read import assign, own_part
+from estimator_ext.sync_on_read import assign, in_parts, own_part
 
 __all__: list[str] = []
 
 _log = tf.get_logger()
+
+_NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 
 
 class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
@@ -48,14 +51,20 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
         del coord
         facts = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
         self._communicator.check_same(facts, "the variables")
-        for variable in self._variables:
-            if variable.dtype.base_dtype in (tf.string, tf.resource, tf.variant):
-                _log.warning("%s holds no numbers and is not broadcast", variable.op.name)
-                continue
-            own = session.run(variable)
-            value = self._communicator.broadcast(own, what=f"variable {variable.op.name!r}")
-            if self._communicator.rank != 0:
-                assign(session, variable, own_part(variable, value, self._communicator.rank))
+        numbers = [v for v in self._variables if v.dtype.base_dtype not in _NO_NUMBERS]
+        for variable in set(self._variables).difference(numbers):
+            _log.warning("%s holds no numbers and is not broadcast", variable.op.name)
+        for part in in_parts(numbers):
+            self._broadcast(session, part)
+
+    def _broadcast(self, session: tf.compat.v1.Session, part: Sequence[tf.Variable]) -> None:
+        rank = self._communicator.rank
+        values = [
+            self._communicator.broadcast(own, what=f"variable {variable.op.name!r}")
+            for variable, own in zip(part, session.run(list(part)))
+        ]
+        if rank != 0:
+            assign(session, part, [own_part(v, value, rank) for v, value in zip(part, values)])
 
 
 class OwnEventsFileHook(tf.compat.v1.train.SessionRunHook):

@@ -81,7 +81,7 @@ class SumMetricsHook(tf.compat.v1.train.SessionRunHook):
             added = np.asarray(session.run(variable) - begun)
             what = f"metric variable {variable.op.name!r}"
             total = begun + self._evaluators.communicator.all_reduce(added, what=what)
-            assign(session, variable, total)
+            assign(session, [variable], [total])
 
 
 def find_summable(values: dict[str, Any]) -> list[tf.Variable]:

@@ -259,7 +259,6 @@ class _HostOffloadExtended(OneDeviceExtended):
         """What belongs to the training graph that is built."""
         self._initialise_together = True
         self.deferred: DeferredReductions | None = None
-        self._last_results: list[tf.Tensor] = []  # of the reductions of a step
         self._skipping = SkippedUpdates()
         self.flags = ops.Flags()
         self.accumulation: Accumulation | None = None
@@ -280,7 +279,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         self._initialise_together = False  # a hook broadcasts, after a restore too
         if self._num_replicas_in_sync > 1:
             graph = tf.compat.v1.get_default_graph()
-            self.deferred = DeferredReductions(strategy.communicator, graph)
+            self.deferred = DeferredReductions(strategy.communicator, graph, self.flags)
         try:
             # an error is told before the reducers are closed, which may be waiting for a peer
             scaled = strategy._scale_loss_for_estimator_enabled()
@@ -325,12 +324,13 @@ class _HostOffloadExtended(OneDeviceExtended):
         dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
         on_host = self._variables_on_host or dtype.is_integer
         cached = on_host and kwargs.get("trainable") is not False and dtype.is_floating
+        is_chosen = kwargs.get("caching_device") is not None  # by the program
         if cached:
             kwargs["caching_device"] = self._device  # 7. read once a step, for the forward pass
         with tf.device(HOST_DEVICE if on_host else self._device):
             variable = next_creator(**kwargs)
         if cached:
-            read_where_needed(variable)
+            read_where_needed(variable, is_chosen)
         return variable
 
     def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
@@ -343,26 +343,51 @@ class _HostOffloadExtended(OneDeviceExtended):
 
     # -- reductions ------------------------------------------------------------------------
 
-    def reduce_loss(self, is_mean: bool, loss: tf.Tensor) -> tf.Tensor:
-        """Reduces what is only reported, at a moment when it holds up nothing.
+    def build_step(
+        self,
+        targets: Sequence[tf.Operation],
+        is_same: Callable[[tf.Tensor], bool],
+        loss: tf.Tensor,
+        is_mean: bool,
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Builds what `deferred` has noted, and the reduction of the loss, which holds up nothing.
+
+        All ranks call this together.
 
         Args:
-          is_mean: True for the mean over the ranks, False for the sum.
+          targets: what runs in each step.
+          is_same: whether all ranks have the same value of a tensor.
           loss: the loss of this rank.
+          is_mean: True for the mean over the ranks, False for the sum.
 
         Returns:
-          The reduced loss. It is read after the gradients, for which the ranks have waited anyway.
+          The reduced loss, and tensors that are there once all reductions have been made.
         """
-        size = self._num_replicas_in_sync
+        loss = self._weighted_loss(loss, is_mean)
+        deferred, self.deferred = self.deferred, None  # what comes later is built at once
+        if deferred is None or not loss.shape.is_fully_defined():
+            return loss, []
+        op = hostopt.ReduceOp.AVERAGE if is_mean else hostopt.ReduceOp.SUM
+        reduction = Reduction(loss, "the loss", op, is_gradient=False)
+        self._take_reducers(deferred.build(targets, is_same, reduction))
+        if deferred.loss is not None:
+            return deferred.loss, deferred.last_results
+        return self._reduce_loss(loss, is_mean, deferred.last_results), deferred.last_results
+
+    def _weighted_loss(self, loss: tf.Tensor, is_mean: bool) -> tf.Tensor:
         weight = self.weight(is_mean)
-        if weight is not None:
-            factor = tf.cast(weight, loss.dtype)
-            loss = tf.where(tf.equal(factor, 0), tf.zeros_like(loss), loss * factor)
-        if self._last_results and loss.dtype == tf.float32 and loss.shape.rank == 0:
-            communicator, last = self._strategy.communicator, self._last_results
+        if weight is None:
+            return loss
+        factor = tf.cast(weight, loss.dtype)
+        return tf.where(tf.equal(factor, 0), tf.zeros_like(loss), loss * factor)
+
+    def _reduce_loss(self, loss: tf.Tensor, is_mean: bool, last: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Read after the gradients, for which the ranks have waited anyway."""
+        if last and loss.dtype == tf.float32 and loss.shape.rank == 0:
+            communicator = self._strategy.communicator
             total = ops.sum_posted(loss, "the loss", communicator, last, self.flags)
-            return total / size if is_mean else total
-        return loss if size == 1 else self._reduce_tensor(loss, "the loss", is_mean)
+            return total / self._num_replicas_in_sync if is_mean else total
+        return self._reduce_tensor(loss, "the loss", is_mean)
 
     def weight(self, of_mean: bool) -> tf.Tensor | None:
         """What this rank's gradients and loss count in a step; None if all ranks count 1."""
@@ -497,24 +522,6 @@ class _HostOffloadExtended(OneDeviceExtended):
     def _watch(self, sums: Sequence[Any], nonfinite: str | None) -> None:
         if (nonfinite or self._strategy.options.nonfinite) == "skip":
             self._skipping.watch([getattr(total, "values", total) for total in sums])
-
-    def build_deferred(
-        self, targets: Sequence[tf.Operation], is_same: Callable[[tf.Tensor], bool]
-    ) -> list[tf.Tensor]:
-        """Builds what `deferred` has noted; all ranks call this together.
-
-        Args:
-          targets: what runs in each step.
-          is_same: whether all ranks have the same value of a tensor.
-
-        Returns:
-          Tensors that are there once all reductions of a step have been made.
-        """
-        deferred, self.deferred = self.deferred, None  # what comes later is built at once
-        if deferred is not None:
-            self._take_reducers(deferred.build(targets, is_same))
-            self._last_results = deferred.last_results
-        return self._last_results
 
     def _take_reducers(self, reducers: Sequence[AnyReducer]) -> None:
         self._reducers += reducers

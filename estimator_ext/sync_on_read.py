@@ -6,7 +6,7 @@ are together: the mean or the sum, as the variable says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from hostopt.communicator import DTYPES
 
 __all__: list[str] = []
 
+_PART_BYTES = 64 << 20
 _REDUCED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
 
 
@@ -70,7 +71,7 @@ class SyncOnRead:
         together = [self._reduce(*pair) for pair in zip(self._variables, own)]
         if self._communicator.rank == 0:
             self._own = own
-            self._assign(session, together)
+            assign(session, self._variables, together)
 
     def take_back(self, session: tf.compat.v1.Session) -> None:
         """Give rank 0 its own values again.
@@ -79,7 +80,7 @@ class SyncOnRead:
           session: the session of this rank.
         """
         if self._own:
-            self._assign(session, self._own)
+            assign(session, self._variables, self._own)
             self._own = []
 
     def _reduce(self, variable: tf.Variable, value: Any) -> Any:
@@ -87,20 +88,55 @@ class SyncOnRead:
         total = self._communicator.all_reduce(value, what=f"variable {variable.op.name!r}")
         return (total / self._communicator.size).astype(total.dtype) if mean else total
 
-    def _assign(self, session: tf.compat.v1.Session, values: Sequence[Any]) -> None:
-        for variable, value in zip(self._variables, values):  # two may begin with one tensor
-            assign(session, variable, value)
 
-
-def assign(session: tf.compat.v1.Session, variable: tf.Variable, value: Any) -> None:
-    """Give a variable a value without another operation in the graph, which may be final.
+def assign(
+    session: tf.compat.v1.Session, variables: Sequence[tf.Variable], values: Sequence[Any]
+) -> None:
+    """Gives variables values without another operation in the graph, which may be final.
 
     Args:
       session: where.
-      variable: one with an initializer.
-      value: an array of its shape.
+      variables: with an initializer each.
+      values: arrays of their shapes.
     """
-    session.run(variable.initializer, {variable.initializer.inputs[1]: value})
+    left = list(zip(variables, values))
+    while left:
+        feeds: dict[tf.Tensor, Any] = {}
+        now, later = [], []
+        for variable, value in left:  # two may begin with one tensor, which is fed once a run
+            source = variable.initializer.inputs[1]
+            (later if source.ref() in feeds else now).append((variable, value))
+            feeds.setdefault(source.ref(), value)
+        session.run(
+            [variable.initializer for variable, _ in now],
+            {reference.deref(): value for reference, value in feeds.items()},
+        )
+        left = later
+
+
+def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
+    """Divides variables into parts that are read or written in one run of a session each.
+
+    A run for each variable would take long, as TensorFlow prepares each one; one run for all would
+    need the memory of the whole model and its slots once more.
+
+    Args:
+      variables: of static shapes.
+
+    Yields:
+      Some of them, in their order: one, or several of up to 64 MiB.
+    """
+    part: list[tf.Variable] = []
+    nbytes = 0
+    for variable in variables:
+        size = (variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size
+        if part and nbytes + size > _PART_BYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append(variable)
+        nbytes += size
+    if part:
+        yield part
 
 
 def own_part(variable: tf.Variable, value: Any, rank: int) -> Any:

@@ -2,7 +2,7 @@
 
 Each rank packs all that it has into one buffer,
 
-    counts    int64 [tables]: how many rows it has of each sparse gradient
+    numbers   int64: the number that travels along, then how many rows it has of each kind
     arrays    the dense arrays, those of one dtype and operation side by side
     rows      for each kind of row: keys int64 [n], then values [n, width]
 
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -77,6 +78,17 @@ class Table:
         return f"sparse rows of {row} {self.dtype.name}, {self.index_dtype.name} indices"
 
 
+class SideValue(Protocol):
+    """A whole number of each rank that travels along with an exchange."""
+
+    @property
+    def own(self) -> int:
+        """This rank's number."""
+
+    def agree(self, total: int) -> None:
+        """Takes in the sum over all ranks."""
+
+
 Rows = tuple[Array, Array]  # indices [n] and values [n, ...]
 
 
@@ -88,6 +100,7 @@ class FusedExchange:
       dense: the dense arrays, the same on all ranks.
       tables: the sparse gradients, the same on all ranks.
       check: what follows if sums of gradients are not finite; by default as the option says.
+      side_value: a number that travels along; None for none.
 
     Raises:
       ConfigError: there are more sparse gradients than a key can tell apart.
@@ -99,6 +112,7 @@ class FusedExchange:
         dense: Sequence[DenseValue],
         tables: Sequence[Table],
         check: NonFiniteCheck | None = None,
+        side_value: SideValue | None = None,
     ) -> None:
         if len(tables) > _MAX_TABLES:
             raise ConfigError(
@@ -108,6 +122,7 @@ class FusedExchange:
         self.communicator = communicator
         self._dense = tuple(dense)
         self._tables = tuple(tables)
+        self._side_value = side_value
         self.check = check or NonFiniteCheck(communicator)
         self._arrays = _group([(v.spec.dtype.name, v.op, v.is_gradient) for v in self._dense])
         self._rows = _group([(t.dtype.name, math.prod(t.row_shape)) for t in self._tables])
@@ -179,7 +194,8 @@ class FusedExchange:
 
     def _pack(self, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
         summed = [self._sum_own_rows(group, rows) for group in self._rows]
-        parts = [np.array([len(keys) for keys, _ in summed], np.int64)]
+        number = self._side_value.own if self._side_value else 0
+        parts = [np.array([number, *(len(keys) for keys, _ in summed)], np.int64)]
         parts += [
             np.concatenate([dense[index].reshape(-1) for index in group]) for group in self._arrays
         ]
@@ -204,11 +220,13 @@ class FusedExchange:
 
     def _combine(self, ranks: Sequence[_Reader]) -> _Result:
         result = _Result([np.empty(0)] * len(self._dense), [_NO_ROWS] * len(self._tables))
-        counts = [reader.take(np.dtype(np.int64), len(self._rows)) for reader in ranks]
+        numbers = [reader.take(np.dtype(np.int64), 1 + len(self._rows)) for reader in ranks]
+        if self._side_value:
+            self._side_value.agree(sum(int(own[0]) for own in numbers))
         for group in self._arrays:
             self._combine_arrays(group, ranks, result)
         for number, group in enumerate(self._rows):
-            found = [(r, int(count[number])) for r, count in zip(ranks, counts)]
+            found = [(r, int(own[1 + number])) for r, own in zip(ranks, numbers)]
             self._combine_rows(group, found, result)
         return result
 

@@ -22,7 +22,9 @@ class Values:
     def __init__(self, step: int, values: dict[str, Any]) -> None:
         self.step, self.values = step, values
 
-    def run(self, variable: tf.Variable) -> Any:
+    def run(self, variable: Any) -> Any:
+        if isinstance(variable, list):
+            return [self.run(each) for each in variable]
         name = variable.op.name
         return np.int64(self.step) if name == "global_step" else self.values[name]
 

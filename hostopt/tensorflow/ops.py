@@ -63,9 +63,9 @@ class Flags:
     travel: bool = False
 
     @property
-    def own(self) -> float:
+    def own(self) -> int:
         """This rank's flags as a number whose sum tells how many ranks have set each."""
-        return float(self.stop + _FLAG_BASE * self.save)
+        return self.stop + _FLAG_BASE * self.save
 
     def agree(self, total: float) -> None:
         """Take in the sum of all ranks' flags."""
@@ -96,7 +96,7 @@ def sum_posted(
     posted = open_posted_sum(communicator, f"the sum of {name}")
 
     def post(value: Array) -> Any:
-        posted.post(float(value), flags.own)
+        posted.post(float(value), float(flags.own))
         return np.int32(0)
 
     def collect() -> Any:

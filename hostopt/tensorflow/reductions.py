@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hostopt.communicator import DTYPES, Communicator, ReduceOp
 from hostopt.errors import ConfigError
-from hostopt.fused_exchange import DenseValue, FusedExchange, Table
+from hostopt.fused_exchange import DenseValue, FusedExchange, SideValue, Table
 from hostopt.nonfinite import NonFiniteCheck
 from hostopt.ring import Array, Operation
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
@@ -26,9 +26,9 @@ from hostopt.tensorflow.buckets import (
 
 __all__: list[str] = []
 
-# Dense gradients of a step ride along in an exchange if they are together at most this large:
-# all of an exchange travels to all ranks.
-_RIDE_ALONG_BYTES = 64 << 10
+# Dense gradients of a step share an exchange if they are together at most this large: all of an
+# exchange travels to all ranks.
+_SMALL_BYTES = 64 << 10
 
 AnyReducer = Union[BucketReducer, FusedExchange]
 
@@ -100,17 +100,19 @@ def reduce_together(
     communicator: Communicator,
     weight: tf.Tensor | None = None,
     nonfinite: str | None = None,
+    side_value: SideValue | None = None,
 ) -> tuple[list[Any], list[AnyReducer]]:
     """Reduces tensors that do not depend on each other, with as few exchanges as possible.
 
     Large dense gradients go through buckets while backward goes on. Sparse gradients, tensors that
-    are no gradients, and beside those small dense gradients, share one exchange.
+    are no gradients, and dense gradients that are small together, share one exchange.
 
     Args:
       reductions: what to reduce. All ranks reduce in rank 0's order.
       communicator: all ranks build the same operations on it, in the same order.
       weight: scalar of float64 by which this rank's gradients are multiplied, if it is not 1.
       nonfinite: what follows if sums of gradients are not finite; by default what the option says.
+      side_value: a number that travels with the exchange, if there is one.
 
     Returns:
       The results, in the order of `reductions`, and what reduces, to be closed when the graph is
@@ -136,10 +138,23 @@ def reduce_together(
     if together:
         # a check of its own: both may find something at the same time
         check = NonFiniteCheck(communicator, nonfinite)
-        found, exchange = _exchange(together, communicator, weight, check)
+        found, exchange = _exchange(together, communicator, weight, check, side_value)
         results.update(zip(together, found))
         reducers.append(exchange)
     return [results[each] for each in reductions], reducers
+
+
+def share_an_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
+    """Whether there is an exchange among what reduces these tensors.
+
+    Args:
+      reductions: what to reduce.
+      communicator: with which.
+
+    Returns:
+      False if all of them are dense gradients that go through buckets.
+    """
+    return bool(_split(reductions, communicator.transport.options.bucket_bytes)[0])
 
 
 def _split(
@@ -148,10 +163,9 @@ def _split(
     """Those that share an exchange, and the dense gradients that go through buckets."""
     dense = [each for each in reductions if each.is_gradient and not each.is_sparse]
     nbytes = sum(static_spec(each.value, each.name).nbytes for each in dense)
-    rest = [each for each in reductions if each not in dense]
-    if rest and nbytes <= min(_RIDE_ALONG_BYTES, bucket_bytes):
+    if nbytes <= min(_SMALL_BYTES, bucket_bytes):
         return list(reductions), []
-    return rest, dense
+    return [each for each in reductions if each not in dense], dense
 
 
 def _exchange(
@@ -159,6 +173,7 @@ def _exchange(
     communicator: Communicator,
     weight: tf.Tensor | None,
     check: NonFiniteCheck,
+    side_value: SideValue | None,
 ) -> tuple[list[Any], FusedExchange]:
     arrays = [each for each in reductions if not each.is_sparse]
     slices = [each for each in reductions if each.is_sparse]
@@ -167,6 +182,7 @@ def _exchange(
         [each.dense_value() for each in arrays],
         [each.table() for each in slices],
         check,
+        side_value,
     )
     inputs = [each.value for each in arrays]
     inputs += [part for each in slices for part in (each.value.indices, each.value.values)]

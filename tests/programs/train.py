@@ -175,7 +175,7 @@ class ChangeKernel(tf.estimator.SessionRunHook):
         if self._step == 0:
             kernel = tf.compat.v1.trainable_variables()[0]
             value = run_context.session.run(kernel)
-            assign(run_context.session, kernel, value + 1)
+            assign(run_context.session, [kernel], [value + 1])
 
 
 class RaiseInHook(tf.estimator.SessionRunHook):
