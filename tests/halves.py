@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from ranks import Ranks, reserved_addresses
 
-LIMIT_S = 280.0  # of all models
+LIMIT_S = 480.0  # of all models
 LIMITS = {"HOSTOPT_COLLECTIVE_TIMEOUT_S": "30", "HOSTOPT_RENDEZVOUS_TIMEOUT_S": "60"}
 
 Variables = dict[str, np.ndarray]

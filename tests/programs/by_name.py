@@ -29,7 +29,7 @@ estimator_ext.install()
 # before a model module asks for estimators, which know of no cluster when they train alone
 CONFIG = json.loads(os.environ.get("TF_CONFIG", "{}"))
 # A model that takes longer hangs. It ends the process, and another one trains those after it.
-LIMIT_S = 75.0
+LIMIT_S = 120.0
 ALONE = len(CONFIG.get("cluster", {}).get("worker", [])) < 2
 if ALONE:
     os.environ.pop("TF_CONFIG", None)

@@ -101,7 +101,8 @@ def classifies_sentences(layers: int, make: Callable[[Any], Any]) -> Callable[[A
         gradients, _ = tf.clip_by_global_norm(tf.gradients(loss, variables), 0.5)
         step = v1.train.get_or_create_global_step()
         train_op = optimizer.apply_gradients(zip(gradients, variables), global_step=step)
-        return Spec(mode, loss=loss, train_op=tf.group(train_op, step.assign(step + 1)))
+        with tf.control_dependencies([train_op]):  # or the rate may be that of the next step
+            return Spec(mode, loss=loss, train_op=step.assign(step + 1).op)
 
     return lambda training: training.train(model_fn, by_name.halves((words_once(), words(3))))
 
