@@ -188,7 +188,7 @@ class DeferredReductions:
         )
         for each, result in zip(group, results):
             for stand_in, part in zip(each.stand_ins, _parts(result)):
-                stand_in._update_input(0, part)
+                _replace(stand_in, part)
         if len(results) > len(group):
             self.loss = results[-1]
         if also is not None:
@@ -202,6 +202,15 @@ def _parts(value: Any) -> list[tf.Tensor]:
 
 def _stand_in(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name=STAND_IN)
+
+
+def _replace(stand_in: tf.Operation, result: tf.Tensor) -> None:
+    """Has a result used in place of a stand-in; who fetches the stand-in gets it too."""
+    for consumer in stand_in.outputs[0].consumers():
+        for index, tensor in enumerate(consumer.inputs):
+            if tensor is stand_in.outputs[0]:
+                consumer._update_input(index, result)
+    stand_in._update_input(0, result)
 
 
 def _levels(

@@ -20,7 +20,6 @@ from hostopt.tensorflow.buckets import (
     BucketReducer,
     build_buckets,
     order_of_rank_0,
-    receive_on_host,
     static_spec,
 )
 
@@ -188,7 +187,7 @@ def _exchange(
     inputs += [part for each in slices for part in (each.value.indices, each.value.values)]
     outputs = call_in_background(
         abort_on_error(communicator, _runner(exchange, len(arrays), weight is not None)),
-        [*receive_on_host(inputs), *([] if weight is None else [weight])],
+        [*inputs, *([] if weight is None else [weight])],
         [each.dtype for each in inputs],
         name="HostExchange",
     )
