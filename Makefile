@@ -34,14 +34,15 @@ test-faults: $(STAMP)
 test-netns: $(STAMP)
 	$(BIN)/python -m pytest -m netns
 
-# equality, roles, checkpoints, MNIST, older programs, gRPC, faults, saved data: what another
-# release may break
+# equality, roles, checkpoints, MNIST, older programs, gRPC, faults, saved data, programs of
+# others, kinds of update: what another release may break
 test-core: $(STAMP)
 	$(BIN)/python -m pytest tests/test_equality.py tests/test_training.py \
 		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
 		tests/test_installing.py tests/test_grpc.py tests/test_disagreement.py \
 		tests/test_user_errors.py tests/test_nonfinite.py tests/test_faults_ring.py \
-		tests/test_faults_training.py tests/test_input_state.py tests/test_checkpoints.py
+		tests/test_faults_training.py tests/test_input_state.py tests/test_checkpoints.py \
+		tests/test_foreign_programs.py tests/test_update_kinds.py
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
 test-matrix:
