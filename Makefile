@@ -15,7 +15,8 @@ PINNED := $(addprefix --constraint ,$(wildcard constraints$(SUFFIX).txt))
 WANTED := $(patsubst %,"tensorflow==%.*",$(TENSORFLOW))
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: venv mnist test test-core test-faults test-netns test-matrix check format clean
+.PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-matrix check \
+	format clean
 
 venv: $(STAMP)
 
@@ -24,7 +25,13 @@ mnist: $(STAMP)
 		--model-dir mnist_model/$$(date +%Y%m%d-%H%M%S) $(MNIST_ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "tensorflow and not faults"
+	$(BIN)/python -m pytest -m "tensorflow and not faults and not slow"
+
+test-all: test test-slow test-faults
+
+# many programs, each trained by one process and by two ranks
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not faults"
 
 # what breaks, and what the others say of it; minutes, as much of it is waiting for deadlines
 test-faults: $(STAMP)
@@ -34,15 +41,16 @@ test-faults: $(STAMP)
 test-netns: $(STAMP)
 	$(BIN)/python -m pytest -m netns
 
-# equality, roles, checkpoints, MNIST, older programs, gRPC, faults, saved data, programs of
-# others, kinds of update: what another release may break
+# equality, roles, checkpoints, MNIST, older programs, gRPC, faults, saved data, updates: what
+# another release may break
 test-core: $(STAMP)
 	$(BIN)/python -m pytest tests/test_equality.py tests/test_training.py \
 		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
 		tests/test_installing.py tests/test_grpc.py tests/test_disagreement.py \
 		tests/test_user_errors.py tests/test_nonfinite.py tests/test_faults_ring.py \
 		tests/test_faults_training.py tests/test_input_state.py tests/test_checkpoints.py \
-		tests/test_foreign_programs.py tests/test_update_kinds.py
+		tests/test_background.py tests/test_many_reductions.py tests/test_update_kinds.py \
+		tests/test_foreign_programs.py
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
 test-matrix:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from halves import Halves
 from programs.foreign import MODELS
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(500)]
 
 STEPS = 20
 TOLERANCE = 1e-5
