@@ -74,7 +74,7 @@ class Model:
         self.x, self._y = (tf.cast(features[name], kind.dtype) for name in ("x", "y"))
         self.factor = 2.0 if alone and kind.expected == "sum" else 1.0
         names = ["weights", "bias"] + ["table"] * kind.sparse
-        resource = kind.name != "reference variables"
+        resource = not kind.name.endswith("reference variables")
         self.variables = [
             v1.get_variable(
                 name, initializer=START[name].astype(kind.dtype), use_resource=resource
@@ -425,6 +425,37 @@ def in_while_loop(model: Model) -> Any:
     return model.counted(tf.while_loop(lambda i: i < 2, body, [tf.constant(0)]))
 
 
+def in_function(model: Model) -> Any:
+    @tf.function(autograph=False)
+    def update(*gradients: tf.Tensor) -> tf.Tensor:
+        subtract(list(zip(gradients, model.variables)))
+        return tf.constant(0)
+
+    return model.counted(update(*model.gradients()))
+
+
+def step_in_function(model: Model) -> Any:
+    """Forward, backward and update as a training loop of TensorFlow 2 has them."""
+
+    @tf.function(autograph=False)
+    def train_step() -> tf.Tensor:
+        subtract(taped(model))
+        return tf.constant(0)
+
+    return model.counted(train_step())
+
+
+def in_a_hook(model: Model) -> Any:
+    """The train_op counts steps, and a hook runs the update beside it."""
+    updates = subtract(model.pairs())
+
+    class Update(tf.estimator.SessionRunHook):
+        def before_run(self, run_context: Any) -> Any:
+            return tf.estimator.SessionRunArgs(updates)
+
+    return spec(model, model.counted(), training_hooks=[Update()])
+
+
 def surrogate(model: Model) -> Any:
     """A loss whose gradient is one that was computed before."""
     terms = [tf.reduce_sum(tf.stop_gradient(g) * v) for g, v in model.pairs()]
@@ -566,6 +597,7 @@ KINDS = [
         LOCAL,
     ),
     Kind("tf.gradients, apply", "sum", apply(Model.pairs), SUMS),
+    Kind("tf.gradients, clip, apply", "alike", apply(lambda m: clipped(m.pairs())), LOCAL),
     Kind("tape, apply", "sum", apply(taped), SUMS),
     # optimizers of tf.keras.optimizers.legacy
     Kind("keras sgd", "sum", keras(lambda: legacy.SGD(RATE)), SUMS),
@@ -603,6 +635,7 @@ KINDS = [
     # by hand
     Kind("assign_sub", "mean", by_hand(lambda v, g: v.assign_sub(RATE * g))),
     Kind("assign", "mean", by_hand(lambda v, g: v.assign(v - RATE * g))),
+    Kind("assign_sub, reference variables", "mean", by_hand(lambda v, g: v.assign_sub(RATE * g))),
     Kind("assign_add", "mean", by_hand(lambda v, g: v.assign_add(-RATE * g))),
     Kind("assign to slices", "mean", by_hand(assign_slices)),
     Kind("tf.compat.v1.assign_sub", "mean", by_hand(lambda v, g: v1.assign_sub(v, RATE * g))),
@@ -620,6 +653,9 @@ KINDS = [
     Kind("in cond", "mean", in_cond),
     Kind("gradients in cond", "mean|refused: cond", gradients_in_cond),
     Kind("in while_loop", "mean", in_while_loop),
+    Kind("in tf.function", "mean|refused: Call", in_function),
+    Kind("all in tf.function", "mean|refused: Call", step_in_function),
+    Kind("in a hook", "mean|mismatch|refused: AssignSubVariableOp", in_a_hook),
     Kind("surrogate loss", "mean", surrogate),
     Kind("straight-through", "mean", straight_through),
     # host_call
