@@ -28,7 +28,7 @@ from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.early_stopping import config_for
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import Updates, read_updates
-from estimator_ext.global_step import GlobalStepCheckHook
+from estimator_ext.global_step import GlobalStepCheckHook, read_before_changes
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.input_kinds import log_limits, prefetched
@@ -506,6 +506,7 @@ def _with_reductions(
     targets = _operations_of_step(spec)
     updates, suspects, is_mean = None, {}, loss_is_scaled()
     if strategy.num_replicas_in_sync > 1:
+        read_before_changes(targets)
         updates = read_updates(targets, data)
         mended = mend_unreduced_updates(strategy, updates, data)
         if mended.reduced:

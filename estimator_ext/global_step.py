@@ -1,13 +1,15 @@
-"""Who changes global_step in a graph: nobody, and a training of so many steps never ends."""
+"""Who changes global_step in a graph, and when: never, and a training never ends; or too early."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
+
+from estimator_ext.fingerprint import ancestors
 
 __all__: list[str] = []
 
@@ -42,6 +44,27 @@ class GlobalStepCheckHook(tf.compat.v1.train.SessionRunHook):
                 "get_global_step()) or apply_gradients(..., global_step=...), or return an "
                 "estimator_ext.EstimatorSpec with a host_call, which increments it by itself"
             )
+
+
+def read_before_changes(targets: Sequence[tf.Operation]) -> None:
+    """Has global_step change only when what reads it in a step has done so.
+
+    A model_fn may group `global_step.assign(global_step + 1)` with its update, as BERT's does. The
+    learning rate may then be that of this step or of the next one, another on each rank.
+
+    Args:
+      targets: what runs in a step, in the default graph.
+    """
+    handle = getattr(tf.compat.v1.train.get_global_step(), "handle", None)
+    if handle is None:
+        return
+    in_step = set(ancestors(targets))
+    users = [op for op in handle.consumers() if op in in_step]
+    reads = [op for op in users if op.type == "ReadVariableOp"]
+    for update in (op for op in users if op.type.startswith("Assign")):
+        already = set(ancestors([update]))
+        before = [op for op in reads if op not in already and update not in ancestors([op])]
+        update._add_control_inputs(before)
 
 
 def changes(variable: tf.Variable) -> Iterator[tf.Operation]:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import estimator_ext
-from estimator_ext.global_step import changes
+from estimator_ext.global_step import changes, read_before_changes
 
 estimator_ext.install()
 
@@ -168,3 +168,23 @@ def test_a_hook_may_count_the_steps(tmp_path: Path, with_strategy: bool, where: 
     estimator.train(input_fn, hooks=hooks, steps=5)
     # StopAtStepHook stops after the step that it sees, before or after the hook has counted
     assert estimator.get_variable_value("global_step") in (5, 6)
+
+
+def test_what_reads_global_step_in_a_step_sees_it_before_it_changes() -> None:
+    """As in BERT's program, which groups the change with an update that reads the step."""
+    with tf.Graph().as_default():
+        step = v1.train.create_global_step()
+        change = step.assign(step + 1, read_value=False)
+        rates = [step.read_value() * 2 for _ in range(3)]
+        with tf.control_dependencies([change]):
+            after = step.read_value()
+        train_op = tf.group(change, after, *rates)
+        read_before_changes([train_op])
+        reads = {rate.op.inputs[0].op.inputs[0].op for rate in rates}
+        assert {op.type for op in reads} == {"ReadVariableOp"}
+        assert reads <= set(change.control_inputs)
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            for number in range(50):
+                values = session.run([rates, after, train_op])
+                assert values[:2] == [[2 * number] * 3, number + 1]
