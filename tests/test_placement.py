@@ -56,7 +56,7 @@ def test_accelerator_computes_and_host_updates(tmp_path: Path) -> None:
     assert on_accelerator & FORWARD
     assert on_accelerator >= BACKWARD
     assert not on_host & (FORWARD | BACKWARD)
-    assert step.devices_of("PyFunc") == {HOST}  # launch and wait of the reduction
+    assert step.devices_of("DatasetToSingleElement") == {HOST}  # the reduction
     assert step.devices_of("ResourceApplyAdam") == {HOST}
     assert {device[-5:] for device in step.variables.values()} == {HOST}
     gradients = [name for kind, name in step.ran(ACCELERATOR) if name.startswith("gradients")]
@@ -71,7 +71,7 @@ def test_an_optimizer_with_slots_adds_no_variable_to_the_accelerator(tmp_path: P
 
 def test_variables_on_the_accelerator_are_still_reduced_on_the_host(tmp_path: Path) -> None:
     step = traced(tmp_path, variables_on_host=False)
-    assert step.devices_of("PyFunc") == {HOST}
+    assert step.devices_of("DatasetToSingleElement") == {HOST}
     assert step.devices_of("ResourceApplyAdam") == {ACCELERATOR}
     kernels = {n: d for n, d in step.variables.items() if "kernel" in n}
     assert {device[-5:] for device in kernels.values()} == {ACCELERATOR}

@@ -22,6 +22,7 @@ import tensorflow as tf
 import train
 
 from estimator_ext import preemption
+from hostopt.fused_exchange import FusedExchange
 from hostopt.inline_reducer import InlineReducer
 from hostopt.reducer import Reducer
 
@@ -73,6 +74,18 @@ def break_reducers(fault: dict) -> None:
             return result
 
         setattr(kind, method, broken)
+    strike, run = strike_in_step(fault), FusedExchange.run
+
+    @functools.wraps(run)
+    def broken_run(self: Any, *args: Any) -> Any:
+        if before:
+            strike()
+        result = run(self, *args)
+        if not before:
+            strike()
+        return result
+
+    FusedExchange.run = broken_run
 
 
 def break_updates(fault: dict) -> None:
