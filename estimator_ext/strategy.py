@@ -365,8 +365,9 @@ class _HostOffloadExtended(OneDeviceExtended):
         """
         loss = self._weighted_loss(loss, is_mean)
         deferred, self.deferred = self.deferred, None  # what comes later is built at once
-        if deferred is None or not loss.shape.is_fully_defined():
+        if deferred is None:
             return loss, []
+        loss = tf.ensure_shape(loss, [])  # its shape may not be known, but it is a scalar
         op = hostopt.ReduceOp.AVERAGE if is_mean else hostopt.ReduceOp.SUM
         reduction = Reduction(loss, "the loss", op, is_gradient=False)
         self._take_reducers(deferred.build(targets, is_same, reduction))
