@@ -171,7 +171,7 @@ def test_grpc_is_imported_in_a_mode_that_only_it_knows() -> None:
     for environ in ({}, {"GRPC_EXPERIMENTS": "no_such_experiment"}):
         run = subprocess.run(
             [sys.executable, "-c", unindent(script)],
-            env={**os.environ, **environ},
+            env={**os.environ, "GRPC_VERBOSITY": "error", **environ},
             stderr=subprocess.PIPE,
             text=True,
             timeout=30,
