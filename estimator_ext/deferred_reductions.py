@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.unique_rows import replace_tensor, skip_deduplication
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.ops import Flags
 from hostopt.tensorflow.reductions import (
@@ -189,6 +190,8 @@ class DeferredReductions:
         for each, result in zip(group, results):
             for stand_in, part in zip(each.stand_ins, _parts(result)):
                 _replace(stand_in, part)
+            if each.reduction.is_sparse:
+                skip_deduplication(result)
         if len(results) > len(group):
             self.loss = results[-1]
         if also is not None:
@@ -206,10 +209,7 @@ def _stand_in(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
 
 def _replace(stand_in: tf.Operation, result: tf.Tensor) -> None:
     """Has a result used in place of a stand-in; who fetches the stand-in gets it too."""
-    for consumer in stand_in.outputs[0].consumers():
-        for index, tensor in enumerate(consumer.inputs):
-            if tensor is stand_in.outputs[0]:
-                consumer._update_input(index, result)
+    replace_tensor(stand_in.outputs[0], result)
     stand_in._update_input(0, result)
 
 

@@ -10,8 +10,9 @@ and every rank gets the buffers of all ranks and combines them in rank order. So
 of messages, however many tensors there are, and all ranks end with the same bits. It moves
 (size - 1) times the buffer, which is why large dense gradients go through buckets instead.
 
-A key is the number of the table in the upper bits and the index of the row in the lower ones, so
-rows of all tables of one width are sorted and summed together.
+Tables whose rows are of one kind (dtype, width, dtype of the indices) are given and taken back as
+one array, table after table. A key is the position of the table in the upper bits and the index of
+the row in the lower ones, so that rows of all these tables are sorted and summed together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -73,6 +74,11 @@ class Table:
     dtype: np.dtype[np.generic]
     index_dtype: np.dtype[np.generic]
 
+    @property
+    def width(self) -> int:
+        """How many values a row has."""
+        return math.prod(self.row_shape)
+
     def __str__(self) -> str:
         row = list(self.row_shape)
         return f"sparse rows of {row} {self.dtype.name}, {self.index_dtype.name} indices"
@@ -89,7 +95,18 @@ class SideValue(Protocol):
         """Takes in the sum over all ranks."""
 
 
-Rows = tuple[Array, Array]  # indices [n] and values [n, ...]
+class Rows(NamedTuple):
+    """Rows of several tables of one kind, table after table.
+
+    Args:
+      counts: whole numbers of shape [tables], how many rows each table has.
+      indices: shape [n], of each row in its table.
+      values: shape [n, width].
+    """
+
+    counts: Array
+    indices: Array
+    values: Array
 
 
 class FusedExchange:
@@ -101,6 +118,9 @@ class FusedExchange:
       tables: the sparse gradients, the same on all ranks.
       check: what follows if sums of gradients are not finite; by default as the option says.
       side_value: a number that travels along; None for none.
+
+    Attributes:
+      kinds: the positions of the tables of each kind of row.
 
     Raises:
       ConfigError: there are more sparse gradients than a key can tell apart.
@@ -125,7 +145,7 @@ class FusedExchange:
         self._side_value = side_value
         self.check = check or NonFiniteCheck(communicator)
         self._arrays = _group([(v.spec.dtype.name, v.op, v.is_gradient) for v in self._dense])
-        self._rows = _group([(t.dtype.name, math.prod(t.row_shape)) for t in self._tables])
+        self.kinds = _group([(t.dtype.name, t.width, t.index_dtype.name) for t in self._tables])
         self._steps = itertools.count()
         self._stats = StepStats(1)
         self._lock = threading.Lock()
@@ -153,47 +173,47 @@ class FusedExchange:
 
         Args:
           dense: arrays with the shapes and dtypes of the dense values.
-          rows: indices of shape [n] and values of shape [n, *row_shape] of each table; an index
-            may occur more than once.
+          rows: the rows of each kind, whose indices may occur more than once.
           weight: what this rank's gradients are multiplied by; 0 leaves them out, NaN included.
 
         Returns:
-          The reduced arrays; and the sums of the rows, each index once, in ascending order. The
-          same bits on all ranks.
+          The reduced arrays; and the sums of the rows, each index once, ascending in each table.
+          The same bits on all ranks.
 
         Raises:
+          ConfigError: an index is negative or too large.
           NonFiniteGradientError: sums of gradients are not finite, and that is an error.
           HostOptError: a rank failed, left or timed out.
         """
         with self._lock:
             begin_s = time.monotonic()
             self._stats.launched(0, begin_s)
-            own = self._weighted(dense, rows, weight)
-            buffers = self.communicator.all_gather_bytes(self._pack(*own))
+            dense, rows = self._weighted(dense, rows, weight)
+            buffers = self.communicator.all_gather_bytes(self._pack(dense, rows))
             end_s = time.monotonic()
             self._stats.ring(0, begin_s, end_s)
             self._stats.waited(0, begin_s, end_s)
             result = self._combine([_Reader(np.frombuffer(each, np.uint8)) for each in buffers])
-            self._look(own, result)
+            self._look((dense, rows), result)
             return result.arrays, result.rows
 
     def _weighted(
         self, dense: Sequence[Array], rows: Sequence[Rows], weight: float
-    ) -> tuple[list[Array], list[Rows]]:
+    ) -> tuple[Sequence[Array], Sequence[Rows]]:
         if weight == 1:
-            return list(dense), list(rows)
+            return dense, rows
         arrays = [
             _times(array, weight) if value.is_gradient else array
             for array, value in zip(dense, self._dense)
         ]
         if weight == 0:
-            return arrays, [(indices[:0], values[:0]) for indices, values in rows]
-        return arrays, [(indices, _times(values, weight)) for indices, values in rows]
+            return arrays, [Rows(0 * c, i[:0], values[:0]) for c, i, values in rows]
+        return arrays, [Rows(c, i, _times(values, weight)) for c, i, values in rows]
 
     # -- the buffer ------------------------------------------------------------------------
 
     def _pack(self, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
-        summed = [self._sum_own_rows(group, rows) for group in self._rows]
+        summed = [_sum_by_key(self._keys(*each), each[1].values) for each in zip(self.kinds, rows)]
         number = self._side_value.own if self._side_value else 0
         parts = [np.array([number, *(len(keys) for keys, _ in summed)], np.int64)]
         parts += [
@@ -208,26 +228,30 @@ class FusedExchange:
             start += size
         return buffer
 
-    def _sum_own_rows(self, group: Sequence[int], rows: Sequence[Rows]) -> Rows:
-        """Keys and sums of the rows of several tables, each key once, in ascending order."""
-        indices = [rows[table][0] for table in group]
-        width = math.prod(self._tables[group[0]].row_shape)
-        keys = np.concatenate(indices).astype(np.int64, copy=False)
-        numbers = np.arange(len(group), dtype=np.int64) << _INDEX_BITS
-        keys = keys + np.repeat(numbers, [len(each) for each in indices])
-        values = np.concatenate([rows[table][1].reshape(-1, width) for table in group])
-        return _sum_duplicates(keys, values)
+    def _keys(self, tables: Sequence[int], rows: Rows) -> Array:
+        indices = rows.indices
+        positions = np.repeat(np.arange(len(tables), dtype=np.int64), rows.counts)
+        if len(indices) and not (indices.min() >= 0 and indices.max() <= _INDEX_MASK):
+            wrong = np.flatnonzero((indices < 0) | (indices > _INDEX_MASK))[0]
+            name = self._tables[tables[positions[wrong]]].name
+            raise ConfigError(
+                f"a gradient has row {indices[wrong]} of {name!r}, wanted an index from 0 to "
+                f"{_INDEX_MASK}. Look at the ids that the model looks up there"
+            )
+        keys: Array = indices + (positions << _INDEX_BITS)
+        return keys
 
     def _combine(self, ranks: Sequence[_Reader]) -> _Result:
-        result = _Result([np.empty(0)] * len(self._dense), [_NO_ROWS] * len(self._tables))
-        numbers = [reader.take(np.dtype(np.int64), 1 + len(self._rows)) for reader in ranks]
+        numbers = [reader.take(np.dtype(np.int64), 1 + len(self.kinds)) for reader in ranks]
         if self._side_value:
             self._side_value.agree(sum(int(own[0]) for own in numbers))
+        result = _Result([np.empty(0)] * len(self._dense), [])
         for group in self._arrays:
             self._combine_arrays(group, ranks, result)
-        for number, group in enumerate(self._rows):
-            found = [(r, int(own[1 + number])) for r, own in zip(ranks, numbers)]
-            self._combine_rows(group, found, result)
+        for number, tables in enumerate(self.kinds):
+            counts = [int(own[1 + number]) for own in numbers]
+            result.rows.append(self._combine_rows(tables, ranks, counts))
+            result.finite = all_finite(result.rows[-1].values) and result.finite
         return result
 
     def _combine_arrays(
@@ -247,22 +271,20 @@ class FusedExchange:
             result.arrays[index] = total[end - size : end].reshape(self._dense[index].spec.shape)
 
     def _combine_rows(
-        self, group: Sequence[int], ranks: Sequence[tuple[_Reader, int]], result: _Result
-    ) -> None:
-        table = self._tables[group[0]]
-        width = math.prod(table.row_shape)
-        found = []
-        for reader, count in ranks:
-            keys = reader.take(np.dtype(np.int64), count)
-            found.append((keys, reader.take(table.dtype, count * width).reshape(count, width)))
-        keys, values = _merge(found)
-        result.finite = all_finite(values) and result.finite
-        edges = np.searchsorted(keys, np.arange(len(group) + 1, dtype=np.int64) << _INDEX_BITS)
-        keys &= _INDEX_MASK
-        for index, start, end in zip(group, edges, edges[1:]):
-            own = self._tables[index]
-            indices = keys[start:end].astype(own.index_dtype, copy=False)
-            result.rows[index] = indices, values[start:end].reshape(-1, *own.row_shape)
+        self, tables: Sequence[int], ranks: Sequence[_Reader], counts: Sequence[int]
+    ) -> Rows:
+        first = self._tables[tables[0]]
+        found = [
+            (
+                reader.take(np.dtype(np.int64), count),
+                reader.take(first.dtype, count * first.width).reshape(count, first.width),
+            )
+            for reader, count in zip(ranks, counts)
+        ]
+        keys, values = _sum_by_key(*(np.concatenate(parts) for parts in zip(*found)))
+        edges = np.searchsorted(keys, np.arange(len(tables) + 1, dtype=np.int64) << _INDEX_BITS)
+        indices = (keys & _INDEX_MASK).astype(first.index_dtype, copy=False)
+        return Rows(np.diff(edges), indices, values)
 
     # -- values that are not finite --------------------------------------------------------
 
@@ -277,11 +299,10 @@ class FusedExchange:
 
     def _troubles(self, dense: Sequence[Array], rows: Sequence[Rows]) -> dict[str, str]:
         found = {v.spec.name: a for v, a in zip(self._dense, dense) if v.is_gradient}
-        found.update((t.name, values) for t, (_, values) in zip(self._tables, rows))
+        for tables, each in zip(self.kinds, rows):
+            parts = np.split(each.values, np.cumsum(each.counts)[:-1])
+            found.update((self._tables[table].name, part) for table, part in zip(tables, parts))
         return troubles(list(found), list(found.values()))
-
-
-_NO_ROWS: Rows = np.empty(0, np.int64), np.empty(0)
 
 
 @dataclass
@@ -290,7 +311,7 @@ class _Result:
 
     Args:
       arrays: the reduced arrays.
-      rows: the sums of the rows.
+      rows: the sums of the rows of each kind.
       finite: whether all gradients among them are finite.
     """
 
@@ -321,33 +342,16 @@ def _group(kinds: Sequence[object]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _sum_duplicates(keys: Array, values: Array) -> Rows:
+def _sum_by_key(keys: Array, values: Array) -> tuple[Array, Array]:
     """Each key once, in ascending order, with the sum of its rows in the order of the input."""
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    starts = np.flatnonzero(_is_first(ordered))
+    order = np.argsort(keys, kind="stable")  # merges what is sorted in parts
+    keys, values = keys.take(order), values.take(order, 0)
+    is_first = np.ones(len(keys), np.bool_)
+    np.not_equal(keys[1:], keys[:-1], out=is_first[1:])
+    starts = np.flatnonzero(is_first)
     if len(starts) == len(keys):
-        return ordered, values[order]
-    return ordered[starts], np.add.reduceat(values[order], starts, axis=0)
-
-
-def _merge(ranks: Sequence[Rows]) -> Rows:
-    """Sums the rows of all ranks in rank order; each rank has each of its keys once, ascending."""
-    keys = np.concatenate([own for own, _ in ranks])
-    keys.sort(kind="stable")  # merges what is sorted already
-    keys = keys[_is_first(keys)]
-    width, dtype = ranks[0][1].shape[1], ranks[0][1].dtype
-    total = np.zeros((len(keys), width), dtype)
-    for own, values in ranks:
-        total[np.searchsorted(keys, own)] += values
-    return keys, total
-
-
-def _is_first(ordered: Array) -> Array:
-    """Whether each of some sorted keys is another one than the key before."""
-    first = np.ones(len(ordered), np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    return first
+        return keys, values
+    return keys.take(starts), np.add.reduceat(values, starts, axis=0)
 
 
 def _times(array: Array, weight: float) -> Array:

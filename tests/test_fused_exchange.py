@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -11,8 +13,8 @@ from conftest import Spawn
 
 from hostopt.bucket import TensorSpec
 from hostopt.communicator import Communicator, ReduceOp
-from hostopt.errors import NonFiniteGradientError
-from hostopt.fused_exchange import DenseValue, FusedExchange, Table
+from hostopt.errors import ConfigError, NonFiniteGradientError
+from hostopt.fused_exchange import DenseValue, FusedExchange, Rows, Table
 
 FLOAT32, FLOAT64, INT64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -46,9 +48,32 @@ def values_of(rank: int, step: int) -> tuple[list[np.ndarray], list[tuple[np.nda
     return dense, rows
 
 
+Pairs = Sequence[tuple[np.ndarray, ...]]  # indices and values of each table
+
+
+def run_exchange(
+    exchange: FusedExchange, dense: list[np.ndarray], pairs: Pairs, weight: float = 1.0
+) -> tuple[list[np.ndarray], list[tuple[np.ndarray, ...]]]:
+    """Gives the exchange the rows table by table, and takes them back so."""
+    rows = []
+    for kind in exchange.kinds:
+        own = [pairs[table] for table in kind]
+        counts = np.array([len(indices) for indices, _ in own])
+        values = [values.reshape(-1, math.prod(values.shape[1:])) for _, values in own]
+        indices = np.concatenate([indices for indices, _ in own])
+        rows.append(Rows(counts, indices, np.concatenate(values)))
+    arrays, sums = exchange.run(dense, rows, weight)
+    results: dict[int, tuple[np.ndarray, ...]] = {}
+    for kind, (counts, indices, values) in zip(exchange.kinds, sums):
+        edges = np.cumsum(counts)[:-1]
+        results.update(zip(kind, zip(np.split(indices, edges), np.split(values, edges))))
+    return arrays, [results[table] for table in range(len(pairs))]
+
+
 def as_dense(table: Table, rows: tuple[np.ndarray, ...]) -> np.ndarray:
     full = np.zeros((6, *table.row_shape))
-    np.add.at(full, rows[0], rows[1].astype(np.float64))
+    values = rows[1].astype(np.float64).reshape(-1, *table.row_shape)
+    np.add.at(full, rows[0], values)
     return full
 
 
@@ -56,7 +81,7 @@ def as_dense(table: Table, rows: tuple[np.ndarray, ...]) -> np.ndarray:
 def test_an_exchange_gives_what_numpy_makes_of_all_ranks(spawn: Spawn, size: int) -> None:
     def run(communicator: Communicator) -> Any:
         exchange = FusedExchange(communicator.duplicate("exchange"), DENSE, TABLES)
-        return [exchange.run(*values_of(communicator.rank, step)) for step in range(4)]
+        return [run_exchange(exchange, *values_of(communicator.rank, step)) for step in range(4)]
 
     results = spawn(size, run)
     for step in range(4):
@@ -90,7 +115,7 @@ def test_all_ranks_get_the_same_bits(spawn: Spawn) -> None:
         indices = random.randint(0, 50, 200)
         values = random.standard_normal((200, 3)).astype(np.float32)
         dense = random.standard_normal(5).astype(np.float32)
-        (summed,), ((rows, sums),) = exchange.run([dense], [(indices, values)])
+        (summed,), ((rows, sums),) = run_exchange(exchange, [dense], [(indices, values)])
         return summed.tobytes(), rows.tobytes(), sums.tobytes()
 
     first, *others = spawn(3, run)
@@ -108,7 +133,7 @@ def test_gradients_count_by_the_weight_of_their_rank_and_other_values_do_not(
         value = np.nan if communicator.rank == 1 else 2.0  # rank 1 has no data
         arrays = [np.full(5, value, np.float32), np.ones(1, np.float32)]
         rows = np.array([communicator.rank]), np.full((1, 1), value, np.float32)
-        return exchange.run(arrays, [rows], 1.5 if communicator.rank == 0 else 0.0)
+        return run_exchange(exchange, arrays, [rows], 1.5 if communicator.rank == 0 else 0.0)
 
     for (gradient, count), ((indices, values),) in spawn_inproc(2, run):
         np.testing.assert_array_equal(gradient, np.full(5, 3.0))
@@ -124,10 +149,24 @@ def test_rows_that_are_not_finite_name_the_rank_and_the_variable(spawn: Spawn) -
         value = np.inf if communicator.rank == 1 else 1.0
         rows = np.array([3]), np.ones((1, 1), np.float32)
         with pytest.raises(NonFiniteGradientError) as caught:
-            exchange.run([], [rows, (rows[0], np.full((1, 1), value, np.float32))])
+            run_exchange(exchange, [], [rows, (rows[0], np.full((1, 1), value, np.float32))])
         return str(caught.value)
 
     for text in spawn(2, run):
         assert "rank 1" in text
         assert "Inf for 'bad'" in text
         assert "good" not in text
+
+
+@pytest.mark.parametrize("index", [-1, 1 << 40])
+def test_an_index_that_no_table_has_is_refused(spawn_inproc: Spawn, index: int) -> None:
+    def run(communicator: Communicator) -> Any:
+        tables = [Table("good", (1,), FLOAT32, INT64), Table("bad", (1,), FLOAT32, INT64)]
+        exchange = FusedExchange(communicator.duplicate("exchange"), [], tables)
+        ones = np.ones((2, 1), np.float32)
+        with pytest.raises(ConfigError) as caught:
+            run_exchange(exchange, [], [(np.array([3, 4]), ones), (np.array([3, index]), ones)])
+        return str(caught.value)
+
+    (text,) = spawn_inproc(1, run)
+    assert f"row {index} of 'bad'" in text

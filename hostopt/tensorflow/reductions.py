@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 import tensorflow as tf
 
 from hostopt.communicator import DTYPES, Communicator, ReduceOp
 from hostopt.errors import ConfigError
-from hostopt.fused_exchange import DenseValue, FusedExchange, SideValue, Table
+from hostopt.fused_exchange import DenseValue, FusedExchange, Rows, SideValue, Table
 from hostopt.nonfinite import NonFiniteCheck
 from hostopt.ring import Array, Operation
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
@@ -22,12 +22,13 @@ from hostopt.tensorflow.buckets import (
     order_of_rank_0,
     static_spec,
 )
+from hostopt.tensorflow.ops import all_reduce
 
 __all__: list[str] = []
 
-# Dense gradients of a step share an exchange if they are together at most this large: all of an
-# exchange travels to all ranks.
-_SMALL_BYTES = 64 << 10
+# What a rank may receive of the dense arrays of an exchange, as all of them travel to all ranks;
+# more than that is reduced in buckets, or by itself.
+_SMALL_BYTES = 256 << 10
 
 AnyReducer = Union[BucketReducer, FusedExchange]
 
@@ -103,8 +104,8 @@ def reduce_together(
 ) -> tuple[list[Any], list[AnyReducer]]:
     """Reduces tensors that do not depend on each other, with as few exchanges as possible.
 
-    Large dense gradients go through buckets while backward goes on. Sparse gradients, tensors that
-    are no gradients, and dense gradients that are small together, share one exchange.
+    Large dense gradients go through buckets while backward goes on, and a large tensor that is no
+    gradient is reduced by itself. Sparse gradients and small tensors share one exchange.
 
     Args:
       reductions: what to reduce. All ranks reduce in rank 0's order.
@@ -124,22 +125,24 @@ def reduce_together(
     facts = [(each.name, str(each)) for each in reductions]
     bucket_bytes = communicator.transport.options.bucket_bytes
     order = order_of_rank_0(communicator, facts, {"size of a bucket": f"{bucket_bytes} bytes"})
-    together, in_buckets = _split([reductions[i] for i in order], bucket_bytes)
+    parts = _split([reductions[i] for i in order], communicator)
     results: dict[Reduction, Any] = {}
     reducers: list[AnyReducer] = []
-    if in_buckets:
+    if parts.in_buckets:
         check = NonFiniteCheck(communicator, nonfinite)
-        specs = [static_spec(each.value, each.name) for each in in_buckets]
-        tensors = [each.value for each in in_buckets]
+        specs = [static_spec(each.value, each.name) for each in parts.in_buckets]
+        tensors = [each.value for each in parts.in_buckets]
         sums, reducer = build_buckets(tensors, specs, communicator, weight, check)
-        results.update(zip(in_buckets, sums))
+        results.update(zip(parts.in_buckets, sums))
         reducers.append(reducer)
-    if together:
+    if parts.together:
         # a check of its own: both may find something at the same time
         check = NonFiniteCheck(communicator, nonfinite)
-        found, exchange = _exchange(together, communicator, weight, check, side_value)
-        results.update(zip(together, found))
+        found, exchange = _exchange(parts.together, communicator, weight, check, side_value)
+        results.update(zip(parts.together, found))
         reducers.append(exchange)
+    for each in parts.alone:
+        results[each] = all_reduce(each.value, communicator, each.op, each.name)
     return [results[each] for each in reductions], reducers
 
 
@@ -151,20 +154,37 @@ def share_an_exchange(reductions: Sequence[Reduction], communicator: Communicato
       communicator: with which.
 
     Returns:
-      False if all of them are dense gradients that go through buckets.
+      False if all of them are large and dense.
     """
-    return bool(_split(reductions, communicator.transport.options.bucket_bytes)[0])
+    return bool(_split(reductions, communicator).together)
 
 
-def _split(
-    reductions: Sequence[Reduction], bucket_bytes: int
-) -> tuple[list[Reduction], list[Reduction]]:
-    """Those that share an exchange, and the dense gradients that go through buckets."""
-    dense = [each for each in reductions if each.is_gradient and not each.is_sparse]
-    nbytes = sum(static_spec(each.value, each.name).nbytes for each in dense)
-    if nbytes <= min(_SMALL_BYTES, bucket_bytes):
-        return list(reductions), []
-    return [each for each in reductions if each not in dense], dense
+class _Parts(NamedTuple):
+    """Reductions by how they are made.
+
+    Args:
+      together: share an exchange.
+      in_buckets: dense gradients that are large together.
+      alone: other dense tensors that are large.
+    """
+
+    together: list[Reduction]
+    in_buckets: list[Reduction]
+    alone: list[Reduction]
+
+
+def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Parts:
+    limit = _SMALL_BYTES / max(1, communicator.size - 1)
+    dense = [each for each in reductions if not each.is_sparse]
+    nbytes = {each: static_spec(each.value, each.name).nbytes for each in dense}
+    gradients = [each for each in dense if each.is_gradient]
+    if sum(nbytes[each] for each in gradients) <= min(
+        limit, communicator.transport.options.bucket_bytes
+    ):
+        gradients = []
+    alone = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
+    apart = {*gradients, *alone}
+    return _Parts([each for each in reductions if each not in apart], gradients, alone)
 
 
 def _exchange(
@@ -183,34 +203,61 @@ def _exchange(
         check,
         side_value,
     )
-    inputs = [each.value for each in arrays]
-    inputs += [part for each in slices for part in (each.value.indices, each.value.values)]
-    outputs = call_in_background(
-        abort_on_error(communicator, _runner(exchange, len(arrays), weight is not None)),
-        [*inputs, *([] if weight is None else [weight])],
-        [each.dtype for each in inputs],
-        name="HostExchange",
-    )
-    results: dict[Reduction, Any] = dict(zip(arrays, outputs))
-    for each in arrays:
-        results[each].set_shape(each.value.shape)
-    for number, each in enumerate(slices):
-        indices, values = outputs[len(arrays) + 2 * number :][:2]
-        indices.set_shape([None])
-        values.set_shape([None, *each.row_shape])
-        results[each] = tf.IndexedSlices(values, indices, each.value.dense_shape)
+    kinds = [[slices[table] for table in kind] for kind in exchange.kinds]
+    with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):
+        inputs = [each.value for each in arrays]
+        inputs += [part for kind in kinds for part in _join(kind)]
+        outputs = call_in_background(
+            abort_on_error(communicator, _runner(exchange, len(arrays), weight is not None)),
+            [*inputs, *([] if weight is None else [weight])],
+            [each.dtype for each in inputs],
+            name="HostExchange",
+        )
+        results: dict[Reduction, Any] = dict(zip(arrays, outputs))
+        for each in arrays:
+            results[each].set_shape(each.value.shape)
+        parts = outputs[len(arrays) :]
+        for kind, counts, indices, values in zip(kinds, parts[::3], parts[1::3], parts[2::3]):
+            results.update(_split_rows(kind, counts, indices, values))
     return [results[each] for each in reductions], exchange
 
 
+def _join(kind: Sequence[Reduction]) -> Rows:
+    """The rows of sparse gradients, one after the other."""
+    indices = [each.value.indices for each in kind]
+    values = [_reshape(each.value.values, [kind[0].table().width]) for each in kind]
+    counts = tf.concat(tf.shape_n(indices, tf.int64), 0)
+    return Rows(counts, tf.concat(indices, 0), tf.concat(values, 0))
+
+
+def _split_rows(
+    kind: Sequence[Reduction], counts: tf.Tensor, indices: tf.Tensor, values: tf.Tensor
+) -> dict[Reduction, tf.IndexedSlices]:
+    """The sums of the rows of each sparse gradient."""
+    values.set_shape([None, kind[0].table().width])
+    columns = tf.split(indices, counts, num=len(kind)), tf.split(values, counts, num=len(kind))
+    return {
+        each: tf.IndexedSlices(_reshape(rows, each.row_shape), own, each.value.dense_shape)
+        for each, own, rows in zip(kind, *columns)
+    }
+
+
+def _reshape(rows: tf.Tensor, row_shape: Sequence[int]) -> tf.Tensor:
+    """Rows of another shape."""
+    if rows.shape[1:] == row_shape:
+        return rows
+    return tf.reshape(rows, [-1, *row_shape])
+
+
 def _runner(exchange: FusedExchange, count: int, is_weighted: bool) -> Any:
-    """The function that the graph calls: dense arrays, pairs of indices and values, a weight."""
+    """The function that the graph calls: dense arrays, rows of each kind, a weight."""
 
     def run(*inputs: Array) -> list[Array]:
         weight = float(inputs[-1]) if is_weighted else 1.0
-        parts = inputs[: len(inputs) - is_weighted]
-        rows = list(zip(parts[count::2], parts[count + 1 :: 2]))
-        arrays, sums = exchange.run(parts[:count], rows, weight)
-        return [*arrays, *(part for pair in sums for part in pair)]
+        parts = inputs[count : len(inputs) - is_weighted]
+        rows = [Rows(*each) for each in zip(parts[::3], parts[1::3], parts[2::3])]
+        arrays, sums = exchange.run(inputs[:count], rows, weight)
+        return [*arrays, *(part for each in sums for part in each)]
 
     return run
 
