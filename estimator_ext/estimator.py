@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from estimator_ext.fingerprint import Updates, read_updates
 from estimator_ext.global_step import GlobalStepCheckHook, read_before_changes
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
-from estimator_ext.input_kinds import log_limits, prefetched
+from estimator_ext.input_kinds import log_limits, prefetched, sharded
 from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
 from estimator_ext.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
@@ -316,6 +317,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         extended, communicator = strategy.extended, strategy.communicator
         micro_batches = getattr(self._config, "accumulate_steps", 1)
         data = self._call_input_fn(input_fn, ModeKeys.TRAIN, extended.input_context())
+        if communicator.size > 1 and "input_context" not in _tf_estimator.fn_args(input_fn):
+            data = sharded(data, extended.input_context(), extended.auto_shard)
         if communicator.rank == 0:
             log_limits(data, communicator.size)
         if communicator.size == 1 or not followed(data, communicator, self._session_config):
@@ -409,6 +412,32 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         estimator._params = self._batch_sizes.add_to(self._params, mode)
         return estimator
 
+    def _join_cluster(
+        self,
+        train_batch_size: int | None = None,
+        eval_batch_size: int | None = None,
+        predict_batch_size: int | None = None,
+    ) -> None:
+        """Takes the role that the strategy's cluster says, when the stock class is initialised."""
+        if isinstance(self._eval_distribution, HostOffloadStrategy):
+            raise hostopt.ConfigError(
+                "RunConfig.eval_distribute is a HostOffloadStrategy, wanted None: one process "
+                "evaluates. Give the strategy as train_distribute only"
+            )
+        if isinstance(self._train_distribution, HostOffloadStrategy):
+            self._config = copy.deepcopy(self._config)
+            adopt_cluster(self._config, self._train_distribution)
+            self._session_config = self._config.session_config
+        if isinstance(self._config, RunConfig):
+            self._config.check_loop()  # what `replace` has made of it
+        strategy = self._train_distribution
+        workers = strategy.num_replicas_in_sync if strategy else 1
+        self._batch_sizes = BatchSizes(
+            train_batch_size, eval_batch_size, predict_batch_size, workers, self._params
+        )
+        if self._is_strict:
+            check_params(self._params)
+
     @property
     def _is_strict(self) -> bool:
         """Whether the accelerator estimator's rules apply, beyond the stock ones."""
@@ -465,24 +494,34 @@ class Estimator(_HostOffloadEstimator):
         predict_batch_size: int | None = None,
     ) -> None:
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
-        if isinstance(self._eval_distribution, HostOffloadStrategy):
-            raise hostopt.ConfigError(
-                "RunConfig.eval_distribute is a HostOffloadStrategy, wanted None: one process "
-                "evaluates. Give the strategy as train_distribute only"
-            )
-        if isinstance(self._train_distribution, HostOffloadStrategy):
-            self._config = copy.deepcopy(self._config)
-            adopt_cluster(self._config, self._train_distribution)
-            self._session_config = self._config.session_config
-        if isinstance(self._config, RunConfig):
-            self._config.check_loop()  # what `replace` has made of it
-        strategy = self._train_distribution
-        workers = strategy.num_replicas_in_sync if strategy else 1
-        self._batch_sizes = BatchSizes(
-            train_batch_size, eval_batch_size, predict_batch_size, workers, params
-        )
-        if self._is_strict:
-            check_params(params)
+        self._join_cluster(train_batch_size, eval_batch_size, predict_batch_size)
+
+
+def adopt(estimator: Any) -> Any:
+    """Makes an estimator of any class train as `Estimator` does, in place.
+
+    For canned estimators and subclasses of `tf.estimator.Estimator`.
+
+    Args:
+      estimator: a `tf.estimator.Estimator` whose config has a `HostOffloadStrategy` as
+        train_distribute.
+
+    Returns:
+      The same estimator.
+
+    Raises:
+      hostopt.ConfigError: a `HostOffloadStrategy` is to evaluate.
+    """
+    kind = type(estimator)
+    if not issubclass(kind, _HostOffloadEstimator):
+        estimator.__class__ = _adopted(kind)
+        estimator._join_cluster()
+    return estimator
+
+
+@functools.cache
+def _adopted(kind: type) -> type:
+    return type(kind.__name__, (kind, _HostOffloadEstimator), {"__module__": kind.__module__})
 
 
 def _all_savers(spec: Any, hooks: Any) -> list[tf.compat.v1.train.CheckpointSaverHook]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops.iterator_ops import GLOBAL_ITERATORS
 
 from hostopt.tensorflow.background import HOST_DEVICE
@@ -12,6 +13,18 @@ from hostopt.tensorflow.background import HOST_DEVICE
 __all__: list[str] = []
 
 _log = tf.get_logger()
+
+_AutoShard = tf.data.experimental.AutoShardPolicy
+SHARD_POLICIES = {
+    "auto": _AutoShard.AUTO,
+    "file": _AutoShard.FILE,
+    "data": _AutoShard.DATA,
+    "off": _AutoShard.OFF,
+}
+_CURE = (
+    "Shard them by input_context.num_input_pipelines and input_pipeline_id, or give the "
+    "HostOffloadStrategy auto_shard='auto'; auto_shard='off' says that it is meant so"
+)
 
 _UNEVEN = "a rank whose data end early ends the training of all with an error (uneven_data)"
 _RESUME = "a training that resumes reads its data from the beginning (exact resume)"
@@ -57,3 +70,38 @@ def log_limits(data: Any, size: int) -> None:
             "input_fn returned tensors, not a tf.data.Dataset: %s. Return a dataset to avoid that",
             ", and ".join(limits),
         )
+
+
+def sharded(data: Any, context: tf.distribute.InputContext, policy: str | None) -> Any:
+    """The part of a dataset that a rank reads, as TensorFlow's own strategies divide it.
+
+    Args:
+      data: what an input_fn without input_context returned.
+      context: which part.
+      policy: "auto", "file" or "data"; "off" if each rank is to read all data. None reads all of
+        it as well, and warns.
+
+    Returns:
+      The dataset, or the data as they are.
+    """
+    is_dataset = isinstance(data, tf.data.Dataset)
+    size, rank = context.num_input_pipelines, context.input_pipeline_id
+    if policy == "off":
+        return data
+    if policy is None or not is_dataset:
+        why = "and returned no dataset that could be divided" if policy else ""
+        _log.warning(
+            "input_fn has no argument input_context %s: each of the %d ranks reads the same data. "
+            "%s",
+            why,
+            size,
+            _CURE,
+        )
+        return data
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = SHARD_POLICIES[policy]
+    with tf.device(HOST_DEVICE):
+        data = distribute._AutoShardDataset(data.with_options(options), size, rank)
+    if rank == 0:
+        _log.info("TensorFlow divides the data among %d ranks (auto_shard=%r)", size, policy)
+    return data

@@ -60,6 +60,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         them whole. Sums are made in float32.
       sparse_as_dense: True makes sparse gradients (`tf.IndexedSlices`) dense before they travel;
         False sends the rows that each rank has to all ranks, uncompressed.
+      auto_shard: how TensorFlow divides the dataset of an input_fn that has no argument
+        input_context: "auto", "file" or "data"; "off" has each rank read all of it. None does as
+        "off" and warns.
       rendezvous_timeout_s: how long to wait for all ranks to appear.
       stall_warning_s: a rank that waits longer says for whom.
       collective_timeout_s: a rank that waits longer without progress gives up.
@@ -87,6 +90,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         bucket_mb: float = 25.0,
         compression: str | None = None,
         sparse_as_dense: bool = False,
+        auto_shard: str | None = None,
         rendezvous_timeout_s: float = 300.0,
         stall_warning_s: float = 30.0,
         collective_timeout_s: float = 300.0,
@@ -116,7 +120,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         device = accelerator or _find_accelerator(self.cluster)
         super().__init__(
             _HostOffloadExtended(
-                self, device, variables_on_host, sparse_as_dense, cluster_resolver
+                self, device, variables_on_host, sparse_as_dense, auto_shard, cluster_resolver
             )
         )
         self._communicator: hostopt.Communicator | None = None
@@ -236,6 +240,7 @@ class _HostOffloadExtended(OneDeviceExtended):
       device: the accelerator.
       variables_on_host: False keeps variables on the accelerator.
       sparse_as_dense: True makes sparse gradients dense.
+      auto_shard: how datasets are divided that input_fn does not divide.
       cluster_resolver: what the user named the cluster with.
     """
 
@@ -245,9 +250,11 @@ class _HostOffloadExtended(OneDeviceExtended):
         device: str,
         variables_on_host: bool,
         sparse_as_dense: bool,
+        auto_shard: str | None,
         cluster_resolver: Any,
     ) -> None:
         super().__init__(strategy, device)
+        self.auto_shard = auto_shard
         self._variables_on_host = variables_on_host
         self._sparse_as_dense = sparse_as_dense
         self._cluster_resolver = cluster_resolver
