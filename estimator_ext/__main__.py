@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import hostopt
 from estimator_ext.adoption import train_on_ranks
 from estimator_ext.input_kinds import SHARD_POLICIES
-from estimator_ext.installing import install
+from estimator_ext.installing import install, use_v1_api
 from estimator_ext.strategy import HostOffloadStrategy
 
 __all__: list[str] = []
@@ -23,12 +23,17 @@ def main(argv: Sequence[str]) -> None:
     Args:
       argv: options of this command, and the program with its arguments.
     """
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if not (options.module or options.script):
+        parser.error("which program? Give a SCRIPT, or -m and a MODULE")
     install(contrib=True)
+    if options.v1:
+        use_v1_api()
     if hostopt.Cluster.from_resolver(None).task is not None:
         train_on_ranks(HostOffloadStrategy(auto_shard=options.auto_shard))
-    program = options.module or options.arguments.pop(0)
-    sys.argv = [program, *options.arguments]
+    program, *arguments = options.module or options.script
+    sys.argv = [program, *arguments]
     if options.module:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -40,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m estimator_ext",
-        usage="python -m estimator_ext [--auto-shard POLICY] [SCRIPT | -m MODULE] [args ...]",
+        usage="python -m estimator_ext [--v1] [--auto-shard POLICY] [SCRIPT | -m MODULE] [args ...]",
         description="Run a program that was written for tf.estimator, as it is. In a cluster "
         "(hostopt run, or TF_CONFIG) its estimators train on all ranks.",
         allow_abbrev=False,
@@ -48,12 +53,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--auto-shard",
         choices=SHARD_POLICIES,
-        default="auto",
+        default="data",
         help="how TensorFlow divides datasets among the ranks if input_fn has no argument "
-        "input_context (default: auto)",
+        "input_context (default: data)",
     )
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--v1",
+        action="store_true",
+        help="for programs of TensorFlow 1: `import tensorflow` gives tensorflow.compat.v1, "
+        "without the behavior of TensorFlow 2",
+    )
+    remainder = argparse.REMAINDER
+    parser.add_argument("-m", dest="module", nargs=remainder, help="run a module")
+    parser.add_argument("script", nargs=remainder, help="run a file, with its arguments")
     return parser
 
 

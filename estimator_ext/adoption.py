@@ -6,7 +6,7 @@ import copy
 import functools
 from typing import Any
 
-from estimator_ext import _tf_estimator
+from estimator_ext import _tf_estimator, tpu
 from estimator_ext.estimator import adopt
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.training import train_and_evaluate
@@ -42,6 +42,7 @@ def train_on_ranks(strategy: HostOffloadStrategy) -> None:
     stock.__init__ = init_on_ranks
     for api in (_tf_estimator.estimator_v1, _tf_estimator.estimator_v2):
         api.train_and_evaluate = train_and_evaluate
+    _tf_estimator.estimator_v1.tpu = tpu
 
 
 def _on_ranks(config: Any, strategy: HostOffloadStrategy) -> Any:

@@ -16,14 +16,13 @@ _log = tf.get_logger()
 
 _AutoShard = tf.data.experimental.AutoShardPolicy
 SHARD_POLICIES = {
-    "auto": _AutoShard.AUTO,
     "file": _AutoShard.FILE,
     "data": _AutoShard.DATA,
     "off": _AutoShard.OFF,
 }
 _CURE = (
     "Shard them by input_context.num_input_pipelines and input_pipeline_id, or give the "
-    "HostOffloadStrategy auto_shard='auto'; auto_shard='off' says that it is meant so"
+    "HostOffloadStrategy auto_shard='data'; auto_shard='off' says that it is meant so"
 )
 
 _UNEVEN = "a rank whose data end early ends the training of all with an error (uneven_data)"
@@ -78,7 +77,7 @@ def sharded(data: Any, context: tf.distribute.InputContext, policy: str | None) 
     Args:
       data: what an input_fn without input_context returned.
       context: which part.
-      policy: "auto", "file" or "data"; "off" if each rank is to read all data. None reads all of
+      policy: "file" or "data"; "off" if each rank is to read all data. None reads all of
         it as well, and warns.
 
     Returns:
