@@ -99,6 +99,7 @@ LADDER = [
     "estimator_ext.uneven_data",
     "estimator_ext.skipped_updates",
     "estimator_ext.graph",
+    "estimator_ext.conditional_reductions",
     "estimator_ext.deferred_reductions",
     "estimator_ext.strategy",
     "estimator_ext.early_stopping",
