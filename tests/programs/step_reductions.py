@@ -285,14 +285,14 @@ def with_control_flow_v1(build: Callable[[Model], Any]) -> Callable[[Model], Any
 
 
 def used_within_a_loop(model: Model) -> Any:
-    """What comes out of the loop needs the first reduction, which only its body uses."""
+    """The second reduction depends on the first one only through the body of a loop."""
     first = all_reduce(MEAN, tf.reduce_mean(model.x))
     zero = tf.constant(0.0, tf.float64)
     _, total = tf.while_loop(
         lambda i, _: i < 3, lambda i, total: (i + 1, total + first), [tf.constant(0), zero]
     )
     second = all_reduce(MEAN, total * tf.reduce_mean(model.y))
-    return tf.group(model.minimize(), model.note("second", second))
+    return tf.group(model.minimize(), model.note("first", first), model.note("second", second))
 
 
 # -- the loss ------------------------------------------------------------------------------
