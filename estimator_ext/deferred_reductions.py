@@ -144,6 +144,26 @@ class DeferredReductions:
         """
         self._built.append(result)
 
+    def refuse_before(self, repeated: Sequence[tf.Operation]) -> None:
+        """Makes sure that no reduction runs for each micro-batch, with data that may end.
+
+        Args:
+          repeated: what runs for each micro-batch.
+
+        Raises:
+          hostopt.ConfigError: one does. The ranks learn once a step whether their data have ended.
+        """
+        before = operations_before(repeated)
+        values = [(op, each.reduction.name) for each in self._noted for op in each.stand_ins]
+        values += [(result.op, result.op.name) for result in self._built]
+        for op, name in values:
+            if op in before:
+                raise hostopt.ConfigError(
+                    f"{name!r} is reduced over the ranks for each of the micro-batches of "
+                    "accumulate_steps, but the data of a rank may end within a step. Make the "
+                    "data endless with repeat(), or leave accumulate_steps out"
+                )
+
     def _unique(self, name: str) -> str:
         self._names[name] += 1
         count = self._names[name]

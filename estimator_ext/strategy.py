@@ -11,7 +11,10 @@ from typing import Any, Callable
 
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, input_lib
-from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
+from tensorflow.python.distribute.one_device_strategy import (
+    OneDeviceExtended,
+    _OneDeviceReplicaContext,
+)
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
 from tensorflow.python.framework.ops import colocate_with as colocate_with_op
 
@@ -265,6 +268,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         self.flags = ops.Flags()
         self.accumulation: Accumulation | None = None
         self.weights: BatchWeights | None = None
+        self._loss_weight: tf.Tensor | None = None
 
     @property
     def _strategy(self) -> HostOffloadStrategy:
@@ -343,6 +347,10 @@ class _HostOffloadExtended(OneDeviceExtended):
         op = tf.distribute.ReduceOp.MEAN if mean else tf.distribute.ReduceOp.SUM
         return self._reduce_to(op, value, None, None)
 
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        with tf.device(self._device), _ReplicaContext(self._container_strategy()):
+            return fn(*args, **kwargs)
+
     # -- reductions ------------------------------------------------------------------------
 
     def build_step(
@@ -366,6 +374,8 @@ class _HostOffloadExtended(OneDeviceExtended):
           The reduced loss, and tensors that are there once all reductions have been made.
         """
         loss = self._weighted_loss(loss, is_mean)
+        if self._loss_weight is not None:
+            self._loss_weight.op._update_input(0, self.weight(is_mean))
         deferred, self.deferred = self.deferred, None  # what comes later is built at once
         if deferred is None:
             return loss, []
@@ -375,6 +385,8 @@ class _HostOffloadExtended(OneDeviceExtended):
         targets = [*targets, *([] if self.weights is None else [self.weights.in_mean.op])]
         repeated = [] if self.accumulation is None else self.accumulation.additions
         refuse_reductions_of_some_ranks(operations_before(targets), is_same)
+        if self.weights is not None:
+            deferred.refuse_before(repeated)
         self._take_reducers(deferred.build(targets, is_same, reduction, repeated))
         if deferred.loss is not None:
             return deferred.loss, deferred.last_results
@@ -401,6 +413,14 @@ class _HostOffloadExtended(OneDeviceExtended):
             return None
         return self.weights.in_mean if of_mean else self.weights.in_sum
 
+    def _weight_of_loss(self) -> tf.Tensor:
+        """The weight of this rank's loss; whether it is part of a mean is known in the end."""
+        if self._loss_weight is None:
+            weight = self.weights.in_mean
+            with weight.graph.as_default(), tf.control_dependencies(None), tf.device(HOST_DEVICE):
+                self._loss_weight = tf.raw_ops.PlaceholderWithDefault(input=weight, shape=[])
+        return self._loss_weight
+
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del options
         is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
@@ -416,7 +436,14 @@ class _HostOffloadExtended(OneDeviceExtended):
 
         def gradient(cotangent: Any) -> tf.Tensor:
             cotangent = tf.convert_to_tensor(cotangent)
-            return self._reduce_differentiably(cotangent, f"{name}/gradient", is_mean)
+            if self.weights is None:
+                return self._reduce_differentiably(cotangent, f"{name}/gradient", is_mean)
+            # the losses of other ranks count by their examples; what this rank makes of the
+            # result will be multiplied by its own weight
+            weight = tf.cast(self._weight_of_loss(), cotangent.dtype)
+            weighted = tf.math.multiply_no_nan(cotangent, weight)
+            total = self._reduce_differentiably(weighted, f"{name}/gradient", is_mean)
+            return tf.math.divide_no_nan(total, weight)
 
         @tf.custom_gradient
         def reduce(value: tf.Tensor) -> Any:
@@ -674,6 +701,36 @@ class _HostOffloadExtended(OneDeviceExtended):
     @property
     def should_save_summary(self) -> bool:
         return self._strategy.cluster.is_chief
+
+
+class _ReplicaContext(_OneDeviceReplicaContext):
+    """What a model_fn runs in; TensorFlow's counts each rank once in gradients of `all_reduce`."""
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does.
+
+        Args:
+          reduce_op: `tf.distribute.ReduceOp`, or its name.
+          value: tensors and `tf.IndexedSlices`, in any structure.
+          options: not used.
+
+        Returns:
+          The results, in the same structure.
+        """
+        if isinstance(reduce_op, str):
+            reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
+
+        def reduce(strategy: Any, *values: Any) -> Any:
+            pairs = [(each, None) for each in values]
+            return strategy.extended.batch_reduce_to(reduce_op, pairs, options)
+
+        tensors = [
+            each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
+            for each in tf.nest.flatten(value)
+        ]
+        if not tensors:
+            return value
+        return tf.nest.pack_sequence_as(value, self.merge_call(reduce, args=tensors))
 
 
 def _find_accelerator(cluster: hostopt.Cluster) -> str:

@@ -146,6 +146,10 @@ def accumulated(model: Model) -> Any:
     return model.minimize(model.loss * all_reduce(MEAN, tf.reduce_mean(model.features["rank"])))
 
 
+def micro_batches_that_end(input_context: Any = None) -> tf.data.Dataset:
+    return micro_batches(input_context).take(BATCHES * (1 if input_context is None else 2))
+
+
 def accumulated_beside_gradients(model: Model) -> Any:
     """The factor, which each micro-batch needs, could travel with gradients of the other loss."""
     other = v1.get_variable("other", initializer=WEIGHTS)
@@ -172,6 +176,14 @@ def through_a_sum(how: str) -> Callable[[Model], Any]:
         return model.minimize(model.loss + 1e-4 * (total - 1) ** 2)
 
     return build
+
+
+def through_a_sum_by_hand(model: Model) -> Any:
+    """Gradients of a loss that is not scaled, which are reduced where they are computed."""
+    total = all_reduce(SUM, tf.reduce_sum(model.out))
+    loss = model.loss + 1e-4 * (total - 1) ** 2
+    (gradient,) = tf.gradients(loss, [model.weights])
+    return tf.group(model.weights.assign_sub(RATE * gradient), model.step.assign_add(1))
 
 
 def through_a_mean(how: str) -> Callable[[Model], Any]:
@@ -413,10 +425,19 @@ CASES = [
         micro_batches,
         fields={"accumulate_steps": 2},
     ),
+    Case(
+        "accumulated, data that end",
+        accumulated,
+        micro_batches_that_end,
+        refused="Make the data endless",
+        fields={"accumulate_steps": 2},
+    ),
     Case("sparse", sparse),
     *(Case(f"through a sum, {how}", through_a_sum(how)) for how in REDUCE),
     *(Case(f"through a mean, {how}", through_a_mean(how)) for how in REDUCE),
     Case("through two", through_two),
+    *(Case(f"through a sum, uneven, {how}", through_a_sum(how), uneven) for how in REDUCE),
+    Case("through a sum, uneven, own optimizer", through_a_sum_by_hand, uneven),
     # as in stock, the sum if no optimizer scales the loss
     Case("through a tape", through_a_tape, has_losses=False),
     Case("through a gradient", through_a_gradient, refused="Differentiate before reducing"),
