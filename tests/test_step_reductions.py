@@ -10,6 +10,9 @@ import tensorflow as tf
 from halves import Halves
 from programs.step_reductions import CASES, Case
 
+from estimator_ext.deferred_reductions import DeferredReductions
+from hostopt.tensorflow.reductions import Reduction
+
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(500)]
 
 STEPS = 4
@@ -20,7 +23,8 @@ TOLERANCE = 1e-9
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Halves:
     """All cases that are asked for, in one pair of processes."""
     items = [item for item in request.session.items if item.module is request.module]
-    chosen = dict.fromkeys(item.callspec.params["case"].name for item in items)
+    asked = [item for item in items if hasattr(item, "callspec")]
+    chosen = dict.fromkeys(item.callspec.params["case"].name for item in asked)
     return Halves(tmp_path_factory.mktemp("cases"), "step_reductions.py", [*chosen], STEPS)
 
 
@@ -56,3 +60,15 @@ def test_what_cannot_be_as_in_one_process_is_refused(trained: Halves, case: Case
         assert outcome["error"] is not None
         assert outcome["error"]["code"] == 78, outcome["error"]["text"]
         assert re.search(case.refused, outcome["error"]["message"])
+
+
+def test_each_reduction_has_a_name_of_its_own() -> None:
+    """Also if a program numbers its tensors in the same way."""
+    with tf.Graph().as_default() as graph:
+        deferred = DeferredReductions(None, graph, None)
+        values = [tf.constant(float(number)) for number in range(6)]
+        for value, name in zip(values, ["w", "w#2", "w", "w", "w#2", "v"]):
+            deferred.add(Reduction(value, name))
+        names = [each.reduction.name for each in deferred._noted]
+    assert len({*names}) == 6
+    assert names[:2] == ["w", "w#2"]
