@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
-from estimator_ext.fingerprint import ancestors
+from estimator_ext.graph import ancestors
 
 __all__: list[str] = []
 

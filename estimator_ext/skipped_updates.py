@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from estimator_ext.graph import BRANCHES, data_before, depends_on, predicates_around, walk
 from hostopt.nonfinite import NonFiniteCheck
 from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
+
+_CHECKS = ("IsFinite", "IsNan", "IsInf")
 
 
 class SkippedUpdates:
@@ -28,7 +31,7 @@ class SkippedUpdates:
           sums: tensors that are there when the checks can say whether they are finite.
         """
         sources = [tensor.op for tensor in sums]
-        if self._finite is None or _depend_on(sources, self._finite.op):
+        if self._finite is None or depends_on(sources, [self._finite.op]):
             # sums that are made of what has been updated come too late for those updates
             with tf.device(HOST_DEVICE), tf.control_dependencies(sources):
                 self._finite = tf.numpy_function(
@@ -61,6 +64,21 @@ class SkippedUpdates:
 
         return guarded
 
+    def guards(self, op: tf.Operation) -> bool:
+        """Whether an operation runs only if something is finite.
+
+        Args:
+          op: an operation of the graph.
+
+        Returns:
+          True in a branch whose predicate depends on a check, of this class or of the program.
+        """
+        predicates = predicates_around(op) + [op.inputs[0]] * (op.type in BRANCHES)
+        return any(
+            before.type in _CHECKS or (self._finite is not None and before is self._finite.op)
+            for before in walk([predicate.op for predicate in predicates], data_before)
+        )
+
     def _all_finite(self) -> np.bool_:
         return np.bool_(all(check.finite for check in self.checks))
 
@@ -75,16 +93,3 @@ class HooksWithoutNan(list[Any]):
         """Add a hook, but for a `NanTensorHook`."""
         if not isinstance(hook, tf.compat.v1.train.NanTensorHook):
             super().append(hook)
-
-
-def _depend_on(operations: Sequence[tf.Operation], source: tf.Operation) -> bool:
-    """Whether one of these cannot run before another one has."""
-    seen, todo = set(operations), list(operations)
-    while todo:
-        op = todo.pop()
-        if op is source:
-            return True
-        before = {tensor.op for tensor in op.inputs} | set(op.control_inputs)
-        todo += before - seen
-        seen |= before
-    return False

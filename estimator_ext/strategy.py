@@ -19,6 +19,7 @@ import hostopt
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.cached_reads import read_where_needed
 from estimator_ext.deferred_reductions import DeferredReductions
+from estimator_ext.graph import data_before, depends_on
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
 from estimator_ext.uneven_data import BatchWeights
@@ -262,6 +263,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         self._skipping = SkippedUpdates()
         self.flags = ops.Flags()
         self.accumulation: Accumulation | None = None
+        self.sums: set[tf.Operation] = set()  # of one rank's micro-batches
         self.weights: BatchWeights | None = None
 
     @property
@@ -289,6 +291,16 @@ class _HostOffloadExtended(OneDeviceExtended):
             self._reduced.clear()
             self._forget_training()
             self.close_reducers()
+
+    @property
+    def uses_gradients_of_graph(self) -> bool:
+        """Whether it matters where the training graph computes its gradients."""
+        is_alone = self._num_replicas_in_sync == 1 and self.accumulation is None
+        return not is_alone or self._strategy.options.nonfinite == "skip"
+
+    def is_guarded(self, op: tf.Operation) -> bool:
+        """Whether an operation runs only in steps whose gradients are finite."""
+        return self._skipping.guards(op)
 
     @property
     def reducers(self) -> tuple[Any, ...]:
@@ -468,7 +480,12 @@ class _HostOffloadExtended(OneDeviceExtended):
     def _take_reduced(self, value: Any, destination: Any) -> bool:
         reference = destination.ref() if isinstance(destination, tf.Variable) else None
         total = self._reduced.pop(reference, None)
-        return total is not None and _is_made_of(getattr(value, "values", value), total)
+        if total is None:
+            return False
+        value = getattr(value, "values", value)
+        if value.graph is not total.graph:  # taken for granted in a branch, which has its own
+            return True
+        return depends_on([value.op], [total.op], data_before)
 
     def sum_gradients(
         self,
@@ -495,7 +512,10 @@ class _HostOffloadExtended(OneDeviceExtended):
         if self.accumulation is not None:
             values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
         if self._num_replicas_in_sync == 1:
-            return self._check_alone(values, names, nonfinite)
+            checked = self._check_alone(values, names, nonfinite)
+            if self.accumulation is not None:
+                self.sums.update(total.op for total in checked)
+            return checked
         reductions = [
             Reduction(value, name, row_shape=row_shape)
             for value, (_, name, row_shape) in zip(values, gradients)
@@ -649,21 +669,6 @@ def loss_is_scaled() -> bool:
       True where it does in the default graph.
     """
     return getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
-
-
-def _is_made_of(value: tf.Tensor, part: tf.Tensor) -> bool:
-    """Whether a tensor depends on another one; taken for granted where a branch has its own."""
-    if value.graph is not part.graph:
-        return True
-    seen, todo = {value.op}, [value.op]
-    while todo:
-        op = todo.pop()
-        if op is part.op:
-            return True
-        inputs = {tensor.op for tensor in op.inputs} - seen
-        seen |= inputs
-        todo += inputs
-    return False
 
 
 def divided(total: Any, count: int) -> Any:

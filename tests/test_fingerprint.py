@@ -185,7 +185,12 @@ def test_variables_that_take_in_data_may_differ_by_rank_and_others_may_not() -> 
         local = [(gradient.op.inputs[0], variable) for gradient, variable in pairs]
         return adam()(local, step)
 
-    slots = ["bias/Adam", "bias/Adam_1", "kernel/Adam", "kernel/Adam_1"]
-    mirrored = sorted(["beta1_power", "beta2_power", "bias", "global_step", "kernel", *slots])
-    for apply in (adam(), unreduced):  # what is trained must not differ, whatever is done to it
-        assert [variable.op.name for variable in built(apply).mirrored] == mirrored
+    alike = ["beta1_power", "beta2_power", "bias", "bias/Adam", "bias/Adam_1", "global_step"]
+    slots = ["kernel/Adam", "kernel/Adam_1"]
+    assert names(built(adam()).mirrored) == sorted(["kernel", *alike, *slots])
+    # what is trained must not differ, whatever is done to it; its slots do then
+    assert names(built(unreduced).mirrored) == sorted(["kernel", *alike])
+
+
+def names(variables: Any) -> list[str]:
+    return [variable.op.name for variable in variables]
