@@ -20,7 +20,7 @@ from typing import Any, Optional
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
-from estimator_ext.graph import BRANCHES, CALLS, LOOPS, predicates_around, walk
+from estimator_ext.graph import BRANCHES, CALLS, LOOPS, decided_before, predicates_around, walk
 from estimator_ext.sync_on_read import is_sync_on_read
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
@@ -95,7 +95,7 @@ def read_updates(
     Returns:
       What they do.
     """
-    operations = walk(targets)
+    operations = walk(targets, decided_before)
     variables = tf.compat.v1.global_variables()
     trainable = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
     local = tf.compat.v1.local_variables()
@@ -128,7 +128,7 @@ def read_updates(
 
 def _initial_text(variable: tf.Variable) -> Text:
     """What a local variable begins with, which no rank gets from another one."""
-    operations = walk([variable.initializer])
+    operations = walk([variable.initializer], decided_before)
     reader = _Reader(set(), (), (), set(operations), {})
     reader.read(operations)
     name = variable.op.name
@@ -290,7 +290,7 @@ class _Reader:
             self._texts[argument.op] = None if varies else self._text(tensor)
             if tensor.op in self.variables:
                 self.variables[argument.op] = self.variables[tensor.op]
-        self.read(walk(body.get_operations()), caller, conditions)
+        self.read(walk(body.get_operations(), decided_before), caller, conditions)
         return body.inputs, [self._text(tensor) for tensor in body.outputs]
 
     def _note_change(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> None:

@@ -121,3 +121,16 @@ def predicates_around(op: tf.Operation) -> list[tf.Tensor]:
             found.append(context.pivot)
         context = context.outer_context
     return found
+
+
+def decided_before(op: tf.Operation) -> list[tf.Operation]:
+    """The operations that run before one, and those that decide whether it runs.
+
+    Args:
+      op: an operation.
+
+    Returns:
+      They, each once; not the end of a loop, which depends on what is in the loop.
+    """
+    decides = [tensor.op for tensor in predicates_around(op)]
+    return [*runs_before(op), *(each for each in decides if each.type != "LoopCond")]

@@ -532,7 +532,7 @@ def reduced_in_replica(model: Model) -> tf.Tensor:
     return tf.distribute.get_replica_context().all_reduce(MEAN, batch_mean(model))
 
 
-# -- what comes from branches, queues, loops, and variables that are not in TRAINABLE_VARIABLES ----
+# -- branches, queues, loops, and variables in other collections ------------------------------
 
 
 def in_branch(model: Model) -> Any:
