@@ -11,7 +11,6 @@ operations are read again until no variable, queue or loop is found to vary that
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,31 +20,23 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
 from estimator_ext.graph import BRANCHES, CALLS, LOOPS, decided_before, predicates_around, walk
+from estimator_ext.operation_kinds import (
+    OF_THIS_RANK,
+    PASSING,
+    READ_LATER,
+    READS,
+    arguments,
+    depends_on_more,
+    functions_of,
+    is_filled_elsewhere,
+    makes_handle,
+    takes_handle,
+)
 from estimator_ext.sync_on_read import is_sync_on_read
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 __all__: list[str] = []
 
-# Take a variable and leave it as it is; all others that take one change it.
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
-_READS += ("VarIsInitializedOp", "IsVariableInitialized", "DisableCopyOnRead")
-_READS += ("LookupTableFindV2", "LookupTableSizeV2", "LookupTableExportV2")
-# Pass a variable or a value on as it is.
-_PASSING = ("Identity", "Cast", "ReadVariableOp", "Switch", "RefSwitch", "Enter", "RefEnter")
-_PASSING += ("RefIdentity", "PlaceholderWithDefault")
-_VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
-# Of a loop, whose beginning depends on them.
-_READ_LATER = ("NextIteration", "RefNextIteration", "LoopCond")
-_OF_THIS_RANK = re.compile(
-    r"Iterator|Placeholder$|PyFunc|EagerPyFunc|ReadFile|MatchingFiles|Restore"
-    r"|.*(Dataset|Reader|Random|Normal|Multinomial)|StatefulUniform"
-)
-# Have a state, or an effect, but what they return depends on their inputs alone.
-_PURE = re.compile(
-    r"CheckNumerics|Print|Assert|GuaranteeConst|Empty$|DebugIdentity|TensorArray|Cudnn|NoOp"
-)
-_TABLE = re.compile(r"(Mutable)?(Dense)?HashTable|Lookup")
-_INITIALIZES_TABLE = re.compile(r"InitializeTable|LookupTableImport")
 _SHOWN_CHARACTERS = 400
 
 # Of an operation: its description, None where its values may differ by rank.
@@ -97,7 +88,8 @@ def read_updates(
     """
     operations = walk(targets, decided_before)
     variables = tf.compat.v1.global_variables()
-    trainable = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
+    trained = tf.compat.v1.trainable_variables()
+    trainable = {variable.op.name for variable in trained}
     local = tf.compat.v1.local_variables()
     initial = {v.op.name: _initial_text(v) for v in local if v.op.name not in trainable}
     varying: set[Any] = {name for name, text in initial.items() if text is None}
@@ -111,7 +103,7 @@ def read_updates(
             break
         varying |= more
     own = frozenset(each for each in varying if isinstance(each, str))
-    known = {variable.op.name: variable for variable in [*local, *variables]}
+    known = {variable.op.name: variable for variable in [*local, *trained, *variables]}
     texts = {n: "; ".join(sorted(found)) for n, found in reader.updates.items() if n in known}
     used = sorted(reader.used & known.keys() - own)
     texts.update({f"{name} at first": initial[name] for name in used if initial.get(name)})
@@ -184,7 +176,7 @@ class _Reader:
             self._note_variable(op)
             decides = [*conditions, *map(self._text, predicates_around(op))]
             self._texts[op] = self._describe(op, caller or op, decides)
-            if _takes_handle(op) and op.type not in (*_READS, *_PASSING, *CALLS):
+            if op.type not in (*READS, *PASSING, *CALLS) and takes_handle(op):
                 self._note_change(op, caller or op, decides)
         # a loop's beginning is read before its end, and before what decides whether it goes on
         self.loops |= {
@@ -195,24 +187,25 @@ class _Reader:
         }
 
     def _note_variable(self, op: tf.Operation) -> None:
-        if _makes_handle(op):
+        if makes_handle(op):
             self.used.add(op.name)
             self.variables[op] = op.name
         elif op.inputs and op.inputs[0].op in self.variables:
             gives_reference = bool(op.outputs) and op.outputs[0].dtype._is_ref_dtype
-            if gives_reference or op.type in _PASSING:  # what assigns to a reference gives one
+            if gives_reference or op.type in PASSING:  # what assigns to a reference gives one
                 self.variables[op] = self.variables[op.inputs[0].op]
 
     def _describe(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> Text:
+        if op.type in CALLS:  # what it does is read even if nobody knows whether it is called
+            results = self._call(op, caller, conditions)
+            self._results[op] = [None] * len(results) if None in conditions else results
+            return op.type
         if None in conditions or op in self.data or op in self.known:
             return None
         if op in self.reduced or is_same_on_all_ranks(op):
             return "reduced"
-        if _OF_THIS_RANK.match(op.type):
+        if OF_THIS_RANK.match(op.type):
             return None
-        if op.type in CALLS:
-            self._results[op] = self._call(op, caller, conditions)
-            return op.type
         if op.type == "Const":
             return _constant(op)
         inputs = [self._text(tensor) for tensor in op.inputs]
@@ -220,29 +213,14 @@ class _Reader:
             return None
         if op in self.variables:
             name = self.variables[op]
-            is_own = name in self.known or self._is_filled_elsewhere(op)
+            is_own = name in self.known or is_filled_elsewhere(op, self.step)
             return None if is_own else repr(name)
-        if op.op_def.is_stateful and not self._is_known(op):
+        takes_known = any(tensor.op in self.variables for tensor in op.inputs)
+        if not takes_known and depends_on_more(op):
             return None
-        if op.type in _PASSING:
+        if op.type in PASSING:
             return inputs[0]
         return _short(f"{op.type}({', '.join(map(str, inputs))})")
-
-    def _is_known(self, op: tf.Operation) -> bool:
-        """Whether it is known what decides on the results of an operation that has a state."""
-        return _PURE.match(op.type) is not None or any(t.op in self.variables for t in op.inputs)
-
-    def _is_filled_elsewhere(self, op: tf.Operation) -> bool:
-        """Whether what puts values into a queue or the like is not part of the step."""
-        if op not in self.step or not _makes_handle(op) or op.type in _VARIABLES:
-            return False
-        is_table = _TABLE.match(op.type) is not None
-        return any(
-            len(consumer.inputs) > 1
-            and consumer not in self.step
-            and not (is_table and _INITIALIZES_TABLE.match(consumer.type))
-            for consumer in op.outputs[0].consumers()
-        )
 
     def _text(self, tensor: tf.Tensor) -> Text:
         op, index = tensor.op, tensor.value_index
@@ -250,7 +228,7 @@ class _Reader:
             return self._text(op.inputs[index])
         if op in self._results:
             return self._results[op][index]
-        if op not in self._texts and op.type in _READ_LATER:
+        if op not in self._texts and op.type in READ_LATER:
             return None if op in self.known else "loop"
         text = self._texts.get(op)
         numbered = text not in (None, "reduced") and index
@@ -263,7 +241,7 @@ class _Reader:
         decides = [self._text(op.inputs[0])] if op.type in BRANCHES else []
         called = [
             self._read_function(op, function, caller, [*conditions, *decides])[1]
-            for function in _functions(op)
+            for function in functions_of(op)
         ]
         return [_joined(op.type, [*decides, *parts]) for parts in zip(*called)]
 
@@ -295,43 +273,22 @@ class _Reader:
 
     def _note_change(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> None:
         """Notes what an operation does to the variable that it takes, and to its slots."""
-        names = [argument.name for argument in op.op_def.input_arg]
-        handles = [tensor for tensor in op.inputs if _is_handle(tensor)]
-        changed = [self.variables[t.op] for t in handles if t.op in self.variables]
-        values = [(n, self._text(t)) for n, t in zip(names, op.inputs) if not _is_handle(t)]
-        for name in changed:
+        values, changed = [], []
+        for argument, tensor, is_handle in arguments(op):
+            if not is_handle:
+                values.append((argument, self._text(tensor)))
+            elif tensor.op in self.variables:
+                changed.append((self.variables[tensor.op], self._text(tensor)))
+        varies = None in conditions or None in [text for _, text in values]
+        for name, text in changed:
             self.changes.setdefault(name, []).append(caller)
-            if None in [text for _, text in values] or None in conditions:
+            if varies or (text is None and name not in self.known):  # a branch hands it on
                 self.varying.setdefault(name, []).append(caller)
         shown = [f"{name}={'data' if text is None else text}" for name, text in values]
         shown += [a.name for a in op.op_def.attr if _is_chosen(op, a)]
         shown += [f"if {'data' if text is None else text}" for text in conditions]
-        for name in changed[:1]:
+        for name, _ in changed[:1]:
             self.updates.setdefault(name, []).append(f"{op.type}({', '.join(shown)})")
-
-
-def _functions(op: tf.Operation) -> list[Any]:
-    """What an operation of CALLS calls."""
-    for name in ("branches", "f"):
-        if name in op.node_def.attr:
-            value = op.get_attr(name)
-            return value if isinstance(value, list) else [value]
-    return [op.get_attr("then_branch"), op.get_attr("else_branch")]
-
-
-def _is_handle(tensor: tf.Tensor) -> bool:
-    return bool(tensor.dtype == tf.resource or tensor.dtype._is_ref_dtype)
-
-
-def _takes_handle(op: tf.Operation) -> bool:
-    return bool(op.inputs) and _is_handle(op.inputs[0])
-
-
-def _makes_handle(op: tf.Operation) -> bool:
-    """Whether an operation is a variable, a queue, a table or the like."""
-    if not op.outputs or not _is_handle(op.outputs[0]) or op.type.startswith("TensorArray"):
-        return False
-    return op.type != "Placeholder" and not any(_is_handle(tensor) for tensor in op.inputs)
 
 
 def _is_chosen(op: tf.Operation, attribute: Any) -> bool:

@@ -709,6 +709,15 @@ def _name(destination: Any, value: Any) -> str:
 
 
 def _name_and_shape(destination: Any, value: Any) -> tuple[str, tuple[int, ...]]:
-    """Name of a gradient's variable, and the shape of a row of it."""
+    """Name of a gradient's variable, and of a sparse gradient the shape of a row."""
+    name = _name(destination, value)
+    if not isinstance(value, tf.IndexedSlices):
+        return name, ()
     shape = destination.shape if isinstance(destination, tf.Variable) else value.shape
-    return _name(destination, value), tuple(shape[1:]) if shape.rank else ()
+    for row in (shape[1:], value.values.shape[1:]):
+        if row.is_fully_defined():
+            return name, tuple(row.as_list())
+    raise hostopt.ConfigError(
+        f"the gradient of {name!r} is sparse, and {name!r} is of shape {shape}, wanted one whose "
+        "rows have a known shape. Create the variable with a static shape"
+    )
