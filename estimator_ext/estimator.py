@@ -538,9 +538,9 @@ def _check_accumulation(strategy: HostOffloadStrategy) -> None:
     accumulation = strategy.extended.accumulation
     if accumulation is not None and not accumulation.is_used:
         raise hostopt.ConfigError(
-            f"accumulate_steps is {accumulation.micro_batches}, but the optimizer applies "
-            "gradients by itself, without those of the other micro-batches. Give it what "
-            "estimator_ext.reduce_gradients(grads_and_vars) returns, or leave accumulate_steps out"
+            f"accumulate_steps is {accumulation.micro_batches}, but the step updates no variable "
+            "with a gradient that is computed outside of branches, loops and functions. Compute "
+            "gradients outside of them, or leave accumulate_steps out"
         )
 
 

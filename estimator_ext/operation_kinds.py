@@ -75,7 +75,8 @@ def takes_handle(op: tf.Operation) -> bool:
     Returns:
       True if one of its inputs is one.
     """
-    return any(is_handle for _, _, is_handle in arguments(op))
+    may = any(tensor.dtype == tf.resource or tensor.dtype._is_ref_dtype for tensor in op.inputs)
+    return may and any(is_handle for _, _, is_handle in arguments(op))
 
 
 def makes_handle(op: tf.Operation) -> bool:

@@ -362,7 +362,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         loss: tf.Tensor,
         is_mean: bool,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Builds what `deferred` has noted, and the reduction of the loss, which holds up nothing.
+        """Builds what `deferred` has noted, and the reduction of the loss.
 
         All ranks call this together.
 

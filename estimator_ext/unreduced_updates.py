@@ -220,7 +220,7 @@ class _Search:
             if op in seen:
                 continue
             seen.add(op)
-            before = self._before(variable, update, op)
+            before = [] if op in self.data else self._before(variable, update, op)
             for each, is_predicate in before:
                 if each is not None:  # which is mended
                     todo.append((update, each, decides or is_predicate))
@@ -301,7 +301,9 @@ class _Search:
         cause = f"{kind} {op.name!r} ({op.type})"
         if decides:
             return f"a branch or loop that depends on {cause}", _OF_PREDICATE
-        return cause, _IN_BODY if update.type in CALLS or op.type in CALLS else _OF_DATA
+        in_branch = update._get_control_flow_context() is not None
+        is_called = update.type in CALLS or op.type in CALLS
+        return cause, _IN_BODY if in_branch or is_called else _OF_DATA
 
 
 def _without_identities(

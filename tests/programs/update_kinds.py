@@ -41,10 +41,10 @@ class Kind:
       name: what tests call it.
       expected: what two ranks end with. "mean": the same bits, equal to one process on the whole
         batch. "sum": equal to one process whose loss is multiplied by the number of ranks.
-        "alike": the same bits, but not those of one process, as the note says. "refused: WORD": a
-        ConfigError before the first step, which names WORD as the operation. "mismatch": an error
-        after the first step, which says that the ranks have come to differ; "late mismatch": one
-        at the end. Several of them, separated by "|", are equally right.
+        "alike": the same bits, but not those of one process, as the note says. "refused: WORD;
+        WORD": a ConfigError before the first step, with these words. "mismatch": an error after
+        the first step, which says that the ranks have come to differ; "late mismatch": one at the
+        end. Several of them, separated by "|", are equally right.
       build: makes the train_op, or the spec, of a model.
       note: why it is neither "mean" nor refused.
       sparse: adds an embedding, whose gradient is sparse.
@@ -291,6 +291,7 @@ def raw_adam(variable: tf.Variable, gradient: tf.Tensor) -> tf.Operation:
             f"{variable.op.name}/{name}",
             initializer=np.zeros(variable.shape.as_list()),
             trainable=False,
+            use_resource=True,
         )
         for name in ("m", "v")
     )
@@ -322,7 +323,9 @@ def raw_sparse_adagrad(variable: tf.Variable, gradient: Any) -> tf.Operation:
     if not isinstance(gradient, tf.IndexedSlices):
         return variable.assign_sub(RATE * gradient, read_value=False)
     name = f"{variable.op.name}/accumulator"
-    accumulator = v1.get_variable(name, initializer=np.ones((IDS, 3)), trainable=False)
+    accumulator = v1.get_variable(
+        name, initializer=np.ones((IDS, 3)), trainable=False, use_resource=True
+    )
     # duplicate rows would be squared one by one, so they are added up first, as optimizers do
     rows, places = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
@@ -733,6 +736,7 @@ def mean_teacher(model: Model) -> Any:
 SUMS = "Keras optimizers and gradients of one's own do not scale the loss: the stock sum"
 LOCAL = "what stands between compute_gradients and apply_gradients sees this rank's gradients"
 OF_PYTHON = "nobody knows what Python does"
+OF_BRANCH = "the ranks take different branches"
 OF_DATA = "a local batch went into the weights without a gradient"
 
 KINDS = [
@@ -843,7 +847,7 @@ KINDS = [
     Kind("gradient penalty", "mean", gradient_penalty),
     Kind("penalty on the gradient of weights", "alike", penalty_on_weights, LOCAL),
     Kind("in cond", "mean", in_cond),
-    Kind("gradients in cond", "mean|refused: cond", gradients_in_cond),
+    Kind("gradients in cond", "mean|refused: cond; outside of the branch", gradients_in_cond),
     Kind("in while_loop", "mean", in_while_loop),
     Kind("in tf.function", "mean|refused: Call", in_function),
     Kind("all in tf.function", "mean|refused: Call", step_in_function),
@@ -872,7 +876,7 @@ KINDS = [
     Kind("own apply_gradients, out of the collection", "mean", out_of_collection),
     Kind("own apply_gradients, penalty alone", "mean", penalty_alone),
     Kind("own apply_gradients, no dense_shape", "mean", without_dense_shape, sparse=True),
-    Kind("own apply_gradients, nonfinite=skip", "refused: AssignVariableOp", minimize(Own),
+    Kind("own apply_gradients, nonfinite=skip", "refused: AssignVariableOp; skip", minimize(Own),
         "nothing leaves its updates out", options={"nonfinite": "skip"}),
     Kind("number of rows by hand", "mean", sparse_penalty, sparse=True),
     Kind("assign_sub behind an optimizer", "mean", behind_an_optimizer),
@@ -881,7 +885,8 @@ KINDS = [
     # local variables
     Kind("accumulated in local variables", "mean", accumulated_in_local_variables),
     Kind("rate of a local counter", "mean", rate_of_local_counter),
-    Kind("rate of a local variable", "refused: ResourceApplyGradientDescent",
+    Kind("rate of a local variable",
+        "refused: ResourceApplyGradientDescent; 'rate'; initialize that variable",
         rate_of_local_variable, "it begins with random numbers"),
     Kind("trainable local variable", "mean", local_trainable),
     # without data, or with data that are reduced
@@ -900,10 +905,10 @@ KINDS = [
     Kind("mean of the batch", "refused: AssignSubVariableOp", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * batch_mean(model))
     ), OF_DATA),
-    Kind("branch of the batch", "refused: cond", in_branch, "ranks take different branches"),
-    Kind("constant of a branch", "refused: AssignSubVariableOp", without_gradient(
+    Kind("branch of the batch", "refused: cond; let the branch depend on", in_branch, OF_BRANCH),
+    Kind("constant of a branch", "refused: AssignSub; let the branch depend on", without_gradient(
         lambda model: model.variables[1].assign_sub(chosen_in_branch(model) * tf.ones(3, "double"))
-    ), "ranks take different branches"),
+    ), OF_BRANCH),
     Kind("queue", "refused: AssignSubVariableOp", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * through_queue(model))
     ), OF_DATA),
