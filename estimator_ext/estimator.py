@@ -57,7 +57,6 @@ from estimator_ext.uneven_data import (
 )
 from estimator_ext.unreduced_updates import (
     check_mended,
-    check_skipped,
     mend_unreduced_updates,
     warn_of_own_variables,
 )
@@ -516,7 +515,7 @@ def _with_reductions(
         if is_mended and mend_unreduced_updates(strategy, updates, data):
             is_mean = True
             updates = read_updates(targets, data, extended.sums)
-        check_skipped(strategy, updates, extended.is_guarded)
+        extended.check_skipped(updates)
     if updates is not None and strategy.num_replicas_in_sync > 1:
         suspects = check_mended(updates, data)
         warn_of_own_variables(updates)

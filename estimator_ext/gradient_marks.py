@@ -68,6 +68,16 @@ class TrainingGraph(tf.Graph):
             self.scale_factors.append(self.get_operations()[-1].inputs[1].op)
 
 
+def marks_of_graph() -> dict[tf.Operation, Mark]:
+    """The gradients of the default graph.
+
+    Returns:
+      By operation, of which a sparse gradient has two.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return graph.marks if isinstance(graph, TrainingGraph) else {}
+
+
 def _marked(graph: TrainingGraph, gradient: Any, source: Any) -> Any:
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):  # None, or a composite tensor
         return gradient

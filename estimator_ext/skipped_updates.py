@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from estimator_ext.fingerprint import Updates
+from estimator_ext.gradient_marks import marks_of_graph
 from estimator_ext.graph import BRANCHES, data_before, depends_on, predicates_around, walk
+from hostopt.errors import ConfigError
 from hostopt.nonfinite import NonFiniteCheck
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -23,6 +26,7 @@ class SkippedUpdates:
     def __init__(self) -> None:
         self.checks: list[NonFiniteCheck] = []  # of all reductions of the step, in the end
         self._finite: tf.Tensor | None = None
+        self._predicates: dict[tf.Operation, bool] = {}  # and whether they are checks
 
     def watch(self, sums: Sequence[tf.Tensor]) -> None:
         """Have the updates depend on these sums too, those that are built already among them.
@@ -64,20 +68,39 @@ class SkippedUpdates:
 
         return guarded
 
-    def guards(self, op: tf.Operation) -> bool:
-        """Whether an operation runs only if something is finite.
+    def check(self, updates: Updates) -> None:
+        """Makes sure that the updates can be left out where a gradient is not finite.
 
         Args:
-          op: an operation of the graph.
+          updates: what the step does.
 
-        Returns:
-          True in a branch whose predicate depends on a check, of this class or of the program.
+        Raises:
+          hostopt.ConfigError: an update uses a gradient, finite or not.
         """
+        marks = marks_of_graph()
+        trained = {updates.variable_of(mark.source.op) for mark in marks.values()}
+        for variable in sorted(trained & updates.changes.keys()):
+            for update in updates.changes[variable]:
+                if not self._guards(update) and depends_on([update], marks, data_before):
+                    raise ConfigError(
+                        f"nonfinite='skip' cannot leave out operation {update.name!r} "
+                        f"({update.type}), which updates variable {variable!r} with a gradient by "
+                        "itself. Use nonfinite='error', or an optimizer that applies gradients as "
+                        "those of tf.compat.v1.train do"
+                    )
+
+    def _guards(self, op: tf.Operation) -> bool:
+        """Whether an operation runs only if a check, also one of the program, finds no NaN."""
         predicates = predicates_around(op) + [op.inputs[0]] * (op.type in BRANCHES)
-        return any(
-            before.type in _CHECKS or (self._finite is not None and before is self._finite.op)
-            for before in walk([predicate.op for predicate in predicates], data_before)
-        )
+        return any(self._is_check(predicate.op) for predicate in predicates)
+
+    def _is_check(self, predicate: tf.Operation) -> bool:
+        if predicate not in self._predicates:
+            self._predicates[predicate] = any(
+                op.type in _CHECKS or (self._finite is not None and op is self._finite.op)
+                for op in walk([predicate], data_before)
+            )
+        return self._predicates[predicate]
 
     def _all_finite(self) -> np.bool_:
         return np.bool_(all(check.finite for check in self.checks))

@@ -19,6 +19,7 @@ import hostopt
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.cached_reads import read_where_needed
 from estimator_ext.deferred_reductions import DeferredReductions
+from estimator_ext.fingerprint import Updates
 from estimator_ext.graph import data_before, depends_on
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
@@ -298,9 +299,10 @@ class _HostOffloadExtended(OneDeviceExtended):
         is_alone = self._num_replicas_in_sync == 1 and self.accumulation is None
         return not is_alone or self._strategy.options.nonfinite == "skip"
 
-    def is_guarded(self, op: tf.Operation) -> bool:
-        """Whether an operation runs only in steps whose gradients are finite."""
-        return self._skipping.guards(op)
+    def check_skipped(self, updates: Updates) -> None:
+        """Makes sure that updates can be left out, if the option `nonfinite` asks for it."""
+        if self._strategy.options.nonfinite == "skip":
+            self._skipping.check(updates)
 
     @property
     def reducers(self) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ Trained are the trainable variables, and those that are updated with a gradient 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,8 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.fingerprint import Updates
-from estimator_ext.gradient_marks import Mark, TrainingGraph
-from estimator_ext.graph import BRANCHES, CALLS, data_before, depends_on, predicates_around, walk
+from estimator_ext.gradient_marks import Mark, marks_of_graph
+from estimator_ext.graph import BRANCHES, CALLS, data_before, predicates_around, walk
 from estimator_ext.strategy import HostOffloadStrategy, divided
 from estimator_ext.sync_on_read import is_sync_on_read
 from hostopt.tensorflow.ops import is_same_on_all_ranks
@@ -95,34 +95,6 @@ def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, 
     return search.suspects
 
 
-def check_skipped(
-    strategy: HostOffloadStrategy, updates: Updates, is_guarded: Callable[[tf.Operation], bool]
-) -> None:
-    """Makes sure that updates can be left out where a gradient is not finite.
-
-    Args:
-      strategy: of any number of ranks.
-      updates: what the step does now.
-      is_guarded: whether an operation runs only in steps whose gradients are finite.
-
-    Raises:
-      hostopt.ConfigError: an update uses a gradient, finite or not.
-    """
-    if strategy.options.nonfinite != "skip":
-        return
-    marks = _marks()
-    trained = {updates.variable_of(mark.source.op) for mark in marks.values()}
-    for variable in sorted(trained & updates.changes.keys()):
-        for update in updates.changes[variable]:
-            if not is_guarded(update) and depends_on([update], marks, data_before):
-                raise hostopt.ConfigError(
-                    f"nonfinite='skip' cannot leave out the update of variable {variable!r} by "
-                    f"operation {update.name!r} ({update.type}), which "
-                    "applies a gradient by itself. Use nonfinite='error', or an optimizer that "
-                    "applies gradients as those of tf.compat.v1.train do"
-                )
-
-
 def warn_of_own_variables(updates: Updates) -> None:
     """Logs which variables each rank changes by itself, as a checkpoint holds rank 0's alone.
 
@@ -146,11 +118,6 @@ def warn_of_own_variables(updates: Updates) -> None:
         )
 
 
-def _marks() -> dict[tf.Operation, Mark]:
-    graph = tf.compat.v1.get_default_graph()
-    return graph.marks if isinstance(graph, TrainingGraph) else {}
-
-
 def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
     names = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
     names |= {
@@ -158,7 +125,7 @@ def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
         for variable in tf.compat.v1.global_variables()
         if variable.op.name in updates.varying and _has_own_gradient(updates, variable.op.name)
     }
-    search = _Search(updates, data, sorted(names), _marks())
+    search = _Search(updates, data, sorted(names), marks_of_graph())
     for name in search.trained:
         search.go_back(name, updates.varying.get(name, ()))  # [U1], [U2]
     return search
@@ -166,7 +133,7 @@ def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
 
 def _has_own_gradient(updates: Updates, variable: str) -> bool:
     """Whether a variable is updated with a gradient that was computed with respect to it."""
-    marks = _marks()
+    marks = marks_of_graph()
 
     def before(op: tf.Operation) -> list[tf.Operation]:
         read = [name for name in _variables_read(updates, op) if name != variable]
