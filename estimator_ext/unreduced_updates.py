@@ -19,7 +19,7 @@ Trained are the trainable variables, and those that are updated with a gradient 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ def mend_unreduced_updates(
     Returns:
       How many gradients are reduced that were not before; they are part of the graph now.
     """
-    return _reduce(strategy, _search(updates, data).edges)  # [U3]
+    return _reduce(strategy, _search(updates, data).edges.values())  # [U3]
 
 
 def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, str]:
@@ -119,21 +119,18 @@ def warn_of_own_variables(updates: Updates) -> None:
 
 
 def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
+    marks = marks_of_graph()
     names = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
-    names |= {
-        variable.op.name
-        for variable in tf.compat.v1.global_variables()
-        if variable.op.name in updates.varying and _has_own_gradient(updates, variable.op.name)
-    }
-    search = _Search(updates, data, sorted(names), marks_of_graph())
+    others = {updates.variable_of(mark.source.op) for mark in marks.values()} - names
+    names |= {n for n in others & updates.varying.keys() if _has_own_gradient(updates, n, marks)}
+    search = _Search(updates, data, sorted(names), marks)
     for name in search.trained:
         search.go_back(name, updates.varying.get(name, ()))  # [U1], [U2]
     return search
 
 
-def _has_own_gradient(updates: Updates, variable: str) -> bool:
+def _has_own_gradient(updates: Updates, variable: str, marks: Mapping[tf.Operation, Mark]) -> bool:
     """Whether a variable is updated with a gradient that was computed with respect to it."""
-    marks = marks_of_graph()
 
     def before(op: tf.Operation) -> list[tf.Operation]:
         read = [name for name in _variables_read(updates, op) if name != variable]
@@ -165,7 +162,7 @@ class _Search:
       data: operations of this rank's input.
       trained: names of the trained variables.
       marks: the gradients of the graph.
-      edges: where gradients leave the backward pass.
+      edges: where gradients leave the backward pass, by consumer and input.
       suspects: by name of a variable, what may make it differ by rank.
       causes: by name of a variable, what makes it differ, and the cure.
     """
@@ -173,8 +170,8 @@ class _Search:
     updates: Updates
     data: Collection[tf.Operation]
     trained: Sequence[str]
-    marks: dict[tf.Operation, Mark]
-    edges: list[_Edge] = field(default_factory=list)
+    marks: Mapping[tf.Operation, Mark]
+    edges: dict[Any, _Edge] = field(default_factory=dict)
     suspects: dict[str, str] = field(default_factory=dict)
     causes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -211,7 +208,7 @@ class _Search:
                 edge = self._edge(variable, tensor, op, index)
                 source = tensor.op if edge is None else None
                 if edge is not None:
-                    self.edges.append(edge)
+                    self.edges.setdefault((edge.consumer, edge.index), edge)
                 elif tensor.op.type == "IdentityN":
                     source = _without_identities(tensor, op, index)[0].op
                 found.append((source, op.type in BRANCHES and index == 0))
@@ -232,9 +229,10 @@ class _Search:
         mark = self.marks.get(tensor.op)
         if mark is None or tensor.op._get_control_flow_context() is not None:
             return None
-        source = self.updates.variable_of(mark.source.op)
-        can_reduce = source in self.trained if source else self.updates.is_same(mark.source)
-        return _Edge(variable, mark, tensor, consumer, index) if can_reduce else None
+        is_trained = self.updates.variable_of(mark.source.op) in self.trained
+        if not is_trained and not self.updates.is_same(mark.source):
+            return None
+        return _Edge(variable, mark, tensor, consumer, index)
 
     def _note_own(self, variable: str, read: str) -> None:
         by_name = {v.op.name: v for v in tf.compat.v1.global_variables()}
@@ -296,7 +294,7 @@ def _variables_read(
     return [name for handle in handles if (name := updates.variable_of(handle))]
 
 
-def _reduce(strategy: HostOffloadStrategy, edges: Sequence[_Edge]) -> int:
+def _reduce(strategy: HostOffloadStrategy, edges: Iterable[_Edge]) -> int:
     """Reduces each gradient once, feeds the mean to its consumers, and counts gradients."""
     by_mark: dict[Mark, list[_Edge]] = {}
     for edge in edges:

@@ -615,6 +615,12 @@ def not_trainable(model: Model) -> Any:
     return optimizer.apply_gradients(pairs, model.step)
 
 
+def of_frozen_variable(model: Model) -> Any:
+    """The weights follow the gradient of a variable that is never updated."""
+    more, loss = second_variable(model, trainable=False)
+    return model.counted(model.variables[0].assign_sub(RATE * tf.gradients(loss, more)[0]))
+
+
 def out_of_collection(model: Model) -> Any:
     more, loss = second_variable(model)
     v1.get_collection_ref(v1.GraphKeys.TRAINABLE_VARIABLES).remove(more)
@@ -873,6 +879,7 @@ KINDS = [
     Kind("own apply_gradients of a tape, sparse", "mean", apply(taped, Own), sparse=True),
     Kind("own apply_gradients of a loop", "mean", of_loop),
     Kind("own apply_gradients, trainable=False", "mean", not_trainable),
+    Kind("gradient of a frozen variable", "mean", of_frozen_variable),
     Kind("own apply_gradients, out of the collection", "mean", out_of_collection),
     Kind("own apply_gradients, penalty alone", "mean", penalty_alone),
     Kind("own apply_gradients, no dense_shape", "mean", without_dense_shape, sparse=True),
