@@ -259,6 +259,14 @@ def in_function_in_branch(data: tf.Tensor, same: tf.Tensor) -> Any:
     return tf.cond(data[0] > 0, call, tf.no_op)
 
 
+def in_case(data: tf.Tensor, same: tf.Tensor) -> Any:
+    def update() -> tf.Tensor:
+        with tf.control_dependencies([assign(same)]):
+            return tf.constant(0)
+
+    return tf.switch_case(tf.cast(data[0], tf.int32), [update, lambda: tf.constant(1)])
+
+
 def in_loop(data: tf.Tensor, same: tf.Tensor) -> Any:
     """As many updates as the data say."""
 
@@ -297,6 +305,7 @@ BRANCHES: dict[str, tuple[bool, Value]] = {
     "in a branch that all take": (False, in_same_branch),
     "in a branch of a branch": (True, in_nested_branch),
     "in a function of a branch": (True, in_function_in_branch),
+    "in a case": (True, in_case),
     "in a loop": (True, in_loop),
     "later in a loop": (True, later_in_loop),
     "constants of a branch": (
