@@ -185,7 +185,8 @@ class _Search:
                 continue
             seen.add(op)
             before = [] if op in self.data else self._before(variable, update, op)
-            for each, is_predicate in before:
+            # predicates are looked at first: a branch that returns nothing returns its predicate
+            for each, is_predicate in sorted(before, key=lambda found: found[1]):
                 if each is not None:  # which is mended
                     todo.append((update, each, decides or is_predicate))
             if not before and op is not update:
