@@ -23,7 +23,8 @@ from estimator_ext.accumulation import Accumulation
 from estimator_ext.cached_reads import read_where_needed
 from estimator_ext.conditional_reductions import refuse_reductions_of_some_ranks
 from estimator_ext.deferred_reductions import DeferredReductions
-from estimator_ext.graph import operations_before
+from estimator_ext.fingerprint import Updates
+from estimator_ext.graph import data_before, depends_on, operations_before
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
 from estimator_ext.uneven_data import BatchWeights
@@ -267,6 +268,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         self._skipping = SkippedUpdates()
         self.flags = ops.Flags()
         self.accumulation: Accumulation | None = None
+        self.sums: set[tf.Operation] = set()  # of one rank's micro-batches
         self.weights: BatchWeights | None = None
         self._loss_weight: tf.Tensor | None = None
 
@@ -295,6 +297,17 @@ class _HostOffloadExtended(OneDeviceExtended):
             self._reduced.clear()
             self._forget_training()
             self.close_reducers()
+
+    @property
+    def uses_gradients_of_graph(self) -> bool:
+        """Whether it matters where the training graph computes its gradients."""
+        is_alone = self._num_replicas_in_sync == 1 and self.accumulation is None
+        return not is_alone or self._strategy.options.nonfinite == "skip"
+
+    def check_skipped(self, updates: Updates) -> None:
+        """Makes sure that updates can be left out, if the option `nonfinite` asks for it."""
+        if self._strategy.options.nonfinite == "skip":
+            self._skipping.check(updates)
 
     @property
     def reducers(self) -> tuple[Any, ...]:
@@ -360,7 +373,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         loss: tf.Tensor,
         is_mean: bool,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Builds what `deferred` has noted, and the reduction of the loss, which holds up nothing.
+        """Builds what `deferred` has noted, and the reduction of the loss.
 
         All ranks call this together.
 
@@ -535,7 +548,12 @@ class _HostOffloadExtended(OneDeviceExtended):
     def _take_reduced(self, value: Any, destination: Any) -> bool:
         reference = destination.ref() if isinstance(destination, tf.Variable) else None
         total = self._reduced.pop(reference, None)
-        return total is not None and _is_made_of(getattr(value, "values", value), total)
+        if total is None:
+            return False
+        value = getattr(value, "values", value)
+        if value.graph is not total.graph:  # taken for granted in a branch, which has its own
+            return True
+        return depends_on([value.op], [total.op], data_before)
 
     def sum_gradients(
         self,
@@ -562,7 +580,10 @@ class _HostOffloadExtended(OneDeviceExtended):
         if self.accumulation is not None:
             values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
         if self._num_replicas_in_sync == 1:
-            return self._check_alone(values, names, nonfinite)
+            checked = self._check_alone(values, names, nonfinite)
+            if self.accumulation is not None:
+                self.sums.update(total.op for total in checked)
+            return checked
         reductions = [
             Reduction(value, name, row_shape=row_shape)
             for value, (_, name, row_shape) in zip(values, gradients)
@@ -748,21 +769,6 @@ def loss_is_scaled() -> bool:
     return getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
 
 
-def _is_made_of(value: tf.Tensor, part: tf.Tensor) -> bool:
-    """Whether a tensor depends on another one; taken for granted where a branch has its own."""
-    if value.graph is not part.graph:
-        return True
-    seen, todo = {value.op}, [value.op]
-    while todo:
-        op = todo.pop()
-        if op is part.op:
-            return True
-        inputs = {tensor.op for tensor in op.inputs} - seen
-        seen |= inputs
-        todo += inputs
-    return False
-
-
 def divided(total: Any, count: int) -> Any:
     """Divides a sum by the number of ranks.
 
@@ -806,6 +812,15 @@ def _name(destination: Any, value: Any) -> str:
 
 
 def _name_and_shape(destination: Any, value: Any) -> tuple[str, tuple[int, ...]]:
-    """Name of a gradient's variable, and the shape of a row of it."""
+    """Name of a gradient's variable, and of a sparse gradient the shape of a row."""
+    name = _name(destination, value)
+    if not isinstance(value, tf.IndexedSlices):
+        return name, ()
     shape = destination.shape if isinstance(destination, tf.Variable) else value.shape
-    return _name(destination, value), tuple(shape[1:]) if shape.rank else ()
+    for row in (shape[1:], value.values.shape[1:]):
+        if row.is_fully_defined():
+            return name, tuple(row.as_list())
+    raise hostopt.ConfigError(
+        f"the gradient of {name!r} is sparse, and {name!r} is of shape {shape}, wanted one whose "
+        "rows have a known shape. Create the variable with a static shape"
+    )
