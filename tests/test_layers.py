@@ -103,7 +103,6 @@ LADDER = [
     "estimator_ext.uneven_data",
     "estimator_ext.skipped_updates",
     "estimator_ext.unique_rows",
-    "estimator_ext.graph",
     "estimator_ext.conditional_reductions",
     "estimator_ext.deferred_reductions",
     "estimator_ext.strategy",
