@@ -63,6 +63,8 @@ def mend_unreduced_updates(
     Returns:
       How many gradients are reduced that were not before; they are part of the graph now.
     """
+    if strategy.num_replicas_in_sync == 1 and strategy.extended.accumulation is None:
+        return 0  # a gradient is its own sum
     return _reduce(strategy, _search(updates, data).edges.values())  # [U3]
 
 
