@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
 __all__: list[str] = []
 
@@ -73,6 +75,18 @@ def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> l
     return order
 
 
+def operations_before(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
+    """All operations that run if some are run.
+
+    Args:
+      operations: those, of one graph.
+
+    Returns:
+      They, and all on which they depend by data or control.
+    """
+    return set(walk(operations))
+
+
 def ancestors(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
     """All operations that run if some are run.
 
@@ -82,7 +96,7 @@ def ancestors(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
     Returns:
       They and the others, in the order in which they were built.
     """
-    found = set(walk(targets))
+    found = operations_before(targets)
     return [op for op in targets[0].graph.get_operations() if op in found]
 
 
@@ -134,3 +148,20 @@ def decided_before(op: tf.Operation) -> list[tf.Operation]:
     """
     decides = [tensor.op for tensor in predicates_around(op)]
     return [*runs_before(op), *(each for each in decides if each.type != "LoopCond")]
+
+
+def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
+    """The graphs of the functions that an operation calls.
+
+    Args:
+      op: any operation.
+
+    Yields:
+      Name of the attribute that holds the function, such as `then_branch`, and the graph.
+    """
+    for attribute in op.op_def.attr:
+        if attribute.type not in ("func", "list(func)"):
+            continue
+        value = op.get_attr(attribute.name)
+        for function in value if attribute.type == "list(func)" else [value]:
+            yield attribute.name, get_func_graph(op, None, function.name)
