@@ -505,22 +505,21 @@ def _with_reductions(
     extended = strategy.extended
     targets = _operations_of_step(spec)
     updates, suspects, is_mean = None, {}, loss_is_scaled()
-    if strategy.num_replicas_in_sync > 1:
+    is_alone = strategy.num_replicas_in_sync == 1
+    if not is_alone:
         read_before_changes(targets)
     if extended.uses_gradients_of_graph:
-        graph = tf.compat.v1.get_default_graph()
-        data = {*data, *graph.scale_factors}
+        data = {*data, *tf.compat.v1.get_default_graph().scale_factors}
         updates = read_updates(targets, data, extended.sums)
-        is_mended = strategy.num_replicas_in_sync > 1 or extended.accumulation is not None
-        if is_mended and mend_unreduced_updates(strategy, updates, data):
+        if mend_unreduced_updates(strategy, updates, data):
             is_mean = True
             updates = read_updates(targets, data, extended.sums)
         extended.check_skipped(updates)
-    if updates is not None and strategy.num_replicas_in_sync > 1:
+    if is_alone:
+        updates = None  # there is nobody to compare them with
+    elif updates is not None:
         suspects = check_mended(updates, data)
         warn_of_own_variables(updates)
-    else:
-        updates = None
     _check_accumulation(strategy)
     loss = spec.loss
     if extended.accumulation is not None:

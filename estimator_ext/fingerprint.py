@@ -17,9 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
-from estimator_ext.graph import BRANCHES, CALLS, LOOPS, decided_before, predicates_around, walk
+from estimator_ext.graph import (
+    BRANCHES,
+    CALLS,
+    LOOPS,
+    decided_before,
+    functions_called,
+    predicates_around,
+    walk,
+)
 from estimator_ext.operation_kinds import (
     OF_THIS_RANK,
     PASSING,
@@ -27,7 +34,6 @@ from estimator_ext.operation_kinds import (
     READS,
     arguments,
     depends_on_more,
-    functions_of,
     is_filled_elsewhere,
     makes_handle,
     takes_handle,
@@ -94,7 +100,7 @@ def read_updates(
     initial = {v.op.name: _initial_text(v) for v in local if v.op.name not in trainable}
     varying: set[Any] = {name for name, text in initial.items() if text is None}
     varying |= {v.op.name for v in variables if is_sync_on_read(v)}
-    bodies: dict[Any, Any] = {}
+    bodies: dict[tf.Operation, list[tuple[str, Any]]] = {}
     while True:  # what takes in what may differ by rank may itself
         reader = _Reader(varying, data, reduced, set(operations), bodies)
         reader.read(operations)
@@ -136,14 +142,14 @@ class _Reader:
       data: operations whose values may differ by rank.
       reduced: operations whose values do not.
       step: all operations of the graph that are read.
-      bodies: graphs of functions, which it adds to.
+      bodies: graphs of the functions that an operation calls, which it adds to.
     """
 
     known: Collection[Any]
     data: Collection[tf.Operation]
     reduced: Collection[tf.Operation]
     step: Collection[tf.Operation]
-    bodies: dict[Any, Any]
+    bodies: dict[tf.Operation, list[tuple[str, Any]]]
     used: set[str] = field(default_factory=set)
     updates: dict[str, list[str]] = field(default_factory=dict)
     changes: dict[str, list[tf.Operation]] = field(default_factory=dict)
@@ -240,28 +246,31 @@ class _Reader:
             return self._loop(op, caller, conditions)
         decides = [self._text(op.inputs[0])] if op.type in BRANCHES else []
         called = [
-            self._read_function(op, function, caller, [*conditions, *decides])[1]
-            for function in functions_of(op)
+            self._read_function(op, body, caller, [*conditions, *decides])
+            for _, body in self._functions(op)
         ]
         return [_joined(op.type, [*decides, *parts]) for parts in zip(*called)]
 
     def _loop(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> list[Text]:
-        goes_on, body = op.get_attr("cond"), op.get_attr("body")
-        _, decides = self._read_function(op, goes_on, caller, conditions)
-        arguments, results = self._read_function(op, body, caller, [*conditions, *decides])
-        first = [self._texts[argument.op] for argument in arguments]
-        for argument, before, after in zip(arguments, first, results):
+        functions = dict(self._functions(op))
+        body = functions["body"]
+        decides = self._read_function(op, functions["cond"], caller, conditions)
+        results = self._read_function(op, body, caller, [*conditions, *decides])
+        first = [self._texts[argument.op] for argument in body.inputs]
+        for argument, before, after in zip(body.inputs, first, results):
             if before is not None and after is None:
                 self.loops.add(argument.op)
         return [_joined(op.type, [*decides, *parts]) for parts in zip(first, results)]
 
+    def _functions(self, op: tf.Operation) -> list[tuple[str, Any]]:
+        if op not in self.bodies:
+            self.bodies[op] = list(functions_called(op))
+        return self.bodies[op]
+
     def _read_function(
-        self, op: tf.Operation, function: Any, caller: tf.Operation, conditions: list[Text]
-    ) -> tuple[list[tf.Tensor], list[Text]]:
-        """Arguments of a function, and what it returns."""
-        body = self.bodies.setdefault((op, function.name), None)
-        if body is None:
-            body = self.bodies[op, function.name] = get_func_graph(op, None, function.name)
+        self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: list[Text]
+    ) -> list[Text]:
+        """What a function returns."""
         passed = op.inputs[len(op.inputs) - len(body.inputs) :]  # the first may say which branch
         for argument, tensor in zip(body.inputs, passed):
             varies = argument.op in self.known
@@ -269,7 +278,7 @@ class _Reader:
             if tensor.op in self.variables:
                 self.variables[argument.op] = self.variables[tensor.op]
         self.read(walk(body.get_operations(), decided_before), caller, conditions)
-        return body.inputs, [self._text(tensor) for tensor in body.outputs]
+        return [self._text(tensor) for tensor in body.outputs]
 
     def _note_change(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> None:
         """Notes what an operation does to the variable that it takes, and to its slots."""

@@ -10,13 +10,16 @@ The number of rows of a sparse gradient is hidden: behind a reduction it is anot
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import backprop
 from tensorflow.python.ops import gradients_util
+
+from estimator_ext.graph import data_before, walk
+from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 __all__: list[str] = []
 
@@ -32,12 +35,14 @@ class Mark:
       source: with respect to what it was computed: a tensor, or the handle of a variable.
       name: of the variable, or of the gradient itself.
       row_shape: of a sparse gradient, the shape of one row.
+      is_scaled: whether an optimizer has divided by the number of ranks what was differentiated.
     """
 
     gradient: Any
     source: tf.Tensor
     name: str
     row_shape: tf.TensorShape
+    is_scaled: bool
 
     @property
     def parts(self) -> list[tf.Tensor]:
@@ -67,6 +72,27 @@ class TrainingGraph(tf.Graph):
         if is_scaled:  # set right after the multiplication
             self.scale_factors.append(self.get_operations()[-1].inputs[1].op)
 
+    def is_scaled(self, targets: Sequence[Any]) -> bool:
+        """Whether tensors are made of what an optimizer has divided by the number of ranks.
+
+        Args:
+          targets: what is differentiated.
+
+        Returns:
+          False for what is made of variables that have been updated, or of sums, which are whole.
+        """
+
+        def before(op: tf.Operation) -> list[tf.Operation]:
+            assigns = any(tensor.dtype._is_ref_dtype for tensor in op.inputs)
+            ends = assigns or op in self.marks or is_same_on_all_ranks(op)
+            return [] if ends else data_before(op)
+
+        made_of = walk([each.op for each in targets if isinstance(each, tf.Tensor)], before)
+        factors = set(self.scale_factors)
+        return any(
+            op in factors or (op in self.marks and self.marks[op].is_scaled) for op in made_of
+        )
+
 
 def marks_of_graph() -> dict[tf.Operation, Mark]:
     """The gradients of the default graph.
@@ -78,7 +104,7 @@ def marks_of_graph() -> dict[tf.Operation, Mark]:
     return graph.marks if isinstance(graph, TrainingGraph) else {}
 
 
-def _marked(graph: TrainingGraph, gradient: Any, source: Any) -> Any:
+def _marked(graph: TrainingGraph, gradient: Any, source: Any, is_scaled: bool) -> Any:
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):  # None, or a composite tensor
         return gradient
     if not isinstance(source, (tf.Tensor, tf.Variable)):
@@ -95,10 +121,10 @@ def _marked(graph: TrainingGraph, gradient: Any, source: Any) -> Any:
         else:
             gradient = tf.identity(gradient, name=_NAME)
     if isinstance(source, tf.Variable):
-        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape)
+        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled)
     else:
         name = getattr(gradient, "values", gradient).op.name
-        mark = Mark(gradient, source, name, row_shape)
+        mark = Mark(gradient, source, name, row_shape, is_scaled)
     graph.marks.update({part.op: mark for part in mark.parts})
     return gradient
 
@@ -121,8 +147,9 @@ def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]
         results, graph = helper(ys, xs, *args, **kwargs), _marking_graph()
         if graph is None:
             return results
+        is_scaled = graph.is_scaled(tf.nest.flatten([ys, args[:1], kwargs.get("grad_ys")]))
         sources = xs if isinstance(xs, (list, tuple)) else [xs]
-        return [_marked(graph, gradient, x) for gradient, x in zip(results, sources)]
+        return [_marked(graph, gradient, x, is_scaled) for gradient, x in zip(results, sources)]
 
     return gradients
 
@@ -133,8 +160,10 @@ def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
         results, graph = method(self, target, sources, *args, **kwargs), _marking_graph()
         if graph is None:
             return results
+        is_scaled = graph.is_scaled(tf.nest.flatten([target, args, list(kwargs.values())]))
         pairs = zip(tf.nest.flatten(results), tf.nest.flatten(sources))
-        return tf.nest.pack_sequence_as(results, [_marked(graph, *pair) for pair in pairs])
+        marked = [_marked(graph, *pair, is_scaled) for pair in pairs]
+        return tf.nest.pack_sequence_as(results, marked)
 
     return gradient
 

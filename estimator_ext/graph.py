@@ -75,16 +75,16 @@ def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> l
     return order
 
 
-def operations_before(targets: Iterable[tf.Operation]) -> set[tf.Operation]:
+def operations_before(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
     """All operations that run if some are run.
 
     Args:
-      targets: those, of one graph.
+      operations: those, of one graph.
 
     Returns:
       They, and all on which they depend by data or control.
     """
-    return set(walk(targets))
+    return set(walk(operations))
 
 
 def ancestors(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
@@ -96,7 +96,7 @@ def ancestors(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
     Returns:
       They and the others, in the order in which they were built.
     """
-    found = set(walk(targets))
+    found = operations_before(targets)
     return [op for op in targets[0].graph.get_operations() if op in found]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
 
 import tensorflow as tf
 
@@ -114,19 +113,3 @@ def is_filled_elsewhere(op: tf.Operation, step: Collection[tf.Operation]) -> boo
         and not (is_table and _INITIALIZES_TABLE.match(consumer.type))
         for consumer in op.outputs[0].consumers()
     )
-
-
-def functions_of(op: tf.Operation) -> list[Any]:
-    """The functions of an operation.
-
-    Args:
-      op: a branch or a call.
-
-    Returns:
-      The branches, or the function that is called.
-    """
-    for name in ("branches", "f"):
-        if name in op.node_def.attr:
-            value = op.get_attr(name)
-            return value if isinstance(value, list) else [value]
-    return [op.get_attr("then_branch"), op.get_attr("else_branch")]

@@ -31,7 +31,6 @@ from estimator_ext.gradient_marks import Mark, marks_of_graph
 from estimator_ext.graph import BRANCHES, CALLS, data_before, predicates_around, walk
 from estimator_ext.strategy import HostOffloadStrategy, divided
 from estimator_ext.sync_on_read import is_sync_on_read
-from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 __all__: list[str] = []
 
@@ -63,6 +62,8 @@ def mend_unreduced_updates(
     Returns:
       How many gradients are reduced that were not before; they are part of the graph now.
     """
+    if strategy.num_replicas_in_sync == 1 and strategy.extended.accumulation is None:
+        return 0  # a gradient is its own sum
     return _reduce(strategy, _search(updates, data).edges.values())  # [U3]
 
 
@@ -321,7 +322,7 @@ def _mean(strategy: HostOffloadStrategy, mark: Mark, variable: str) -> dict[Any,
         )
     of_row = tuple(mark.row_shape.as_list())
     (total,) = strategy.extended.sum_gradients([(gradient, mark.name, of_row)], of_mean=True)
-    if not _is_scaled(parts[0].op):
+    if not mark.is_scaled:
         with tf.device(parts[0].device):
             total = divided(total, strategy.num_replicas_in_sync)
     if isinstance(gradient, tf.IndexedSlices) and not isinstance(total, tf.IndexedSlices):
@@ -329,14 +330,3 @@ def _mean(strategy: HostOffloadStrategy, mark: Mark, variable: str) -> dict[Any,
         total = tf.IndexedSlices(total, tf.cast(rows, gradient.indices.dtype))
     results = [total.values, total.indices] if isinstance(total, tf.IndexedSlices) else [total]
     return {part.ref(): result for part, result in zip(parts, results)}
-
-
-def _is_scaled(gradient: tf.Operation) -> bool:
-    """Whether a gradient is one of a loss that has been divided by the number of ranks."""
-
-    def before(op: tf.Operation) -> list[tf.Operation]:
-        assigns = any(tensor.dtype._is_ref_dtype for tensor in op.inputs)
-        return [] if assigns or is_same_on_all_ranks(op) else data_before(op)
-
-    factors = set(gradient.graph.scale_factors)
-    return bool(factors) and not factors.isdisjoint(walk([gradient], before))

@@ -649,6 +649,24 @@ def behind_an_optimizer(model: Model) -> Any:
     return model.counted(bias.assign_sub(RATE * gradient))
 
 
+def of_reduced_loss(model: Model) -> Any:
+    """The loss is the mean of the ranks already, and its gradient is reduced on its way back."""
+    loss = model.loss
+    if not model.alone:
+        loss = tf.distribute.get_replica_context().all_reduce(MEAN, loss)
+    return Own().minimize(loss, model.step)
+
+
+def of_gradient(model: Model) -> Any:
+    """A second loss is made of the gradient of a first one, which an optimizer has scaled."""
+    slopes = [g for g, _ in computed(model)]
+    changes = tf.gradients(
+        [tf.reduce_sum(tf.sin(v) * tf.stop_gradient(g)) for g, v in zip(slopes, model.variables)],
+        model.variables,
+    )
+    return model.counted(subtract(list(zip(changes, model.variables))))
+
+
 def penalty_alone(model: Model) -> Any:
     """A variable whose gradient does not depend on the data."""
     more = v1.get_variable("more", initializer=START["weights"])
@@ -886,6 +904,8 @@ KINDS = [
     Kind("own apply_gradients, nonfinite=skip", "refused: AssignVariableOp; skip", minimize(Own),
         "nothing leaves its updates out", options={"nonfinite": "skip"}),
     Kind("number of rows by hand", "mean", sparse_penalty, sparse=True),
+    Kind("own apply_gradients of a reduced loss", "mean", of_reduced_loss),
+    Kind("gradient of a gradient", "mean", of_gradient),
     Kind("assign_sub behind an optimizer", "mean", behind_an_optimizer),
     Kind("in accumulators", "mean", in_accumulators),
     Kind("loss of unknown shape", "mean", loss_of_unknown_shape),
