@@ -13,7 +13,7 @@ from programs.step_reductions import CASES, Case
 from estimator_ext.deferred_reductions import DeferredReductions
 from hostopt.tensorflow.reductions import Reduction
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(500)]
 
 STEPS = 4
 TOLERANCE = 1e-9

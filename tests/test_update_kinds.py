@@ -9,7 +9,7 @@ import pytest
 from halves import Halves
 from programs.update_kinds import KINDS, Kind
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(500)]
 
 STEPS = 4
 ROUNDING = {"float64": 1e-6, "float32": 1e-5}  # all else is larger
