@@ -76,10 +76,15 @@ class Accumulation:
             with tf.control_dependencies([reset]):
                 return tf.identity(total)
 
+    @property
+    def additions(self) -> list[tf.Operation]:
+        """What runs once for each micro-batch."""
+        updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
+        return [getattr(each, "op", each) for each in (*self._additions, *updates)]
+
     def hook(self) -> tf.compat.v1.train.SessionRunHook:
         """What runs the micro-batches before the last; to be made when all means are built."""
-        updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
-        additions = tf.group(*self._additions, *updates)
+        additions = tf.group(*self.additions)
         return _MicroBatchesHook(self.micro_batches - 1, additions, self._examples is None)
 
 

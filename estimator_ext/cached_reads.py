@@ -1,8 +1,8 @@
-"""Variables whose value is cached on the accelerator for a step, read as those that are not.
+"""Reads of variables whose value is cached on the accelerator for a step.
 
-TensorFlow hands out one cached tensor at each read. That tensor is older than any GradientTape, so
-a tape does not learn that it is the variable's value, and the gradient would be None. And it is
-older than any update, so a read that is to come after one would give the value before it.
+TensorFlow returns the same cached tensor for each read. That tensor is older than any
+GradientTape, so a tape does not know that it is the variable's value, and the gradient would be
+None. It is older than any update, too: a read after an update would return the value before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 def read_where_needed(variable: Any, always_cached: bool) -> None:
-    """Has tapes record each read of a variable, and a read with control dependencies come anew.
+    """Makes tapes record each read of a variable, and re-reads it behind control dependencies.
 
     Args:
       variable: one with a caching device.

@@ -20,9 +20,9 @@ _FIRST_STEPS = (1, 10, 100)
 
 
 class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
-    """Ends the training if a variable has other bits on another rank; before what saves it.
+    """Ends the training if a variable has other bits on another rank; runs before what saves it.
 
-    All ranks must have it.
+    All ranks must have it. It compares at the end of the training too.
 
     Args:
       communicator: a communicator of its own (a `duplicate`).
@@ -75,12 +75,24 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         before, self._step = self._step, self._step + self._steps_per_run
         firsts = (self._first_step + number for number in _FIRST_STEPS)
         is_early = any(before < step <= self._step for step in firsts)
-        if not is_early and self._step // self._every_steps == before // self._every_steps:
-            return
+        if is_early or self._step // self._every_steps != before // self._every_steps:
+            self._compare(run_context.session)
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Compares what is about to be saved, as all ranks have ended after the same step.
+
+        Args:
+          session: the session of this rank.
+
+        Raises:
+          hostopt.CollectiveMismatchError: a variable differs.
+          hostopt.HostOptError: a rank failed, left or timed out.
+        """
+        self._compare(session)
+
+    def _compare(self, session: tf.compat.v1.Session) -> None:
         own = [
-            _checksum(value)
-            for part in in_parts(self._variables)
-            for value in run_context.session.run(part)
+            _checksum(value) for part in in_parts(self._variables) for value in session.run(part)
         ]
         what = f"the checksums of the variables after step {self._step}"
         checksums = self._communicator.all_gather(np.array(own, np.uint32), what)
@@ -96,15 +108,15 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         return hostopt.CollectiveMismatchError(
             f"after step {self._step} variable {names[0]!r}{more} between rank 0 ({tasks[0]}) and "
             f"{', '.join(f'rank {rank} ({tasks[rank]})' for rank in ranks)}, but all ranks should "
-            f"have the same values. {self._likely_cause(names)}, and resume from a checkpoint of "
-            "an earlier step; desync_check_steps=0 compares nothing",
+            f"have the same values. {self._cause(names)}; then resume from a checkpoint of an "
+            "earlier step",
             rank=ranks[0],
             task=tasks[ranks[0]].name,
             address=tasks[ranks[0]].address,
             step=self._step,
         )
 
-    def _likely_cause(self, names: Sequence[str]) -> str:
+    def _cause(self, names: Sequence[str]) -> str:
         for name in names:
             if name in self._suspects:
                 return (
@@ -112,8 +124,8 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
                     "make it give the same values on all ranks"
                 )
         return (
-            "The likely cause is a hook, a callback or a session.run that changes variables on "
-            "one rank: make it do the same on all ranks"
+            "No likely cause is in the step's graph: look for a hook, a callback or a session.run "
+            "that changes variables on one rank"
         )
 
 

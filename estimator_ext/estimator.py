@@ -30,6 +30,7 @@ from estimator_ext.early_stopping import config_for
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import Updates, read_updates
 from estimator_ext.global_step import GlobalStepCheckHook, read_before_changes
+from estimator_ext.gradient_marks import TrainingGraph
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
 from estimator_ext.input_kinds import log_limits, prefetched, sharded
@@ -56,9 +57,7 @@ from estimator_ext.uneven_data import (
     goes_on,
 )
 from estimator_ext.unreduced_updates import (
-    TrainingGraph,
     check_mended,
-    mark_sparse_gradients,
     mend_unreduced_updates,
     warn_of_own_variables,
 )
@@ -208,10 +207,11 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             guard = SessionGuardHook(data)
             states = InputStates(communicator.duplicate("the data"), guard, more)
             global_step = self._create_and_assert_global_step(graph)
-            with mark_sparse_gradients(graph):
-                spec = strategy.extended.call_for_each_replica(
-                    self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
-                )
+            graph.marks_gradients = strategy.extended.uses_gradients_of_graph
+            spec = strategy.extended.call_for_each_replica(
+                self._call_model_fn, args=(features, labels, ModeKeys.TRAIN, self.config)
+            )
+            graph.marks_gradients = False
             spec, updates, suspects = _with_reductions(strategy, spec, data)
             # before the input hooks and all others: they may read what is broadcast
             first_hooks = [BroadcastVariablesHook(communicator), *input_hooks]
@@ -544,15 +544,21 @@ def _with_reductions(
     extended = strategy.extended
     targets = _operations_of_step(spec)
     updates, suspects, is_mean = None, {}, loss_is_scaled()
-    if strategy.num_replicas_in_sync > 1:
+    is_alone = strategy.num_replicas_in_sync == 1
+    if not is_alone:
         read_before_changes(targets)
-        updates = read_updates(targets, data)
-        mended = mend_unreduced_updates(strategy, updates, data)
-        if mended.reduced:
-            updates = read_updates(targets, data)
-        check_mended(updates, data)
+    if extended.uses_gradients_of_graph:
+        data = {*data, *tf.compat.v1.get_default_graph().scale_factors}
+        updates = read_updates(targets, data, extended.sums)
+        if mend_unreduced_updates(strategy, updates, data):
+            is_mean = True
+            updates = read_updates(targets, data, extended.sums)
+        extended.check_skipped(updates)
+    if is_alone:
+        updates = None  # there is nobody to compare them with
+    elif updates is not None:
+        suspects = check_mended(updates, data)
         warn_of_own_variables(updates)
-        suspects, is_mean = mended.suspects, is_mean or mended.reduced > 0
     _check_accumulation(strategy)
     loss = spec.loss
     if extended.accumulation is not None:
@@ -569,9 +575,9 @@ def _check_accumulation(strategy: HostOffloadStrategy) -> None:
     accumulation = strategy.extended.accumulation
     if accumulation is not None and not accumulation.is_used:
         raise hostopt.ConfigError(
-            f"accumulate_steps is {accumulation.micro_batches}, but the optimizer applies "
-            "gradients by itself, without those of the other micro-batches. Give it what "
-            "estimator_ext.reduce_gradients(grads_and_vars) returns, or leave accumulate_steps out"
+            f"accumulate_steps is {accumulation.micro_batches}, but the step updates no variable "
+            "with a gradient that is computed outside of branches, loops and functions. Compute "
+            "gradients outside of them, or leave accumulate_steps out"
         )
 
 

@@ -1,36 +1,48 @@
 """What a training operation does to the variables, in words that ranks can compare.
 
-Its operations are read in the order in which they were built, each described by those that it
-reads. Descriptions end at variables, at sums over the ranks and at what depends on this rank's
-data or on chance, which may differ by rank, and they name no operation: names are made up.
+Its operations are read one after the other, each described by those that it reads. Descriptions
+end at variables, at sums over the ranks and at what depends on this rank's data or on chance,
+which may differ by rank, and they name no operation: names are made up.
+
+What is not known to be the same on all ranks counts as varying. What is assigned to a variable,
+put into a queue, or passed on by the body of a loop is known only when all has been read. So the
+operations are read again until no variable, queue or loop is found to vary that did not before.
 """
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
+from estimator_ext.graph import (
+    BRANCHES,
+    CALLS,
+    LOOPS,
+    decided_before,
+    functions_called,
+    predicates_around,
+    walk,
+)
+from estimator_ext.operation_kinds import (
+    OF_THIS_RANK,
+    PASSING,
+    READ_LATER,
+    READS,
+    arguments,
+    depends_on_more,
+    is_filled_elsewhere,
+    makes_handle,
+    takes_handle,
+)
 from estimator_ext.sync_on_read import is_sync_on_read
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 __all__: list[str] = []
 
-# Take a variable and leave it as it is; all others that take one change it.
-_READS = ("ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp")
-_READS += ("IsVariableInitialized", "DisableCopyOnRead")
-_VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
-# Pass a variable or a value on as it is.
-_PASSING = ("Identity", "Cast", "ReadVariableOp", "Switch", "RefSwitch", "Enter", "RefEnter")
-_OF_THIS_RANK = re.compile(
-    r"Iterator|Placeholder$|PyFunc|EagerPyFunc|.*Dataset|.*(Random|Normal|Multinomial)"
-    r"|StatefulUniform"
-)
 _SHOWN_CHARACTERS = 400
 
 # Of an operation: its description, None where its values may differ by rank.
@@ -42,22 +54,31 @@ class Updates:
     """What a step does to variables.
 
     Args:
-      texts: description of all updates by name of the variable.
+      texts: description of all updates by name of the variable; of local variables that are the
+        same on all ranks, the one of the initial value too.
       mirrored: variables that the step uses, and that are the same on all ranks.
-      own: names of variables that may differ by rank.
-      varying: by name of a variable, the operations that assign to it what may differ by rank; of
-        one in a function, the operation that calls it.
+      own: names of variables, queues and the like that may differ by rank.
+      changes: by name of a variable or the like, the operations that change it; of one in a
+        function, the operation that calls it.
+      varying: those of them that make it differ by rank.
       is_same: whether all ranks have the same value of a tensor of the step.
+      variable_of: the name of the variable, or the like, that an operation passes on, or None.
     """
 
     texts: dict[str, str]
     mirrored: list[tf.Variable]
     own: frozenset[str]
+    changes: dict[str, list[tf.Operation]]
     varying: dict[str, list[tf.Operation]]
     is_same: Callable[[tf.Tensor], bool]
+    variable_of: Callable[[tf.Operation], str | None]
 
 
-def read_updates(targets: Sequence[tf.Operation], data: Collection[tf.Operation]) -> Updates:
+def read_updates(
+    targets: Sequence[tf.Operation],
+    data: Collection[tf.Operation],
+    reduced: Collection[tf.Operation] = (),
+) -> Updates:
     """Reads the graph of a step.
 
     A variable counts as the same on all ranks if it is trainable, or if nothing is assigned to it
@@ -66,49 +87,50 @@ def read_updates(targets: Sequence[tf.Operation], data: Collection[tf.Operation]
     Args:
       targets: what runs in a step, in the default graph.
       data: operations of this rank's input.
+      reduced: operations whose values are the same on all ranks, besides reductions.
 
     Returns:
       What they do.
     """
-    operations = ancestors(targets)
+    operations = walk(targets, decided_before)
     variables = tf.compat.v1.global_variables()
-    trainable = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
-    own = {v.op.name for v in tf.compat.v1.local_variables()}
-    own |= {v.op.name for v in variables if is_sync_on_read(v)}
-    while True:  # what a variable of this rank alone is assigned to becomes one itself
-        reader = _Reader(own, data)
+    trained = tf.compat.v1.trainable_variables()
+    trainable = {variable.op.name for variable in trained}
+    local = tf.compat.v1.local_variables()
+    initial = {v.op.name: _initial_text(v) for v in local if v.op.name not in trainable}
+    varying: set[Any] = {name for name, text in initial.items() if text is None}
+    varying |= {v.op.name for v in variables if is_sync_on_read(v)}
+    bodies: dict[tf.Operation, list[tuple[str, Any]]] = {}
+    while True:  # what takes in what may differ by rank may itself
+        reader = _Reader(varying, data, reduced, set(operations), bodies)
         reader.read(operations)
-        more = reader.varying.keys() - own - trainable
+        more = (reader.varying.keys() | reader.loops) - varying - trainable
         if not more:
             break
-        own |= more
-    mirrored = [v for v in variables if v.op.name in reader.used - own]
-    names = {variable.op.name for variable in variables}
+        varying |= more
+    own = frozenset(each for each in varying if isinstance(each, str))
+    known = {variable.op.name: variable for variable in [*local, *trained, *variables]}
+    texts = {n: "; ".join(sorted(found)) for n, found in reader.updates.items() if n in known}
+    used = sorted(reader.used & known.keys() - own)
+    texts.update({f"{name} at first": initial[name] for name in used if initial.get(name)})
     return Updates(
-        {n: "; ".join(sorted(found)) for n, found in reader.updates.items() if n in names},
-        sorted(mirrored, key=lambda variable: variable.op.name),
-        frozenset(own),
+        texts,
+        [known[name] for name in used],
+        own,
+        reader.changes,
         reader.varying,
         reader.is_same,
+        reader.variables.get,
     )
 
 
-def ancestors(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """All operations that run if some are run.
-
-    Args:
-      targets: those, of one graph; one at least.
-
-    Returns:
-      They and the others, in the order in which they were built.
-    """
-    seen, todo = set(targets), list(targets)
-    while todo:
-        op = todo.pop()
-        new = {*(tensor.op for tensor in op.inputs), *op.control_inputs} - seen
-        seen |= new
-        todo += new
-    return [op for op in targets[0].graph.get_operations() if op in seen]
+def _initial_text(variable: tf.Variable) -> Text:
+    """What a local variable begins with, which no rank gets from another one."""
+    operations = walk([variable.initializer], decided_before)
+    reader = _Reader(set(), (), (), set(operations), {})
+    reader.read(operations)
+    name = variable.op.name
+    return None if name in reader.varying else "; ".join(reader.updates.get(name, ())) or None
 
 
 @dataclass
@@ -116,108 +138,166 @@ class _Reader:
     """Describes operations, whose inputs it has described before.
 
     Args:
-      own: names of variables that may differ by rank.
+      known: names of variables and the like, and operations that begin a loop, that vary.
       data: operations whose values may differ by rank.
+      reduced: operations whose values do not.
+      step: all operations of the graph that are read.
+      bodies: graphs of the functions that an operation calls, which it adds to.
     """
 
-    own: Collection[str]
+    known: Collection[Any]
     data: Collection[tf.Operation]
+    reduced: Collection[tf.Operation]
+    step: Collection[tf.Operation]
+    bodies: dict[tf.Operation, list[tuple[str, Any]]]
     used: set[str] = field(default_factory=set)
     updates: dict[str, list[str]] = field(default_factory=dict)
+    changes: dict[str, list[tf.Operation]] = field(default_factory=dict)
     varying: dict[str, list[tf.Operation]] = field(default_factory=dict)
+    loops: set[tf.Operation] = field(default_factory=set)  # that are found to vary
+    variables: dict[tf.Operation, str] = field(default_factory=dict)
     _texts: dict[tf.Operation, Text] = field(default_factory=dict)
-    _variables: dict[tf.Operation, str] = field(default_factory=dict)
+    _results: dict[tf.Operation, list[Text]] = field(default_factory=dict)  # of calls
 
     def is_same(self, tensor: tf.Tensor) -> bool:
         """Whether all ranks have the same value of a tensor; False for one that was not read."""
         return tensor.op in self._texts and self._text(tensor) is not None
 
-    def read(self, operations: Iterable[tf.Operation], caller: Any = None) -> None:
-        """Describes operations, or those of a caller's body, in the order of their building."""
+    def read(
+        self, operations: Iterable[tf.Operation], caller: Any = None, conditions: Any = ()
+    ) -> None:
+        """Describes operations, each after those that it depends on.
+
+        Args:
+          operations: of the step, or of the body of a function.
+          caller: the operation of the step that calls the function.
+          conditions: descriptions of what decides whether the function is called.
+        """
+        loops = []
         for op in operations:
             if op in self._texts:  # an argument of a function
                 continue
-            if op.type in _VARIABLES:
-                self.used.add(op.name)
-                self._variables[op] = op.name
-            elif op.type in _PASSING and op.inputs and op.inputs[0].op in self._variables:
-                self._variables[op] = self._variables[op.inputs[0].op]
-            self._texts[op] = self._describe(op, caller or op)
-            if op not in self._variables and _takes_variable(op) and op.type not in _READS:
-                self._note_update(op, caller or op)
+            if op.type in ("Merge", "RefMerge", "LoopCond"):
+                loops.append(op)
+            self._note_variable(op)
+            decides = [*conditions, *map(self._text, predicates_around(op))]
+            self._texts[op] = self._describe(op, caller or op, decides)
+            if op.type not in (*READS, *PASSING, *CALLS) and takes_handle(op):
+                self._note_change(op, caller or op, decides)
+        # a loop's beginning is read before its end, and before what decides whether it goes on
+        self.loops |= {
+            op
+            for op in loops
+            if None in map(self._text, op.inputs)
+            and (op.type == "LoopCond" or self._texts[op] is not None)
+        }
 
-    def _describe(self, op: tf.Operation, caller: tf.Operation) -> Text:
-        if op in self._variables:
-            name = self._variables[op]
-            return None if name in self.own else repr(name)
-        if is_same_on_all_ranks(op):
+    def _note_variable(self, op: tf.Operation) -> None:
+        if makes_handle(op):
+            self.used.add(op.name)
+            self.variables[op] = op.name
+        elif op.inputs and op.inputs[0].op in self.variables:
+            gives_reference = bool(op.outputs) and op.outputs[0].dtype._is_ref_dtype
+            if gives_reference or op.type in PASSING:  # what assigns to a reference gives one
+                self.variables[op] = self.variables[op.inputs[0].op]
+
+    def _describe(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> Text:
+        if op.type in CALLS:  # what it does is read even if nobody knows whether it is called
+            results = self._call(op, caller, conditions)
+            self._results[op] = [None] * len(results) if None in conditions else results
+            return op.type
+        if None in conditions or op in self.data or op in self.known:
+            return None
+        if op in self.reduced or is_same_on_all_ranks(op):
             return "reduced"
-        if op in self.data or _OF_THIS_RANK.match(op.type):
+        if OF_THIS_RANK.match(op.type):
             return None
         if op.type == "Const":
             return _constant(op)
         inputs = [self._text(tensor) for tensor in op.inputs]
-        if None in inputs and not any(tensor.dtype == tf.resource for tensor in op.inputs):
-            return None  # what a function of it assigns would be a resource
-        results = self._results_of_functions(op, caller)
-        if None in inputs or None in results:
+        if None in inputs:
             return None
-        if op.type in _PASSING:
+        if op in self.variables:
+            name = self.variables[op]
+            is_own = name in self.known or is_filled_elsewhere(op, self.step)
+            return None if is_own else repr(name)
+        takes_known = any(tensor.op in self.variables for tensor in op.inputs)
+        if not takes_known and depends_on_more(op):
+            return None
+        if op.type in PASSING:
             return inputs[0]
-        return _short(f"{op.type}({', '.join([*inputs, *results])})")
+        return _short(f"{op.type}({', '.join(map(str, inputs))})")
 
     def _text(self, tensor: tf.Tensor) -> Text:
-        if tensor.op.type == "IdentityN":  # each output by itself
-            return self._text(tensor.op.inputs[tensor.value_index])
-        # an operation behind is in the body of a loop, which is read from its beginning
-        text = self._texts.get(tensor.op, "loop")
-        numbered = text not in (None, "reduced") and tensor.value_index
-        return f"{text}[{tensor.value_index}]" if numbered else text
+        op, index = tensor.op, tensor.value_index
+        if op.type == "IdentityN":  # each output by itself
+            return self._text(op.inputs[index])
+        if op in self._results:
+            return self._results[op][index]
+        if op not in self._texts and op.type in READ_LATER:
+            return None if op in self.known else "loop"
+        text = self._texts.get(op)
+        numbered = text not in (None, "reduced") and index
+        return f"{text}[{index}]" if numbered else text
 
-    def _results_of_functions(self, op: tf.Operation, caller: tf.Operation) -> list[Text]:
-        """Read the branches, bodies and functions that an operation calls."""
-        results = []
-        for attribute in op.op_def.attr:
-            if attribute.type not in ("func", "list(func)"):
-                continue
-            value = op.get_attr(attribute.name)
-            for function in value if attribute.type == "list(func)" else [value]:
-                results += self._read_function(op, function.name, caller)
-        return results
+    def _call(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> list[Text]:
+        """Reads the branches, bodies and functions that an operation calls, for its results."""
+        if op.type in LOOPS:
+            return self._loop(op, caller, conditions)
+        decides = [self._text(op.inputs[0])] if op.type in BRANCHES else []
+        called = [
+            self._read_function(op, body, caller, [*conditions, *decides])
+            for _, body in self._functions(op)
+        ]
+        return [_joined(op.type, [*decides, *parts]) for parts in zip(*called)]
 
-    def _read_function(self, op: tf.Operation, name: str, caller: tf.Operation) -> list[Text]:
-        body = get_func_graph(op, None, name)
+    def _loop(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> list[Text]:
+        functions = dict(self._functions(op))
+        body = functions["body"]
+        decides = self._read_function(op, functions["cond"], caller, conditions)
+        results = self._read_function(op, body, caller, [*conditions, *decides])
+        first = [self._texts[argument.op] for argument in body.inputs]
+        for argument, before, after in zip(body.inputs, first, results):
+            if before is not None and after is None:
+                self.loops.add(argument.op)
+        return [_joined(op.type, [*decides, *parts]) for parts in zip(first, results)]
+
+    def _functions(self, op: tf.Operation) -> list[tuple[str, Any]]:
+        if op not in self.bodies:
+            self.bodies[op] = list(functions_called(op))
+        return self.bodies[op]
+
+    def _read_function(
+        self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: list[Text]
+    ) -> list[Text]:
+        """What a function returns."""
         passed = op.inputs[len(op.inputs) - len(body.inputs) :]  # the first may say which branch
         for argument, tensor in zip(body.inputs, passed):
-            self._texts[argument.op] = self._text(tensor)
-            if tensor.op in self._variables:
-                self._variables[argument.op] = self._variables[tensor.op]
-        self.read(body.get_operations(), caller)
+            varies = argument.op in self.known
+            self._texts[argument.op] = None if varies else self._text(tensor)
+            if tensor.op in self.variables:
+                self.variables[argument.op] = self.variables[tensor.op]
+        self.read(walk(body.get_operations(), decided_before), caller, conditions)
         return [self._text(tensor) for tensor in body.outputs]
 
-    def _note_update(self, op: tf.Operation, caller: tf.Operation) -> None:
-        variable = self._variables.get(op.inputs[0].op)
-        if variable is None:  # a table, an iterator, a queue
-            return
-        names = [argument.name for argument in op.op_def.input_arg]
-        values = [
-            (name, self._text(tensor))
-            for name, tensor in list(zip(names, op.inputs))[1:]
-            if tensor.dtype != tf.resource and not tensor.dtype._is_ref_dtype  # slots
-        ]
-        if any(text is None for _, text in values):
-            self.varying.setdefault(variable, []).append(caller)
+    def _note_change(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> None:
+        """Notes what an operation does to the variable that it takes, and to its slots."""
+        values, changed = [], []
+        for argument, tensor, is_handle in arguments(op):
+            if not is_handle:
+                values.append((argument, self._text(tensor)))
+            elif tensor.op in self.variables:
+                changed.append((self.variables[tensor.op], self._text(tensor)))
+        varies = None in conditions or None in [text for _, text in values]
+        for name, text in changed:
+            self.changes.setdefault(name, []).append(caller)
+            if varies or (text is None and name not in self.known):  # a branch hands it on
+                self.varying.setdefault(name, []).append(caller)
         shown = [f"{name}={'data' if text is None else text}" for name, text in values]
         shown += [a.name for a in op.op_def.attr if _is_chosen(op, a)]
-        self.updates.setdefault(variable, []).append(f"{op.type}({', '.join(shown)})")
-
-
-def _takes_variable(op: tf.Operation) -> bool:
-    """Whether the first argument is a resource or a reference, and not one of a function."""
-    arguments = op.op_def.input_arg
-    if not arguments or not op.inputs:
-        return False
-    return arguments[0].is_ref or arguments[0].type == tf.resource.as_datatype_enum
+        shown += [f"if {'data' if text is None else text}" for text in conditions]
+        for name, _ in changed[:1]:
+            self.updates.setdefault(name, []).append(f"{op.type}({', '.join(shown)})")
 
 
 def _is_chosen(op: tf.Operation, attribute: Any) -> bool:
@@ -225,6 +305,10 @@ def _is_chosen(op: tf.Operation, attribute: Any) -> bool:
     if attribute.type != "bool" or attribute.name in ("use_locking", "validate_shape"):
         return False
     return bool(op.get_attr(attribute.name))
+
+
+def _joined(kind: str, texts: Sequence[Text]) -> Text:
+    return None if None in texts else _short(f"{kind}({', '.join(map(str, texts))})")
 
 
 def _constant(op: tf.Operation) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
-from estimator_ext.fingerprint import ancestors
+from estimator_ext.graph import functions_called, operations_before
 
 __all__: list[str] = []
 
@@ -50,7 +49,8 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
     """Has global_step change only when what reads it in a step has done so.
 
     A model_fn may group `global_step.assign(global_step + 1)` with its update, as BERT's does. The
-    learning rate may then be that of this step or of the next one, another on each rank.
+    learning rate may then be that of this step or of the next one, another on each rank. It may be
+    read in a branch, a loop or a function, too.
 
     Args:
       targets: what runs in a step, in the default graph.
@@ -58,13 +58,60 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
     handle = getattr(tf.compat.v1.train.get_global_step(), "handle", None)
     if handle is None:
         return
-    in_step = set(ancestors(targets))
-    users = [op for op in handle.consumers() if op in in_step]
-    reads = [op for op in users if op.type == "ReadVariableOp"]
-    for update in (op for op in users if op.type.startswith("Assign")):
-        already = set(ancestors([update]))
-        before = [op for op in reads if op not in already and update not in ancestors([op])]
-        update._add_control_inputs(before)
+    in_step = operations_before(targets)
+    users = [op for op in _users(handle) if op in in_step]
+    updates = [op for op in users if _changes_within(op)]
+    reads = [op for op in users if op not in updates]
+    for update in (op for op in updates if op._get_control_flow_context() is None):
+        already = operations_before([update])
+        ends = [end for op in reads if op not in already for end in _ends(op) if end in in_step]
+        before = [op for op in dict.fromkeys(ends) if update not in operations_before([op])]
+        update._add_control_inputs([_done(op) for op in before if op not in already])
+
+
+def _done(op: tf.Operation) -> tf.Operation:
+    """What runs after an operation; what a branch computes may be done later than the branch."""
+    if op.outputs and any(True for _ in functions_called(op)):
+        with tf.control_dependencies(None), tf.device(op.device):
+            return tf.raw_ops.IdentityN(input=op.outputs)[0].op
+    return op
+
+
+def _users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """Operations that read or change a variable, or call a function that may."""
+    for op in tensor.consumers():
+        if _PASSING.match(op.type):
+            for output in op.outputs:
+                yield from _users(output)
+        else:
+            yield op
+
+
+def _changes_within(op: tf.Operation) -> bool:
+    """Whether an operation changes global_step, or calls a function that does."""
+    if _CHANGES.match(op.type):
+        return True
+    step = tf.compat.v1.train.get_global_step().handle
+    arguments = _arguments_of(op, step)
+    return any(True for argument in arguments for _ in _changes_of(argument, set()))
+
+
+def _ends(read: tf.Operation) -> list[tf.Operation]:
+    """Operations outside of branches and loops of TensorFlow 1 that run after a read in them."""
+    found, seen, todo = [], {read}, [read]
+    while todo:
+        op = todo.pop()
+        context = op._get_control_flow_context()
+        if op.type in ("Exit", "RefExit"):  # the last operation of a loop
+            context = context.outer_context
+        if context is None:
+            found.append(op)
+            continue
+        after = {user for output in op.outputs for user in output.consumers()}
+        after = (after | set(op._control_outputs)) - seen
+        seen |= after
+        todo += after
+    return found
 
 
 def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
@@ -104,16 +151,11 @@ def _is_variable(tensor: tf.Tensor) -> bool:
 
 def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
     """What a tensor is called within the functions that an operation calls with it."""
-    for attribute in op.op_def.attr:
-        if attribute.type not in ("func", "list(func)"):
-            continue
-        value = op.get_attr(attribute.name)
-        for function in value if attribute.type == "list(func)" else [value]:
-            body = get_func_graph(op, None, function.name)
-            # the operation's first inputs may be of its own, such as which branch to take
-            for given, argument in zip(reversed(op.inputs), reversed(body.inputs)):
-                if given.name == tensor.name:
-                    yield argument
+    for _, body in functions_called(op):
+        # the operation's first inputs may be of its own, such as which branch to take
+        for given, argument in zip(reversed(op.inputs), reversed(body.inputs)):
+            if given.name == tensor.name:
+                yield argument
 
 
 def _restores(op: tf.Operation) -> bool:

@@ -33,9 +33,10 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._variables: list[tf.Variable] = []
 
     def begin(self) -> None:
-        """Note the variables of the graph, slots and global_step among them."""
-        variables = tf.compat.v1.global_variables()
-        self._variables = sorted(variables, key=lambda variable: variable.op.name)
+        """Note the variables of the graph: slots, global_step and all trainable ones."""
+        variables = tf.compat.v1.global_variables() + tf.compat.v1.trainable_variables()
+        by_name = {variable.op.name: variable for variable in variables}
+        self._variables = [by_name[name] for name in sorted(by_name)]
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Compare the variables' names, shapes and dtypes, then take over their values.

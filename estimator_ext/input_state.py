@@ -26,7 +26,7 @@ from tensorflow.python.data.ops.iterator_ops import GLOBAL_ITERATORS
 from tensorflow.python.ops import gen_dataset_ops
 
 import hostopt
-from estimator_ext.fingerprint import ancestors
+from estimator_ext.graph import ancestors
 from estimator_ext.session_guard import SessionGuardHook
 from hostopt.tensorflow.background import HOST_DEVICE
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import signal
 import threading
 import time
@@ -214,13 +214,21 @@ def _watched(signums: set[int], preemption: Preemption) -> Iterator[None]:
 
 def _watch(reader: int, signums: set[int], preemption: Preemption) -> None:
     """Say what signals do, and end the process where the main thread does not."""
+    with selectors.DefaultSelector() as selector:  # `select` knows no descriptor above 1023
+        selector.register(reader, selectors.EVENT_READ)
+        _act_on_signals(reader, selector, signums, preemption)
+
+
+def _act_on_signals(
+    reader: int, selector: selectors.BaseSelector, signums: set[int], preemption: Preemption
+) -> None:
     first = 0
     deadlines_s: dict[int, float] = {}
     while True:
         pause_s = None
         if deadlines_s:
             pause_s = max(0.0, min(deadlines_s.values()) - time.monotonic())
-        if not select.select([reader], [], [], pause_s)[0]:
+        if not selector.select(pause_s):
             if signal.SIGINT in deadlines_s and preemption.is_cut_short:
                 del deadlines_s[signal.SIGINT]
                 continue

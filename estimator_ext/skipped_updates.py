@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from estimator_ext.fingerprint import Updates
+from estimator_ext.gradient_marks import marks_of_graph
+from estimator_ext.graph import BRANCHES, data_before, depends_on, predicates_around, walk
+from hostopt.errors import ConfigError
 from hostopt.nonfinite import NonFiniteCheck
 from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
+
+_CHECKS = ("IsFinite", "IsNan", "IsInf")
 
 
 class SkippedUpdates:
@@ -20,6 +26,7 @@ class SkippedUpdates:
     def __init__(self) -> None:
         self.checks: list[NonFiniteCheck] = []  # of all reductions of the step, in the end
         self._finite: tf.Tensor | None = None
+        self._predicates: dict[tf.Operation, bool] = {}  # and whether they are checks
 
     def watch(self, sums: Sequence[tf.Tensor]) -> None:
         """Have the updates depend on these sums too, those that are built already among them.
@@ -28,7 +35,7 @@ class SkippedUpdates:
           sums: tensors that are there when the checks can say whether they are finite.
         """
         sources = [tensor.op for tensor in sums]
-        if self._finite is None or _depend_on(sources, self._finite.op):
+        if self._finite is None or depends_on(sources, [self._finite.op]):
             # sums that are made of what has been updated come too late for those updates
             with tf.device(HOST_DEVICE), tf.control_dependencies(sources):
                 self._finite = tf.numpy_function(
@@ -61,6 +68,40 @@ class SkippedUpdates:
 
         return guarded
 
+    def check(self, updates: Updates) -> None:
+        """Makes sure that the updates can be left out where a gradient is not finite.
+
+        Args:
+          updates: what the step does.
+
+        Raises:
+          hostopt.ConfigError: an update uses a gradient, finite or not.
+        """
+        marks = marks_of_graph()
+        trained = {updates.variable_of(mark.source.op) for mark in marks.values()}
+        for variable in sorted(trained & updates.changes.keys()):
+            for update in updates.changes[variable]:
+                if not self._guards(update) and depends_on([update], marks, data_before):
+                    raise ConfigError(
+                        f"nonfinite='skip' cannot leave out operation {update.name!r} "
+                        f"({update.type}), which updates variable {variable!r} with a gradient by "
+                        "itself. Use nonfinite='error', or an optimizer that applies gradients as "
+                        "those of tf.compat.v1.train do"
+                    )
+
+    def _guards(self, op: tf.Operation) -> bool:
+        """Whether an operation runs only if a check, also one of the program, finds no NaN."""
+        predicates = predicates_around(op) + [op.inputs[0]] * (op.type in BRANCHES)
+        return any(self._is_check(predicate.op) for predicate in predicates)
+
+    def _is_check(self, predicate: tf.Operation) -> bool:
+        if predicate not in self._predicates:
+            self._predicates[predicate] = any(
+                op.type in _CHECKS or (self._finite is not None and op is self._finite.op)
+                for op in walk([predicate], data_before)
+            )
+        return self._predicates[predicate]
+
     def _all_finite(self) -> np.bool_:
         return np.bool_(all(check.finite for check in self.checks))
 
@@ -75,16 +116,3 @@ class HooksWithoutNan(list[Any]):
         """Add a hook, but for a `NanTensorHook`."""
         if not isinstance(hook, tf.compat.v1.train.NanTensorHook):
             super().append(hook)
-
-
-def _depend_on(operations: Sequence[tf.Operation], source: tf.Operation) -> bool:
-    """Whether one of these cannot run before another one has."""
-    seen, todo = set(operations), list(operations)
-    while todo:
-        op = todo.pop()
-        if op is source:
-            return True
-        before = {tensor.op for tensor in op.inputs} | set(op.control_inputs)
-        todo += before - seen
-        seen |= before
-    return False

@@ -11,14 +11,20 @@ from typing import Any, Callable
 
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, input_lib
-from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
+from tensorflow.python.distribute.one_device_strategy import (
+    OneDeviceExtended,
+    _OneDeviceReplicaContext,
+)
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
 from tensorflow.python.framework.ops import colocate_with as colocate_with_op
 
 import hostopt
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.cached_reads import read_where_needed
+from estimator_ext.conditional_reductions import refuse_reductions_of_some_ranks
 from estimator_ext.deferred_reductions import DeferredReductions
+from estimator_ext.fingerprint import Updates
+from estimator_ext.graph import data_before, depends_on, operations_before
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
 from estimator_ext.uneven_data import BatchWeights
@@ -269,7 +275,9 @@ class _HostOffloadExtended(OneDeviceExtended):
         self._skipping = SkippedUpdates()
         self.flags = ops.Flags()
         self.accumulation: Accumulation | None = None
+        self.sums: set[tf.Operation] = set()  # of one rank's micro-batches
         self.weights: BatchWeights | None = None
+        self._loss_weight: tf.Tensor | None = None
 
     @property
     def _strategy(self) -> HostOffloadStrategy:
@@ -296,6 +304,17 @@ class _HostOffloadExtended(OneDeviceExtended):
             self._reduced.clear()
             self._forget_training()
             self.close_reducers()
+
+    @property
+    def uses_gradients_of_graph(self) -> bool:
+        """Whether it matters where the training graph computes its gradients."""
+        is_alone = self._num_replicas_in_sync == 1 and self.accumulation is None
+        return not is_alone or self._strategy.options.nonfinite == "skip"
+
+    def check_skipped(self, updates: Updates) -> None:
+        """Makes sure that updates can be left out, if the option `nonfinite` asks for it."""
+        if self._strategy.options.nonfinite == "skip":
+            self._skipping.check(updates)
 
     @property
     def reducers(self) -> tuple[Any, ...]:
@@ -348,6 +367,10 @@ class _HostOffloadExtended(OneDeviceExtended):
         op = tf.distribute.ReduceOp.MEAN if mean else tf.distribute.ReduceOp.SUM
         return self._reduce_to(op, value, None, None)
 
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        with tf.device(self._device), _ReplicaContext(self._container_strategy()):
+            return fn(*args, **kwargs)
+
     # -- reductions ------------------------------------------------------------------------
 
     def build_step(
@@ -357,7 +380,7 @@ class _HostOffloadExtended(OneDeviceExtended):
         loss: tf.Tensor,
         is_mean: bool,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Builds what `deferred` has noted, and the reduction of the loss, which holds up nothing.
+        """Builds what `deferred` has noted, and the reduction of the loss.
 
         All ranks call this together.
 
@@ -371,13 +394,20 @@ class _HostOffloadExtended(OneDeviceExtended):
           The reduced loss, and tensors that are there once all reductions have been made.
         """
         loss = self._weighted_loss(loss, is_mean)
+        if self._loss_weight is not None:
+            self._loss_weight.op._update_input(0, self.weight(is_mean))
         deferred, self.deferred = self.deferred, None  # what comes later is built at once
         if deferred is None:
             return loss, []
-        loss = tf.ensure_shape(loss, [])  # its shape may not be known, but it is a scalar
+        loss = tf.reshape(loss, [])  # its shape may not be known: [] or, as in stock, [1]
         op = hostopt.ReduceOp.AVERAGE if is_mean else hostopt.ReduceOp.SUM
         reduction = Reduction(loss, "the loss", op, is_gradient=False)
-        self._take_reducers(deferred.build(targets, is_same, reduction))
+        targets = [*targets, *([] if self.weights is None else [self.weights.in_mean.op])]
+        repeated = [] if self.accumulation is None else self.accumulation.additions
+        refuse_reductions_of_some_ranks(operations_before(targets), is_same)
+        if self.weights is not None:
+            deferred.refuse_before(repeated)
+        self._take_reducers(deferred.build(targets, is_same, reduction, repeated))
         if deferred.loss is not None:
             return deferred.loss, deferred.last_results
         return self._reduce_loss(loss, is_mean, deferred.last_results), deferred.last_results
@@ -403,13 +433,44 @@ class _HostOffloadExtended(OneDeviceExtended):
             return None
         return self.weights.in_mean if of_mean else self.weights.in_sum
 
+    def _weight_of_loss(self) -> tf.Tensor:
+        """The weight of this rank's loss; whether it is part of a mean is known in the end."""
+        if self._loss_weight is None:
+            weight = self.weights.in_mean
+            with weight.graph.as_default(), tf.control_dependencies(None), tf.device(HOST_DEVICE):
+                self._loss_weight = tf.raw_ops.PlaceholderWithDefault(input=weight, shape=[])
+        return self._loss_weight
+
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del options
         is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if self._num_replicas_in_sync == 1 or (is_mean and _is_mirrored(value)):
             return value
         tensor = tf.convert_to_tensor(value)
-        return self._reduce_tensor(tensor, _name(destinations, tensor), is_mean)
+        return self._reduce_differentiably(tensor, _name(destinations, tensor), is_mean)
+
+    def _reduce_differentiably(self, tensor: tf.Tensor, name: str, is_mean: bool) -> tf.Tensor:
+        """A reduction whose gradient is that of `all_reduce`: the cotangent, reduced alike."""
+        if not tensor.dtype.is_floating:
+            return self._reduce_tensor(tensor, name, is_mean)
+
+        def gradient(cotangent: Any) -> tf.Tensor:
+            cotangent = tf.convert_to_tensor(cotangent)
+            if self.weights is None:
+                return self._reduce_differentiably(cotangent, f"{name}/gradient", is_mean)
+            # the losses of other ranks count by their examples; what this rank makes of the
+            # result will be multiplied by its own weight
+            weight = tf.cast(self._weight_of_loss(), cotangent.dtype)
+            weighted = tf.math.multiply_no_nan(cotangent, weight)
+            total = self._reduce_differentiably(weighted, f"{name}/gradient", is_mean)
+            return tf.math.divide_no_nan(total, weight)
+
+        @tf.custom_gradient
+        def reduce(value: tf.Tensor) -> Any:
+            return self._reduce_tensor(value, name, is_mean), gradient
+
+        with tf.device(HOST_DEVICE):
+            return reduce(tensor)
 
     def _reduce_tensor(self, tensor: tf.Tensor, name: str, is_mean: bool) -> tf.Tensor:
         with tf.control_dependencies([] if self.weights is None else [self.weights.in_mean]):
@@ -418,10 +479,13 @@ class _HostOffloadExtended(OneDeviceExtended):
         if is_mean and tensor.dtype.is_floating:
             op, is_mean = hostopt.ReduceOp.AVERAGE, False
         reduction = Reduction(tensor, name, op, is_gradient=False)
-        if self.deferred and tensor.shape.is_fully_defined() and self.deferred.can_take([tensor]):
+        can_take = self.deferred is not None and self.deferred.can_take([tensor])
+        if can_take and tensor.shape.is_fully_defined():
             total = self.deferred.add(reduction)
         else:
             total = ops.all_reduce(tensor, self._strategy.communicator, op, name)
+            if can_take:
+                self.deferred.add_built(total)
         size = tf.cast(self._num_replicas_in_sync, total.dtype)
         return tf.math.divide(total, size) if is_mean else total
 
@@ -435,7 +499,23 @@ class _HostOffloadExtended(OneDeviceExtended):
                 "No gradients provided for any variable. Look whether the loss depends on the "
                 "variables that are to be trained"
             )
-        return self._reduce_pairs(reduce_op, pairs)
+        # an optimizer passes variables as destinations, `all_reduce` of the replica context none
+        gradients = [pair for pair in pairs if _is_gradient(*pair)]
+        reduced = iter(self._reduce_pairs(reduce_op, gradients))
+        return [
+            next(reduced) if _is_gradient(*pair) else self._reduce_value(reduce_op, *pair)
+            for pair in pairs
+        ]
+
+    def _reduce_value(self, reduce_op: Any, value: Any, destination: Any) -> Any:
+        """Reduces what is no gradient of a variable, such as a norm or a number of examples."""
+        if self._num_replicas_in_sync > 1 and isinstance(value, tf.IndexedSlices):
+            dense = self._reduce_to(reduce_op, value, destination, None)
+            with tf.device(HOST_DEVICE):
+                rows = tf.range(tf.shape(dense)[0])
+                indices = tf.cast(rows, value.indices.dtype)
+                return tf.IndexedSlices(dense, indices, tf.shape(dense))
+        return self._reduce_to(reduce_op, value, destination, None)
 
     def reduce_now(
         self, pairs: Sequence[tuple[Any, tf.Variable]], nonfinite: str | None
@@ -475,7 +555,12 @@ class _HostOffloadExtended(OneDeviceExtended):
     def _take_reduced(self, value: Any, destination: Any) -> bool:
         reference = destination.ref() if isinstance(destination, tf.Variable) else None
         total = self._reduced.pop(reference, None)
-        return total is not None and _is_made_of(getattr(value, "values", value), total)
+        if total is None:
+            return False
+        value = getattr(value, "values", value)
+        if value.graph is not total.graph:  # taken for granted in a branch, which has its own
+            return True
+        return depends_on([value.op], [total.op], data_before)
 
     def sum_gradients(
         self,
@@ -502,7 +587,10 @@ class _HostOffloadExtended(OneDeviceExtended):
         if self.accumulation is not None:
             values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
         if self._num_replicas_in_sync == 1:
-            return self._check_alone(values, names, nonfinite)
+            checked = self._check_alone(values, names, nonfinite)
+            if self.accumulation is not None:
+                self.sums.update(total.op for total in checked)
+            return checked
         reductions = [
             Reduction(value, name, row_shape=row_shape)
             for value, (_, name, row_shape) in zip(values, gradients)
@@ -643,6 +731,36 @@ class _HostOffloadExtended(OneDeviceExtended):
         return self._strategy.cluster.is_chief
 
 
+class _ReplicaContext(_OneDeviceReplicaContext):
+    """What a model_fn runs in; TensorFlow's counts each rank once in gradients of `all_reduce`."""
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does.
+
+        Args:
+          reduce_op: `tf.distribute.ReduceOp`, or its name.
+          value: tensors and `tf.IndexedSlices`, in any structure.
+          options: not used.
+
+        Returns:
+          The results, in the same structure.
+        """
+        if isinstance(reduce_op, str):
+            reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
+
+        def reduce(strategy: Any, *values: Any) -> Any:
+            pairs = [(each, None) for each in values]
+            return strategy.extended.batch_reduce_to(reduce_op, pairs, options)
+
+        tensors = [
+            each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
+            for each in tf.nest.flatten(value)
+        ]
+        if not tensors:
+            return value
+        return tf.nest.pack_sequence_as(value, self.merge_call(reduce, args=tensors))
+
+
 def _find_accelerator(cluster: hostopt.Cluster) -> str:
     if cluster.role == "evaluator":  # must not even look for a GPU
         return HOST_DEVICE
@@ -656,21 +774,6 @@ def loss_is_scaled() -> bool:
       True where it does in the default graph.
     """
     return getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
-
-
-def _is_made_of(value: tf.Tensor, part: tf.Tensor) -> bool:
-    """Whether a tensor depends on another one; taken for granted where a branch has its own."""
-    if value.graph is not part.graph:
-        return True
-    seen, todo = {value.op}, [value.op]
-    while todo:
-        op = todo.pop()
-        if op is part.op:
-            return True
-        inputs = {tensor.op for tensor in op.inputs} - seen
-        seen |= inputs
-        todo += inputs
-    return False
 
 
 def divided(total: Any, count: int) -> Any:
@@ -703,6 +806,11 @@ def _is_mirrored(value: Any) -> bool:
     return isinstance(value, tf.Variable) and value.trainable and not is_sync_on_read(value)
 
 
+def _is_gradient(value: Any, destination: Any) -> bool:
+    """Whether a pair that is to be reduced is a gradient and its variable."""
+    return isinstance(destination, tf.Variable) and not isinstance(value, tf.Variable)
+
+
 def _name(destination: Any, value: Any) -> str:
     """What all ranks call a value that is reduced: the name of its variable, or its own."""
     if isinstance(destination, tf.Variable):
@@ -711,6 +819,15 @@ def _name(destination: Any, value: Any) -> str:
 
 
 def _name_and_shape(destination: Any, value: Any) -> tuple[str, tuple[int, ...]]:
-    """Name of a gradient's variable, and the shape of a row of it."""
+    """Name of a gradient's variable, and of a sparse gradient the shape of a row."""
+    name = _name(destination, value)
+    if not isinstance(value, tf.IndexedSlices):
+        return name, ()
     shape = destination.shape if isinstance(destination, tf.Variable) else value.shape
-    return _name(destination, value), tuple(shape[1:]) if shape.rank else ()
+    for row in (shape[1:], value.values.shape[1:]):
+        if row.is_fully_defined():
+            return name, tuple(row.as_list())
+    raise hostopt.ConfigError(
+        f"the gradient of {name!r} is sparse, and {name!r} is of shape {shape}, wanted one whose "
+        "rows have a known shape. Create the variable with a static shape"
+    )

@@ -1,35 +1,34 @@
-"""Updates of trainable variables that went around the reduction: found, and mended or refused.
+"""Updates of trained variables that went around the reduction: found, and mended or refused.
 
 An optimizer may override `apply_gradients`, and a model_fn may assign to its variables by hand.
 Nothing of ours is called then, and the ranks would drift apart. So the finished step is searched:
 
-    [U1] find each trainable variable to which a value is assigned that may differ by rank
-    [U2] go back from there to the gradients on which the value depends: the tensors that leave
-         the backward pass
-    [U3] put a reduction there, and have everything behind it use the mean over the ranks
+    [U1] find each trained variable to which a value is assigned that may differ by rank
+    [U2] go back from there to the gradients on which the value depends, as `gradient_marks` knows
+    [U3] reduce these gradients, and feed the mean over the ranks to all consumers
 
 What lies between the gradient and the variable, such as clipping by the global norm and the
 optimizer's own rule, then sees what one process would see on the data of all ranks. If a value
-depends on this rank's data in any other way, there is no telling what one process would do, and
-the program is refused.
+depends on this rank's data in any other way, the single-process result is undefined, and the
+program is refused.
 
-A backward pass is told by the name scope in which TensorFlow builds it, and the two tensors of a
-sparse gradient by an operation that `mark_sparse_gradients` adds.
+A gradient can be reduced if it was computed with respect to something that all ranks have alike.
+Trained are the trainable variables, and those that are updated with a gradient of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework.ops import gradient_registry
 
 import hostopt
-from estimator_ext.fingerprint import Updates, ancestors
+from estimator_ext.fingerprint import Updates
+from estimator_ext.gradient_marks import Mark, marks_of_graph
+from estimator_ext.graph import BRANCHES, CALLS, data_before, predicates_around, walk
 from estimator_ext.strategy import HostOffloadStrategy, divided
 from estimator_ext.sync_on_read import is_sync_on_read
 
@@ -37,124 +36,64 @@ __all__: list[str] = []
 
 _log = tf.get_logger()
 
-_BACKWARD = re.compile(r"(^|/)(gradients(_\d+)?|gradient_tape)/")
-_SPARSE_MARK = "HostSparseGradient"
-_GATHERS = ("ResourceGather", "GatherV2")
 # Chosen alike on all ranks if seeds and programs are the same; the replica check finds it if not.
 _TRUSTED = re.compile(r"PyFunc|EagerPyFunc|.*(Random|Normal|Multinomial)|StatefulUniform")
-_CURE = (
-    "Reduce what it is made of first, with estimator_ext.reduce_gradients(grads_and_vars) for "
-    "gradients or tf.distribute.get_replica_context().all_reduce for other tensors, or create the "
-    "variable with trainable=False"
+_ALL_REDUCE = "tf.distribute.get_replica_context().all_reduce"
+_OF_DATA = (
+    f"reduce it first with {_ALL_REDUCE}, or gradients with "
+    "estimator_ext.reduce_gradients(grads_and_vars)"
 )
-
-
-class TrainingGraph(tf.Graph):
-    """A graph that notes the factors by which optimizers have scaled losses: 1 / size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._loss_is_scaled = False
-        self.scale_factors: list[tf.Operation] = []
-
-    @property
-    def _is_loss_scaled_by_optimizer(self) -> bool:
-        return self._loss_is_scaled
-
-    @_is_loss_scaled_by_optimizer.setter
-    def _is_loss_scaled_by_optimizer(self, is_scaled: bool) -> None:
-        self._loss_is_scaled = is_scaled
-        if is_scaled:  # set right after the multiplication
-            self.scale_factors.append(self.get_operations()[-1].inputs[1].op)
-
-
-@contextlib.contextmanager
-def mark_sparse_gradients(graph: tf.Graph) -> Iterator[None]:
-    """Has the gradients of lookups that are built in the block marked as such.
-
-    Args:
-      graph: the training graph.
-
-    Yields:
-      Nothing.
-    """
-    with graph.gradient_override_map({name: f"Hostopt{name}" for name in _GATHERS}):
-        yield
-
-
-def _marked_gradient(op: tf.Operation, *grads: Any) -> Any:
-    first, *rest = gradient_registry.lookup(op.type)(op, *grads)
-    if isinstance(first, tf.IndexedSlices):
-        parts = [first.values, first.indices, first.dense_shape]
-        values, indices, _ = tf.raw_ops.IdentityN(input=parts, name=_SPARSE_MARK)
-        first = tf.IndexedSlices(values, indices, first.dense_shape)
-    return (first, *rest)
-
-
-for _name in _GATHERS:
-    tf.RegisterGradient(f"Hostopt{_name}")(_marked_gradient)
-
-
-@dataclass(frozen=True)
-class Mended:
-    """What a search has found.
-
-    Args:
-      reduced: how many gradients are reduced that were not before.
-      suspects: by name of a trainable variable, what its updates use that may differ by rank and
-        that nobody can look into, such as a Python function.
-    """
-
-    reduced: int
-    suspects: dict[str, str]
+_OF_PREDICATE = f"let the branch depend on a value that is reduced with {_ALL_REDUCE}"
+_IN_BODY = "compute gradients outside of the branch, loop or function"
+_OF_INITIAL_VALUE = "initialize that variable with a constant, or create it as a global variable"
+_OF_SYNC_ON_READ = f"reduce its value with {_ALL_REDUCE} before it is used"
 
 
 def mend_unreduced_updates(
     strategy: HostOffloadStrategy, updates: Updates, data: Collection[tf.Operation]
-) -> Mended:
-    """Has every update of a trainable variable use reduced gradients.
+) -> int:
+    """Has every update of a trained variable use reduced gradients, as far as it can be done.
 
     Args:
-      strategy: of several ranks, whose training graph is the default graph.
+      strategy: whose training graph is the default graph.
       updates: what the step does.
       data: operations of this rank's input.
 
     Returns:
-      What was found; the graph has been changed if gradients are reduced.
-
-    Raises:
-      hostopt.ConfigError: a trainable variable is updated from this rank's data in a way that no
-        reduction can mend.
+      How many gradients are reduced that were not before; they are part of the graph now.
     """
-    search = _search(updates, data)
-    return Mended(_reduce(strategy, search.edges), search.suspects)  # [U3]
+    if strategy.num_replicas_in_sync == 1 and strategy.extended.accumulation is None:
+        return 0  # a gradient is its own sum
+    return _reduce(strategy, _search(updates, data).edges.values())  # [U3]
 
 
-def check_mended(updates: Updates, data: Collection[tf.Operation]) -> None:
+def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, str]:
     """Makes sure that nothing is left to mend.
 
     Args:
       updates: what the step does now.
       data: operations of this rank's input.
 
+    Returns:
+      By name of a trained variable, what its updates use that may differ by rank and that nobody
+      can look into, such as a Python function.
+
     Raises:
-      hostopt.ConfigError: a trainable variable is updated with a value that differs by rank.
+      hostopt.ConfigError: a trained variable is updated from this rank's data in a way that no
+        reduction can mend.
     """
     search = _search(updates, data)
-    for edge in search.edges:
-        search.refuse(edge.variable, edge.consumer, edge.tensor.op)
-    for variable, operations in updates.varying.items():
-        if variable not in updates.own and variable not in search.suspects:
-            search.refuse(variable, operations[0], operations[0])
-
-
-def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
-    trainable = tf.compat.v1.trainable_variables()
-    search = _Search(updates, data, {tuple(v.shape.as_list()) for v in trainable})
-    for variable in trainable:
-        for op in updates.varying.get(variable.op.name, ()):  # [U1]
-            search.go_back(variable.op.name, op)  # [U2]
-    return search
+    mended = search.suspects.keys() - search.causes.keys()
+    for variable in search.trained:
+        for update in updates.varying.get(variable, ()):
+            if variable not in mended:
+                cause, cure = search.causes.get(variable) or search.describe(update, update)
+                raise hostopt.ConfigError(
+                    f"variable {variable!r} is trained, and operation {update.name!r} "
+                    f"({update.type}) updates it with a value that differs by rank because of "
+                    f"{cause}. To train it on several ranks, {cure}"
+                )
+    return search.suspects
 
 
 def warn_of_own_variables(updates: Updates) -> None:
@@ -180,11 +119,36 @@ def warn_of_own_variables(updates: Updates) -> None:
         )
 
 
-@dataclass
+def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
+    marks = marks_of_graph()
+    names = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
+    others = {updates.variable_of(mark.source.op) for mark in marks.values()} - names
+    names |= {n for n in others & updates.varying.keys() if _has_own_gradient(updates, n, marks)}
+    search = _Search(updates, data, sorted(names), marks)
+    for name in search.trained:
+        search.go_back(name, updates.varying.get(name, ()))  # [U1], [U2]
+    return search
+
+
+def _has_own_gradient(updates: Updates, variable: str, marks: Mapping[tf.Operation, Mark]) -> bool:
+    """Whether a variable is updated with a gradient that was computed with respect to it."""
+
+    def before(op: tf.Operation) -> list[tf.Operation]:
+        read = [name for name in _variables_read(updates, op) if name != variable]
+        return [*data_before(op), *(u for name in read for u in updates.varying.get(name, ()))]
+
+    return any(
+        op in marks and updates.variable_of(marks[op].source.op) == variable
+        for op in walk(updates.varying[variable], before)
+    )
+
+
+@dataclass(frozen=True)
 class _Edge:
     """Where a gradient leaves the backward pass: an input of an operation."""
 
     variable: str  # whose update depends on it
+    mark: Mark
     tensor: tf.Tensor
     consumer: tf.Operation
     index: int
@@ -192,142 +156,177 @@ class _Edge:
 
 @dataclass
 class _Search:
-    """Finds gradients that have not been reduced.
+    """Finds gradients that have not been reduced, and what else makes an update vary.
 
     Args:
       updates: what the step does.
       data: operations of this rank's input.
-      shapes: of the trainable variables.
+      trained: names of the trained variables.
+      marks: the gradients of the graph.
+      edges: where gradients leave the backward pass, by consumer and input.
+      suspects: by name of a variable, what may make it differ by rank.
+      causes: by name of a variable, what makes it differ, and the cure.
     """
 
     updates: Updates
     data: Collection[tf.Operation]
-    shapes: Collection[tuple[int, ...]]
-    edges: list[_Edge] = field(default_factory=list)
+    trained: Sequence[str]
+    marks: Mapping[tf.Operation, Mark]
+    edges: dict[Any, _Edge] = field(default_factory=dict)
     suspects: dict[str, str] = field(default_factory=dict)
-    _seen: set[tf.Operation] = field(default_factory=set)
+    causes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
-    def go_back(self, variable: str, update: tf.Operation) -> None:
-        """Notes the gradients on which an update depends."""
-        todo = [update]
+    def go_back(self, variable: str, updates: Sequence[tf.Operation]) -> None:
+        """Notes on what the updates of a variable depend."""
+        seen: set[tf.Operation] = set()
+        todo = [(update, update, False) for update in updates]
         while todo:
-            op = todo.pop()
-            if op in self._seen:
+            update, op, decides = todo.pop()  # whether a branch or a loop depends on it
+            if op in seen:
                 continue
-            self._seen.add(op)
-            varying = [
-                (index, tensor)
-                for index, tensor in enumerate(op.inputs)
-                if tensor.dtype != tf.resource and not self.updates.is_same(tensor)
-            ]
-            for index, tensor in varying:
-                edge = _through_identities(_Edge(variable, tensor, op, index))
-                if self._leaves_backward(edge.tensor, edge.consumer):
-                    self.edges.append(edge)
-                else:
-                    todo.append(edge.tensor.op)
-            own = [name for name in _variables_read(op, update) if name in self.updates.own]
-            for name in own:
-                todo += self._updates_of(variable, update, op, name)
-            if not varying and not own and op is not update:
-                self._check_trusted(variable, update, op)
+            seen.add(op)
+            before = [] if op in self.data else self._before(variable, update, op)
+            # predicates are looked at first: a branch that returns nothing returns its predicate
+            for each, is_predicate in sorted(before, key=lambda found: found[1]):
+                if each is not None:  # which is mended
+                    todo.append((update, each, decides or is_predicate))
+            if not before and op is not update:
+                self._note_leaf(variable, update, op, decides)
 
-    def _leaves_backward(self, tensor: tf.Tensor, consumer: tf.Operation) -> bool:
-        op = tensor.op
-        if _is_sparse_mark(op):
-            return True
-        if not tensor.dtype.is_floating or not tensor.shape.is_fully_defined():
-            return False
-        if any(_is_sparse_mark(part.op) for part in op.inputs):  # several lookups, concatenated
-            return False
-        return (
-            _BACKWARD.search(op.name) is not None
-            and _BACKWARD.search(consumer.name) is None
-            and op._get_control_flow_context() is None
-            and tuple(tensor.shape.as_list()) in self.shapes
-        )
+    def _before(
+        self, variable: str, update: tf.Operation, op: tf.Operation
+    ) -> list[tuple[tf.Operation | None, bool]]:
+        """What varies of that on which an operation depends, and whether it is a predicate.
 
-    def _updates_of(
-        self, variable: str, update: tf.Operation, reader: tf.Operation, read: str
-    ) -> list[tf.Operation]:
-        """What makes the value of a variable that differs by rank, such as an optimizer's slot."""
-        if read not in self.updates.varying:  # a local variable, or one that is synced on read
-            self.refuse(variable, update, reader)
-        return self.updates.varying[read]
+        None stands for a gradient that can be reduced, of which an edge is noted.
+        """
+        found: list[tuple[tf.Operation | None, bool]] = [
+            (tensor.op, True)
+            for tensor in predicates_around(op)
+            if not self.updates.is_same(tensor)
+        ]
+        for index, tensor in enumerate(op.inputs):
+            if tensor.dtype != tf.resource and not self.updates.is_same(tensor):
+                edge = self._edge(variable, tensor, op, index)
+                source = tensor.op if edge is None else None
+                if edge is not None:
+                    self.edges.setdefault((edge.consumer, edge.index), edge)
+                elif tensor.op.type == "IdentityN":
+                    source = _without_identities(tensor, op, index)[0].op
+                found.append((source, op.type in BRANCHES and index == 0))
+        for name in _variables_read(self.updates, op, update):
+            if name in self.updates.own:
+                changes = self.updates.varying.get(name, [])
+                found += [(each, False) for each in changes] or [(None, False)]
+                if not changes:
+                    self._note_own(variable, name)
+        return found
 
-    def _check_trusted(self, variable: str, update: tf.Operation, source: tf.Operation) -> None:
-        if source in self.data or not _TRUSTED.match(source.type):
-            self.refuse(variable, update, source)
-        self.suspects[variable] = f"{source.name!r} ({source.type})"
+    def _edge(
+        self, variable: str, tensor: tf.Tensor, consumer: tf.Operation, index: int
+    ) -> _Edge | None:
+        """Where a tensor is a gradient that can be reduced, or one of several passed on by one."""
+        if tensor.op not in self.marks:
+            tensor, consumer, index = _without_identities(tensor, consumer, index)
+        mark = self.marks.get(tensor.op)
+        if mark is None or tensor.op._get_control_flow_context() is not None:
+            return None
+        is_trained = self.updates.variable_of(mark.source.op) in self.trained
+        if not is_trained and not self.updates.is_same(mark.source):
+            return None
+        return _Edge(variable, mark, tensor, consumer, index)
 
-    def refuse(self, variable: str, update: tf.Operation, source: tf.Operation) -> None:
-        """Raises the error of an update that cannot be mended."""
-        raise hostopt.ConfigError(
-            f"trainable variable {variable!r} is updated by operation {update.name!r} "
-            f"({update.type}) with a value that differs by rank, as it depends on "
-            f"{source.name!r} ({source.type}) other than through a gradient. {_CURE}"
-        )
+    def _note_own(self, variable: str, read: str) -> None:
+        by_name = {v.op.name: v for v in tf.compat.v1.global_variables()}
+        is_synced = read in by_name and is_sync_on_read(by_name[read])
+        cure = _OF_SYNC_ON_READ if is_synced else _OF_INITIAL_VALUE
+        cause = f"variable {read!r}, which each rank has by itself"
+        self.causes.setdefault(variable, (cause, cure))
+
+    def _note_leaf(
+        self, variable: str, update: tf.Operation, op: tf.Operation, decides: bool
+    ) -> None:
+        if op not in self.data and _TRUSTED.match(op.type):
+            self.suspects[variable] = f"{op.name!r} ({op.type})"
+        else:
+            self.causes.setdefault(variable, self.describe(update, op, decides))
+
+    def describe(
+        self, update: tf.Operation, op: tf.Operation, decides: bool = False
+    ) -> tuple[str, str]:
+        """What makes an update differ by rank, and the cure.
+
+        Args:
+          update: the operation that changes a variable.
+          op: from which the difference comes.
+          decides: whether it decides on the branches that are taken.
+
+        Returns:
+          Both in words.
+        """
+        kind = "this rank's data" if op in self.data else "operation"
+        cause = f"{kind} {op.name!r} ({op.type})"
+        if decides:
+            return f"a branch or loop that depends on {cause}", _OF_PREDICATE
+        in_branch = update._get_control_flow_context() is not None
+        is_called = update.type in CALLS or op.type in CALLS
+        return cause, _IN_BODY if in_branch or is_called else _OF_DATA
 
 
-def _through_identities(edge: _Edge) -> _Edge:
+def _without_identities(
+    tensor: tf.Tensor, consumer: tf.Operation, index: int
+) -> tuple[tf.Tensor, tf.Operation, int]:
     """Where a tensor goes into operations that pass on several, each by itself."""
-    while edge.tensor.op.type == "IdentityN" and not _is_sparse_mark(edge.tensor.op):
-        op, index = edge.tensor.op, edge.tensor.value_index
-        edge = _Edge(edge.variable, op.inputs[index], op, index)
-    return edge
+    while tensor.op.type == "IdentityN":
+        consumer, index = tensor.op, tensor.value_index
+        tensor = consumer.inputs[index]
+    return tensor, consumer, index
 
 
-def _is_sparse_mark(op: tf.Operation) -> bool:
-    return op.type == "IdentityN" and _SPARSE_MARK in op.name
-
-
-def _variables_read(op: tf.Operation, update: tf.Operation) -> list[str]:
+def _variables_read(
+    updates: Updates, op: tf.Operation, update: tf.Operation | None = None
+) -> list[str]:
     """Names of the variables that an operation, or the function that it calls, may read."""
-    if op.type in ("VariableV2", "Variable"):
-        return [op.name]
+    if not op.inputs:
+        name = updates.variable_of(op)
+        return [name] if name else []
     handles = [tensor.op for tensor in op.inputs if tensor.dtype == tf.resource]
-    is_call = any(attribute.type in ("func", "list(func)") for attribute in op.op_def.attr)
-    if op is update and not is_call:  # the first one is written
+    if op is update and op.type not in CALLS:  # the first one is written
         handles = handles[1:]
-    return [handle.name for handle in handles if handle.type == "VarHandleOp"]
+    return [name for handle in handles if (name := updates.variable_of(handle))]
 
 
-def _reduce(strategy: HostOffloadStrategy, edges: Sequence[_Edge]) -> int:
-    """Reduces each gradient once, gives the mean to all that use it, and counts gradients."""
-    by_source: dict[Any, list[_Edge]] = {}
+def _reduce(strategy: HostOffloadStrategy, edges: Iterable[_Edge]) -> int:
+    """Reduces each gradient once, feeds the mean to its consumers, and counts gradients."""
+    by_mark: dict[Mark, list[_Edge]] = {}
     for edge in edges:
-        op = edge.tensor.op
-        by_source.setdefault(op if _is_sparse_mark(op) else edge.tensor.ref(), []).append(edge)
-    for found in by_source.values():
-        mean = _mean(strategy, found[0].tensor)
+        by_mark.setdefault(edge.mark, []).append(edge)
+    for mark, found in by_mark.items():
+        mean = _mean(strategy, mark, found[0].variable)
         for edge in found:
             edge.consumer._update_input(edge.index, mean[edge.tensor.ref()])
-    if by_source:
+    if by_mark:
         text = "the optimizer applies gradients by itself: %d are reduced where they are computed"
-        _log.info(text, len(by_source))
-    return len(by_source)
+        _log.info(text, len(by_mark))
+    return len(by_mark)
 
 
-def _mean(strategy: HostOffloadStrategy, tensor: tf.Tensor) -> dict[Any, tf.Tensor]:
+def _mean(strategy: HostOffloadStrategy, mark: Mark, variable: str) -> dict[Any, tf.Tensor]:
     """The mean over the ranks, by the tensors that it stands for."""
-    op = tensor.op
-    gradient = tf.IndexedSlices(*op.outputs) if _is_sparse_mark(op) else tensor
-    shape = tf.get_static_value(op.inputs[2]) if _is_sparse_mark(op) else tensor.shape
-    row_shape = () if shape is None else tuple(int(length) for length in shape[1:])
-    (total,) = strategy.extended.sum_gradients([(gradient, op.name, row_shape)], of_mean=True)
-    if not _is_scaled(op):
-        with tf.device(tensor.device):
+    gradient, parts = mark.gradient, mark.parts
+    if not mark.row_shape.is_fully_defined():
+        raise hostopt.ConfigError(
+            f"variable {variable!r} is updated with the sparse gradient of {mark.name!r}, whose "
+            f"rows are of shape {mark.row_shape}, wanted a known one. Give {mark.name!r} a static "
+            "shape"
+        )
+    of_row = tuple(mark.row_shape.as_list())
+    (total,) = strategy.extended.sum_gradients([(gradient, mark.name, of_row)], of_mean=True)
+    if not mark.is_scaled:
+        with tf.device(parts[0].device):
             total = divided(total, strategy.num_replicas_in_sync)
-    if not _is_sparse_mark(op):
-        return {tensor.ref(): total}
-    if not isinstance(total, tf.IndexedSlices):  # was made dense
-        rows = tf.range(tf.shape(total)[0])
-        total = tf.IndexedSlices(total, tf.cast(rows, op.outputs[1].dtype), op.outputs[2])
-    parts = total.values, total.indices, op.outputs[2]
-    return {output.ref(): part for output, part in zip(op.outputs, parts)}
-
-
-def _is_scaled(op: tf.Operation) -> bool:
-    """Whether a gradient is one of a loss that has been divided by the number of ranks."""
-    factors = set(op.graph.scale_factors)
-    return bool(factors) and not factors.isdisjoint(ancestors([op]))
+    if isinstance(gradient, tf.IndexedSlices) and not isinstance(total, tf.IndexedSlices):
+        rows = tf.range(tf.shape(total)[0])  # was made dense
+        total = tf.IndexedSlices(total, tf.cast(rows, gradient.indices.dtype))
+    results = [total.values, total.indices] if isinstance(total, tf.IndexedSlices) else [total]
+    return {part.ref(): result for part, result in zip(parts, results)}

@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,19 @@ class Halves:
       program: file below tests/programs that ends with `by_name.train_all`.
       names: models to train.
       steps: of each model.
+      environ: more variables of the processes' environment.
     """
 
-    def __init__(self, directory: Path, program: str, names: Sequence[str], steps: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        program: str,
+        names: Sequence[str],
+        steps: int,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._directory = directory
+        self._environ = {**LIMITS, **environ}
         self._outputs = {1: [""], 2: ["", ""]}
         for size in (1, 2):
             (directory / str(size)).mkdir()
@@ -62,7 +72,7 @@ class Halves:
                     program,
                     {"worker": addresses},
                     arguments=[json.dumps(settings)],
-                    environ={**LIMITS, "PYTHONPATH": os.pathsep.join(sys.path)},
+                    environ={**self._environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
                 codes = [rank.wait(LIMIT_S) for rank in started]
             finally:

@@ -92,3 +92,25 @@ def test_the_first_variable_and_the_ranks_that_differ_are_named(spawn_inproc: Sp
     assert "rank 3 (worker:3, " in message
     assert "rank 2" not in message
     assert {(error.rank, error.step) for error in errors} == {(1, 6)}
+
+
+def test_what_changes_after_the_last_comparison_is_found_at_the_end(spawn_inproc: Spawn) -> None:
+    def work(communicator: hostopt.Communicator) -> Any:
+        with tf.Graph().as_default():
+            variable = tf.compat.v1.get_variable("a", [3])
+            tf.compat.v1.train.create_global_step()
+            session = Values(0, {"a": np.zeros(3)})
+            hook = DesyncCheckHook(communicator, [variable], 1000, 1, {})
+            hook.after_create_session(session, None)
+            for _ in range(4):
+                hook.after_run(types.SimpleNamespace(session=session), None)
+            hook.end(session)
+            session.values = {"a": np.full(3, float(communicator.rank))}
+            with pytest.raises(hostopt.CollectiveMismatchError) as caught:
+                hook.end(session)
+            return str(caught.value)
+
+    messages = spawn_inproc(2, work)
+    assert len(set(messages)) == 1
+    assert "after step 4 variable 'a' differs between rank 0 " in messages[0]
+    assert "No likely cause is in the step's graph" in messages[0]

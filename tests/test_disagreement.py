@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from ranks import Ranks, caught
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Settings of both ranks; "own" are those of one of them.
 RUNS: dict[str, dict[str, Any]] = {

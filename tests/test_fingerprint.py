@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Callable
 
 import numpy as np
@@ -185,7 +186,269 @@ def test_variables_that_take_in_data_may_differ_by_rank_and_others_may_not() -> 
         local = [(gradient.op.inputs[0], variable) for gradient, variable in pairs]
         return adam()(local, step)
 
-    slots = ["bias/Adam", "bias/Adam_1", "kernel/Adam", "kernel/Adam_1"]
-    mirrored = sorted(["beta1_power", "beta2_power", "bias", "global_step", "kernel", *slots])
-    for apply in (adam(), unreduced):  # what is trained must not differ, whatever is done to it
-        assert [variable.op.name for variable in built(apply).mirrored] == mirrored
+    alike = ["beta1_power", "beta2_power", "bias", "bias/Adam", "bias/Adam_1", "global_step"]
+    slots = ["kernel/Adam", "kernel/Adam_1"]
+    assert names(built(adam()).mirrored) == sorted(["kernel", *alike, *slots])
+    # what is trained must not differ, whatever is done to it; its slots do then
+    assert names(built(unreduced).mirrored) == sorted(["kernel", *alike])
+
+
+def names(variables: Any) -> list[str]:
+    return [variable.op.name for variable in variables]
+
+
+# -- what counts as the same on all ranks ----------------------------------------------------
+
+
+@pytest.fixture(params=["v2", "v1"])
+def control_flow(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Branches and loops as functions, and as operations of the graph itself."""
+    before = v1.control_flow_v2_enabled()
+    (v1.enable_control_flow_v2 if request.param == "v2" else v1.disable_control_flow_v2)()
+    yield request.param
+    (v1.enable_control_flow_v2 if before else v1.disable_control_flow_v2)()
+
+
+Value = Callable[[tf.Tensor, tf.Tensor], Any]
+
+
+def varies(update: Value) -> bool:
+    """Whether an update of `weights` counts as one that differs by rank.
+
+    Args:
+      update: builds it, from this rank's data and from what is the same on all ranks.
+    """
+    with tf.Graph().as_default():
+        data = tf.random.normal([3])
+        same = v1.get_variable("same", initializer=np.ones(3, np.float32)).read_value()
+        v1.get_variable("weights", initializer=np.ones(3, np.float32))
+        step = tf.group(tf.nest.flatten(update(data, same)))
+        return "weights" in read_updates([step], {data.op}).varying
+
+
+def assign(value: Any) -> Any:
+    with v1.variable_scope("", reuse=True):
+        return v1.get_variable("weights", [3]).assign(value, read_value=False)
+
+
+def assigned(value: Value) -> Value:
+    return lambda data, same: assign(value(data, same))
+
+
+def in_branch(data: tf.Tensor, same: tf.Tensor) -> Any:
+    return tf.cond(data[0] > 0, lambda: tf.group(assign(same)), tf.no_op)
+
+
+def in_same_branch(data: tf.Tensor, same: tf.Tensor) -> Any:
+    return tf.cond(same[0] > 0, lambda: tf.group(assign(same)), tf.no_op)
+
+
+def in_nested_branch(data: tf.Tensor, same: tf.Tensor) -> Any:
+    return tf.cond(data[0] > 0, lambda: in_same_branch(data, same), tf.no_op)
+
+
+def in_function_in_branch(data: tf.Tensor, same: tf.Tensor) -> Any:
+    @tf.function(autograph=False)
+    def update(value: tf.Tensor) -> tf.Tensor:
+        assign(value)
+        return tf.constant(0)
+
+    def call() -> tf.Operation:
+        return tf.group(update(same))
+
+    return tf.cond(data[0] > 0, call, tf.no_op)
+
+
+def in_case(data: tf.Tensor, same: tf.Tensor) -> Any:
+    def update() -> tf.Tensor:
+        with tf.control_dependencies([assign(same)]):
+            return tf.constant(0)
+
+    return tf.switch_case(tf.cast(data[0], tf.int32), [update, lambda: tf.constant(1)])
+
+
+def in_loop(data: tf.Tensor, same: tf.Tensor) -> Any:
+    """As many updates as the data say."""
+
+    def body(i: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([assign(same)]):
+            return i + 1
+
+    return tf.while_loop(lambda i: tf.cast(i, tf.float32) < data[0], body, [0])
+
+
+def later_in_loop(data: tf.Tensor, same: tf.Tensor) -> Any:
+    """What is assigned are zeros at first, and data from the second time on."""
+
+    def body(i: tf.Tensor, value: tf.Tensor) -> Any:
+        with tf.control_dependencies([assign(value)]):
+            return i + 1, tf.identity(data)
+
+    return tf.while_loop(lambda i, _: i < 2, body, [0, tf.zeros(3)])[0]
+
+
+def of_loop(step: Value, output: int = 1) -> Value:
+    def value(data: tf.Tensor, same: tf.Tensor) -> Any:
+        first = [0, tf.zeros(3), tf.zeros(3)]
+        results = tf.while_loop(
+            lambda i, *_: i < 4, lambda i, a, b: (i + 1, b + 1, step(data, same)), first
+        )
+        return results[output] + tf.zeros(3)
+
+    return assigned(value)
+
+
+BRANCHES: dict[str, tuple[bool, Value]] = {
+    "assigned data": (True, assigned(lambda data, same: data)),
+    "assigned variable": (False, assigned(lambda data, same: same)),
+    "in a branch of the data": (True, in_branch),
+    "in a branch that all take": (False, in_same_branch),
+    "in a branch of a branch": (True, in_nested_branch),
+    "in a function of a branch": (True, in_function_in_branch),
+    "in a case": (True, in_case),
+    "in a loop": (True, in_loop),
+    "later in a loop": (True, later_in_loop),
+    "constants of a branch": (
+        True,
+        assigned(lambda data, same: tf.cond(data[0] > 0, lambda: tf.ones(3), lambda: same)),
+    ),
+    "constants of a branch that all take": (
+        False,
+        assigned(lambda data, same: tf.cond(same[0] > 0, lambda: tf.ones(3), lambda: same)),
+    ),
+    # data reach the second result in the third time
+    "data of a loop": (True, of_loop(lambda data, same: data)),
+    "variables of a loop": (False, of_loop(lambda data, same: same)),
+    "the counter of a loop with data": (
+        False,
+        assigned(lambda data, same: tf.cast(of_counter(data), tf.float32) + tf.zeros(3)),
+    ),
+}
+
+
+def of_counter(data: tf.Tensor) -> tf.Tensor:
+    return tf.while_loop(lambda i, _: i < 4, lambda i, _: (i + 1, data), [0, tf.zeros(3)])[0]
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branches_and_loops(control_flow: str, name: str) -> None:
+    expected, update = BRANCHES[name]
+    assert varies(update) == expected
+
+
+def through_queue(fill: Value) -> Value:
+    def value(data: tf.Tensor, same: tf.Tensor) -> tf.Tensor:
+        queue = v1.FIFOQueue(10, [tf.float32, tf.float32], [[3], [3]])
+        with tf.control_dependencies([queue.enqueue([same, fill(data, same)])]):
+            return queue.dequeue()[1]
+
+    return assigned(value)
+
+
+def through_accumulator(fill: Value) -> Value:
+    def value(data: tf.Tensor, same: tf.Tensor) -> tf.Tensor:
+        accumulator = v1.ConditionalAccumulator(tf.float32, [3])
+        with tf.control_dependencies([accumulator.apply_grad(fill(data, same))]):
+            return accumulator.take_grad(1)
+
+    return assigned(value)
+
+
+def filled_by_a_thread(data: tf.Tensor, same: tf.Tensor) -> Any:
+    queue = v1.FIFOQueue(10, [tf.float32], [[3]])
+    queue.enqueue(data)
+    return assign(queue.dequeue())
+
+
+def staged(data: tf.Tensor, same: tf.Tensor) -> Any:
+    with tf.control_dependencies([tf.raw_ops.Stage(values=[data])]):
+        return assign(tf.raw_ops.Unstage(dtypes=[tf.float32])[0])
+
+
+def looked_up(key: Value) -> Value:
+    def value(data: tf.Tensor, same: tf.Tensor) -> tf.Tensor:
+        pairs = tf.lookup.KeyValueTensorInitializer([0, 1], [0.5, 0.25], tf.int64, tf.float32)
+        table = tf.lookup.StaticHashTable(pairs, 0.0)
+        return table.lookup(tf.cast(key(data, same), tf.int64))
+
+    return assigned(value)
+
+
+def time_of_day(data: tf.Tensor, same: tf.Tensor) -> Any:
+    return tf.cast(tf.timestamp(), tf.float32) + same
+
+
+def through_local(fill: Value, initial: Callable[[], Any] = lambda: tf.zeros(3)) -> Value:
+    def value(data: tf.Tensor, same: tf.Tensor) -> tf.Tensor:
+        local = v1.get_variable(
+            "local",
+            initializer=initial(),
+            trainable=False,
+            collections=[v1.GraphKeys.LOCAL_VARIABLES],
+        )
+        with tf.control_dependencies([local.assign_add(fill(data, same))]):
+            return local.read_value()
+
+    return assigned(value)
+
+
+def of_data(data: tf.Tensor, same: tf.Tensor) -> tf.Tensor:
+    return data
+
+
+def of_variable(data: tf.Tensor, same: tf.Tensor) -> tf.Tensor:
+    return same
+
+
+STATES: dict[str, tuple[bool, Value]] = {
+    "data of a queue": (True, through_queue(of_data)),
+    "variables of a queue": (False, through_queue(of_variable)),
+    "a queue that a thread fills": (True, filled_by_a_thread),
+    "data of an accumulator": (True, through_accumulator(of_data)),
+    "variables of an accumulator": (False, through_accumulator(of_variable)),
+    "data of a stage": (True, staged),
+    "the time": (True, assigned(time_of_day)),
+    "data in a table": (True, looked_up(of_data)),
+    "variables in a table": (False, looked_up(of_variable)),
+    "data in a local variable": (True, through_local(of_data)),
+    "variables in a local variable": (False, through_local(of_variable)),
+    "a local variable that begins with noise": (
+        True,
+        through_local(of_variable, lambda: tf.random.normal([3])),
+    ),
+    "checked numbers": (
+        False,
+        assigned(lambda data, same: tf.debugging.check_numerics(same, "weights")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_queues_tables_and_local_variables(name: str) -> None:
+    expected, update = STATES[name]
+    assert varies(update) == expected
+
+
+@pytest.mark.parametrize("first", [1.0, 2.0])
+def test_the_first_value_of_a_local_variable_is_compared(first: float) -> None:
+    with tf.Graph().as_default():
+        local = v1.get_variable(
+            "local", initializer=first, collections=["local_variables"], trainable=False
+        )
+        weights = v1.get_variable("weights", initializer=1.0)
+        updates = read_updates([weights.assign_sub(local).op], set())
+    assert updates.texts["local at first"] == f"AssignVariableOp(value={first})"
+    assert names(updates.mirrored) == ["local", "weights"]
+
+
+def test_slots_of_a_variable_that_varies_vary_too() -> None:
+    with tf.Graph().as_default():
+        data = tf.random.normal([3])
+        weights = v1.get_variable("weights", initializer=np.ones(3, "f"), trainable=False)
+        slot = v1.get_variable("slot", initializer=np.ones(3, "f"), trainable=False)
+        update = tf.raw_ops.ResourceApplyMomentum(
+            var=weights.handle, accum=slot.handle, lr=0.1, grad=data, momentum=0.9
+        )
+        updates = read_updates([update], {data.op})
+    assert updates.own >= {"weights", "slot"}
+    assert not updates.mirrored

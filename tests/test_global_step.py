@@ -188,3 +188,74 @@ def test_what_reads_global_step_in_a_step_sees_it_before_it_changes() -> None:
             for number in range(50):
                 values = session.run([rates, after, train_op])
                 assert values[:2] == [[2 * number] * 3, number + 1]
+
+
+def in_nested_branches(step: Any) -> tf.Tensor:
+    three = v1.placeholder_with_default(3, [])
+    return tf.cond(
+        three < 7,
+        lambda: tf.cond(three < 5, lambda: step + 0, lambda: tf.constant(0, tf.int64)),
+        lambda: tf.constant(0, tf.int64),
+    )
+
+
+def in_a_loop(step: Any) -> tf.Tensor:
+    def body(i: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return i + 1, step + 0 * last
+
+    zero = tf.constant(0, tf.int64)
+    return tf.while_loop(lambda i, last: i < 3, body, [tf.constant(0), zero])[1]
+
+
+READ_WITHIN: dict[str, Callable[[Any], tf.Tensor]] = {
+    "a branch": lambda step: tf.cond(
+        v1.placeholder_with_default(3, []) < 7, lambda: step + 0, lambda: tf.constant(0, tf.int64)
+    ),
+    "nested branches": in_nested_branches,
+    "a loop": in_a_loop,
+    "a function": tf.function(lambda step: step + 0),
+}
+
+
+@pytest.mark.parametrize("name", READ_WITHIN)
+@pytest.mark.parametrize("control_flow_v2", [True, False])
+@pytest.mark.parametrize("changed_in", ["the step", "a branch"])
+def test_what_reads_it_within_a_branch_or_loop_runs_before_it_changes(
+    name: str, control_flow_v2: bool, changed_in: str
+) -> None:
+    """Whatever happens first by chance, the graph says that the change waits for the reader."""
+    switch = v1.enable_control_flow_v2 if control_flow_v2 else v1.disable_control_flow_v2
+    had_v2 = v1.control_flow_v2_enabled()
+    with tf.Graph().as_default():
+        switch()
+        try:
+            step = v1.train.create_global_step()
+            found = READ_WITHIN[name](step)
+            v1.enable_control_flow_v2()  # a change within a branch of TensorFlow 1 cannot wait
+            if changed_in == "a branch":
+                three = v1.placeholder_with_default(3, [])
+                changed = tf.cond(three < 7, lambda: step.assign_add(1), step.read_value)
+                change = changed.op.inputs[0].op
+            else:
+                change = changed = step.assign_add(1, read_value=False)
+        finally:
+            (v1.enable_control_flow_v2 if had_v2 else v1.disable_control_flow_v2)()
+        train_op = tf.group(changed, found)
+        read_before_changes([train_op])
+        assert runs_before(found.op, change)
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            assert [session.run([found, train_op])[0] for _ in range(20)] == [*range(20)]
+
+
+def runs_before(op: tf.Operation, other: tf.Operation) -> bool:
+    """Whether an operation, or the one that computes it, is among what another one waits for."""
+    found, todo = set(), [other]
+    while todo:
+        each = todo.pop()
+        found.add(each)
+        todo += [before for before in each.control_inputs if before not in found]
+        todo += [tensor.op for tensor in each.inputs if tensor.op not in found]
+    while op.type == "Identity" and op not in found:
+        op = op.inputs[0].op
+    return op in found

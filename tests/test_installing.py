@@ -16,7 +16,7 @@ import tensorflow as tf
 import estimator_ext
 from estimator_ext._tf_estimator._loading import knows_estimator
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tests" / "programs" / "written_for_2_15.py"

@@ -12,7 +12,7 @@ import pytest
 from launcher import Launcher
 from ranks import PROGRAMS
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
 
 NOISE = re.compile(
     r"chttp2|goaway|too_many_pings|During handling of|Original stack trace", re.IGNORECASE

@@ -13,7 +13,7 @@ from ranks import Rank, Ranks, reserved_addresses
 
 _GROUP_S = 250
 # The first test waits for the trainings of all groups.
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(3 * _GROUP_S + 50)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(3 * _GROUP_S + 50)]
 
 ALL = ["sgd", "momentum", "adam"]
 SKIPPED = {"steps": 7, "nan_at": [1, 4], "nonfinite": "skip"}

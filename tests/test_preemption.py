@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -141,6 +142,21 @@ def test_ctrl_c_twice_ends_a_training_at_once_and_not_its_process(
     assert saved_steps(tmp_path) == [0]
     train_alone(tmp_path, SignalAt(LATE, signal.SIGINT))
     assert saved_steps(tmp_path) == [0, 6]
+
+
+def test_signals_are_seen_in_a_process_with_many_open_files(
+    handlers: dict[int, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    tf.get_logger().propagate = True
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(open(os.devnull)).fileno() < 1100:
+            pass
+        with pytest.raises(SystemExit), Preemption(lambda: None).handled():
+            signal.raise_signal(signal.SIGTERM)
+    assert "got SIGTERM" in caplog.text
 
 
 def test_where_nothing_saves_a_signal_says_so(

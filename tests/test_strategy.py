@@ -284,6 +284,26 @@ def test_ranks_with_other_gradients_are_refused(
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_rows_of_a_variable_whose_shape_is_not_known(addresses: list[str], known: bool) -> None:
+    def work(strategy: Any) -> Any:
+        with strategy.scope():
+            table = tf.Variable(np.zeros((3, 4)), shape=tf.TensorShape(None), name="table")
+            shape = [None, 4] if known else [None, None]
+            values = tf.compat.v1.placeholder_with_default(np.ones((2, 4)), shape)
+            slices = tf.IndexedSlices(values, tf.constant([0, 2]), tf.constant([3, 4]))
+            reduced = strategy.run(lambda: estimator_ext.reduce_gradients([(slices, table)]))
+            with session(strategy) as opened:
+                return opened.run(tf.convert_to_tensor(reduced[0][0]))
+
+    if known:
+        expected = [[2.0] * 4, [0.0] * 4, [2.0] * 4]
+        np.testing.assert_array_equal(as_ranks(addresses, work), [expected] * 2)
+    else:
+        with pytest.raises(hostopt.ConfigError, match="gradient of 'table' is sparse"):
+            as_ranks(addresses, work)
+
+
 def test_a_graph_never_writes_into_the_sums_that_other_ranks_read(addresses: list[str]) -> None:
     """TensorFlow computes in place where it may; here other ranks still read the place."""
     changed = threading.Barrier(2)

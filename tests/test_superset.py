@@ -13,7 +13,7 @@ import estimator_ext
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
 
 X = np.random.RandomState(0).standard_normal((10, 6, 3)).astype(np.float32)
 Y = X.sum(-1, keepdims=True)

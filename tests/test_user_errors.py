@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from ranks import Ranks, caught, reserved_addresses
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(300)]
 
 BUILDING = ["model_fn", "host_call"]  # while the graph is built; all others in the third step
 # Where which error is raised on which rank.

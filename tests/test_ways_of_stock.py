@@ -15,7 +15,7 @@ from ranks import Rank, Ranks, reserved_addresses
 import estimator_ext
 from estimator_ext._tf_estimator._loading import knows_estimator
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
 
 PROGRAM = "ways_of_stock.py"
 LIMITS = "input_fn returned tensors, not a tf.data.Dataset"

@@ -25,6 +25,8 @@ import tensorflow as tf
 import estimator_ext
 import hostopt
 
+if os.environ.get("TEST_WITHOUT_V2"):
+    tf.compat.v1.disable_v2_behavior()
 estimator_ext.install()
 # before a model module asks for estimators, which know of no cluster when they train alone
 CONFIG = json.loads(os.environ.get("TF_CONFIG", "{}"))
@@ -47,7 +49,8 @@ class Outcome(tf.estimator.SessionRunHook):
         self.steps = 0
 
     def begin(self) -> None:
-        self._variables = {v.op.name: v for v in tf.compat.v1.global_variables()}
+        variables = tf.compat.v1.global_variables() + tf.compat.v1.trainable_variables()
+        self._variables = {v.op.name: v for v in variables}
         trainable = [v.op.name for v in tf.compat.v1.trainable_variables()]
         self._variables["trainable"] = tf.constant(trainable)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,15 +41,16 @@ class Kind:
       name: what tests call it.
       expected: what two ranks end with. "mean": the same bits, equal to one process on the whole
         batch. "sum": equal to one process whose loss is multiplied by the number of ranks.
-        "alike": the same bits, but not those of one process, as the note says. "refused: WORD": a
-        ConfigError before the first step, which names WORD as the operation. "mismatch": an error
-        after the first step, which says that the ranks have come to differ. Several of them,
-        separated by "|", are equally right.
+        "alike": the same bits, but not those of one process, as the note says. "refused: WORD;
+        WORD": a ConfigError before the first step, with these words. "mismatch": an error after
+        the first step, which says that the ranks have come to differ; "late mismatch": one at the
+        end. Several of them, separated by "|", are equally right.
       build: makes the train_op, or the spec, of a model.
       note: why it is neither "mean" nor refused.
       sparse: adds an embedding, whose gradient is sparse.
       own: variables that each rank has by itself.
       dtype: of the model.
+      options: of the strategy.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Kind:
     sparse: bool = False
     own: Sequence[str] = ()
     dtype: str = "float64"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Model:
@@ -70,7 +73,7 @@ class Model:
     """
 
     def __init__(self, features: dict[str, tf.Tensor], kind: Kind, alone: bool) -> None:
-        self.alone, self._ids = alone, features["ids"]
+        self.alone, self.ids = alone, features["ids"]
         self.x, self._y = (tf.cast(features[name], kind.dtype) for name in ("x", "y"))
         self.factor = 2.0 if alone and kind.expected == "sum" else 1.0
         names = ["weights", "bias"] + ["table"] * kind.sparse
@@ -89,7 +92,7 @@ class Model:
     def predict(self) -> tf.Tensor:
         out = self.x @ self.variables[0] + self.variables[1]
         for table in self.variables[2:]:
-            out += tf.reduce_sum(tf.nn.embedding_lookup(table, self._ids), 1)
+            out += tf.reduce_sum(tf.nn.embedding_lookup(table, self.ids), 1)
         return out
 
     def loss_of(self, out: tf.Tensor) -> tf.Tensor:
@@ -288,6 +291,7 @@ def raw_adam(variable: tf.Variable, gradient: tf.Tensor) -> tf.Operation:
             f"{variable.op.name}/{name}",
             initializer=np.zeros(variable.shape.as_list()),
             trainable=False,
+            use_resource=True,
         )
         for name in ("m", "v")
     )
@@ -319,7 +323,9 @@ def raw_sparse_adagrad(variable: tf.Variable, gradient: Any) -> tf.Operation:
     if not isinstance(gradient, tf.IndexedSlices):
         return variable.assign_sub(RATE * gradient, read_value=False)
     name = f"{variable.op.name}/accumulator"
-    accumulator = v1.get_variable(name, initializer=np.ones((IDS, 3)), trainable=False)
+    accumulator = v1.get_variable(
+        name, initializer=np.ones((IDS, 3)), trainable=False, use_resource=True
+    )
     # duplicate rows would be squared one by one, so they are added up first, as optimizers do
     rows, places = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
@@ -529,6 +535,219 @@ def reduced_in_replica(model: Model) -> tf.Tensor:
     return tf.distribute.get_replica_context().all_reduce(MEAN, batch_mean(model))
 
 
+# -- branches, queues, loops, and variables in other collections ------------------------------
+
+
+def in_branch(model: Model) -> Any:
+    """Weight decay in some steps, as the first number of this rank's batch decides."""
+    done = gradient_descent().minimize(model.loss, model.step)
+    weights = model.variables[0]
+
+    def decay() -> tf.Operation:
+        return tf.group(weights.assign(0.9 * weights.read_value(), read_value=False))
+
+    with tf.control_dependencies([done]):
+        return tf.cond(model.x[0, 0] > 0, decay, tf.no_op)
+
+
+def chosen_in_branch(model: Model) -> tf.Tensor:
+    """One of two constants."""
+    return tf.cond(
+        model.x[0, 0] > 0,
+        lambda: tf.constant(0.01, tf.float64),
+        lambda: tf.constant(0.02, tf.float64),
+    )
+
+
+def in_accumulators(model: Model) -> Any:
+    """Gradients wait in accumulators, and every second step takes their means."""
+    accumulators = [
+        v1.ConditionalAccumulator(tf.float64, v.shape, name=f"{v.op.name}_gradients")
+        for v in model.variables
+    ]
+    put = [
+        accumulator.apply_grad(gradient, local_step=tf.int64.max)
+        for accumulator, gradient in zip(accumulators, model.gradients())
+    ]
+    step = tf.identity(model.step)
+
+    def update() -> tf.Operation:
+        gradients = [accumulator.take_grad(1) for accumulator in accumulators]
+        return tf.group(subtract(list(zip(gradients, model.variables))))
+
+    with tf.control_dependencies(put):
+        return model.counted(tf.cond(tf.equal(step % 2, 1), update, tf.no_op))
+
+
+def through_queue(model: Model) -> tf.Tensor:
+    queue = v1.FIFOQueue(10, [tf.float64], [[5, 3]])
+    with tf.control_dependencies([queue.enqueue(batch_mean(model))]):
+        return queue.dequeue()
+
+
+def in_a_late_hook(model: Model) -> Any:
+    """A hook adds this rank's data to the weights after the last comparison of the steps."""
+    added = model.variables[0].assign_add(batch_mean(model), read_value=False)
+
+    class Update(tf.estimator.SessionRunHook):
+        runs = 0
+
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            self.runs += 1
+            if self.runs == 3:
+                run_context.session.run(added)
+
+    return spec(
+        model, gradient_descent().minimize(model.loss, model.step), training_hooks=[Update()]
+    )
+
+
+def second_variable(model: Model, **arguments: Any) -> tuple[tf.Variable, tf.Tensor]:
+    """Weights besides those of the model, and the loss with both."""
+    more = v1.get_variable("more", initializer=0.5 * START["weights"], **arguments)
+    return more, model.loss_of(model.out + model.x @ more)
+
+
+def not_trainable(model: Model) -> Any:
+    more, loss = second_variable(model, trainable=False)
+    optimizer = Own(0.9)
+    pairs = optimizer.compute_gradients(loss, [*model.variables, more])
+    return optimizer.apply_gradients(pairs, model.step)
+
+
+def of_frozen_variable(model: Model) -> Any:
+    """The weights follow the gradient of a variable that is never updated."""
+    more, loss = second_variable(model, trainable=False)
+    return model.counted(model.variables[0].assign_sub(RATE * tf.gradients(loss, more)[0]))
+
+
+def out_of_collection(model: Model) -> Any:
+    more, loss = second_variable(model)
+    v1.get_collection_ref(v1.GraphKeys.TRAINABLE_VARIABLES).remove(more)
+    return Own().minimize(loss, model.step, [*model.variables, more])
+
+
+def local_trainable(model: Model) -> Any:
+    """A trainable variable that is no global one, and begins with other numbers on rank 1."""
+    keys = v1.GraphKeys
+    rank = by_name.CONFIG["task"]["index"] if not model.alone else 0
+    more = v1.get_variable(
+        "more",
+        initializer=START["weights"] + rank,
+        collections=[keys.LOCAL_VARIABLES, keys.TRAINABLE_VARIABLES],
+    )
+    loss = model.loss_of(model.out + model.x @ more)
+    return gradient_descent().minimize(loss, model.step)
+
+
+def behind_an_optimizer(model: Model) -> Any:
+    """As a GAN: an update by hand of a loss that nobody scales, behind one that is scaled."""
+    weights, bias = model.variables
+    first = gradient_descent().minimize(model.loss, var_list=[weights])
+    with tf.control_dependencies([first]):
+        (gradient,) = tf.gradients(tf.reduce_mean(tf.abs(model.new_loss())), [bias])
+    return model.counted(bias.assign_sub(RATE * gradient))
+
+
+def of_reduced_loss(model: Model) -> Any:
+    """The loss is the mean of the ranks already, and its gradient is reduced on its way back."""
+    loss = model.loss
+    if not model.alone:
+        loss = tf.distribute.get_replica_context().all_reduce(MEAN, loss)
+    return Own().minimize(loss, model.step)
+
+
+def of_gradient(model: Model) -> Any:
+    """A second loss is made of the gradient of a first one, which an optimizer has scaled."""
+    slopes = [g for g, _ in computed(model)]
+    changes = tf.gradients(
+        [tf.reduce_sum(tf.sin(v) * tf.stop_gradient(g)) for g, v in zip(slopes, model.variables)],
+        model.variables,
+    )
+    return model.counted(subtract(list(zip(changes, model.variables))))
+
+
+def penalty_alone(model: Model) -> Any:
+    """A variable whose gradient does not depend on the data."""
+    more = v1.get_variable("more", initializer=START["weights"])
+    return Own().minimize(model.loss + 0.5 * tf.reduce_sum(more**2), model.step)
+
+
+def sparse_penalty(model: Model) -> Any:
+    """The number of rows of a sparse gradient, as the graph gives it."""
+    updates = []
+    for gradient, variable in model.pairs():
+        if isinstance(gradient, tf.IndexedSlices):
+            ones = tf.ones([tf.shape(gradient.values)[0], 1], tf.float64)
+            rows = tf.IndexedSlices(RATE * gradient.values * ones, gradient.indices)
+            updates.append(variable.scatter_sub(rows))
+        else:
+            updates.append(variable.assign_sub(RATE * gradient))
+    return model.counted(updates)
+
+
+def without_dense_shape(model: Model) -> Any:
+    """A lookup whose gradient does not know the shape of the table."""
+    table, ids = model.variables[2], tf.reshape(model.ids, [-1])
+
+    @tf.custom_gradient
+    def looked_up(whole: tf.Tensor) -> Any:
+        return tf.gather(whole, ids), lambda rows: tf.IndexedSlices(rows, ids)
+
+    rows = tf.reshape(looked_up(table.read_value()), [-1, 2, 3])
+    loss = model.loss_of(model.out + tf.reduce_sum(rows, 1))
+    return Own().minimize(loss, model.step)
+
+
+def in_scope_of_gradients(model: Model) -> Any:
+    with tf.name_scope("gradients"):
+        pairs = [(tf.clip_by_norm(g, 1.0), v) for g, v in model.pairs()]
+    return Own().apply_gradients(pairs, model.step)
+
+
+def of_loop(model: Model) -> Any:
+    """A weight that is used again and again."""
+    square = v1.get_variable("square", initializer=START["weights"][:3])
+    _, state = tf.while_loop(
+        lambda i, state: i < 3,
+        lambda i, state: (i + 1, tf.tanh(state @ square)),
+        [0, model.x[:, :3]],
+    )
+    return Own().minimize(model.loss + tf.reduce_mean(state**2), model.step)
+
+
+def local_variable(name: str, initial: Any) -> tf.Variable:
+    local = [v1.GraphKeys.LOCAL_VARIABLES]
+    return v1.get_variable(name, initializer=initial, trainable=False, collections=local)
+
+
+def accumulated_in_local_variables(model: Model) -> Any:
+    sums = [
+        local_variable(f"{v.op.name}_sum", np.zeros(v.shape.as_list())) for v in model.variables
+    ]
+    with tf.control_dependencies([s.assign_add(g) for s, g in zip(sums, model.gradients())]):
+        values = [s.read_value() for s in sums]
+    with tf.control_dependencies(subtract(list(zip(values, model.variables)))):
+        return model.counted([s.assign(tf.zeros_like(s)) for s in sums])
+
+
+def rate_of_local_counter(model: Model) -> Any:
+    counter = local_variable("counter", np.float64(0))
+    with tf.control_dependencies([counter.assign_add(1.0)]):
+        rate = RATE / counter.read_value()
+    return train.GradientDescentOptimizer(rate).minimize(model.loss, model.step)
+
+
+def rate_of_local_variable(model: Model) -> Any:
+    rate = local_variable("rate", tf.random.uniform([], 0.01, 0.02, tf.float64, seed=os.getpid()))
+    return train.GradientDescentOptimizer(rate).minimize(model.loss, model.step)
+
+
+def loss_of_unknown_shape(model: Model) -> Any:
+    model.loss = v1.placeholder_with_default(model.loss, None)
+    return gradient_descent().minimize(model.loss, model.step)
+
+
 def mean_teacher(model: Model) -> Any:
     """The weights become their own moving average after each step."""
     average = tf.train.ExponentialMovingAverage(0.5)
@@ -541,6 +760,7 @@ def mean_teacher(model: Model) -> Any:
 SUMS = "Keras optimizers and gradients of one's own do not scale the loss: the stock sum"
 LOCAL = "what stands between compute_gradients and apply_gradients sees this rank's gradients"
 OF_PYTHON = "nobody knows what Python does"
+OF_BRANCH = "the ranks take different branches"
 OF_DATA = "a local batch went into the weights without a gradient"
 
 KINDS = [
@@ -651,7 +871,7 @@ KINDS = [
     Kind("gradient penalty", "mean", gradient_penalty),
     Kind("penalty on the gradient of weights", "alike", penalty_on_weights, LOCAL),
     Kind("in cond", "mean", in_cond),
-    Kind("gradients in cond", "mean|refused: cond", gradients_in_cond),
+    Kind("gradients in cond", "mean|refused: cond; outside of the branch", gradients_in_cond),
     Kind("in while_loop", "mean", in_while_loop),
     Kind("in tf.function", "mean|refused: Call", in_function),
     Kind("all in tf.function", "mean|refused: Call", step_in_function),
@@ -669,6 +889,33 @@ KINDS = [
     Kind("host_call, clip by hand", "mean", on_host(
         lambda variables, *given: tf.group(subtract(clipped(list(zip(given, variables)))))
     )),
+    # gradients that TensorFlow names or places otherwise
+    Kind("own apply_gradients in a scope named gradients", "mean", in_scope_of_gradients),
+    Kind("own apply_gradients of named gradients", "mean", apply(
+        lambda m: list(zip(tf.gradients(m.loss, m.variables, name="slopes"), m.variables)), Own
+    )),
+    Kind("own apply_gradients of a tape, sparse", "mean", apply(taped, Own), sparse=True),
+    Kind("own apply_gradients of a loop", "mean", of_loop),
+    Kind("own apply_gradients, trainable=False", "mean", not_trainable),
+    Kind("gradient of a frozen variable", "mean", of_frozen_variable),
+    Kind("own apply_gradients, out of the collection", "mean", out_of_collection),
+    Kind("own apply_gradients, penalty alone", "mean", penalty_alone),
+    Kind("own apply_gradients, no dense_shape", "mean", without_dense_shape, sparse=True),
+    Kind("own apply_gradients, nonfinite=skip", "refused: AssignVariableOp; skip", minimize(Own),
+        "nothing leaves its updates out", options={"nonfinite": "skip"}),
+    Kind("number of rows by hand", "mean", sparse_penalty, sparse=True),
+    Kind("own apply_gradients of a reduced loss", "mean", of_reduced_loss),
+    Kind("gradient of a gradient", "mean", of_gradient),
+    Kind("assign_sub behind an optimizer", "mean", behind_an_optimizer),
+    Kind("in accumulators", "mean", in_accumulators),
+    Kind("loss of unknown shape", "mean", loss_of_unknown_shape),
+    # local variables
+    Kind("accumulated in local variables", "mean", accumulated_in_local_variables),
+    Kind("rate of a local counter", "mean", rate_of_local_counter),
+    Kind("rate of a local variable",
+        "refused: ResourceApplyGradientDescent; 'rate'; initialize that variable",
+        rate_of_local_variable, "it begins with random numbers"),
+    Kind("trainable local variable", "mean", local_trainable),
     # without data, or with data that are reduced
     Kind("weight decay after the step", "mean", without_gradient(
         lambda model: [v.assign(0.99 * v.read_value()) for v in model.variables]
@@ -685,6 +932,14 @@ KINDS = [
     Kind("mean of the batch", "refused: AssignSubVariableOp", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * batch_mean(model))
     ), OF_DATA),
+    Kind("branch of the batch", "refused: cond; let the branch depend on", in_branch, OF_BRANCH),
+    Kind("constant of a branch", "refused: AssignSub; let the branch depend on", without_gradient(
+        lambda model: model.variables[1].assign_sub(chosen_in_branch(model) * tf.ones(3, "double"))
+    ), OF_BRANCH),
+    Kind("queue", "refused: AssignSubVariableOp", without_gradient(
+        lambda model: model.variables[0].assign_sub(0.01 * through_queue(model))
+    ), OF_DATA),
+    Kind("in a late hook", "late mismatch: weights", in_a_late_hook, OF_DATA),
     Kind("gradient without tf.gradients", "refused: AssignSubVariableOp", without_gradient(
         lambda model: model.variables[0].assign_sub(
             0.01 * tf.transpose(model.x) @ (model.out - model.loss)
@@ -726,7 +981,11 @@ def train_kind(kind: Kind, training: by_name.Training) -> None:
 
     # nothing is saved: these models begin with the same numbers anyway
     nothing = {"save_checkpoints_steps": None, "save_checkpoints_secs": None}
-    training.train(model_fn, by_name.halves(DATA), save_summary_steps=None, **nothing)
+    with contextlib.ExitStack() as stack:
+        if training.strategy is not None and kind.options:
+            training.strategy = estimator_ext.HostOffloadStrategy(**kind.options)
+            stack.callback(training.strategy.close)
+        training.train(model_fn, by_name.halves(DATA), save_summary_steps=None, **nothing)
 
 
 if __name__ == "__main__":

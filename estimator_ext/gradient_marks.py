@@ -1,0 +1,172 @@
+"""Marks on gradients, set where TensorFlow computes them.
+
+`tf.gradients` and `tf.GradientTape.gradient` are wrapped, once and for all. In a `TrainingGraph`
+each of their results becomes the output of an operation of its own, of which the graph knows with
+respect to what the gradient was computed. Anywhere else the wrappers change nothing.
+
+The number of rows of a sparse gradient is hidden: behind a reduction it is another one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import backprop
+from tensorflow.python.ops import gradients_util
+
+from estimator_ext.graph import data_before, walk
+from hostopt.tensorflow.ops import is_same_on_all_ranks
+
+__all__: list[str] = []
+
+_NAME = "HostGradient"
+
+
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """One gradient.
+
+    Args:
+      gradient: a tensor, or a sparse gradient.
+      source: with respect to what it was computed: a tensor, or the handle of a variable.
+      name: of the variable, or of the gradient itself.
+      row_shape: of a sparse gradient, the shape of one row.
+      is_scaled: whether an optimizer has divided by the number of ranks what was differentiated.
+    """
+
+    gradient: Any
+    source: tf.Tensor
+    name: str
+    row_shape: tf.TensorShape
+    is_scaled: bool
+
+    @property
+    def parts(self) -> list[tf.Tensor]:
+        """The tensors that a reduction changes."""
+        gradient = self.gradient
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        return [gradient.values, gradient.indices] if is_sparse else [gradient]
+
+
+class TrainingGraph(tf.Graph):
+    """A graph that knows its gradients, and the factors by which optimizers have scaled losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks_gradients = False
+        self.marks: dict[tf.Operation, Mark] = {}
+        self._loss_is_scaled = False
+        self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
+
+    @property
+    def _is_loss_scaled_by_optimizer(self) -> bool:
+        return self._loss_is_scaled
+
+    @_is_loss_scaled_by_optimizer.setter
+    def _is_loss_scaled_by_optimizer(self, is_scaled: bool) -> None:
+        self._loss_is_scaled = is_scaled
+        if is_scaled:  # set right after the multiplication
+            self.scale_factors.append(self.get_operations()[-1].inputs[1].op)
+
+    def is_scaled(self, targets: Sequence[Any]) -> bool:
+        """Whether tensors are made of what an optimizer has divided by the number of ranks.
+
+        Args:
+          targets: what is differentiated.
+
+        Returns:
+          False for what is made of variables that have been updated, or of sums, which are whole.
+        """
+
+        def before(op: tf.Operation) -> list[tf.Operation]:
+            assigns = any(tensor.dtype._is_ref_dtype for tensor in op.inputs)
+            ends = assigns or op in self.marks or is_same_on_all_ranks(op)
+            return [] if ends else data_before(op)
+
+        made_of = walk([each.op for each in targets if isinstance(each, tf.Tensor)], before)
+        factors = set(self.scale_factors)
+        return any(
+            op in factors or (op in self.marks and self.marks[op].is_scaled) for op in made_of
+        )
+
+
+def marks_of_graph() -> dict[tf.Operation, Mark]:
+    """The gradients of the default graph.
+
+    Returns:
+      By operation, of which a sparse gradient has two.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return graph.marks if isinstance(graph, TrainingGraph) else {}
+
+
+def _marked(graph: TrainingGraph, gradient: Any, source: Any, is_scaled: bool) -> Any:
+    if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):  # None, or a composite tensor
+        return gradient
+    if not isinstance(source, (tf.Tensor, tf.Variable)):
+        return gradient
+    row_shape = tf.TensorShape([])
+    with tf.device(gradient.device):
+        if isinstance(gradient, tf.IndexedSlices):
+            row_shape = gradient.values.shape[1:]
+            if not row_shape.is_fully_defined() and source.dtype != tf.resource:
+                row_shape = source.shape[1:]
+            values = _hiding_rows(gradient.values, row_shape)
+            indices = _hiding_rows(gradient.indices, [])
+            gradient = tf.IndexedSlices(values, indices, gradient.dense_shape)
+        else:
+            gradient = tf.identity(gradient, name=_NAME)
+    if isinstance(source, tf.Variable):
+        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled)
+    else:
+        name = getattr(gradient, "values", gradient).op.name
+        mark = Mark(gradient, source, name, row_shape, is_scaled)
+    graph.marks.update({part.op: mark for part in mark.parts})
+    return gradient
+
+
+def _hiding_rows(tensor: tf.Tensor, row_shape: Any) -> tf.Tensor:
+    shape = tf.TensorShape([None]).concatenate(row_shape)
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name=_NAME)
+
+
+def _marking_graph() -> TrainingGraph | None:
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    return graph if isinstance(graph, TrainingGraph) and graph.marks_gradients else None
+
+
+def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(helper)
+    def gradients(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+        results, graph = helper(ys, xs, *args, **kwargs), _marking_graph()
+        if graph is None:
+            return results
+        is_scaled = graph.is_scaled(tf.nest.flatten([ys, args[:1], kwargs.get("grad_ys")]))
+        sources = xs if isinstance(xs, (list, tuple)) else [xs]
+        return [_marked(graph, gradient, x, is_scaled) for gradient, x in zip(results, sources)]
+
+    return gradients
+
+
+def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        results, graph = method(self, target, sources, *args, **kwargs), _marking_graph()
+        if graph is None:
+            return results
+        is_scaled = graph.is_scaled(tf.nest.flatten([target, args, list(kwargs.values())]))
+        pairs = zip(tf.nest.flatten(results), tf.nest.flatten(sources))
+        marked = [_marked(graph, *pair, is_scaled) for pair in pairs]
+        return tf.nest.pack_sequence_as(results, marked)
+
+    return gradient
+
+
+gradients_util._GradientsHelper = _mark_results_of_gradients(gradients_util._GradientsHelper)
+backprop.GradientTape.gradient = _mark_results_of_tape(backprop.GradientTape.gradient)
