@@ -7,7 +7,6 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 __all__: list[str] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext.errors import MissingNameError
+from estimator_ext.errors import UnsupportedError
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ _V1 = "tensorflow.compat.v1"
 # a source is a module, or an attribute of one behind a colon
 _SOURCES: dict[str, tuple[str, ...]] = {
     "cluster_resolver": (f"{_V1}:distribute.cluster_resolver",),
-    "data": ("estimator_ext._contrib_names:data", f"{_V1}:data.experimental"),
+    "data": (f"{_V1}:data.experimental",),
     "distribute": (f"{_V1}:distribute",),
     "estimator": (f"{_V1}:estimator.experimental", f"{_V1}:estimator"),
     "framework": ("tf_slim.ops", "tf_slim", f"{_V1}:train", _V1),
@@ -34,7 +34,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "training": ("estimator_ext.hparams", "tf_slim.training", f"{_V1}:train"),
 }
 _SLIM = "tf_slim"
-_ROOT = "tensorflow.contrib"
+ROOT = "tensorflow.contrib"
 
 
 def add_contrib(packages: list[Any]) -> None:
@@ -45,25 +45,37 @@ def add_contrib(packages: list[Any]) -> None:
     """
     if hasattr(tf, "contrib"):
         return
-    root = _Root(_ROOT, "Names of tf.contrib that exist elsewhere.")
+    root = _Root(ROOT, "Names of tf.contrib that exist elsewhere.")
     root.__path__ = []  # a package
-    sys.modules[_ROOT] = root
+    sys.modules[ROOT] = root
     for name in _SOURCES:
-        module = _Module(f"{_ROOT}.{name}")
+        module = _Module(f"{ROOT}.{name}")
         sys.modules[module.__name__] = module
         vars(root)[name] = module
     for package in packages:
         package.contrib = root
 
 
+def missing(name: str) -> UnsupportedError:
+    """The error for a module of tf.contrib that nothing replaces.
+
+    Args:
+      name: of the module, within tf.contrib.
+
+    Returns:
+      The error, to be raised.
+    """
+    return UnsupportedError(
+        f"the program uses tf.contrib.{name}, which TensorFlow removed and nothing replaces here. "
+        "Replace it in the program, or leave out what needs it"
+    )
+
+
 class _Root(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise MissingNameError(
-            f"the program uses tf.contrib.{name}, which TensorFlow removed and nothing replaces "
-            "here. Replace it in the program, or leave out what needs it"
-        )
+        raise missing(name)
 
 
 class _Module(types.ModuleType):
@@ -92,6 +104,6 @@ class _Module(types.ModuleType):
         cure = "Replace it in the program, or leave out what needs it"
         if needs_slim:
             cure = "Run pip install tf-slim, which has most of these names"
-        raise MissingNameError(
+        raise UnsupportedError(
             f"the program uses tf.contrib.{part}.{name}, which TensorFlow removed. {cure}"
         )

@@ -7,5 +7,5 @@ import hostopt
 __all__: list[str] = []
 
 
-class MissingNameError(hostopt.ConfigError, AttributeError):
-    """A program uses a name that TensorFlow removed and that cannot be given back."""
+class UnsupportedError(hostopt.ConfigError, AttributeError):
+    """A program needs what TensorFlow removed, or a TPU."""

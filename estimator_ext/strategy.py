@@ -67,8 +67,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       sparse_as_dense: True makes sparse gradients (`tf.IndexedSlices`) dense before they travel;
         False sends the rows that each rank has to all ranks, uncompressed.
       auto_shard: how TensorFlow divides the dataset of an input_fn that has no argument
-        input_context: "data" has each rank read all of it and keep its part, "file" divides the files; "off" has each rank read all of it. None does as
-        "off" and warns.
+        input_context. "data": each rank reads all of it and keeps its part; "file": each rank
+        reads its part of the files; "off": each rank has all data. None does as "off" and warns.
       rendezvous_timeout_s: how long to wait for all ranks to appear.
       stall_warning_s: a rank that waits longer says for whom.
       collective_timeout_s: a rank that waits longer without progress gives up.

@@ -16,6 +16,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext import estimator, run_config
 from estimator_ext._tf_estimator import EstimatorSpec
+from estimator_ext.errors import UnsupportedError
 from estimator_ext.spec import stock_spec
 
 __all__ = [
@@ -86,7 +87,7 @@ class RunConfig(run_config.RunConfig):
       **fields: as for `estimator_ext.RunConfig`.
 
     Raises:
-      hostopt.ConfigError: cluster is given.
+      UnsupportedError: cluster is given.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class RunConfig(run_config.RunConfig):
     ) -> None:
         super().__init__(**fields)
         if cluster is not None:
-            raise hostopt.ConfigError(_NO_TPU)
+            raise UnsupportedError(_NO_TPU)
         del evaluation_master, master
         self._tpu_config = tpu_config or TPUConfig()
 
@@ -149,6 +150,7 @@ class TPUEstimatorSpec(EstimatorSpec):
         evaluation_hooks: Sequence[Any] | None = None,
         prediction_hooks: Sequence[Any] | None = None,
     ) -> TPUEstimatorSpec:
+        """Calls the functions of metrics, scaffold and host call, in the graph of model_fn."""
         own = [] if host_call is None else [_HostCallHook(_call(host_call))]
         spec = super().__new__(
             cls,
@@ -198,13 +200,13 @@ class TPUEstimator(estimator.Estimator):
       export_saved_model_api_version: not used.
 
     Raises:
-      hostopt.ConfigError: use_tpu is True, or embedding_config_spec is given.
+      UnsupportedError: use_tpu is True, or embedding_config_spec is given.
       ValueError: as for `estimator_ext.Estimator`.
     """
 
     def __init__(
         self,
-        model_fn: Callable[..., Any] | None = None,
+        model_fn: Callable[..., Any],
         model_dir: str | None = None,
         config: Any = None,
         params: dict[str, Any] | None = None,
@@ -222,7 +224,7 @@ class TPUEstimator(estimator.Estimator):
     ) -> None:
         del batch_axis, eval_on_tpu, export_to_tpu, export_to_cpu, export_saved_model_api_version
         if use_tpu or embedding_config_spec is not None:
-            raise hostopt.ConfigError(_NO_TPU)
+            raise UnsupportedError(_NO_TPU)
         super().__init__(
             model_fn,
             model_dir,

@@ -88,7 +88,6 @@ LADDER = [
     "estimator_ext._tf_estimator._coordinator",
     "estimator_ext._tf_estimator._loading",
     "estimator_ext._tf_estimator",
-    "estimator_ext.installing",
     "estimator_ext.strict_rules",
     "estimator_ext.input_kinds",
     "estimator_ext.predictions",
@@ -128,7 +127,15 @@ LADDER = [
     "estimator_ext.metric_sums",
     "estimator_ext.estimator",
     "estimator_ext.training",
+    "estimator_ext.errors",
+    "estimator_ext.tpu",
+    "estimator_ext.hparams",
+    "estimator_ext.contrib",
+    "estimator_ext._aliases",
+    "estimator_ext.installing",
+    "estimator_ext.adoption",
     "estimator_ext",
+    "estimator_ext.__main__",
 ]
 
 
@@ -337,8 +344,19 @@ def test_public_names_of_the_graph_operations() -> None:
     ]
 
 
+def test_public_names_of_the_tpu_part() -> None:
+    assert sorted(declared("estimator_ext.tpu")) == [
+        "CrossShardOptimizer",
+        "InputPipelineConfig",
+        "RunConfig",
+        "TPUConfig",
+        "TPUEstimator",
+        "TPUEstimatorSpec",
+    ]
+
+
 def test_every_other_module_is_internal() -> None:
-    public = {"hostopt", "hostopt.tensorflow", "estimator_ext"}
+    public = {"hostopt", "hostopt.tensorflow", "estimator_ext", "estimator_ext.tpu"}
     empty = ("hostopt.transport", "hostopt.doctor")
     named = {name for name in FILES if name not in empty and declared(name)}
     assert named == public

@@ -1,0 +1,100 @@
+"""A program for tf.estimator as people write them: nothing in it knows of ranks or of hostopt."""
+
+import argparse
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+ROWS, STEPS = 48, 6
+
+
+def make_input_fn(batch_size):
+    random = np.random.RandomState(0)
+    x = random.standard_normal((ROWS, 4)).astype(np.float32)
+    y = (x.sum(1) > 0).astype(np.int64)
+    return tf.data.Dataset.from_tensor_slices(({"x": x}, y)).batch(batch_size).repeat()
+
+
+def build(features, labels):
+    w = tf.compat.v1.get_variable("w", [4, 2], initializer=tf.compat.v1.zeros_initializer())
+    logits = tf.matmul(features["x"], w)
+    loss = tf.compat.v1.losses.sparse_softmax_cross_entropy(labels, logits)
+    step = tf.compat.v1.train.get_or_create_global_step()
+    optimizer = tf.compat.v1.train.AdagradOptimizer(0.5)
+    return logits, loss, optimizer.minimize(loss, step)
+
+
+def metrics_of(labels, logits):
+    return {"accuracy": tf.compat.v1.metrics.accuracy(labels, tf.argmax(logits, 1))}
+
+
+def model_fn(features, labels, mode):
+    logits, loss, train_op = build(features, labels)
+    metrics = metrics_of(labels, logits)
+    return tf.estimator.EstimatorSpec(mode, {"logits": logits}, loss, train_op, metrics)
+
+
+def tpu_model_fn(features, labels, mode, params):
+    logits, loss, train_op = build(features, labels)
+    assert params["batch_size"] > 0
+    spec = tf.compat.v1.estimator.tpu.TPUEstimatorSpec
+    count = tf.compat.v1.get_variable("runs", [], tf.int64, trainable=False)
+    return spec(
+        mode,
+        {"logits": logits},
+        loss,
+        train_op,
+        eval_metrics=(metrics_of, [labels, logits]),
+        scaffold_fn=tf.compat.v1.train.Scaffold,
+        host_call=(lambda loss: count.assign_add(1), [tf.reshape(loss, [1])]),
+    )
+
+
+def make_estimator(kind, model_dir, batch_size):
+    config = tf.estimator.RunConfig(model_dir, tf_random_seed=7)
+    if kind == "custom":
+        return tf.estimator.Estimator(model_fn, config=config)
+    if kind == "canned":
+        columns = [tf.feature_column.numeric_column("x", shape=[4])]
+        return tf.compat.v1.estimator.LinearClassifier(columns, config=config)
+    tpu = tf.compat.v1.estimator.tpu
+    config = tpu.RunConfig(model_dir=model_dir, tpu_config=tpu.TPUConfig(iterations_per_loop=3))
+    return tpu.TPUEstimator(
+        tpu_model_fn,
+        config=config,
+        use_tpu=kind == "on a tpu",
+        train_batch_size=batch_size,
+        eval_batch_size=8,
+        predict_batch_size=8,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-dir", required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--use", default="")
+    args = parser.parse_args()
+    if args.use:
+        eval(args.use)
+    estimator = make_estimator(args.kind, args.model_dir, args.batch_size)
+
+    def train_input_fn(params):
+        return make_input_fn(params.get("batch_size", args.batch_size))
+
+    def eval_input_fn(params):
+        return make_input_fn(8).take(ROWS // 8)
+
+    if args.kind == "custom":
+        train = tf.estimator.TrainSpec(train_input_fn, max_steps=STEPS)
+        evaluate = tf.estimator.EvalSpec(eval_input_fn, steps=None, throttle_secs=0)
+        tf.estimator.train_and_evaluate(estimator, train, evaluate)
+    else:
+        estimator.train(train_input_fn, max_steps=STEPS)
+        print("METRICS", sorted(estimator.evaluate(eval_input_fn)), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Hyperparameters as programs of TensorFlow 1 hold them."""
+
+from __future__ import annotations
+
+import pytest
+
+from estimator_ext.hparams import HParams
+
+
+def params() -> HParams:
+    return HParams(rate=0.5, units=[8, 4], name="adam", steps=3, clip=None, shuffle=False)
+
+
+def test_values_are_attributes() -> None:
+    found = params()
+    found.add_hparam("depth", 2)
+    assert (found.rate, found.depth, found.get("name"), found.get("no", 7)) == (0.5, 2, "adam", 7)
+    assert "units" in found
+    assert "values" not in found
+    assert list(found.values()) == ["rate", "units", "name", "steps", "clip", "shuffle", "depth"]
+    for name in ("rate", "values"):
+        with pytest.raises(ValueError, match="reserved"):
+            found.add_hparam(name, 1)
+
+
+def test_a_text_overrides_values() -> None:
+    found = params().parse("rate=1, units=[2,3],name=3,clip=1.5,shuffle=True")
+    assert found.values() == {
+        "rate": 1.0,
+        "units": [2, 3],
+        "name": "3",
+        "steps": 3,
+        "clip": 1.5,
+        "shuffle": True,
+    }
+    assert isinstance(found.rate, float)
+    assert params().parse_json(found.to_json()).values() == found.values()
+    assert params().parse("").values() == params().values()
+
+
+@pytest.mark.parametrize("text", ["size=1", "steps=much", "steps", "units=[1", "name=a]"])
+def test_what_cannot_be_read_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"hyperparameter|wanted a int"):
+        params().parse(text)

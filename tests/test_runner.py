@@ -1,0 +1,135 @@
+"""`python -m estimator_ext PROGRAM`: programs that know nothing of ranks train on two of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from launcher import ROOT
+from ranks import PROGRAMS, QUIET
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
+
+PROGRAM = str(PROGRAMS / "unedited.py")
+KINDS = ["custom", "canned", "tpu"]
+VARIABLES = {"custom": "w", "tpu": "w", "canned": "linear/linear_model/x/weights"}
+
+
+def run(
+    size: int, *arguments: str, directory: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "estimator_ext", *arguments]
+    if size > 1:
+        command = [sys.executable, "-m", "hostopt.cli", "run", "-np", str(size), "--", *command]
+    return subprocess.run(
+        command,
+        check=False,
+        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_what_one_process_trains(tmp_path: Path, kind: str) -> None:
+    trained = []
+    for size in (1, 2):
+        # the batch size of a TPUEstimator is that of all ranks together
+        batch_size = 16 if kind == "tpu" else 16 // size
+        model_dir = str(tmp_path / str(size))
+        options = ["--model-dir", model_dir, "--batch-size", str(batch_size), "--kind", kind]
+        ran = run(size, PROGRAM, *options)
+        assert ran.returncode == 0, ran.stderr
+        assert tf.train.load_variable(model_dir, "global_step") == 6
+        trained.append(tf.train.load_variable(model_dir, VARIABLES[kind]))
+    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-5, atol=1e-7)
+    assert np.abs(trained[0]).max() > 0.1
+
+
+def test_each_rank_reads_all_data_if_they_are_not_divided(tmp_path: Path) -> None:
+    model_dirs = [str(tmp_path / name) for name in ("off", "one")]
+    options = ["--batch-size", "8", "--kind", "custom"]
+    ran = run(2, "--auto-shard", "off", PROGRAM, *options, "--model-dir", model_dirs[0])
+    assert ran.returncode == 0, ran.stderr
+    ran = run(1, PROGRAM, *options, "--model-dir", model_dirs[1])
+    assert ran.returncode == 0, ran.stderr
+    both = [tf.train.load_variable(each, "w") for each in model_dirs]
+    np.testing.assert_allclose(both[0], both[1], rtol=1e-5)
+
+
+def test_a_module_with_its_arguments(tmp_path: Path) -> None:
+    options = ["--batch-size", "8", "--kind", "custom", "--model-dir", str(tmp_path / "model")]
+    ran = run(1, "-m", "unedited", *options, directory=PROGRAMS)
+    assert ran.returncode == 0, ran.stderr
+    assert tf.train.load_variable(str(tmp_path / "model"), "global_step") == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "text"),
+    [
+        ("on a tpu", "", "use_tpu is True, and there is no TPU"),
+        ("custom", "tf.contrib.crf", "the program uses tf.contrib.crf, which TensorFlow removed"),
+        (
+            "custom",
+            "tf.contrib.layers.no_such_layer",
+            "the program uses tf.contrib.layers.no_such_layer, which TensorFlow removed",
+        ),
+        (
+            "custom",
+            "__import__('tensorflow.contrib.crf')",
+            "the program uses tf.contrib.crf, which TensorFlow removed",
+        ),
+    ],
+)
+def test_what_cannot_be_given_back_is_one_sentence(
+    tmp_path: Path, kind: str, use: str, text: str
+) -> None:
+    options = ["--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path), "--use", use]
+    ran = run(1, PROGRAM, *options)
+    assert ran.returncode == 78
+    assert "Traceback" not in ran.stderr
+    assert text in ran.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--auto-shard", "data"], ["-m"]])
+def test_no_program(arguments: list[str]) -> None:
+    ran = run(1, *arguments)
+    assert ran.returncode == 2
+    assert "which program? Give a SCRIPT, or -m and a MODULE" in ran.stderr
+
+
+def test_names_that_programs_import() -> None:
+    script = """
+import estimator_ext
+estimator_ext.install(contrib=True)
+from tensorflow.python.estimator.canned import head, optimizers
+from tensorflow.python.estimator import model_fn
+from tensorflow_estimator.python.estimator.canned import head as now
+import tensorflow as tf
+import tensorflow.contrib.tpu as contrib_tpu
+from tensorflow.contrib import data, lookup, metrics, cluster_resolver
+assert head is now
+assert tf.compat.v2.compat.v1.estimator.Estimator is tf.compat.v1.estimator.Estimator
+assert contrib_tpu.TPUEstimator is estimator_ext.tpu.TPUEstimator
+assert contrib_tpu.CrossShardOptimizer is estimator_ext.tpu.CrossShardOptimizer
+assert contrib_tpu.shard is tf.compat.v1.tpu.shard
+assert data.map_and_batch is tf.compat.v1.data.experimental.map_and_batch
+assert lookup.index_table_from_tensor and metrics.accuracy
+assert cluster_resolver.TPUClusterResolver
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
