@@ -33,7 +33,7 @@ from estimator_ext.global_step import GlobalStepCheckHook, read_before_changes
 from estimator_ext.gradient_marks import TrainingGraph
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
-from estimator_ext.input_kinds import log_limits, prefetched, sharded
+from estimator_ext.input_kinds import log_limits, prefetched, sharded, sharded_iterators
 from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
 from estimator_ext.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
@@ -316,9 +316,15 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         """Features, labels, hooks, whether there are more; tells the strategy of each batch."""
         extended, communicator = strategy.extended, strategy.communicator
         micro_batches = getattr(self._config, "accumulate_steps", 1)
-        data = self._call_input_fn(input_fn, ModeKeys.TRAIN, extended.input_context())
-        if communicator.size > 1 and "input_context" not in _tf_estimator.fn_args(input_fn):
-            data = sharded(data, extended.input_context(), extended.auto_shard)
+        context = extended.input_context()
+        shards_itself = "input_context" in _tf_estimator.fn_args(input_fn)
+        if communicator.size == 1 or shards_itself:
+            data = self._call_input_fn(input_fn, ModeKeys.TRAIN, context)
+        else:
+            with sharded_iterators(context, extended.auto_shard) as made:
+                data = self._call_input_fn(input_fn, ModeKeys.TRAIN, context)
+            if not made:
+                data = sharded(data, context, extended.auto_shard)
         if communicator.rank == 0:
             log_limits(data, communicator.size)
         if communicator.size == 1 or not followed(data, communicator, self._session_config):

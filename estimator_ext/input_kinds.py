@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops.iterator_ops import GLOBAL_ITERATORS
 
 from hostopt.tensorflow.background import HOST_DEVICE
@@ -104,3 +107,38 @@ def sharded(data: Any, context: tf.distribute.InputContext, policy: str | None) 
     if rank == 0:
         _log.info("TensorFlow divides the data among %d ranks (auto_shard=%r)", size, policy)
     return data
+
+
+@contextlib.contextmanager
+def sharded_iterators(
+    context: tf.distribute.InputContext, policy: str | None
+) -> Iterator[list[Any]]:
+    """Has the iterators that an input_fn makes by itself read a rank's part of their datasets.
+
+    Args:
+      context: which part.
+      policy: as for `sharded`.
+
+    Yields:
+      The datasets of these iterators.
+    """
+    made: list[Any] = []
+    kind = dataset_ops.DatasetV1
+    names = ("_make_one_shot_iterator", "_make_initializable_iterator")
+    stock = {name: getattr(kind, name) for name in names}
+
+    def make_by(name: str) -> Callable[..., Any]:
+        def make(dataset: Any, *arguments: Any, **options: Any) -> Any:
+            part = dataset_ops.DatasetV1Adapter(sharded(dataset, context, policy))
+            made.append(part)
+            return stock[name](part, *arguments, **options)
+
+        return make
+
+    try:
+        for name in names:
+            setattr(kind, name, make_by(name))
+        yield made
+    finally:
+        for name, method in stock.items():
+            setattr(kind, name, method)

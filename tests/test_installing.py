@@ -341,7 +341,6 @@ def test_keras_3_by_the_users_own_choice_is_refused() -> None:
 
 
 @without_estimator
-def test_the_tpu_part_says_that_it_is_gone() -> None:
+def test_the_tpu_part_is_that_of_this_package() -> None:
     estimator_ext.install()
-    with pytest.raises(AttributeError, match=r"tpu\.TPUEstimator does not exist on TensorFlow"):
-        tf.compat.v1.estimator.tpu.TPUEstimator  # noqa: B018
+    assert tf.compat.v1.estimator.tpu is estimator_ext.tpu
