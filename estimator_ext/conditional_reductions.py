@@ -13,13 +13,11 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.graph import functions_called
+from estimator_ext.graph import BRANCHES, LOOPS, functions_called, predicates_around
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 __all__: list[str] = []
 
-_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")  # the first input chooses
-_LOOPS = ("While", "StatelessWhile")
 # Stateful operations whose results are the same on all ranks if their inputs are.
 _READS = re.compile(
     r"ReadVariableOp|ResourceGather(Nd)?|VariableShape|VarIsInitializedOp|VarHandleOp|.*Assign.*"
@@ -45,8 +43,8 @@ def refuse_reductions_of_some_ranks(operations: Iterable[tf.Operation], is_same:
 def _check(operations: Iterable[tf.Operation], is_same: IsSame, above: tf.Tensor | None) -> None:
     """Checks operations below a predicate that differs by rank, or below none."""
     for op in operations:
-        predicates = [*_predicates_of_contexts(op)]
-        if op.type in _BRANCHES:
+        predicates = [_decider(predicate) for predicate in predicates_around(op)]
+        if op.type in BRANCHES:  # the first input chooses
             predicates.append(op.inputs[0])
         found = above
         for predicate in predicates:
@@ -62,7 +60,7 @@ def _check(operations: Iterable[tf.Operation], is_same: IsSame, above: tf.Tensor
         bodies = _bodies_with_reductions(op)
         if bodies:
             arguments = [is_same(tensor) for tensor in op.inputs]
-            if op.type in _LOOPS:
+            if op.type in LOOPS:
                 arguments = _arguments_of_loop(op, arguments)
                 found = found or _differing_condition(op, arguments)
             for body in bodies:
@@ -87,15 +85,9 @@ def _is_reduction(op: tf.Operation) -> bool:
     return op.type == "DatasetToSingleElement" and is_same_on_all_ranks(op)
 
 
-def _predicates_of_contexts(op: tf.Operation) -> Iterator[tf.Tensor]:
-    """Predicates of the branches and loops of TensorFlow 1 around an operation."""
-    context = op._get_control_flow_context()
-    while context is not None:
-        if context.IsCondContext():
-            yield context.pred
-        elif context.IsWhileContext():
-            yield context.pivot.op.inputs[0]  # of LoopCond
-        context = context.outer_context
+def _decider(predicate: tf.Tensor) -> tf.Tensor:
+    """What a predicate of TensorFlow 1 passes on, if it is that of a loop."""
+    return predicate.op.inputs[0] if predicate.op.type == "LoopCond" else predicate
 
 
 def _is_same_in_contexts(tensor: tf.Tensor, is_same: IsSame) -> bool:

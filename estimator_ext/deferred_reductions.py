@@ -32,7 +32,8 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.graph import operations_before
+from estimator_ext.graph import LOOPS_BACK, operations_before, runs_before
+from estimator_ext.operation_kinds import VARIABLES
 from estimator_ext.unique_rows import replace_tensor, skip_deduplication
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.ops import Flags, is_same_on_all_ranks
@@ -302,7 +303,7 @@ def _needs_no_reduction(deferred: _Deferred, is_same: Callable[[tf.Tensor], bool
     op = reduction.value.op
     while op.type in ("Identity", "ReadVariableOp"):
         op = op.inputs[0].op
-    is_kept = op.type in ("VarHandleOp", "VariableV2", "Variable") or is_same_on_all_ranks(op)
+    is_kept = op.type in VARIABLES or is_same_on_all_ranks(op)
     return is_kept and is_same(reduction.value)
 
 
@@ -332,20 +333,21 @@ def _unused(
         if each.reduction.is_gradient and used.isdisjoint(each.stand_ins)
         for op in each.stand_ins
     }
+
+    def changed_by(operations: Collection[tf.Operation]) -> frozenset[tf.Operation] | None:
+        """What changes state if these run; None if the step runs them already, or must not."""
+        if not used.isdisjoint(operations):
+            return None
+        before = operations_before(operations)
+        own = frozenset(op for op in before if _changes_state(op))
+        return own if own <= changes and left.isdisjoint(before) else None
+
     found = _Unused({}, [])
     for each in deferred:
-        if not each.reduction.is_gradient and used.isdisjoint(each.stand_ins):
-            before = operations_before(each.stand_ins)
-            own = frozenset(op for op in before if _changes_state(op))
-            if own <= changes and left.isdisjoint(before):
-                found.deferred[each] = own
-    for result in built:
-        if result.op not in used:
-            before = operations_before([result.op])
-            if left.isdisjoint(before) and all(
-                op in changes for op in before if _changes_state(op)
-            ):
-                found.built.append(result)
+        own = None if each.reduction.is_gradient else changed_by(each.stand_ins)
+        if own is not None:
+            found.deferred[each] = own
+    found.built.extend(result for result in built if changed_by([result.op]) is not None)
     return found
 
 
@@ -406,9 +408,9 @@ def _levels(
 def _runs_before(
     op: tf.Operation, entries: dict[bytes, list[tf.Operation]]
 ) -> Collection[tf.Operation]:
-    if op.type in ("NextIteration", "RefNextIteration"):  # its loop is reached from its beginning
+    if op.type in LOOPS_BACK:  # its loop is reached from its beginning
         return ()
-    before = {*(tensor.op for tensor in op.inputs), *op.control_inputs}
+    before = set(runs_before(op))
     if op.type in ("Merge", "RefMerge"):  # what the body of a loop uses is there before it begins
         first = op.inputs[0].op
         if first.type in _ENTRIES:

@@ -10,7 +10,7 @@ from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
 __all__: list[str] = []
 
-_LOOPS_BACK = ("NextIteration", "RefNextIteration")
+LOOPS_BACK = ("NextIteration", "RefNextIteration")
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 LOOPS = ("While", "StatelessWhile")
 CALLS = (*BRANCHES, *LOOPS, "PartitionedCall", "StatefulPartitionedCall")
@@ -65,8 +65,8 @@ def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> l
         if op not in entered:
             entered.add(op)
             new = [each for each in before(op) if each not in entered]
-            loop_ends += [each for each in new if each.type in _LOOPS_BACK]
-            todo += [each for each in new if each.type not in _LOOPS_BACK]
+            loop_ends += [each for each in new if each.type in LOOPS_BACK]
+            todo += [each for each in new if each.type not in LOOPS_BACK]
             continue
         todo.pop()
         if op not in done:

@@ -22,7 +22,7 @@ OF_THIS_RANK = re.compile(
     r"Iterator|Placeholder$|PyFunc|EagerPyFunc|ReadFile|MatchingFiles|Restore"
     r"|.*(Dataset|Reader|Random|Normal|Multinomial)|StatefulUniform"
 )
-_VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
+VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
 # Have a state, or an effect, but what they return depends on their inputs alone.
 _PURE = re.compile(
     r"CheckNumerics|Print|Assert|GuaranteeConst|Empty$|DebugIdentity|TensorArray|Cudnn|NoOp"
@@ -104,7 +104,7 @@ def is_filled_elsewhere(op: tf.Operation, step: Collection[tf.Operation]) -> boo
     Returns:
       True for a queue that is, False for a table that is initialized.
     """
-    if op not in step or not makes_handle(op) or op.type in _VARIABLES:
+    if op not in step or not makes_handle(op) or op.type in VARIABLES:
         return False
     is_table = _TABLE.match(op.type) is not None
     return any(

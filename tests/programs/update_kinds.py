@@ -218,7 +218,9 @@ class Lookahead(Wrapper):
 class WeightDecay(train.MomentumOptimizer):
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
         pairs = list(grads_and_vars)
-        decays = [variable.assign_sub(0.01 * variable) for _, variable in pairs]
+        # after the backward pass, which reads the variables themselves if they are references
+        with tf.control_dependencies([gradient for gradient, _ in pairs]):
+            decays = [variable.assign_sub(0.01 * variable) for _, variable in pairs]
         with tf.control_dependencies(decays):
             return super().apply_gradients(pairs, global_step, name)
 
