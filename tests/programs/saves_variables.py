@@ -1,0 +1,37 @@
+"""Runs a script or `-m MODULE`, and saves the variables of each rank when a training ends."""
+
+import os
+import runpy
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+
+
+class SaveVariables(tf.compat.v1.train.SessionRunHook):
+    def end(self, session):
+        rank = hostopt.Cluster.from_resolver(None).rank
+        variables = tf.compat.v1.trainable_variables()
+        values = session.run({variable.name: variable for variable in variables})
+        np.savez(os.path.join(os.environ["SAVE_VARIABLES_TO"], f"rank-{rank}.npz"), **values)
+
+
+def add_hook(kind):
+    stock = kind.train
+
+    def train(self, input_fn, hooks=None, *arguments, **options):
+        return stock(self, input_fn, [*(hooks or ()), SaveVariables()], *arguments, **options)
+
+    kind.train = train
+
+
+add_hook(tf.compat.v1.estimator.Estimator)
+if sys.argv[1] == "-m":
+    sys.path.insert(0, os.getcwd())
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
