@@ -10,16 +10,21 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import tensorflow as tf
+
 import hostopt
-from estimator_ext.adoption import train_on_ranks
+from estimator_ext.adoption import refuse_parameter_servers, train_on_ranks
 from estimator_ext.contrib import ROOT, missing
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.input_kinds import SHARD_POLICIES
 from estimator_ext.installing import install, use_v1_api
 from estimator_ext.strategy import HostOffloadStrategy
+from estimator_ext.whole_files import replace_as_a_whole
 from hostopt.error_report import tell_launcher
 
 __all__: list[str] = []
+
+_log = tf.get_logger()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -35,24 +40,58 @@ def main(argv: Sequence[str]) -> None:
     install(contrib=True)
     if options.v1:
         use_v1_api()
-    if hostopt.Cluster.from_resolver(None).task is not None:
-        train_on_ranks(HostOffloadStrategy(auto_shard=options.auto_shard))
-    program, *arguments = options.module or options.script
-    sys.argv = [program, *arguments]
     try:
-        if options.module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = os.path.dirname(os.path.abspath(program))
-            runpy.run_path(program, run_name="__main__")
+        cluster = hostopt.Cluster.from_resolver(None)
+    except hostopt.ConfigError as error:
+        _end(error)
+    made: list[object] = []
+    refuse_parameter_servers()
+    if cluster.task is not None:
+        replace_as_a_whole()
+        train_on_ranks(HostOffloadStrategy(auto_shard=options.auto_shard), made.append)
+    try:
+        _run(options)
+    except SystemExit as ended:
+        if ended.code:
+            raise
     except UnsupportedError as error:
         _end(error)
-    except ImportError as error:
-        name = _missing_from_contrib(error)
-        if name is None:
+    except (ImportError, AttributeError) as error:
+        unsupported = _unsupported(error)
+        if unsupported is None:
             raise
-        _end(missing(name))
+        _end(unsupported)
+    if cluster.size > 1 and not made:
+        _log.warning(
+            "the program made no estimator: each of the %d processes ran all of it by itself. "
+            "Run it without a cluster, if that was not meant",
+            cluster.size,
+        )
+
+
+def _run(options: argparse.Namespace) -> None:
+    program, *arguments = options.module or options.script
+    sys.argv = [program, *arguments]
+    if options.module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(program))
+        runpy.run_path(program, run_name="__main__")
+
+
+def _unsupported(error: ImportError | AttributeError) -> UnsupportedError | None:
+    """What the user is told of an error, if the program asked for what TensorFlow removed."""
+    if isinstance(error, ImportError):
+        name = _missing_from_contrib(error)
+        return missing(name) if name else None
+    removed = re.search(r"module 'tensorflow' has no attribute '(\w+)'", str(error))
+    if removed and hasattr(tf.compat.v1, removed[1]):
+        return UnsupportedError(
+            f"the program uses tf.{removed[1]}, which only TensorFlow 1 has. Run it with "
+            "python -m estimator_ext --v1"
+        )
+    return None
 
 
 def _missing_from_contrib(error: ImportError) -> str | None:
@@ -63,7 +102,7 @@ def _missing_from_contrib(error: ImportError) -> str | None:
     return next(filter(None, found.groups())) if found else None
 
 
-def _end(error: UnsupportedError) -> NoReturn:
+def _end(error: hostopt.ConfigError) -> NoReturn:
     """Ends the process with one line: a traceback through the program would not help."""
     tell_launcher(error, None)
     print(f"hostopt: {error}", file=sys.stderr)

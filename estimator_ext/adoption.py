@@ -4,23 +4,54 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from estimator_ext import _tf_estimator, tpu
+from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator import adopt
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.training import train_and_evaluate
 
 __all__: list[str] = []
 
+_distribute = tf.compat.v1.distribute
+# know one process; two of them would train two models
+_OF_ONE_PROCESS = (
+    _distribute.MirroredStrategy,
+    _distribute.OneDeviceStrategy,
+    _distribute.experimental.CentralStorageStrategy,
+)
+_PARAMETER_SERVERS = (
+    _distribute.experimental.ParameterServerStrategy,
+    tf.distribute.experimental.ParameterServerStrategy,
+)
 
-def train_on_ranks(strategy: HostOffloadStrategy) -> None:
+
+def refuse_parameter_servers() -> None:
+    """Has a program that makes a ParameterServerStrategy end with an UnsupportedError."""
+
+    def refuse(self: Any, *arguments: Any, **options: Any) -> None:
+        del self, arguments, options
+        raise UnsupportedError(
+            "the program makes a ParameterServerStrategy, and there are no parameter servers. "
+            "Leave it out: the ranks have a HostOffloadStrategy, and each has all variables"
+        )
+
+    for kind in _PARAMETER_SERVERS:
+        kind.__init__ = refuse
+
+
+def train_on_ranks(strategy: HostOffloadStrategy, when_made: Callable[[Any], Any]) -> None:
     """Has every estimator of this process train with a strategy, and the stock names use it.
 
     An estimator whose configuration names a strategy keeps that.
 
     Args:
       strategy: of the cluster that this process belongs to.
+      when_made: called with each estimator.
     """
     stock = _tf_estimator.Estimator
     init = stock.__init__
@@ -36,6 +67,7 @@ def train_on_ranks(strategy: HostOffloadStrategy) -> None:
     ) -> None:
         config = _on_ranks(config, strategy)
         init(self, model_fn, model_dir, config, params, warm_start_from)
+        when_made(self)
         if config.train_distribute is strategy:
             adopt(self)
 
@@ -46,7 +78,17 @@ def train_on_ranks(strategy: HostOffloadStrategy) -> None:
 
 
 def _on_ranks(config: Any, strategy: HostOffloadStrategy) -> Any:
+    """A configuration with the strategy, if it has none; the user's object stays as it is."""
     config = _tf_estimator.RunConfig() if config is None else copy.copy(config)
+    if not isinstance(config, _tf_estimator.RunConfig):
+        return config  # the stock class says so
     if config.train_distribute is None:
         config._train_distribute = strategy
+    own = config.train_distribute
+    if isinstance(own, _OF_ONE_PROCESS) and strategy.num_replicas_in_sync > 1:
+        raise UnsupportedError(
+            f"the program trains with {type(own).__name__}, which knows one process, in a cluster "
+            f"of {strategy.num_replicas_in_sync} ranks. Leave it out: the ranks have a "
+            "HostOffloadStrategy"
+        )
     return config

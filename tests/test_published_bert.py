@@ -1,0 +1,77 @@
+"""Programs of bert-tensorflow and albert-tensorflow as PyPI ships them, not a line changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from launcher import ROOT
+from published import check_alike, check_equal, run, trained
+
+sys.path.insert(0, str(ROOT / "examples" / "bert"))
+from make_data import make_data
+
+pytestmark = [pytest.mark.published, pytest.mark.timeout(600)]
+
+PROGRAMS = {
+    "run_classifier": ["-m", "bert.run_classifier"],
+    "run_pretraining": ["-m", "bert.run_pretraining"],
+    "run_squad": ["-m", "bert.run_squad"],
+    "run_albert_classifier": [str(ROOT / "examples" / "bert" / "run_albert_classifier.py")],
+}
+OF_TENSORFLOW_1 = {"run_albert_classifier": ["--v1"]}
+# Of one process after the same steps; the others have a dropout in their code, of 0.1.
+EQUAL = ("run_pretraining", "run_squad")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    make_data(directory)
+    program = ["-m", "bert.create_pretraining_data"]
+    ran = run(directory, 1, [*program, f"--flagfile={directory}/create_pretraining_data.flags"])
+    assert ran.returncode == 0, ran.stdout
+    return directory
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_two_ranks_train_evaluate_and_predict_as_one(data: Path, tmp_path: Path, name: str) -> None:
+    outputs = []
+    for size in (1, 2):
+        directory = tmp_path / str(size)
+        model_dir = directory / "model"
+        flags = [f"--flagfile={data}/{name}.flags", f"--output_dir={model_dir}"]
+        program = [*PROGRAMS[name], *flags]
+        ran = run(directory, size, program, OF_TENSORFLOW_1.get(name, ()))
+        assert ran.returncode == 0, ran.stdout
+        assert tf.train.load_variable(str(model_dir), "global_step") == 60
+        outputs.append(results(name, model_dir))
+    check_alike(tmp_path / "2")
+    assert set(trained(tmp_path / "1", 0)) == set(trained(tmp_path / "2", 0))
+    if name in EQUAL:
+        check_equal(tmp_path / "2", tmp_path / "1")
+    assert all(is_learned(name, output) for output in outputs), outputs
+
+
+def results(name: str, model_dir: Path) -> dict[str, float]:
+    """What the program wrote of its evaluation or its predictions."""
+    if name == "run_squad":
+        questions = json.loads((model_dir / "predictions.json").read_text())
+        return {"answers": len(questions)}
+    lines = (model_dir / "eval_results.txt").read_text().splitlines()
+    found = {key: float(value) for key, value in (line.split(" = ") for line in lines)}
+    if "classifier" in name:
+        rows = (model_dir / "test_results.tsv").read_text().splitlines()
+        found["predictions"] = len(rows)
+    return found
+
+
+def is_learned(name: str, found: dict[str, float]) -> bool:
+    if name == "run_squad":
+        return found["answers"] == 160
+    if name == "run_pretraining":
+        return found["masked_lm_accuracy"] > 0.2
+    return found["eval_accuracy"] > 0.9 and found["predictions"] == 16
