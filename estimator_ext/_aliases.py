@@ -13,6 +13,9 @@ __all__: list[str] = []
 
 _MOVED = {
     "tensorflow.python.estimator": "tensorflow_estimator.python.estimator",
+    "tensorflow.python.training.tracking": "tensorflow.python.trackable",
+    # which lay there, too
+    "tensorflow.python.trackable.graph_view": "tensorflow.python.checkpoint.graph_view",
     "tf_keras.legacy_tf_layers": "tf_keras.src.legacy_tf_layers",
 }
 
