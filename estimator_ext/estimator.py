@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -183,6 +184,17 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return predictions
         whole_number("num_predictions", num_predictions)
         return first(predictions, num_predictions, yield_single_examples)
+
+    def _export_all_saved_models(
+        self, export_dir_base: str, *arguments: Any, **options: Any
+    ) -> bytes:
+        strategy = self._train_distribution
+        if isinstance(strategy, HostOffloadStrategy) and strategy.cluster.rank:
+            # directories are named by the second, in which the others may export, too
+            export_dir_base = os.path.join(
+                tf.compat.as_str(export_dir_base), f"rank-{strategy.cluster.rank}"
+            )
+        return super()._export_all_saved_models(export_dir_base, *arguments, **options)
 
     def _check_has_files(self, call: str, checkpoint_path: str | None) -> None:
         """Refuse to work from initial values where rank 0 alone has what was trained."""
