@@ -15,8 +15,12 @@ PINNED := $(addprefix --constraint ,$(wildcard constraints$(SUFFIX).txt))
 WANTED := $(patsubst %,"tensorflow==%.*",$(TENSORFLOW))
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-matrix check \
-	format clean
+# published programs have packages of their own
+PROGRAMS_VENV := .venv-programs$(SUFFIX)
+PROGRAMS_STAMP := $(PROGRAMS_VENV)/$(notdir $(STAMP))
+
+.PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
+	test-matrix check format clean
 
 venv: $(STAMP)
 
@@ -25,13 +29,17 @@ mnist: $(STAMP)
 		--model-dir mnist_model/$$(date +%Y%m%d-%H%M%S) $(MNIST_ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "tensorflow and not faults and not slow"
+	$(BIN)/python -m pytest -m "tensorflow and not faults and not slow and not published"
 
 test-all: test test-slow test-faults
 
 # many programs, each trained by one process and by two ranks
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not faults"
+
+# published libraries and programs as they ship, in an environment with their packages
+test-programs: $(PROGRAMS_STAMP)
+	$(PROGRAMS_VENV)/bin/python -m pytest -m published
 
 # what breaks, and what the others say of it; minutes, as much of it is waiting for deadlines
 test-faults: $(STAMP)
@@ -67,13 +75,17 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-$(STAMP): setup.cfg $(wildcard constraints*.txt)
+$(PROGRAMS_STAMP): VENV := $(PROGRAMS_VENV)
+$(PROGRAMS_STAMP): tests/published.txt
+$(STAMP) $(PROGRAMS_STAMP): setup.cfg $(wildcard constraints*.txt)
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] < (3, 14))' \
 	|| { echo "found Python '$(PYTHON)', wanted 3.9 to 3.13 (3.9 to 3.11 for TensorFlow 2.15): \
 	install one, or say make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[examples,test]" $(WANTED)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet $(PINNED) --editable ".[examples,test]" $(WANTED)
+	$(if $(filter $@,$(PROGRAMS_STAMP)),$(VENV)/bin/python -m pip install --quiet --no-deps \
+		--requirement tests/published.txt)
 	touch $@
 
 clean:

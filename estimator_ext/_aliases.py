@@ -1,19 +1,49 @@
-"""Modules that have moved, under the names that they had."""
+"""Modules and names that have moved within TensorFlow, where programs look for them."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.abc
 import importlib.machinery
+import operator
 import sys
 import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__: list[str] = []
 
 _MOVED = {
     "tensorflow.python.estimator": "tensorflow_estimator.python.estimator",
+    "tensorflow.python.training.tracking": "tensorflow.python.trackable",
+    # which lay there, too
+    "tensorflow.python.trackable.graph_view": "tensorflow.python.checkpoint.graph_view",
     "tf_keras.legacy_tf_layers": "tf_keras.src.legacy_tf_layers",
+}
+
+# by module the names that it had, and where they are now: attributes of a module
+_MOVED_NAMES = {
+    "tensorflow.python.feature_column.feature_column_lib": {
+        "DenseFeatures": "tensorflow.compat.v1:keras.layers.DenseFeatures",
+    },
+    "tensorflow.python.framework.ops": {
+        "IndexedSlices": "tensorflow.python.framework.indexed_slices:IndexedSlices",
+        "Tensor": "tensorflow.python.framework.tensor:Tensor",
+    },
+    "tensorflow.python.ops.array_ops": {
+        "stack": "tensorflow.python.ops.array_ops_stack:stack",
+        "unstack": "tensorflow.python.ops.array_ops_stack:unstack",
+    },
+    "tensorflow.python.ops.control_flow_ops": {
+        "Assert": "tensorflow.python.ops.control_flow_assert:Assert",
+        "case": "tensorflow.python.ops.control_flow_case:case",
+        "cond": "tensorflow.python.ops.cond:cond",
+        "while_loop": "tensorflow.python.ops.while_loop:while_loop",
+    },
+    "tensorflow.python.ops.variable_scope": {
+        "variable": "tensorflow.python.ops.variable_v1:VariableV1",
+    },
+    "tensorflow.python.util.nest": {"is_sequence": "tensorflow.python.util.nest:is_nested"},
 }
 
 
@@ -40,6 +70,21 @@ def _now(name: str) -> str | None:
 
 
 def add_moved_modules() -> None:
-    """Has `import` find what has moved; may be called again."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+    """Has programs find what has moved; may be called again."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    sys.meta_path.append(_Finder())
+    for name, sources in _MOVED_NAMES.items():
+        vars(importlib.import_module(name))["__getattr__"] = _lookup(name, sources)
+
+
+def _lookup(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
+    """What Python calls for a name that a module does not have."""
+
+    def find(name: str) -> Any:
+        if name not in sources:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        source, _, attributes = sources[name].partition(":")
+        return operator.attrgetter(attributes)(importlib.import_module(source))
+
+    return find

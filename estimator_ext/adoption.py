@@ -53,7 +53,7 @@ def train_on_ranks(strategy: HostOffloadStrategy, when_made: Callable[[Any], Any
       strategy: of the cluster that this process belongs to.
       when_made: called with each estimator.
     """
-    stock = _tf_estimator.Estimator
+    stock = _tf_estimator.estimator_v1.Estimator  # of which that of tf.estimator is a subclass
     init = stock.__init__
 
     @functools.wraps(init)

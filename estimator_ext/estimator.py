@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from estimator_ext.checkpoints import (
 )
 from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.early_stopping import config_for
+from estimator_ext.errors import UnsupportedError
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.fingerprint import Updates, read_updates
 from estimator_ext.global_step import GlobalStepCheckHook, read_before_changes
@@ -182,6 +184,17 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             return predictions
         whole_number("num_predictions", num_predictions)
         return first(predictions, num_predictions, yield_single_examples)
+
+    def _export_all_saved_models(
+        self, export_dir_base: str, *arguments: Any, **options: Any
+    ) -> bytes:
+        strategy = self._train_distribution
+        if isinstance(strategy, HostOffloadStrategy) and strategy.cluster.rank:
+            # directories are named by the second, in which the others may export, too
+            export_dir_base = os.path.join(
+                tf.compat.as_str(export_dir_base), f"rank-{strategy.cluster.rank}"
+            )
+        return super()._export_all_saved_models(export_dir_base, *arguments, **options)
 
     def _check_has_files(self, call: str, checkpoint_path: str | None) -> None:
         """Refuse to work from initial values where rank 0 alone has what was trained."""
@@ -517,17 +530,36 @@ def adopt(estimator: Any) -> Any:
 
     Raises:
       hostopt.ConfigError: a `HostOffloadStrategy` is to evaluate.
+      UnsupportedError: the class trains by itself, and there are several ranks.
     """
     kind = type(estimator)
     if not issubclass(kind, _HostOffloadEstimator):
+        _check_trains_as_stock(estimator)
         estimator.__class__ = _adopted(kind)
         estimator._join_cluster()
     return estimator
 
 
+def _check_trains_as_stock(estimator: Any) -> None:
+    kind, strategy = type(estimator), estimator._train_distribution
+    if (
+        kind.train is not _tf_estimator.estimator_v1.Estimator.train
+        and strategy.num_replicas_in_sync > 1
+    ):
+        raise UnsupportedError(
+            f"{kind.__module__}.{kind.__qualname__} has a method `train` of its own, which knows "
+            f"of no ranks, and there are {strategy.num_replicas_in_sync}. Train it in one "
+            "process, without `hostopt run`"
+        )
+
+
 @functools.cache
 def _adopted(kind: type) -> type:
-    return type(kind.__name__, (kind, _HostOffloadEstimator), {"__module__": kind.__module__})
+    members: dict[str, Any] = {"__module__": kind.__module__}
+    if not issubclass(kind, _tf_estimator.Estimator):  # one of tf.compat.v1, which has it
+        members["export_savedmodel"] = kind.export_savedmodel
+    own = () if issubclass(_HostOffloadEstimator, kind) else (kind,)
+    return type(kind.__name__, (*own, _HostOffloadEstimator), members)
 
 
 def _all_savers(spec: Any, hooks: Any) -> list[tf.compat.v1.train.CheckpointSaverHook]:

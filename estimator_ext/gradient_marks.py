@@ -5,6 +5,10 @@ each of their results becomes the output of an operation of its own, of which th
 respect to what the gradient was computed. Anywhere else the wrappers change nothing.
 
 The number of rows of a sparse gradient is hidden: behind a reduction it is another one.
+
+An optimizer of `tf.compat.v1.train` scales its loss unless the last loss function of the graph has
+made a sum. In a `TrainingGraph` that is the last one of which its loss is made: a metric that is
+computed with a loss function, as DeepCTR's are, has no say in it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import backprop
 from tensorflow.python.ops import gradients_util
+from tensorflow.python.training.optimizer import Optimizer
 
 from estimator_ext.graph import data_before, walk
 from hostopt.tensorflow.ops import is_same_on_all_ranks
@@ -24,6 +29,7 @@ from hostopt.tensorflow.ops import is_same_on_all_ranks
 __all__: list[str] = []
 
 _NAME = "HostGradient"
+_NO_REDUCTION = "none"  # also that of Keras
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +59,13 @@ class Mark:
 
 
 class TrainingGraph(tf.Graph):
-    """A graph that knows its gradients, and the factors by which optimizers have scaled losses."""
+    """A graph that knows its gradients, its losses, and the factors that scale them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.marks_gradients = False
+        self._reduction: str | None = None  # as TensorFlow knows it: of the last loss
+        self._reductions: dict[str, str] = {}  # of each loss, by the scope of its operations
         self.marks: dict[tf.Operation, Mark] = {}
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
@@ -71,6 +79,29 @@ class TrainingGraph(tf.Graph):
         self._loss_is_scaled = is_scaled
         if is_scaled:  # set right after the multiplication
             self.scale_factors.append(self.get_operations()[-1].inputs[1].op)
+
+    @property
+    def _last_loss_reduction(self) -> str | None:
+        return self._reduction
+
+    @_last_loss_reduction.setter
+    def _last_loss_reduction(self, reduction: str | None) -> None:
+        self._reduction = reduction
+        if reduction is not None:  # set within the scope of the loss
+            self._reductions[self.get_name_scope()] = reduction
+
+    def reduce_as(self, loss: tf.Tensor) -> None:
+        """Has TensorFlow know the reduction of a loss as the last one.
+
+        Args:
+          loss: what an optimizer is about to scale; its reduction is the last one of those that
+            it is made of, and if there are none it stays as it is.
+        """
+        scopes = {op.name.rpartition("/")[0] for op in walk([loss.op], data_before)}
+        of_loss = [self._reductions[scope] for scope in self._reductions if scope in scopes]
+        of_loss = [each for each in of_loss if each != _NO_REDUCTION] or of_loss
+        if of_loss:
+            self._reduction = of_loss[-1]
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Whether tensors are made of what an optimizer has divided by the number of ranks.
@@ -168,5 +199,17 @@ def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
     return gradient
 
 
+def _scale_by_reduction(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(scale)
+    def scale_loss(loss: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        if isinstance(graph, TrainingGraph) and isinstance(loss, tf.Tensor):
+            graph.reduce_as(loss)
+        return scale(loss)
+
+    return scale_loss
+
+
+Optimizer._scale_loss = staticmethod(_scale_by_reduction(Optimizer._scale_loss))
 gradients_util._GradientsHelper = _mark_results_of_gradients(gradients_util._GradientsHelper)
 backprop.GradientTape.gradient = _mark_results_of_tape(backprop.GradientTape.gradient)

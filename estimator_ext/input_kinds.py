@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops.iterator_ops import GLOBAL_ITERATORS
 
+import hostopt
+from estimator_ext import _tf_estimator
 from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
@@ -113,16 +116,20 @@ def sharded(data: Any, context: tf.distribute.InputContext, policy: str | None) 
 def sharded_iterators(
     context: tf.distribute.InputContext, policy: str | None
 ) -> Iterator[list[Any]]:
-    """Has the iterators that an input_fn makes by itself read a rank's part of their datasets.
+    """Has the iterators and queues that an input_fn makes by itself read a rank's part of data.
+
+    With "data" a queue is divided that holds rows of arrays or of a DataFrame, as those of
+    `tf.compat.v1.estimator.inputs` do: each rank has every N-th row.
 
     Args:
       context: which part.
       policy: as for `sharded`.
 
     Yields:
-      The datasets of these iterators.
+      What these iterators and queues read.
     """
     made: list[Any] = []
+    enqueue = _tf_estimator.feeding._enqueue_data
     kind = dataset_ops.DatasetV1
     names = ("_make_one_shot_iterator", "_make_initializable_iterator")
     stock = {name: getattr(kind, name) for name in names}
@@ -135,10 +142,48 @@ def sharded_iterators(
 
         return make
 
+    def enqueue_part(rows: Any, *arguments: Any, **options: Any) -> Any:
+        if policy == "data" and not isinstance(rows, types.FunctionType):
+            rows = _part_of_rows(rows, context)
+            made.append(rows)
+        return enqueue(rows, *arguments, **options)
+
     try:
+        _tf_estimator.feeding._enqueue_data = enqueue_part
         for name in names:
             setattr(kind, name, make_by(name))
         yield made
     finally:
+        _tf_estimator.feeding._enqueue_data = enqueue
         for name, method in stock.items():
             setattr(kind, name, method)
+
+
+def _part_of_rows(rows: Any, context: tf.distribute.InputContext) -> Any:
+    """The rows that a rank reads, as many as the others read.
+
+    Args:
+      rows: an array, an OrderedDict of arrays, or a DataFrame.
+      context: which part.
+
+    Returns:
+      The same kind of data.
+
+    Raises:
+      hostopt.ConfigError: there are fewer rows than ranks.
+    """
+    size, rank = context.num_input_pipelines, context.input_pipeline_id
+    is_dict = isinstance(rows, dict)
+    count = len(next(iter(rows.values()))) if is_dict else len(rows)
+    if count < size:
+        raise hostopt.ConfigError(
+            f"input_fn reads {count} rows of data, wanted at least one for each of the {size} "
+            "ranks. Give it more data, or take fewer ranks"
+        )
+    if rank == 0:
+        left = f"; the last {count % size} are left out" if count % size else ""
+        _log.info("each of %d ranks reads every %d-th of %d rows%s", size, size, count, left)
+    mine = slice(rank, count - count % size, size)
+    if is_dict:
+        return type(rows)((name, array[mine]) for name, array in rows.items())
+    return rows[mine]

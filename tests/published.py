@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from launcher import ROOT
 from ranks import PROGRAMS, QUIET
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 SAVES_VARIABLES = str(PROGRAMS / "saves_variables.py")
 
 Variables = dict[str, np.ndarray]
@@ -25,7 +26,7 @@ def run(
 
     Args:
       directory: where the ranks' variables go; the working directory of the program.
-      size: number of ranks; 1 is a cluster of one rank.
+      size: number of ranks; 1 is a process that belongs to no cluster.
       program: a script, or "-m" and a module, with its arguments.
       options: of `python -m estimator_ext`.
 
@@ -35,11 +36,16 @@ def run(
     directory.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "hostopt.cli", "run", "-np", str(size), "--"]
     runner = [sys.executable, "-m", "estimator_ext", *options, SAVES_VARIABLES]
-    path = os.pathsep.join([str(ROOT), str(PROGRAMS)])
+    path = [str(ROOT), str(PROGRAMS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
-        [*launcher, *runner, *program],
+        [*(launcher if size > 1 else ()), *runner, *program],
         check=False,
-        env={**os.environ, **QUIET, "PYTHONPATH": path, "SAVE_VARIABLES_TO": str(directory)},
+        env={
+            **os.environ,
+            **QUIET,
+            "PYTHONPATH": os.pathsep.join(path),
+            "SAVE_VARIABLES_TO": str(directory),
+        },
         cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -48,9 +54,36 @@ def run(
     )
 
 
+def pass_on_first_checkpoints(source: Path, target: Path) -> None:
+    """Have a training begin with what another one began with: initial values are random.
+
+    Args:
+      source: directory of a training that has ended, or of several.
+      target: the same of trainings that are to come.
+    """
+    for path in source.rglob("model.ckpt-0.*"):
+        directory = target / path.parent.relative_to(source)
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, directory)
+        (directory / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-0"\n')
+
+
 def trained(directory: Path, rank: int) -> Variables:
-    """The trainable variables of a rank after its last training, by name."""
-    return dict(np.load(directory / f"rank-{rank}.npz"))
+    """The trainable variables of a rank, each after its model's last training.
+
+    Args:
+      directory: that of `run`.
+      rank: of the process.
+
+    Returns:
+      The variables by model, which is the last part of its model_dir, and name.
+    """
+    ending = f".rank-{rank}.npz"
+    return {
+        f"{path.name[: -len(ending)]}: {name}": value
+        for path in directory.glob(f"*{ending}")
+        for name, value in np.load(path).items()
+    }
 
 
 def check_alike(directory: Path) -> None:

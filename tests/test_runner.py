@@ -16,8 +16,7 @@ from ranks import PROGRAMS, QUIET
 pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
 
 PROGRAM = str(PROGRAMS / "unedited.py")
-KINDS = ["custom", "canned", "tpu"]
-VARIABLES = {"custom": "w", "tpu": "w", "canned": "linear/linear_model/x/weights"}
+KINDS = ["custom", "canned", "of version 1", "tpu"]
 
 
 def run(
@@ -48,7 +47,8 @@ def test_two_ranks_train_what_one_process_trains(tmp_path: Path, kind: str) -> N
         ran = run(size, PROGRAM, *options)
         assert ran.returncode == 0, ran.stderr
         assert tf.train.load_variable(model_dir, "global_step") == 6
-        trained.append(tf.train.load_variable(model_dir, VARIABLES[kind]))
+        name = "linear/linear_model/x/weights" if kind == "canned" else "w"
+        trained.append(tf.train.load_variable(model_dir, name))
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-5, atol=1e-7)
     assert np.abs(trained[0]).max() > 0.1
 
@@ -62,6 +62,17 @@ def test_each_rank_reads_all_data_if_they_are_not_divided(tmp_path: Path) -> Non
     assert ran.returncode == 0, ran.stderr
     both = [tf.train.load_variable(each, "w") for each in model_dirs]
     np.testing.assert_allclose(both[0], both[1], rtol=1e-5)
+
+
+def test_an_estimator_that_trains_by_itself_trains_in_one_process(tmp_path: Path) -> None:
+    options = ["--batch-size", "8", "--kind", "trains by itself", "--model-dir"]
+    ran = run(1, PROGRAM, *options, str(tmp_path / "1"))
+    assert ran.returncode == 0, ran.stderr
+    assert tf.train.load_variable(str(tmp_path / "1"), "global_step") == 6
+    ran = run(2, PROGRAM, *options, str(tmp_path / "2"))
+    assert ran.returncode == 78, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "TrainsByItself has a method `train` of its own, which knows of no ranks" in ran.stderr
 
 
 def test_a_module_with_its_arguments(tmp_path: Path) -> None:

@@ -25,3 +25,4 @@ Evaluator = _training._TrainingExecutor._Evaluator
 parse_input_fn_result = load("util").parse_input_fn_result
 make_early_stopping_hook = load("early_stopping").make_early_stopping_hook
 fn_args = load("util").fn_args  # names of the arguments that a function takes
+feeding = load("inputs.queues.feeding_functions")  # of numpy_input_fn and pandas_input_fn

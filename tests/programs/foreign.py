@@ -364,6 +364,22 @@ def wide_deep_v1(training: by_name.Training) -> None:
     )
 
 
+def deepctr(training: by_name.Training) -> None:
+    """DeepCTR's head: a loss that is a sum, and then metrics with losses that are means."""
+
+    def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+        losses, logits = v1.losses, dense(features, 1, "logits")
+        each = losses.sigmoid_cross_entropy(labels, logits, reduction=losses.Reduction.NONE)
+        loss = losses.compute_weighted_loss(each, reduction=losses.Reduction.SUM)
+        loss += losses.get_regularization_loss()
+        losses.compute_weighted_loss(each, reduction=losses.Reduction.MEAN)
+        optimizer = v1.train.GradientDescentOptimizer(0.01)
+        train_op = optimizer.minimize(loss, v1.train.get_global_step())
+        return Spec(mode, loss=loss, train_op=train_op)
+
+    training.train(model_fn, by_name.halves((numbers(6), words(2, 1))))
+
+
 # -- several heads, tapes, stops, tensors as input ---------------------------------------------
 
 
@@ -481,6 +497,7 @@ MODELS = {
     "tf_ner": tf_ner,
     "ema_100": ema_100,
     "slim": slim,
+    "deepctr": deepctr,
     "deepfm": deepfm,
     "wide_deep": wide_deep,
     "wide_deep_v1": wide_deep_v1,

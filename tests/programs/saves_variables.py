@@ -11,18 +11,23 @@ import hostopt
 
 
 class SaveVariables(tf.compat.v1.train.SessionRunHook):
+    def __init__(self, model):
+        self._model = model
+
     def end(self, session):
-        rank = hostopt.Cluster.from_resolver(None).rank
+        rank = hostopt.Cluster.from_resolver(None).rank or 0
         variables = tf.compat.v1.trainable_variables()
         values = session.run({variable.name: variable for variable in variables})
-        np.savez(os.path.join(os.environ["SAVE_VARIABLES_TO"], f"rank-{rank}.npz"), **values)
+        path = os.path.join(os.environ["SAVE_VARIABLES_TO"], f"{self._model}.rank-{rank}.npz")
+        np.savez(path, **values)
 
 
 def add_hook(kind):
     stock = kind.train
 
     def train(self, input_fn, hooks=None, *arguments, **options):
-        return stock(self, input_fn, [*(hooks or ()), SaveVariables()], *arguments, **options)
+        hook = SaveVariables(os.path.basename(self.model_dir))
+        return stock(self, input_fn, [*(hooks or ()), hook], *arguments, **options)
 
     kind.train = train
 

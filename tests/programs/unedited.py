@@ -9,11 +9,21 @@ import tensorflow as tf
 ROWS, STEPS = 48, 6
 
 
-def make_input_fn(batch_size):
+def make_data():
     random = np.random.RandomState(0)
     x = random.standard_normal((ROWS, 4)).astype(np.float32)
-    y = (x.sum(1) > 0).astype(np.int64)
-    return tf.data.Dataset.from_tensor_slices(({"x": x}, y)).batch(batch_size).repeat()
+    return {"x": x}, (x.sum(1) > 0).astype(np.int64)
+
+
+def make_input_fn(batch_size):
+    return tf.data.Dataset.from_tensor_slices(make_data()).batch(batch_size).repeat()
+
+
+def make_queue_input_fn(batch_size):
+    x, y = make_data()
+    inputs = tf.compat.v1.estimator.inputs
+    # as many steps as one process makes of all rows
+    return inputs.numpy_input_fn(x, y, batch_size, num_epochs=2, shuffle=False)
 
 
 def build(features, labels):
@@ -51,10 +61,22 @@ def tpu_model_fn(features, labels, mode, params):
     )
 
 
+class TrainsByItself(tf.estimator.Estimator):
+    _assert_members_are_not_overridden = staticmethod(lambda estimator: None)
+
+    def train(self, input_fn, hooks=None, steps=None, max_steps=None, saving_listeners=None):
+        for _ in range(max_steps):
+            super().train(input_fn, hooks, 1, None, saving_listeners)
+
+
 def make_estimator(kind, model_dir, batch_size):
     config = tf.estimator.RunConfig(model_dir, tf_random_seed=7)
     if kind == "custom":
         return tf.estimator.Estimator(model_fn, config=config)
+    if kind == "of version 1":
+        return tf.compat.v1.estimator.Estimator(model_fn, config=config)
+    if kind == "trains by itself":
+        return TrainsByItself(model_fn, config=config)
     if kind == "canned":
         columns = [tf.feature_column.numeric_column("x", shape=[4])]
         return tf.compat.v1.estimator.LinearClassifier(columns, config=config)
@@ -91,6 +113,11 @@ def main():
         train = tf.estimator.TrainSpec(train_input_fn, max_steps=STEPS)
         evaluate = tf.estimator.EvalSpec(eval_input_fn, steps=None, throttle_secs=0)
         tf.estimator.train_and_evaluate(estimator, train, evaluate)
+    elif args.kind == "of version 1":
+        estimator.train(make_queue_input_fn(args.batch_size))
+        shapes = {"x": tf.io.FixedLenFeature([4], tf.float32)}
+        receiver = tf.estimator.export.build_parsing_serving_input_receiver_fn(shapes)
+        estimator.export_savedmodel(args.model_dir + "/export", receiver)
     else:
         estimator.train(train_input_fn, max_steps=STEPS)
         print("METRICS", sorted(estimator.evaluate(eval_input_fn)), file=sys.stderr)
