@@ -69,7 +69,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not tensorflow and not faults and not netns and not published"
+	$(BIN)/python -m pytest -m "not tensorflow and not faults and not netns"
 
 format: $(STAMP)
 	$(BIN)/ruff format .

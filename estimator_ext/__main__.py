@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -87,11 +88,18 @@ def _unsupported(error: ImportError | AttributeError) -> UnsupportedError | None
         return missing(name) if name else None
     removed = re.search(r"module 'tensorflow' has no attribute '(\w+)'", str(error))
     if removed and hasattr(tf.compat.v1, removed[1]):
-        return UnsupportedError(
-            f"the program uses tf.{removed[1]}, which only TensorFlow 1 has. Run it with "
-            "python -m estimator_ext --v1"
-        )
+        return _of_tensorflow_1(f"tf.{removed[1]}")
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    if "has no attribute 'value'" in str(error) and re.search(r"shape.*\.value", line):
+        return _of_tensorflow_1(f"dimensions that have a value ({line})")
     return None
+
+
+def _of_tensorflow_1(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the program uses {what}, which only TensorFlow 1 has. Run it with "
+        "python -m estimator_ext --v1"
+    )
 
 
 def _missing_from_contrib(error: ImportError) -> str | None:

@@ -2,7 +2,7 @@
 
 A program that knows nothing of ranks writes the same file on each of them, and reads it back, as
 BERT's do with their TFRecords. One rank would truncate what another one reads. So a file that is
-written through TensorFlow has a name of its own until it is closed; then it replaces what is there.
+written through TensorFlow has another name until it is closed; then it replaces what is there.
 """
 
 from __future__ import annotations

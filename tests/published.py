@@ -20,25 +20,32 @@ Variables = dict[str, np.ndarray]
 
 
 def run(
-    directory: Path, size: int, program: Sequence[str], options: Sequence[str] = ()
+    directory: Path,
+    size: int,
+    program: Sequence[str],
+    options: Sequence[str] = (),
+    is_cluster: bool | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with `python -m estimator_ext`, and keep the variables of each rank.
 
     Args:
       directory: where the ranks' variables go; the working directory of the program.
-      size: number of ranks; 1 is a process that belongs to no cluster.
+      size: number of ranks.
       program: a script, or "-m" and a module, with its arguments.
       options: of `python -m estimator_ext`.
+      is_cluster: whether the processes belong to one; by default several of them do.
 
     Returns:
       The processes that ended, with their output.
     """
     directory.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "hostopt.cli", "run", "-np", str(size), "--"]
+    if not (size > 1 if is_cluster is None else is_cluster):
+        launcher = []
     runner = [sys.executable, "-m", "estimator_ext", *options, SAVES_VARIABLES]
     path = [str(ROOT), str(PROGRAMS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
-        [*(launcher if size > 1 else ()), *runner, *program],
+        [*launcher, *runner, *program],
         check=False,
         env={
             **os.environ,
