@@ -34,7 +34,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.graph import LOOPS_BACK, operations_before, runs_before
 from estimator_ext.operation_kinds import VARIABLES
-from estimator_ext.unique_rows import replace_tensor, skip_deduplication
+from estimator_ext.unique_rows import are_only_summed, replace_tensor, skip_deduplication
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.ops import Flags, is_same_on_all_ranks
 from hostopt.tensorflow.reductions import (
@@ -194,7 +194,9 @@ class DeferredReductions:
           hostopt.CollectiveMismatchError: two ranks reduce different tensors.
         """
         noted, self._noted = self._noted, []
-        needed = [each for each in noted if not _needs_no_reduction(each, is_same)]  # [R2]
+        needed = [  # [R2]
+            _with_kind_of_rows(each) for each in noted if not _needs_no_reduction(each, is_same)
+        ]
         targets = [*targets, *self._shown_by_others(targets, needed)]
         unused = _unused(targets, needed, self._built)  # [R4]
         self.last_results += unused.built
@@ -256,7 +258,7 @@ class DeferredReductions:
         for each, result in zip(group, results):
             for stand_in, part in zip(each.stand_ins, _parts(result)):
                 _replace(stand_in, part)
-            if each.reduction.is_sparse:
+            if each.reduction.is_sparse and each.reduction.sums_rows:
                 skip_deduplication(result)
         if len(results) > len(group):
             self.loss = results[-1]
@@ -289,6 +291,16 @@ def _replace(stand_in: tf.Operation, result: tf.Tensor) -> None:
     """Has a result used in place of a stand-in; who fetches the stand-in gets it too."""
     replace_tensor(stand_in.outputs[0], result)
     stand_in._update_input(0, result)
+
+
+def _with_kind_of_rows(deferred: _Deferred) -> _Deferred:
+    """A reduction that sums the rows of one index of a sparse gradient, if that makes no change."""
+    reduction = deferred.reduction
+    if not reduction.is_sparse:
+        return deferred
+    sums_rows = are_only_summed(deferred.stand_ins[0].outputs[0])
+    reduction = dataclasses.replace(reduction, sums_rows=sums_rows)
+    return dataclasses.replace(deferred, reduction=reduction)
 
 
 def _needs_no_reduction(deferred: _Deferred, is_same: Callable[[tf.Tensor], bool]) -> bool:

@@ -35,7 +35,13 @@ from estimator_ext.global_step import GlobalStepCheckHook, read_before_changes
 from estimator_ext.gradient_marks import TrainingGraph
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
-from estimator_ext.input_kinds import log_limits, prefetched, sharded, sharded_iterators
+from estimator_ext.input_kinds import (
+    in_one_order,
+    log_limits,
+    prefetched,
+    sharded,
+    sharded_iterators,
+)
 from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
 from estimator_ext.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
@@ -334,7 +340,10 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         if communicator.size == 1 or shards_itself:
             data = self._call_input_fn(input_fn, ModeKeys.TRAIN, context)
         else:
-            with sharded_iterators(context, extended.auto_shard) as made:
+            with (
+                in_one_order(communicator),
+                sharded_iterators(context, extended.auto_shard) as made,
+            ):
                 data = self._call_input_fn(input_fn, ModeKeys.TRAIN, context)
             if not made:
                 data = sharded(data, context, extended.auto_shard)
@@ -583,8 +592,7 @@ def _with_reductions(
     targets = _operations_of_step(spec)
     updates, suspects, is_mean = None, {}, loss_is_scaled()
     is_alone = strategy.num_replicas_in_sync == 1
-    if not is_alone:
-        read_before_changes(targets)
+    read_before_changes(targets)
     if extended.uses_gradients_of_graph:
         data = {*data, *tf.compat.v1.get_default_graph().scale_factors}
         updates = read_updates(targets, data, extended.sums)

@@ -55,11 +55,11 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
     Args:
       targets: what runs in a step, in the default graph.
     """
-    handle = getattr(tf.compat.v1.train.get_global_step(), "handle", None)
-    if handle is None:
+    variable = tf.compat.v1.train.get_global_step()
+    if variable is None:
         return
     in_step = operations_before(targets)
-    users = [op for op in _users(handle) if op in in_step]
+    users = [op for op in _users(_tensor_of(variable)) if op in in_step]
     updates = [op for op in users if _changes_within(op)]
     reads = [op for op in users if op not in updates]
     for update in (op for op in updates if op._get_control_flow_context() is None):
@@ -77,6 +77,12 @@ def _done(op: tf.Operation) -> tf.Operation:
     return op
 
 
+def _tensor_of(variable: tf.Variable) -> tf.Tensor:
+    """The resource or the reference that operations have as their input."""
+    handle = getattr(variable, "handle", None)
+    return variable.op.outputs[0] if handle is None else handle
+
+
 def _users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
     """Operations that read or change a variable, or call a function that may."""
     for op in tensor.consumers():
@@ -89,9 +95,12 @@ def _users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
 
 def _changes_within(op: tf.Operation) -> bool:
     """Whether an operation changes global_step, or calls a function that does."""
+    step = _tensor_of(tf.compat.v1.train.get_global_step())
     if _CHANGES.match(op.type):
-        return True
-    step = tf.compat.v1.train.get_global_step().handle
+        changed = op.inputs[0]
+        while _PASSING.match(changed.op.type):
+            changed = changed.op.inputs[0]
+        return bool(changed.op is step.op)  # and is not given its value
     arguments = _arguments_of(op, step)
     return any(True for argument in arguments for _ in _changes_of(argument, set()))
 
@@ -123,10 +132,8 @@ def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
     Yields:
       Each of them, but for those that initialise or restore the variable.
     """
-    handle = getattr(variable, "handle", None)
-    tensor = variable.op.outputs[0] if handle is None else handle
     own = {variable.initializer.name, f"{variable.op.name}/Assign"}
-    for op in _changes_of(tensor, set()):
+    for op in _changes_of(_tensor_of(variable), set()):
         if op.name not in own and not _restores(op):
             yield op
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops
@@ -110,6 +112,24 @@ def sharded(data: Any, context: tf.distribute.InputContext, policy: str | None) 
     if rank == 0:
         _log.info("TensorFlow divides the data among %d ranks (auto_shard=%r)", size, policy)
     return data
+
+
+@contextlib.contextmanager
+def in_one_order(communicator: hostopt.Communicator) -> Iterator[None]:
+    """Has datasets that are built within shuffle alike on all ranks, so that parts are disjoint.
+
+    Args:
+      communicator: of the ranks, which agree on a seed if the graph has none.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    seed = graph.seed
+    if seed is None:
+        drawn = np.array(secrets.randbits(31))
+        graph.seed = int(communicator.broadcast(drawn, what="the seed of the data's order"))
+    try:
+        yield
+    finally:
+        graph.seed = seed
 
 
 @contextlib.contextmanager

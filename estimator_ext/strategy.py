@@ -592,7 +592,7 @@ class _HostOffloadExtended(OneDeviceExtended):
                 self.sums.update(total.op for total in checked)
             return checked
         reductions = [
-            Reduction(value, name, row_shape=row_shape)
+            Reduction(value, name, row_shape=row_shape, sums_rows=False)
             for value, (_, name, row_shape) in zip(values, gradients)
         ]
         weight = self.weight(of_mean)

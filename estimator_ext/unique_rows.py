@@ -1,15 +1,44 @@
-"""Leaves out what optimizers do for indices that occur twice, as sums over the ranks have none.
+"""Whether rows of a sparse gradient that have one index may be summed before they are used.
 
-Optimizers of TensorFlow sum the rows of a sparse gradient by index before they use them, with a
-Unique and an UnsortedSegmentSum for each table. The sums over the ranks come with each index once,
-so both would only copy them.
+Optimizers of TensorFlow sum them by index, with a Unique and an UnsortedSegmentSum for each table.
+If nothing but sums is made of them, they are summed before they travel, and the optimizers' sums
+would only copy what comes. But a norm of the rows, as `tf.clip_by_global_norm` takes it, is
+another one if rows have been summed: then all of them travel, as one worker would see them.
 """
 
 from __future__ import annotations
 
+import re
+
 import tensorflow as tf
 
 __all__: list[str] = []
+
+# What a sum of rows may take the place of the rows for: sums by index, and what is linear in them.
+_SUMS = re.compile(r"UnsortedSegmentSum|(Resource)?Scatter(Nd)?(Add|Sub)")
+_LINEAR = re.compile(r"Neg|Identity|Cast|Reshape|Mul|RealDiv")
+_IRRELEVANT = ("Shape", "IsFinite")
+
+
+def are_only_summed(values: tf.Tensor) -> bool:
+    """Whether all that is made of the rows of a sparse gradient is sums by index.
+
+    Args:
+      values: the rows.
+
+    Returns:
+      True if a sum of rows may be in their place.
+    """
+    for op in values.consumers():
+        if _SUMS.fullmatch(op.type) or op.type in _IRRELEVANT:
+            continue
+        if not _LINEAR.fullmatch(op.type) or op.inputs[0] is not values:
+            return False
+        if any(each.shape.rank != 0 for each in op.inputs[1:] if op.type in ("Mul", "RealDiv")):
+            return False  # each row has a factor of its own
+        if not are_only_summed(op.outputs[0]):
+            return False
+    return True
 
 
 def skip_deduplication(rows: tf.IndexedSlices) -> None:

@@ -10,9 +10,10 @@ and every rank gets the buffers of all ranks and combines them in rank order. So
 of messages, however many tensors there are, and all ranks end with the same bits. It moves
 (size - 1) times the buffer, which is why large dense gradients go through buckets instead.
 
-Tables whose rows are of one kind (dtype, width, dtype of the indices) are given and taken back as
-one array, table after table. A key is the position of the table in the upper bits and the index of
-the row in the lower ones, so that rows of all these tables are sorted and summed together.
+Tables whose rows are of one kind (dtype, width, dtype of the indices, summed or not) are given and
+taken back as one array, table after table. A key is the position of the table in the upper bits
+and the index of the row in the lower ones, so that rows of all these tables are sorted and summed
+together.
 """
 
 from __future__ import annotations
@@ -67,12 +68,14 @@ class Table:
       row_shape: shape of one row.
       dtype: dtype of the values.
       index_dtype: dtype of the indices, int32 or int64.
+      is_summed: whether rows of one index become one row; otherwise all rows of all ranks stay.
     """
 
     name: str
     row_shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
     index_dtype: np.dtype[np.generic]
+    is_summed: bool = True
 
     @property
     def width(self) -> int:
@@ -80,8 +83,9 @@ class Table:
         return math.prod(self.row_shape)
 
     def __str__(self) -> str:
+        kind = "sums of sparse rows" if self.is_summed else "sparse rows"
         row = list(self.row_shape)
-        return f"sparse rows of {row} {self.dtype.name}, {self.index_dtype.name} indices"
+        return f"{kind} of {row} {self.dtype.name}, {self.index_dtype.name} indices"
 
 
 class SideValue(Protocol):
@@ -145,7 +149,9 @@ class FusedExchange:
         self._side_value = side_value
         self.check = check or NonFiniteCheck(communicator)
         self._arrays = _group([(v.spec.dtype.name, v.op, v.is_gradient) for v in self._dense])
-        self.kinds = _group([(t.dtype.name, t.width, t.index_dtype.name) for t in self._tables])
+        self.kinds = _group(
+            [(t.dtype.name, t.width, t.index_dtype.name, t.is_summed) for t in self._tables]
+        )
         self._steps = itertools.count()
         self._stats = StepStats(1)
         self._lock = threading.Lock()
@@ -177,8 +183,8 @@ class FusedExchange:
           weight: what this rank's gradients are multiplied by; 0 leaves them out, NaN included.
 
         Returns:
-          The reduced arrays; and the sums of the rows, each index once, ascending in each table.
-          The same bits on all ranks.
+          The reduced arrays; and the rows of each table: sums, each index once and ascending, or
+          the rows of all ranks in rank order. The same bits on all ranks.
 
         Raises:
           ConfigError: an index is negative or too large.
@@ -213,13 +219,16 @@ class FusedExchange:
     # -- the buffer ------------------------------------------------------------------------
 
     def _pack(self, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
-        summed = [_sum_by_key(self._keys(*each), each[1].values) for each in zip(self.kinds, rows)]
+        keyed = [
+            self._merge(tables, self._keys(tables, each), each.values)
+            for tables, each in zip(self.kinds, rows)
+        ]
         number = self._side_value.own if self._side_value else 0
-        parts = [np.array([number, *(len(keys) for keys, _ in summed)], np.int64)]
+        parts = [np.array([number, *(len(keys) for keys, _ in keyed)], np.int64)]
         parts += [
             np.concatenate([dense[index].reshape(-1) for index in group]) for group in self._arrays
         ]
-        parts += [part for keys_and_values in summed for part in keys_and_values]
+        parts += [part for keys_and_values in keyed for part in keys_and_values]
         sizes = [_padded(part.nbytes) for part in parts]
         buffer = np.empty(sum(sizes), np.uint8)
         start = 0
@@ -240,6 +249,13 @@ class FusedExchange:
             )
         keys: Array = indices + (positions << _INDEX_BITS)
         return keys
+
+    def _merge(self, tables: Sequence[int], keys: Array, values: Array) -> tuple[Array, Array]:
+        """Rows table after table, and of each index one if they are summed."""
+        if self._tables[tables[0]].is_summed:
+            return _sum_by_key(keys, values)
+        order = np.argsort(keys >> _INDEX_BITS, kind="stable")
+        return keys.take(order), values.take(order, 0)
 
     def _combine(self, ranks: Sequence[_Reader]) -> _Result:
         numbers = [reader.take(np.dtype(np.int64), 1 + len(self.kinds)) for reader in ranks]
@@ -281,8 +297,8 @@ class FusedExchange:
             )
             for reader, count in zip(ranks, counts)
         ]
-        keys, values = _sum_by_key(*(np.concatenate(parts) for parts in zip(*found)))
-        edges = np.searchsorted(keys, np.arange(len(tables) + 1, dtype=np.int64) << _INDEX_BITS)
+        keys, values = self._merge(tables, *(np.concatenate(parts) for parts in zip(*found)))
+        edges = np.searchsorted(keys >> _INDEX_BITS, np.arange(len(tables) + 1))
         indices = (keys & _INDEX_MASK).astype(first.index_dtype, copy=False)
         return Rows(np.diff(edges), indices, values)
 

@@ -43,6 +43,7 @@ class Reduction:
       op: how a tensor is reduced; sparse gradients are summed.
       is_gradient: True if it counts by the weight of this rank, and must be finite.
       row_shape: of a sparse gradient, the shape of one row.
+      sums_rows: of a sparse gradient, whether rows of one index become one row.
     """
 
     value: tf.Tensor | tf.IndexedSlices
@@ -50,6 +51,7 @@ class Reduction:
     op: ReduceOp = ReduceOp.SUM
     is_gradient: bool = True
     row_shape: tuple[int, ...] = ()
+    sums_rows: bool = True
 
     @property
     def is_sparse(self) -> bool:
@@ -79,7 +81,7 @@ class Reduction:
         """
         values, indices = self.value.values.dtype, self.value.indices.dtype
         self._check_dtype(values)
-        return Table(self.name, self.row_shape, _numpy(values), _numpy(indices))
+        return Table(self.name, self.row_shape, _numpy(values), _numpy(indices), self.sums_rows)
 
     def _check_dtype(self, dtype: tf.DType) -> None:
         if dtype.name not in DTYPES:
