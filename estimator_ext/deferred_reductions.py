@@ -294,7 +294,7 @@ def _replace(stand_in: tf.Operation, result: tf.Tensor) -> None:
 
 
 def _with_kind_of_rows(deferred: _Deferred) -> _Deferred:
-    """A reduction that sums the rows of one index of a sparse gradient, if that makes no change."""
+    """A reduction that sums rows of one index of a sparse gradient, if that changes nothing."""
     reduction = deferred.reduction
     if not reduction.is_sparse:
         return deferred

@@ -31,6 +31,8 @@ TABLES = [
     Table("narrow", (), FLOAT64, INT64),
     Table("also wide", (2, 4), FLOAT64, INT64),
     Table("half", (2,), BFLOAT16, INT64),
+    Table("all rows", (8,), FLOAT64, INT64, is_summed=False),
+    Table("all rows, too", (8,), FLOAT64, INT64, is_summed=False),
 ]
 
 
@@ -99,6 +101,12 @@ def test_an_exchange_gives_what_numpy_makes_of_all_ranks(spawn: Spawn, size: int
                 indices, values = rows[number]
                 assert indices.dtype == table.index_dtype
                 assert values.dtype == table.dtype
+                if not table.is_summed:
+                    of_ranks = zip(*(own[number] for _, own in everything))
+                    for found, parts in zip(rows[number], of_ranks):
+                        all_parts = np.concatenate(parts)  # in rank order
+                        np.testing.assert_array_equal(found.reshape(all_parts.shape), all_parts)
+                    continue
                 assert np.all(np.diff(indices) > 0), "each index once, ascending"
                 wanted = sum(as_dense(table, own[number]) for _, own in everything)
                 np.testing.assert_array_equal(as_dense(table, rows[number]), wanted)

@@ -277,6 +277,14 @@ def clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable
     return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
 
 
+def with_rows_clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable]]:
+    """Each row of a sparse gradient by its own norm, which is too long for some."""
+    *dense, (rows, table) = pairs
+    norms = tf.norm(rows.values, axis=1, keepdims=True)
+    values = rows.values * tf.minimum(tf.ones_like(norms), 0.1 / tf.maximum(norms, 1e-9))
+    return [*dense, (tf.IndexedSlices(values, rows.indices, rows.dense_shape), table)]
+
+
 def taped(model: Model) -> list[tuple[Any, tf.Variable]]:
     with tf.GradientTape() as tape:
         loss = model.new_loss()
@@ -811,6 +819,15 @@ KINDS = [
     Kind("reduce_gradients, clip, apply", "mean", apply(
         lambda model: clipped(estimator_ext.reduce_gradients(computed(model)))
     )),
+    Kind("reduce_gradients, clip, apply, sparse", "mean", apply(
+        lambda model: clipped(estimator_ext.reduce_gradients(computed(model)))
+    ), sparse=True),
+    Kind("reduce_gradients, clip rows, apply, sparse", "mean", apply(
+        lambda model: with_rows_clipped(estimator_ext.reduce_gradients(computed(model)))
+    ), sparse=True),
+    Kind("own apply_gradients, clipped, sparse", "mean", apply(
+        lambda model: clipped(model.pairs()), Own
+    ), sparse=True),
     Kind("compute, clip, apply", "alike", apply(lambda model: clipped(computed(model))), LOCAL),
     Kind(
         "compute, add weights, apply",
