@@ -26,7 +26,7 @@ def add_hook(kind):
     stock = kind.train
 
     def train(self, input_fn, hooks=None, *arguments, **options):
-        hook = SaveVariables(os.path.basename(self.model_dir))
+        hook = SaveVariables(os.path.basename(self.config.model_dir))
         return stock(self, input_fn, [*(hooks or ()), hook], *arguments, **options)
 
     kind.train = train
