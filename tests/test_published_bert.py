@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 from launcher import ROOT
-from published import check_alike, check_equal, pass_on_first_checkpoints, run, trained
+from published import check_alike, check_equal, pass_on_first_checkpoints, run
 
 sys.path.insert(0, str(ROOT / "examples" / "bert"))
 from make_data import make_data
@@ -23,8 +23,14 @@ PROGRAMS = {
     "run_albert_classifier": [str(ROOT / "examples" / "bert" / "run_albert_classifier.py")],
 }
 OPTIONS = {"run_classifier": ["--v1"], "run_albert_classifier": ["--v1"]}
-# Of one process after the same steps; the others have a dropout in their code, of 0.1.
-EQUAL = ("run_pretraining", "run_squad")
+STEPS = 20
+# The flag of each that asks for so many.
+LENGTHS = {
+    "run_classifier": "--num_train_epochs=1",
+    "run_pretraining": f"--num_train_steps={STEPS}",
+    "run_squad": "--num_train_epochs=2",
+    "run_albert_classifier": "--num_train_epochs=1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +53,17 @@ def test_two_ranks_train_evaluate_and_predict_as_one(
         model_dir = directory / "model"
         if size == 2:
             pass_on_first_checkpoints(tmp_path / "1", directory)
-        flags = [f"--flagfile={data}/{name}.flags", f"--output_dir={model_dir}"]
+        flags = [f"--flagfile={data}/{name}.flags", f"--output_dir={model_dir}", LENGTHS[name]]
         # a cluster of one rank has the learning rate of the step that it makes
         ran = run(
             directory, size, [*PROGRAMS[name], *flags], OPTIONS.get(name, ()), is_cluster=True
         )
         assert ran.returncode == 0, ran.stdout[-6000:]
-        assert tf.train.load_variable(str(model_dir), "global_step") == 60
+        assert tf.train.load_variable(str(model_dir), "global_step") == STEPS
         outputs.append(results(name, model_dir))
     check_alike(tmp_path / "2")
-    assert set(trained(tmp_path / "1", 0)) == set(trained(tmp_path / "2", 0))
-    if name in EQUAL:
-        check_equal(tmp_path / "2", tmp_path / "1")
-    assert all(is_learned(name, output) for output in outputs), outputs
+    check_equal(tmp_path / "2", tmp_path / "1")
+    assert outputs[0] == pytest.approx(outputs[1], rel=1e-4)
 
 
 def results(name: str, model_dir: Path) -> dict[str, float]:
@@ -73,11 +77,3 @@ def results(name: str, model_dir: Path) -> dict[str, float]:
         rows = (model_dir / "test_results.tsv").read_text().splitlines()
         found["predictions"] = len(rows)
     return found
-
-
-def is_learned(name: str, found: dict[str, float]) -> bool:
-    if name == "run_squad":
-        return found["answers"] == 160
-    if name == "run_pretraining":
-        return found["masked_lm_accuracy"] > 0.2
-    return found["eval_accuracy"] > 0.9 and found["predictions"] == 16

@@ -117,6 +117,7 @@ def write_all_flags(directory: Path) -> None:
             "max_seq_length": 32,
             "max_predictions_per_seq": 5,
             "dupe_factor": 2,
+            "masked_lm_prob": 0.5,  # so that each example has all of its predictions
         },
         "run_pretraining": {
             **config,
