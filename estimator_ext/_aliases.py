@@ -73,7 +73,7 @@ def add_moved_modules() -> None:
     """Has programs find what has moved; may be called again."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    sys.meta_path.append(_Finder())
+    sys.meta_path.insert(0, _Finder())  # before a package is searched again
     for name, sources in _MOVED_NAMES.items():
         vars(importlib.import_module(name))["__getattr__"] = _lookup(name, sources)
 

@@ -97,6 +97,21 @@ def test_a_module_with_its_arguments(tmp_path: Path) -> None:
             "__import__('tensorflow.contrib.crf')",
             "the program uses tf.contrib.crf, which TensorFlow removed",
         ),
+        (
+            "custom",
+            "tf.flags.FLAGS",
+            "the program uses tf.flags, which only TensorFlow 1 has. Run it with",
+        ),
+        (
+            "custom",
+            "value_of_dimension()",
+            "the program uses dimensions that have a value (",
+        ),
+        (
+            "custom",
+            "tf.distribute.experimental.ParameterServerStrategy()",
+            "the program makes a ParameterServerStrategy, and there are no parameter servers.",
+        ),
     ],
 )
 def test_what_cannot_be_given_back_is_one_sentence(
@@ -107,6 +122,26 @@ def test_what_cannot_be_given_back_is_one_sentence(
     assert ran.returncode == 78
     assert "Traceback" not in ran.stderr
     assert text in ran.stderr.splitlines()[-1]
+
+
+def test_a_strategy_of_one_process_is_refused_on_two(tmp_path: Path) -> None:
+    options = ["--batch-size", "8", "--kind", "mirrored", "--model-dir"]
+    ran = run(1, PROGRAM, *options, str(tmp_path / "1"))
+    assert ran.returncode == 0, ran.stderr
+    ran = run(2, PROGRAM, *options, str(tmp_path / "2"))
+    assert ran.returncode == 78
+    assert "trains with MirroredStrategy, which knows one process" in ran.stderr + ran.stdout
+    assert "Traceback" not in ran.stderr + ran.stdout
+
+
+def test_a_program_without_estimators_is_told_that_ranks_repeat_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nprint('ran')\nsys.exit(0)\n")
+    ran = run(2, str(program))
+    assert ran.returncode == 0, ran.stderr
+    output = ran.stdout + ran.stderr
+    assert output.count("ran\n") == 2
+    assert output.count("made no estimator: each of the 2 processes ran all of it") == 2
 
 
 @pytest.mark.parametrize("arguments", [[], ["--auto-shard", "data"], ["-m"]])

@@ -71,7 +71,10 @@ class TrainsByItself(tf.estimator.Estimator):
 
 def make_estimator(kind, model_dir, batch_size):
     config = tf.estimator.RunConfig(model_dir, tf_random_seed=7)
-    if kind == "custom":
+    if kind == "mirrored":
+        strategy = tf.distribute.MirroredStrategy()
+        config = tf.estimator.RunConfig(model_dir, train_distribute=strategy)
+    if kind in ("custom", "mirrored"):
         return tf.estimator.Estimator(model_fn, config=config)
     if kind == "of version 1":
         return tf.compat.v1.estimator.Estimator(model_fn, config=config)
@@ -90,6 +93,10 @@ def make_estimator(kind, model_dir, batch_size):
         eval_batch_size=8,
         predict_batch_size=8,
     )
+
+
+def value_of_dimension():
+    return tf.zeros([2]).shape[0].value
 
 
 def main():

@@ -1,0 +1,92 @@
+"""Files that several processes write and read at the same time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import ROOT
+from ranks import QUIET
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
+
+BEGIN = """
+import os, sys
+import tensorflow as tf
+from estimator_ext.whole_files import replace_as_a_whole
+replace_as_a_whole()
+path = sys.argv[1]
+"""
+
+
+def start(code: str, path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BEGIN + code, str(path)],
+        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(code: str, path: Path) -> None:
+    process = start(code, path)
+    output = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, output
+
+
+def test_processes_that_write_and_read_one_file_see_whole_ones(tmp_path: Path) -> None:
+    code = """
+for turn in range(40):
+    with tf.io.TFRecordWriter(path) as writer:
+        for number in range(300):
+            writer.write(b"%d" % number * 50)
+    found = sum(1 for _ in tf.compat.v1.io.tf_record_iterator(path))
+    assert found == 300, found
+"""
+    processes = [start(code, tmp_path / "records") for _ in range(3)]
+    outputs = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert os.listdir(tmp_path) == ["records"]
+
+
+def test_a_file_is_there_as_a_whole_when_it_is_closed(tmp_path: Path) -> None:
+    code = """
+def read(name):
+    with open(os.path.join(path, name)) as file:
+        return file.read()
+
+for mode in ("w", "wb"):
+    file = tf.io.gfile.GFile(os.path.join(path, "text"), mode)
+    assert file.name == os.path.join(path, "text")
+    file.write(f"new {mode}")
+    file.flush()
+    assert read("text") == ("old" if mode == "w" else "new w")
+    file.close()
+    file.close()
+    assert read("text") == f"new {mode}"
+with tf.compat.v1.gfile.Open(os.path.join(path, "text"), "a") as file:
+    file.write(" and more")
+assert read("text") == "new wb and more"
+tf.io.gfile.GFile(os.path.join(path, "dropped"), "w").write("closed by nobody")
+assert read("dropped") == "closed by nobody"
+with tf.io.gfile.GFile(os.path.join(path, "never written"), "w"):
+    pass
+writer = tf.compat.v1.python_io.TFRecordWriter(os.path.join(path, "records"), "GZIP")
+writer.write(b"one")
+writer.close()
+options = tf.io.TFRecordOptions("GZIP")
+assert list(tf.compat.v1.io.tf_record_iterator(f"{path}/records", options)) == [b"one"]
+for make in (tf.io.TFRecordWriter, lambda name: tf.io.gfile.GFile(name, "w").write("x")):
+    try:
+        make(f"{path}/no/such directory")
+    except tf.errors.NotFoundError:
+        continue
+    raise AssertionError("no error")
+"""
+    (tmp_path / "text").write_text("old")
+    run(code, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["dropped", "records", "text"]
