@@ -22,6 +22,7 @@ def train_on_ranks(strategy: HostOffloadStrategy) -> None:
     Args:
       strategy: of the cluster that this process belongs to.
     """
+    strategy.extended.reduces_at_backward = True
     stock = _tf_estimator.estimator_v1.Estimator  # of which that of tf.estimator is a subclass
     init = stock.__init__
 
