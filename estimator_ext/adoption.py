@@ -53,6 +53,7 @@ def train_on_ranks(strategy: HostOffloadStrategy, when_made: Callable[[Any], Any
       strategy: of the cluster that this process belongs to.
       when_made: called with each estimator.
     """
+    strategy.extended.reduces_at_backward = True
     stock = _tf_estimator.estimator_v1.Estimator  # of which that of tf.estimator is a subclass
     init = stock.__init__
 

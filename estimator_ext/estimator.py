@@ -597,7 +597,7 @@ def _with_reductions(
         data = {*data, *tf.compat.v1.get_default_graph().scale_factors}
         updates = read_updates(targets, data, extended.sums)
         if mend_unreduced_updates(strategy, updates, data):
-            is_mean = True
+            is_mean = not tf.compat.v1.get_default_graph().is_sum([spec.loss])
             updates = read_updates(targets, data, extended.sums)
         extended.check_skipped(updates)
     if is_alone:

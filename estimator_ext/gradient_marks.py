@@ -29,7 +29,7 @@ from hostopt.tensorflow.ops import is_same_on_all_ranks
 __all__: list[str] = []
 
 _NAME = "HostGradient"
-_NO_REDUCTION = "none"  # also that of Keras
+_NO_REDUCTION, _SUM = "none", "sum"  # as Keras says it, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,7 @@ class Mark:
       name: of the variable, or of the gradient itself.
       row_shape: of a sparse gradient, the shape of one row.
       is_scaled: whether an optimizer has divided by the number of ranks what was differentiated.
+      is_sum: whether that is a loss function's sum over the examples.
     """
 
     gradient: Any
@@ -49,6 +50,7 @@ class Mark:
     name: str
     row_shape: tf.TensorShape
     is_scaled: bool
+    is_sum: bool
 
     @property
     def parts(self) -> list[tf.Tensor]:
@@ -88,20 +90,36 @@ class TrainingGraph(tf.Graph):
     def _last_loss_reduction(self, reduction: str | None) -> None:
         self._reduction = reduction
         if reduction is not None:  # set within the scope of the loss
-            self._reductions[self.get_name_scope()] = reduction
+            is_sum = reduction == tf.compat.v1.losses.Reduction.SUM
+            self._reductions[self.get_name_scope()] = _SUM if is_sum else reduction
 
     def reduce_as(self, loss: tf.Tensor) -> None:
         """Has TensorFlow know the reduction of a loss as the last one.
 
         Args:
-          loss: what an optimizer is about to scale; its reduction is the last one of those that
-            it is made of, and if there are none it stays as it is.
+          loss: what an optimizer is about to scale; if no loss function has made it the reduction
+            stays as it is.
         """
-        scopes = {op.name.rpartition("/")[0] for op in walk([loss.op], data_before)}
-        of_loss = [self._reductions[scope] for scope in self._reductions if scope in scopes]
-        of_loss = [each for each in of_loss if each != _NO_REDUCTION] or of_loss
-        if of_loss:
-            self._reduction = of_loss[-1]
+        self._reduction = self._reduction_of([loss]) or self._reduction
+
+    def is_sum(self, targets: Sequence[Any]) -> bool:
+        """Whether the last loss function of which tensors are made has made a sum.
+
+        Args:
+          targets: what is differentiated.
+
+        Returns:
+          True if it has.
+        """
+        return self._reduction_of(targets) == _SUM
+
+    def _reduction_of(self, targets: Sequence[Any]) -> str | None:
+        """The last reduction of those that tensors are made of, which counts before "none"."""
+        made_of = walk([each.op for each in targets if isinstance(each, tf.Tensor)], data_before)
+        scopes = {op.name.rpartition("/")[0] for op in made_of}
+        found = [self._reductions[scope] for scope in self._reductions if scope in scopes]
+        found = [each for each in found if each != _NO_REDUCTION] or found
+        return found[-1] if found else None
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Whether tensors are made of what an optimizer has divided by the number of ranks.
@@ -135,7 +153,9 @@ def marks_of_graph() -> dict[tf.Operation, Mark]:
     return graph.marks if isinstance(graph, TrainingGraph) else {}
 
 
-def _marked(graph: TrainingGraph, gradient: Any, source: Any, is_scaled: bool) -> Any:
+def _marked(
+    graph: TrainingGraph, gradient: Any, source: Any, is_scaled: bool, is_sum: bool
+) -> Any:
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):  # None, or a composite tensor
         return gradient
     if not isinstance(source, (tf.Tensor, tf.Variable)):
@@ -152,10 +172,10 @@ def _marked(graph: TrainingGraph, gradient: Any, source: Any, is_scaled: bool) -
         else:
             gradient = tf.identity(gradient, name=_NAME)
     if isinstance(source, tf.Variable):
-        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled)
+        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled, is_sum)
     else:
         name = getattr(gradient, "values", gradient).op.name
-        mark = Mark(gradient, source, name, row_shape, is_scaled)
+        mark = Mark(gradient, source, name, row_shape, is_scaled, is_sum)
     graph.marks.update({part.op: mark for part in mark.parts})
     return gradient
 
@@ -178,9 +198,10 @@ def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]
         results, graph = helper(ys, xs, *args, **kwargs), _marking_graph()
         if graph is None:
             return results
-        is_scaled = graph.is_scaled(tf.nest.flatten([ys, args[:1], kwargs.get("grad_ys")]))
+        targets = tf.nest.flatten([ys, args[:1], kwargs.get("grad_ys")])
+        kind = graph.is_scaled(targets), graph.is_sum(targets)
         sources = xs if isinstance(xs, (list, tuple)) else [xs]
-        return [_marked(graph, gradient, x, is_scaled) for gradient, x in zip(results, sources)]
+        return [_marked(graph, gradient, x, *kind) for gradient, x in zip(results, sources)]
 
     return gradients
 
@@ -191,9 +212,10 @@ def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
         results, graph = method(self, target, sources, *args, **kwargs), _marking_graph()
         if graph is None:
             return results
-        is_scaled = graph.is_scaled(tf.nest.flatten([target, args, list(kwargs.values())]))
+        targets = tf.nest.flatten([target, args, list(kwargs.values())])
+        kind = graph.is_scaled(targets), graph.is_sum(targets)
         pairs = zip(tf.nest.flatten(results), tf.nest.flatten(sources))
-        marked = [_marked(graph, *pair, is_scaled) for pair in pairs]
+        marked = [_marked(graph, *pair, *kind) for pair in pairs]
         return tf.nest.pack_sequence_as(results, marked)
 
     return gradient

@@ -24,7 +24,8 @@ from estimator_ext.cached_reads import read_where_needed
 from estimator_ext.conditional_reductions import refuse_reductions_of_some_ranks
 from estimator_ext.deferred_reductions import DeferredReductions
 from estimator_ext.fingerprint import Updates
-from estimator_ext.graph import data_before, depends_on, operations_before
+from estimator_ext.gradient_marks import marks_of_graph
+from estimator_ext.graph import data_before, depends_on, operations_before, walk
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
 from estimator_ext.uneven_data import BatchWeights
@@ -266,6 +267,9 @@ class _HostOffloadExtended(OneDeviceExtended):
         self._cluster_resolver = cluster_resolver
         self._reducers: list[Any] = []
         self._reduced: dict[Any, tf.Tensor] = {}  # gradients by variable; not to be reduced again
+        # True for programs that know nothing of ranks: what they make of gradients, such as
+        # clipping, is to see those of all ranks, also where their optimizer would reduce later
+        self.reduces_at_backward = False
         self._forget_training()
 
     def _forget_training(self) -> None:
@@ -542,7 +546,11 @@ class _HostOffloadExtended(OneDeviceExtended):
     ) -> list[Any]:
         """2-5. Gradients to the host, through the ring, and back as sums or means."""
         results = [value for value, _ in pairs]
-        left = [i for i, pair in enumerate(pairs) if not self._take_reduced(*pair)]
+        left = [
+            i
+            for i, pair in enumerate(pairs)
+            if not self._take_reduced(*pair) and not self._is_mended(results[i])
+        ]
         gradients = [(results[i], *_name_and_shape(pairs[i][1], results[i])) for i in left]
         sums = self.sum_gradients(gradients, loss_is_scaled(), nonfinite)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
@@ -561,6 +569,17 @@ class _HostOffloadExtended(OneDeviceExtended):
         if value.graph is not total.graph:  # taken for granted in a branch, which has its own
             return True
         return depends_on([value.op], [total.op], data_before)
+
+    def _is_mended(self, value: Any) -> bool:
+        """Whether a gradient is reduced when the step is complete, where backward has made it."""
+        marks = marks_of_graph()
+        if not (self.reduces_at_backward and marks):
+            return False
+        op = getattr(value, "values", value).op
+        if op in marks:  # and is what an optimizer has computed, or has to be divided
+            return not (marks[op].is_scaled or marks[op].is_sum)
+        made_of = walk([op], lambda each: [] if each in marks else data_before(each))
+        return any(each in marks for each in made_of)
 
     def sum_gradients(
         self,

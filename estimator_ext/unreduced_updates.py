@@ -312,7 +312,7 @@ def _reduce(strategy: HostOffloadStrategy, edges: Iterable[_Edge]) -> int:
 
 
 def _mean(strategy: HostOffloadStrategy, mark: Mark, variable: str) -> dict[Any, tf.Tensor]:
-    """The mean over the ranks, by the tensors that it stands for."""
+    """The mean over the ranks, or the sum of a sum, by the tensors that it stands for."""
     gradient, parts = mark.gradient, mark.parts
     if not mark.row_shape.is_fully_defined():
         raise hostopt.ConfigError(
@@ -321,8 +321,9 @@ def _mean(strategy: HostOffloadStrategy, mark: Mark, variable: str) -> dict[Any,
             "shape"
         )
     of_row = tuple(mark.row_shape.as_list())
-    (total,) = strategy.extended.sum_gradients([(gradient, mark.name, of_row)], of_mean=True)
-    if not mark.is_scaled:
+    pairs = [(gradient, mark.name, of_row)]
+    (total,) = strategy.extended.sum_gradients(pairs, of_mean=not mark.is_sum)
+    if not (mark.is_scaled or mark.is_sum):
         with tf.device(parts[0].device):
             total = divided(total, strategy.num_replicas_in_sync)
     if isinstance(gradient, tf.IndexedSlices) and not isinstance(total, tf.IndexedSlices):

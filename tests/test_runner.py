@@ -16,7 +16,15 @@ from ranks import PROGRAMS, QUIET
 pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
 
 PROGRAM = str(PROGRAMS / "unedited.py")
-KINDS = ["custom", "canned", "of version 1", "tpu"]
+KINDS = [
+    "custom",
+    "canned",
+    "clips",
+    "gradients",
+    "gradients of a sum",
+    "of version 1",
+    "tpu",
+]
 
 
 def run(

@@ -371,7 +371,6 @@ def deepctr(training: by_name.Training) -> None:
         losses, logits = v1.losses, dense(features, 1, "logits")
         each = losses.sigmoid_cross_entropy(labels, logits, reduction=losses.Reduction.NONE)
         loss = losses.compute_weighted_loss(each, reduction=losses.Reduction.SUM)
-        loss += losses.get_regularization_loss()
         losses.compute_weighted_loss(each, reduction=losses.Reduction.MEAN)
         optimizer = v1.train.GradientDescentOptimizer(0.01)
         train_op = optimizer.minimize(loss, v1.train.get_global_step())

@@ -40,7 +40,7 @@ def model_fn(features, labels, mode):
         loss = v1.losses.get_total_loss()
         rate = v1.train.exponential_decay(0.05, v1.train.get_global_step(), 5, 0.9)
         optimizer = v1.train.MomentumOptimizer(rate, 0.9)
-        train_op = slim.learning.create_train_op(loss, optimizer)
+        train_op = slim.learning.create_train_op(loss, optimizer, clip_gradient_norm=0.1)
         with tf.control_dependencies([train_op]):
             train_op = average.apply(slim.get_model_variables())
         scaffold = v1.train.Scaffold(saver=v1.train.Saver(max_to_keep=5))

@@ -26,9 +26,13 @@ def make_queue_input_fn(batch_size):
     return inputs.numpy_input_fn(x, y, batch_size, num_epochs=2, shuffle=False)
 
 
-def build(features, labels):
+def score(features):
     w = tf.compat.v1.get_variable("w", [4, 2], initializer=tf.compat.v1.zeros_initializer())
-    logits = tf.matmul(features["x"], w)
+    return tf.matmul(features["x"], w)
+
+
+def build(features, labels):
+    logits = score(features)
     loss = tf.compat.v1.losses.sparse_softmax_cross_entropy(labels, logits)
     step = tf.compat.v1.train.get_or_create_global_step()
     optimizer = tf.compat.v1.train.AdagradOptimizer(0.5)
@@ -40,9 +44,34 @@ def metrics_of(labels, logits):
 
 
 def model_fn(features, labels, mode):
+    if mode == tf.estimator.ModeKeys.PREDICT:
+        return tf.estimator.EstimatorSpec(mode, {"logits": score(features)})
     logits, loss, train_op = build(features, labels)
     metrics = metrics_of(labels, logits)
     return tf.estimator.EstimatorSpec(mode, {"logits": logits}, loss, train_op, metrics)
+
+
+def clipping_model_fn(features, labels, mode):
+    logits, loss, _ = build(features, labels)
+    optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+    gradients, variables = zip(*optimizer.compute_gradients(loss))
+    gradients, _ = tf.clip_by_global_norm(gradients, 0.3)
+    step = tf.compat.v1.train.get_global_step()
+    train_op = optimizer.apply_gradients(zip(gradients, variables), step)
+    return tf.estimator.EstimatorSpec(mode, {"logits": logits}, loss, train_op)
+
+
+def by_hand_model_fn(features, labels, mode, params):
+    logits, loss, _ = build(features, labels)
+    if params["sum"]:
+        losses = tf.compat.v1.losses
+        loss = losses.sparse_softmax_cross_entropy(labels, logits, reduction=losses.Reduction.SUM)
+    variables = tf.compat.v1.trainable_variables()[:1]
+    gradients = tf.gradients(loss, variables)
+    optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.01 if params["sum"] else 0.5)
+    step = tf.compat.v1.train.get_global_step()
+    train_op = optimizer.apply_gradients(zip(gradients, variables), step)
+    return tf.estimator.EstimatorSpec(mode, {"logits": logits}, loss, train_op)
 
 
 def tpu_model_fn(features, labels, mode, params):
@@ -76,6 +105,11 @@ def make_estimator(kind, model_dir, batch_size):
         config = tf.estimator.RunConfig(model_dir, train_distribute=strategy)
     if kind in ("custom", "mirrored"):
         return tf.estimator.Estimator(model_fn, config=config)
+    if kind == "clips":
+        return tf.estimator.Estimator(clipping_model_fn, config=config)
+    if kind in ("gradients", "gradients of a sum"):
+        params = {"sum": kind.endswith("sum")}
+        return tf.estimator.Estimator(by_hand_model_fn, config=config, params=params)
     if kind == "of version 1":
         return tf.compat.v1.estimator.Estimator(model_fn, config=config)
     if kind == "trains by itself":
