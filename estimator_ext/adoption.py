@@ -17,17 +17,18 @@ from estimator_ext.training import train_and_evaluate
 
 __all__: list[str] = []
 
-_distribute = tf.compat.v1.distribute
+_APIS = (tf.distribute, tf.compat.v1.distribute)
 # know one process; two of them would train two models
-_OF_ONE_PROCESS = (
-    _distribute.MirroredStrategy,
-    _distribute.OneDeviceStrategy,
-    _distribute.experimental.CentralStorageStrategy,
+_OF_ONE_PROCESS = tuple(
+    kind
+    for api in _APIS
+    for kind in (
+        api.MirroredStrategy,
+        api.OneDeviceStrategy,
+        api.experimental.CentralStorageStrategy,
+    )
 )
-_PARAMETER_SERVERS = (
-    _distribute.experimental.ParameterServerStrategy,
-    tf.distribute.experimental.ParameterServerStrategy,
-)
+_PARAMETER_SERVERS = tuple(api.experimental.ParameterServerStrategy for api in _APIS)
 
 
 def refuse_parameter_servers() -> None:

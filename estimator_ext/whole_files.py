@@ -29,7 +29,7 @@ def replace_as_a_whole() -> None:
 
 def _own_name(path: Any) -> str:
     """A name in the same directory that no other process uses, and that no pattern matches."""
-    directory, name = os.path.split(tf.compat.path_to_str(path))
+    directory, name = os.path.split(tf.compat.as_str(os.fspath(path)))
     return os.path.join(directory, f".{name}.{socket.gethostname()}-{os.getpid()}")
 
 
@@ -48,7 +48,7 @@ def _replace_text_files(kind: Any) -> None:
         if self.mode in _WHOLE_MODES and not self._writable_file:
             own = tf.compat.as_bytes(_own_name(self.name))
             self._writable_file = file_io._pywrap_file_io.WritableFile(own, b"w")
-            self._path_of_whole = tf.compat.path_to_str(self.name)
+            self._path_of_whole = self.name
         open_to_write(self)
 
     @functools.wraps(close)
@@ -66,7 +66,7 @@ def _replace_records(kind: Any) -> None:
     @functools.wraps(init)
     def open_own(self: Any, path: Any, options: Any = None) -> None:
         init(self, _own_name(path), options)
-        self._path_of_whole = tf.compat.path_to_str(path)
+        self._path_of_whole = path
 
     @functools.wraps(close)
     def close_and_publish(self: Any, *_: Any) -> None:

@@ -60,8 +60,9 @@ def read(name):
         return file.read()
 
 for mode in ("w", "wb"):
-    file = tf.io.gfile.GFile(os.path.join(path, "text"), mode)
-    assert file.name == os.path.join(path, "text")
+    name = os.path.join(path, "text") if mode == "w" else os.path.join(path, "text").encode()
+    file = tf.io.gfile.GFile(name, mode)
+    assert file.name == name
     file.write(f"new {mode}")
     file.flush()
     assert read("text") == ("old" if mode == "w" else "new w")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-import hostopt
+from estimator_ext.errors import UnsupportedError
 
 __all__: list[str] = []
 
