@@ -93,7 +93,7 @@ def _warn_of_lonely_workers(cluster: dict[str, Any]) -> None:
 def _refuse(estimator: Any, *arguments: Any) -> NoReturn:
     del arguments
     strategy = estimator.config.train_distribute or estimator.config.eval_distribute
-    raise hostopt.ConfigError(
+    raise UnsupportedError(
         f"tf.estimator.Estimator cannot work with {type(strategy).__name__} on a cluster: "
         f"TensorFlow {tf.__version__} no longer has what joined Estimator to its distribute "
         "coordinator. Use estimator_ext.Estimator with estimator_ext.HostOffloadStrategy"
