@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,8 @@ PROGRAMS = {
 }
 OPTIONS = {"run_classifier": ["--v1"], "run_albert_classifier": ["--v1"]}
 STEPS = 20
+# Added to all inputs of a softmax alike, so that it changes nothing.
+CANCELLED = re.compile(r"/key/bias:|squad/output_bias:")
 # The flag of each that asks for so many.
 LENGTHS = {
     "run_classifier": "--num_train_epochs=1",
@@ -62,7 +65,7 @@ def test_two_ranks_train_evaluate_and_predict_as_one(
         assert tf.train.load_variable(str(model_dir), "global_step") == STEPS
         outputs.append(results(name, model_dir))
     check_alike(tmp_path / "2")
-    check_equal(tmp_path / "2", tmp_path / "1")
+    check_equal(tmp_path / "2", tmp_path / "1", noise=CANCELLED)
     assert outputs[0] == pytest.approx(outputs[1], rel=1e-4)
 
 
