@@ -14,12 +14,11 @@ from typing import NoReturn
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.adoption import refuse_parameter_servers, train_on_ranks
+from estimator_ext.adoption import StrategyOfRanks, refuse_parameter_servers, train_on_ranks
 from estimator_ext.contrib import ROOT, missing
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.input_kinds import SHARD_POLICIES
 from estimator_ext.installing import install, use_v1_api
-from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.whole_files import replace_as_a_whole
 from hostopt.error_report import tell_launcher
 
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     refuse_parameter_servers()
     if cluster.task is not None:
         replace_as_a_whole()
-        train_on_ranks(HostOffloadStrategy(auto_shard=options.auto_shard), made.append)
+        train_on_ranks(StrategyOfRanks(options.auto_shard), made.append)
     try:
         _run(options)
     except SystemExit as ended:

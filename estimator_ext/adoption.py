@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from estimator_ext.training import train_and_evaluate
 
 __all__: list[str] = []
 
+# Modules that ask for the number of ranks for reasons of their own.
+_FRAMEWORKS = ("tensorflow.", "keras.", "tf_keras.", "hostopt", "estimator_ext")
 _APIS = (tf.distribute, tf.compat.v1.distribute)
 # know one process; two of them would train two models
 _OF_ONE_PROCESS = tuple(
@@ -29,6 +32,29 @@ _OF_ONE_PROCESS = tuple(
     )
 )
 _PARAMETER_SERVERS = tuple(api.experimental.ParameterServerStrategy for api in _APIS)
+
+
+class StrategyOfRanks(HostOffloadStrategy):
+    """A strategy for programs that know nothing of ranks.
+
+    Gradients are reduced where backward makes them, to what one process would have. If the model
+    asks for the number of ranks, as the heads of canned estimators do to divide their loss by it,
+    optimizers reduce as under any strategy.
+
+    Args:
+      auto_shard: as for `HostOffloadStrategy`.
+    """
+
+    def __init__(self, auto_shard: str) -> None:
+        super().__init__(auto_shard=auto_shard)
+        self.extended.reduces_at_backward = True
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of ranks."""
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith(_FRAMEWORKS):
+            self.extended.model_knows_size = True
+        return int(self.extended._num_replicas_in_sync)
 
 
 def refuse_parameter_servers() -> None:
@@ -54,7 +80,6 @@ def train_on_ranks(strategy: HostOffloadStrategy, when_made: Callable[[Any], Any
       strategy: of the cluster that this process belongs to.
       when_made: called with each estimator.
     """
-    strategy.extended.reduces_at_backward = True
     stock = _tf_estimator.estimator_v1.Estimator  # of which that of tf.estimator is a subclass
     init = stock.__init__
 

@@ -275,6 +275,7 @@ class _HostOffloadExtended(OneDeviceExtended):
     def _forget_training(self) -> None:
         """What belongs to the training graph that is built."""
         self._initialise_together = True
+        self.model_knows_size = False  # it has asked for it, and may scale its loss by it
         self.deferred: DeferredReductions | None = None
         self._skipping = SkippedUpdates()
         self.flags = ops.Flags()
@@ -534,8 +535,6 @@ class _HostOffloadExtended(OneDeviceExtended):
           The sums.
         """
         sums = self._reduce_pairs(tf.distribute.ReduceOp.SUM, pairs, nonfinite)
-        if self._num_replicas_in_sync == 1:  # a norm counts each row once, as with more ranks
-            sums = [_each_row_once(total) for total in sums]
         self._reduced.update(
             (v.ref(), getattr(total, "values", total)) for total, (_, v) in zip(sums, pairs)
         )
@@ -573,7 +572,7 @@ class _HostOffloadExtended(OneDeviceExtended):
     def _is_mended(self, value: Any) -> bool:
         """Whether a gradient is reduced when the step is complete, where backward has made it."""
         marks = marks_of_graph()
-        if not (self.reduces_at_backward and marks):
+        if not self.reduces_at_backward or self.model_knows_size or not marks:
             return False
         op = getattr(value, "values", value).op
         if op in marks:  # and is what an optimizer has computed, or has to be divided
@@ -808,16 +807,6 @@ def divided(total: Any, count: int) -> Any:
     if isinstance(total, tf.IndexedSlices):
         return tf.IndexedSlices(total.values / count, total.indices, total.dense_shape)
     return total / count
-
-
-def _each_row_once(gradient: Any) -> Any:
-    """A gradient whose rows are summed by index, if it is sparse."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    with tf.device(HOST_DEVICE):
-        indices, numbers = tf.unique(gradient.indices)
-        values = tf.math.unsorted_segment_sum(gradient.values, numbers, tf.shape(indices)[0])
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _is_mirrored(value: Any) -> bool:

@@ -74,6 +74,14 @@ def by_hand_model_fn(features, labels, mode, params):
     return tf.estimator.EstimatorSpec(mode, {"logits": logits}, loss, train_op)
 
 
+def keras_model_fn(features, labels, mode):
+    logits, loss, _ = build(features, labels)
+    optimizer = tf.keras.optimizers.legacy.Adagrad(0.5)
+    optimizer.iterations = tf.compat.v1.train.get_global_step()
+    train_op = tf.group(optimizer.get_updates(loss, tf.compat.v1.trainable_variables()[:1]))
+    return tf.estimator.EstimatorSpec(mode, {"logits": logits}, loss, train_op)
+
+
 def tpu_model_fn(features, labels, mode, params):
     logits, loss, train_op = build(features, labels)
     assert params["batch_size"] > 0
@@ -105,6 +113,11 @@ def make_estimator(kind, model_dir, batch_size):
         config = tf.estimator.RunConfig(model_dir, train_distribute=strategy)
     if kind in ("custom", "mirrored"):
         return tf.estimator.Estimator(model_fn, config=config)
+    if kind == "keras":
+        return tf.estimator.Estimator(keras_model_fn, config=config)
+    if kind == "canned, keras":
+        columns = [tf.feature_column.numeric_column("x", shape=[4])]
+        return tf.estimator.LinearClassifier(columns, config=config)
     if kind == "clips":
         return tf.estimator.Estimator(clipping_model_fn, config=config)
     if kind in ("gradients", "gradients of a sum"):
