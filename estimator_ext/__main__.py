@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import re
 import runpy
 import sys
 import traceback
+import zlib
 from collections.abc import Sequence
 from typing import NoReturn
 
+import numpy as np
 import tensorflow as tf
 
 import hostopt
 from estimator_ext.adoption import StrategyOfRanks, refuse_parameter_servers, train_on_ranks
 from estimator_ext.contrib import ROOT, missing
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.input_kinds import SHARD_POLICIES
 from estimator_ext.installing import install, use_v1_api
+from estimator_ext.sharding import POLICIES
 from estimator_ext.whole_files import replace_as_a_whole
 from hostopt.error_report import tell_launcher
 
 __all__: list[str] = []
-
-_log = tf.get_logger()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -46,8 +47,10 @@ def main(argv: Sequence[str]) -> None:
         _end(error)
     made: list[object] = []
     refuse_parameter_servers()
-    if cluster.task is not None:
+    if cluster.size > 1:
+        _be_random_alike(cluster, argv)
         replace_as_a_whole()
+    if cluster.task is not None:
         train_on_ranks(StrategyOfRanks(options.auto_shard), made.append)
     try:
         _run(options)
@@ -62,11 +65,23 @@ def main(argv: Sequence[str]) -> None:
             raise
         _end(unsupported)
     if cluster.size > 1 and not made:
-        _log.warning(
-            "the program made no estimator: each of the %d processes ran all of it by itself. "
-            "Run it without a cluster, if that was not meant",
-            cluster.size,
+        _end(
+            UnsupportedError(
+                f"the program made no estimator: each of {cluster.size} processes ran all of it "
+                "by itself. Run it in one process"
+            )
         )
+
+
+def _be_random_alike(cluster: hostopt.Cluster, argv: Sequence[str]) -> None:
+    """Has what a program shuffles in Python, and its sets, be in one order on all ranks."""
+    if os.environ.get("PYTHONHASHSEED", "random") == "random":  # is read when Python starts
+        sys.stdout.flush()
+        command = [sys.executable, "-m", "estimator_ext", *argv]
+        os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
+    seed = zlib.crc32(repr(cluster.ring).encode())  # another one in each run
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -126,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--auto-shard",
-        choices=SHARD_POLICIES,
+        choices=POLICIES,
         default="data",
         help="how TensorFlow divides datasets among the ranks if input_fn has no argument "
         "input_context (default: data)",

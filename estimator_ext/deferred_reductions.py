@@ -298,7 +298,7 @@ def _with_kind_of_rows(deferred: _Deferred) -> _Deferred:
     reduction = deferred.reduction
     if not reduction.is_sparse:
         return deferred
-    sums_rows = are_only_summed(deferred.stand_ins[0].outputs[0])
+    sums_rows = are_only_summed(*(op.outputs[0] for op in deferred.stand_ins))
     reduction = dataclasses.replace(reduction, sums_rows=sums_rows)
     return dataclasses.replace(deferred, reduction=reduction)
 

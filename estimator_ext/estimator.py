@@ -35,13 +35,7 @@ from estimator_ext.global_step import GlobalStepCheckHook, read_before_changes
 from estimator_ext.gradient_marks import TrainingGraph
 from estimator_ext.hooks import BroadcastVariablesHook, OwnEventsFileHook
 from estimator_ext.host_call import run_on_host
-from estimator_ext.input_kinds import (
-    in_one_order,
-    log_limits,
-    prefetched,
-    sharded,
-    sharded_iterators,
-)
+from estimator_ext.input_kinds import log_limits, prefetched
 from estimator_ext.input_state import InputStateHook, InputStates, name_random_operations
 from estimator_ext.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
@@ -50,6 +44,7 @@ from estimator_ext.predictions import first
 from estimator_ext.preemption import Preemption, PreemptionHook
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
 from estimator_ext.session_guard import SessionGuardHook
+from estimator_ext.sharding import dividing
 from estimator_ext.skipped_updates import HooksWithoutNan
 from estimator_ext.spec import stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
@@ -198,7 +193,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         if isinstance(strategy, HostOffloadStrategy) and strategy.cluster.rank:
             # directories are named by the second, in which the others may export, too
             export_dir_base = os.path.join(
-                tf.compat.as_str(export_dir_base), f"rank-{strategy.cluster.rank}"
+                tf.compat.as_str(export_dir_base), f".rank-{strategy.cluster.rank}"
             )
         return super()._export_all_saved_models(export_dir_base, *arguments, **options)
 
@@ -340,13 +335,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         if communicator.size == 1 or shards_itself:
             data = self._call_input_fn(input_fn, ModeKeys.TRAIN, context)
         else:
-            with (
-                in_one_order(communicator),
-                sharded_iterators(context, extended.auto_shard) as made,
-            ):
-                data = self._call_input_fn(input_fn, ModeKeys.TRAIN, context)
-            if not made:
-                data = sharded(data, context, extended.auto_shard)
+            with dividing(communicator, context, extended.auto_shard) as divide:
+                data = divide(self._call_input_fn(input_fn, ModeKeys.TRAIN, context))
         if communicator.rank == 0:
             log_limits(data, communicator.size)
         if communicator.size == 1 or not followed(data, communicator, self._session_config):

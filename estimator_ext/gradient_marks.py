@@ -14,7 +14,7 @@ computed with a loss function, as DeepCTR's are, has no say in it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,16 @@ from tensorflow.python.ops import gradients_util
 from tensorflow.python.training.optimizer import Optimizer
 
 from estimator_ext.graph import data_before, walk
+from estimator_ext.operation_kinds import OF_THIS_RANK
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 __all__: list[str] = []
 
 _NAME = "HostGradient"
 _NO_REDUCTION, _SUM = "none", "sum"  # as Keras says it, too
+_MEAN = tf.compat.v1.losses.Reduction.MEAN
+_DIVISIONS = ("RealDiv", "Div", "DivNoNan")
+_PRODUCTS = ("Mul", "MulNoNan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +118,34 @@ class TrainingGraph(tf.Graph):
         return self._reduction_of(targets) == _SUM
 
     def _reduction_of(self, targets: Sequence[Any]) -> str | None:
-        """The last reduction of those that tensors are made of, which counts before "none"."""
-        made_of = walk([each.op for each in targets if isinstance(each, tf.Tensor)], data_before)
-        scopes = {op.name.rpartition("/")[0] for op in made_of}
-        found = [self._reductions[scope] for scope in self._reductions if scope in scopes]
+        """The last reduction of those that tensors are made of, which counts before "none".
+
+        A sum that is divided, or multiplied by what is made of data, is a mean of the batch.
+        """
+        tensors = [each for each in targets if isinstance(each, tf.Tensor)]
+        divided = {
+            op
+            for op in walk([each.op for each in tensors], self._before_losses)
+            if op.type in _DIVISIONS or (op.type in _PRODUCTS and not _has_factor_of_all(op))
+        }
+        below = walk(divided, data_before)
+        averaged = {self._scope_of(op) for op in below}
+        scopes = {self._scope_of(op) for op in walk([each.op for each in tensors], data_before)}
+        found = [
+            _MEAN if reduction == _SUM and scope in averaged else reduction
+            for scope, reduction in self._reductions.items()
+            if scope in scopes
+        ]
         found = [each for each in found if each != _NO_REDUCTION] or found
         return found[-1] if found else None
+
+    def _before_losses(self, op: tf.Operation) -> Collection[tf.Operation]:
+        """What an operation is made of, as far as no loss function has made it."""
+        return [] if self._scope_of(op) in self._reductions else data_before(op)
+
+    @staticmethod
+    def _scope_of(op: tf.Operation) -> str:
+        return str(op.name.rpartition("/")[0])
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Whether tensors are made of what an optimizer has divided by the number of ranks.
@@ -190,6 +216,14 @@ def _marking_graph() -> TrainingGraph | None:
         return None
     graph = tf.compat.v1.get_default_graph()
     return graph if isinstance(graph, TrainingGraph) and graph.marks_gradients else None
+
+
+def _has_factor_of_all(op: tf.Operation) -> bool:
+    """Whether one of the factors of a product is made of no data."""
+    return any(
+        not any(OF_THIS_RANK.match(each.type) for each in walk([factor.op], data_before))
+        for factor in op.inputs
+    )
 
 
 def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]:

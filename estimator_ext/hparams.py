@@ -54,9 +54,12 @@ class HParams:
         if name not in self._names:
             raise ValueError(f"Unknown hyperparameter: {name}")
         before = getattr(self, name)
-        if isinstance(before, float) and isinstance(value, int):
+        is_flag = isinstance(value, bool)
+        if isinstance(before, float) and isinstance(value, int) and not is_flag:
             value = float(value)
-        if before is not None and not isinstance(value, type(before)):
+        if before is not None and (
+            not isinstance(value, type(before)) or is_flag != isinstance(before, bool)
+        ):
             raise ValueError(f"{name} is {value!r}, wanted a {type(before).__name__}")
         setattr(self, name, value)
 
@@ -121,14 +124,13 @@ class HParams:
         return self
 
     def _read(self, name: str, text: str) -> Any:
-        if isinstance(getattr(self, name, None), str):
-            return text
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        try:
-            return ast.literal_eval(text)
-        except (SyntaxError, ValueError):
-            return text
+        """A value of text, of the type of the default."""
+        default = getattr(self, name, None)
+        if text.startswith("["):
+            words = [word.strip() for word in text[1:-1].split(",")] if text[1:-1].strip() else []
+            example = default[0] if isinstance(default, list) and default else None
+            return [_value(word, example) for word in words]
+        return _value(text, default)
 
     def to_json(self, **options: Any) -> str:
         """All hyperparameters as JSON.
@@ -154,3 +156,17 @@ class HParams:
           ValueError: as for `set_hparam`, or no JSON.
         """
         return self.override_from_dict(json.loads(text))
+
+
+def _value(text: str, example: Any) -> Any:
+    """What a word says, as the type of an example if there is one."""
+    if isinstance(example, str):
+        return text
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_number and isinstance(example, float) else value

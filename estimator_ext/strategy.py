@@ -26,6 +26,7 @@ from estimator_ext.deferred_reductions import DeferredReductions
 from estimator_ext.fingerprint import Updates
 from estimator_ext.gradient_marks import marks_of_graph
 from estimator_ext.graph import data_before, depends_on, operations_before, walk
+from estimator_ext.sharding import check_policy
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.sync_on_read import is_sync_on_read
 from estimator_ext.uneven_data import BatchWeights
@@ -109,6 +110,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         insecure: bool = False,
     ) -> None:
         exit_with_error_code()
+        check_policy(auto_shard)
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
         self.options = hostopt.Options(
             communication=communication,

@@ -181,6 +181,7 @@ class TPUEstimator(estimator.Estimator):
     """An Estimator with the arguments of `tf.compat.v1.estimator.tpu.TPUEstimator`.
 
     Batch sizes are global, as for `estimator_ext.Estimator`, and in params["batch_size"].
+    params["use_tpu"] is False.
 
     Args:
       model_fn: returns a TPUEstimatorSpec or an EstimatorSpec.
@@ -229,7 +230,7 @@ class TPUEstimator(estimator.Estimator):
             model_fn,
             model_dir,
             config,
-            params,
+            {**(params or {}), "use_tpu": False},  # as the stock class tells model_fn
             warm_start_from,
             train_batch_size,
             eval_batch_size,

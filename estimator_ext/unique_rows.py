@@ -9,6 +9,7 @@ another one if rows have been summed: then all of them travel, as one worker wou
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import tensorflow as tf
 
@@ -20,23 +21,45 @@ _LINEAR = re.compile(r"Neg|Identity|Cast|Reshape|Mul|RealDiv")
 _IRRELEVANT = ("Shape", "IsFinite")
 
 
-def are_only_summed(values: tf.Tensor) -> bool:
-    """Whether all that is made of the rows of a sparse gradient is sums by index.
+def are_only_summed(values: tf.Tensor, indices: tf.Tensor) -> bool:
+    """Whether all that is made of a sparse gradient is sums of its rows by index.
 
     Args:
       values: the rows.
+      indices: one for each row.
 
     Returns:
-      True if a sum of rows may be in their place.
+      True if sums of rows, and each index once, may be in their place.
     """
+    sums: set[tf.Operation] = set()
+    return _are_summed(values, sums) and _are_indices_of(indices, sums)
+
+
+def _are_summed(values: tf.Tensor, sums: set[tf.Operation]) -> bool:
+    """Whether rows are only summed; collects the operations that do so."""
     for op in values.consumers():
-        if _SUMS.fullmatch(op.type) or op.type in _IRRELEVANT:
+        if _SUMS.fullmatch(op.type):
+            sums.add(op)
+            continue
+        if op.type in _IRRELEVANT:
             continue
         if not _LINEAR.fullmatch(op.type) or op.inputs[0] is not values:
             return False
         if any(each.shape.rank != 0 for each in op.inputs[1:] if op.type in ("Mul", "RealDiv")):
             return False  # each row has a factor of its own
-        if not are_only_summed(op.outputs[0]):
+        if not _are_summed(op.outputs[0], sums):
+            return False
+    return True
+
+
+def _are_indices_of(indices: tf.Tensor, sums: Collection[tf.Operation]) -> bool:
+    """Whether indices only say what is summed, and nobody counts them."""
+    for op in indices.consumers():
+        if op in sums or op.type in _IRRELEVANT:
+            continue
+        if op.type == "Unique" and all(each in sums for each in op.outputs[1].consumers()):
+            continue
+        if op.type not in ("Identity", "Cast") or not _are_indices_of(op.outputs[0], sums):
             return False
     return True
 

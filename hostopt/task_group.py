@@ -298,6 +298,7 @@ def _environment(
     job, index = task
     threads = 1 if job == EVALUATOR else max(1, len(os.sched_getaffinity(0)) // size)
     defaults = {
+        "PYTHONHASHSEED": "0",  # sets have one order on all ranks
         "PYTHONUNBUFFERED": "1",
         "TF_NUM_INTRAOP_THREADS": str(threads),
         "OMP_NUM_THREADS": str(threads),

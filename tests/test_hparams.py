@@ -36,9 +36,15 @@ def test_a_text_overrides_values() -> None:
     assert isinstance(found.rate, float)
     assert params().parse_json(found.to_json()).values() == found.values()
     assert params().parse("").values() == params().values()
+    lists = HParams(words=["a"], rates=[0.5], sizes=[])
+    found = lists.parse("words=[relu, 3],rates=[1,2],sizes=[7,8]").values()
+    assert found == {"words": ["relu", "3"], "rates": [1.0, 2.0], "sizes": [7, 8]}
+    assert all(isinstance(rate, float) for rate in found["rates"])
 
 
-@pytest.mark.parametrize("text", ["size=1", "steps=much", "steps", "units=[1", "name=a]"])
+@pytest.mark.parametrize(
+    "text", ["size=1", "steps=much", "steps", "units=[1", "name=a]", "steps=true", "shuffle=1"]
+)
 def test_what_cannot_be_read_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"hyperparameter|wanted a int"):
+    with pytest.raises(ValueError, match=r"hyperparameter|wanted a (int|bool)"):
         params().parse(text)

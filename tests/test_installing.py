@@ -196,7 +196,8 @@ from tensorflow.python.util import tf_export
 def state():
     coordinator = "tensorflow.python.distribute.estimator_training"
     return (
-        list(sys.meta_path),
+        # but for what finds modules that have moved
+        [each for each in sys.meta_path if type(each).__module__ != "estimator_ext._aliases"],
         list(sys.path_hooks),
         sys.path[:],
         dict(vars(tf_export)),

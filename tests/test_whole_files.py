@@ -65,13 +65,27 @@ for mode in ("w", "wb"):
     assert file.name == name
     file.write(f"new {mode}")
     file.flush()
-    assert read("text") == ("old" if mode == "w" else "new w")
-    file.close()
-    file.close()
+    assert read("text") == f"new {mode}", "what is flushed is there"
+    file.write(" at last")
     assert read("text") == f"new {mode}"
+    file.close()
+    file.close()
+    assert read("text") == f"new {mode} at last"
 with tf.compat.v1.gfile.Open(os.path.join(path, "text"), "a") as file:
     file.write(" and more")
-assert read("text") == "new wb and more"
+assert read("text") == "new wb at last and more"
+os.symlink(os.path.join(path, "text"), os.path.join(path, "link"))
+first, second = (tf.io.gfile.GFile(os.path.join(path, "link"), "w") for _ in range(2))
+first.write("first")
+second.write("second")
+first.close()
+second.close()
+assert read("text") == "second" and os.path.islink(os.path.join(path, "link"))
+for device in (tf.io.gfile.GFile("/dev/null", "w"), tf.io.TFRecordWriter("/dev/null")):
+    device.write(b"x")
+    device.close()
+import stat
+assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 tf.io.gfile.GFile(os.path.join(path, "dropped"), "w").write("closed by nobody")
 assert read("dropped") == "closed by nobody"
 with tf.io.gfile.GFile(os.path.join(path, "never written"), "w"):
@@ -90,4 +104,4 @@ for make in (tf.io.TFRecordWriter, lambda name: tf.io.gfile.GFile(name, "w").wri
 """
     (tmp_path / "text").write_text("old")
     run(code, tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["dropped", "records", "text"]
+    assert sorted(os.listdir(tmp_path)) == ["dropped", "link", "records", "text"]

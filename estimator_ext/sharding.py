@@ -1,0 +1,208 @@
+"""The part of the data that a rank reads if its input_fn divides nothing by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.data.ops import dataset_ops
+
+import hostopt
+from estimator_ext import _tf_estimator
+from estimator_ext.errors import UnsupportedError
+from estimator_ext.graph import walk
+from hostopt.tensorflow.background import HOST_DEVICE
+
+__all__: list[str] = []
+
+_log = tf.get_logger()
+
+_AutoShard = tf.data.experimental.AutoShardPolicy
+POLICIES = {"data": _AutoShard.DATA, "file": _AutoShard.FILE, "off": _AutoShard.OFF}
+_ALL = (
+    "Let input_fn shard them by input_context.num_input_pipelines and input_pipeline_id; or, if "
+    "each rank is to read all that it returns, give the HostOffloadStrategy auto_shard='off' "
+    "(python -m estimator_ext --auto-shard off)"
+)
+
+
+def check_policy(policy: str | None) -> None:
+    """Makes sure that there is such a policy.
+
+    Args:
+      policy: the option auto_shard.
+
+    Raises:
+      hostopt.ConfigError: there is none of this name.
+    """
+    if policy is not None and policy not in POLICIES:
+        raise hostopt.ConfigError(
+            f"auto_shard is {policy!r}, wanted None or one of {', '.join(map(repr, POLICIES))}. "
+            "Give one of them"
+        )
+
+
+@contextlib.contextmanager
+def dividing(
+    communicator: hostopt.Communicator, context: tf.distribute.InputContext, policy: str | None
+) -> Iterator[Callable[[Any], Any]]:
+    """Divides what an input_fn returns that is called within.
+
+    Args:
+      communicator: of the ranks.
+      context: which part is this rank's.
+      policy: "data" or "file"; "off" if each rank is to read all data. None reads all of it as
+        well, and warns.
+
+    Yields:
+      Function that takes what input_fn returned and returns this rank's part.
+
+    Raises:
+      UnsupportedError: the data are divided already, or cannot be.
+    """
+    if policy in (None, "off"):
+        if policy is None and communicator.rank == 0:
+            _log.warning(
+                "input_fn has no argument input_context: each of the %d ranks reads the data that "
+                "it returns. Shard them by input_context, or give the HostOffloadStrategy "
+                "auto_shard='data'; auto_shard='off' says that it is meant so",
+                communicator.size,
+            )
+        yield lambda data: data
+        return
+    with _in_one_order(communicator), _sharded_iterators(context, str(policy)) as made:
+
+        def divide(data: Any) -> Any:
+            if isinstance(data, tf.data.Dataset):
+                return _sharded(data, context, str(policy))
+            if not made:
+                raise UnsupportedError(
+                    "input_fn has no argument input_context, and what it returns cannot be "
+                    f"divided among {communicator.size} ranks: no dataset, and no tensors of an "
+                    f"iterator or a queue that it made. {_ALL}"
+                )
+            return data
+
+        yield divide
+
+
+def _sharded(data: tf.data.Dataset, context: tf.distribute.InputContext, policy: str) -> Any:
+    """The part of a dataset, as TensorFlow's own strategies divide it."""
+    own = data.options().experimental_distribute.auto_shard_policy
+    if own == _AutoShard.OFF:
+        return data
+    if any(op.type == "ShardDataset" for op in walk([data._variant_tensor.op])):
+        raise UnsupportedError(
+            "input_fn has no argument input_context, and shards its dataset by itself: divided "
+            f"once more, the ranks would read a part of a part. {_ALL}"
+        )
+    size, rank = context.num_input_pipelines, context.input_pipeline_id
+    if own == _AutoShard.AUTO:
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = POLICIES[policy]
+        data = data.with_options(options)
+    with tf.device(HOST_DEVICE):
+        data = distribute._AutoShardDataset(data, size, rank)
+    if rank == 0:
+        _log.info("TensorFlow divides the data among %d ranks (auto_shard=%r)", size, policy)
+    return data
+
+
+@contextlib.contextmanager
+def _in_one_order(communicator: hostopt.Communicator) -> Iterator[None]:
+    """Has datasets that are built within shuffle alike on all ranks: parts are disjoint."""
+    graph = tf.compat.v1.get_default_graph()
+    seed = graph.seed
+    drawn = np.array(secrets.randbits(31) if seed is None else seed)
+    graph.seed = int(communicator.broadcast(drawn, what="the seed of the data's order"))
+    try:
+        yield
+    finally:
+        graph.seed = seed
+
+
+@contextlib.contextmanager
+def _sharded_iterators(context: tf.distribute.InputContext, policy: str) -> Iterator[list[Any]]:
+    """Has the iterators and queues that an input_fn makes by itself read a rank's part of data.
+
+    With "data" a queue is divided that holds rows of arrays or of a DataFrame, as those of
+    `tf.compat.v1.estimator.inputs` do: each rank has every N-th row.
+
+    Args:
+      context: which part.
+      policy: "data" or "file".
+
+    Yields:
+      What these iterators and queues read.
+    """
+    made: list[Any] = []
+    enqueue = _tf_estimator.feeding._enqueue_data
+    kind = dataset_ops.DatasetV1
+    names = ("_make_one_shot_iterator", "_make_initializable_iterator")
+    stock = {name: getattr(kind, name) for name in names}
+
+    def make_by(name: str) -> Callable[..., Any]:
+        def make(dataset: Any, *arguments: Any, **options: Any) -> Any:
+            part = dataset_ops.DatasetV1Adapter(_sharded(dataset, context, policy))
+            made.append(part)
+            return stock[name](part, *arguments, **options)
+
+        return make
+
+    def enqueue_part(rows: Any, *arguments: Any, **options: Any) -> Any:
+        if policy == "data" and not isinstance(rows, types.FunctionType):
+            rows = _part_of_rows(rows, context)
+            made.append(rows)
+        return enqueue(rows, *arguments, **options)
+
+    try:
+        _tf_estimator.feeding._enqueue_data = enqueue_part
+        for name in names:
+            setattr(kind, name, make_by(name))
+        yield made
+    finally:
+        _tf_estimator.feeding._enqueue_data = enqueue
+        for name, method in stock.items():
+            setattr(kind, name, method)
+
+
+def _part_of_rows(rows: Any, context: tf.distribute.InputContext) -> Any:
+    """The rows that a rank reads, as many as the others read.
+
+    Args:
+      rows: an array, an OrderedDict of arrays, or a DataFrame.
+      context: which part.
+
+    Returns:
+      The same kind of data.
+
+    Raises:
+      hostopt.ConfigError: there are fewer rows than ranks.
+    """
+    size, rank = context.num_input_pipelines, context.input_pipeline_id
+    is_dict = isinstance(rows, dict)
+    count = len(next(iter(rows.values()))) if is_dict else len(rows)
+    if count < size:
+        raise hostopt.ConfigError(
+            f"input_fn reads {count} rows of data, wanted at least one for each of the {size} "
+            "ranks. Give it more data, or take fewer ranks"
+        )
+    if rank == 0:
+        _log.info("each of %d ranks reads every %d-th of %d rows", size, size, count)
+        if count % size:
+            _log.warning(
+                "the last %d of %d rows are left out, so that all %d ranks read as many",
+                count % size,
+                count,
+                size,
+            )
+    mine = slice(rank, count - count % size, size)
+    if is_dict:
+        return type(rows)((name, array[mine]) for name, array in rows.items())
+    return getattr(rows, "iloc", rows)[mine]
