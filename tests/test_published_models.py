@@ -91,7 +91,7 @@ def test_all_is_evaluated_predicted_and_exported(program: Trained, size: int) ->
     for word in ("METRICS", "PREDICTED", "EXPORTED"):
         assert program.outputs[size].count(f"{word} ") == size * MODELS[program.name], word
     for rank in range(size):
-        place = "export/*" if rank == 0 else f"export/rank-{rank}/*"
+        place = "export/*" if rank == 0 else f"export/.rank-{rank}/*"
         exported = list((program.of(size) / "model").rglob(f"{place}/saved_model.pb"))
         assert len(exported) == MODELS[program.name]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -23,6 +26,8 @@ KINDS = [
     "clips",
     "gradients",
     "gradients of a sum",
+    "sum over the batch",
+    "shuffled",
     "keras",
     "of version 1",
     "tpu",
@@ -30,7 +35,10 @@ KINDS = [
 
 
 def run(
-    size: int, *arguments: str, directory: Path | None = None
+    size: int,
+    *arguments: str,
+    directory: Path | None = None,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "estimator_ext", *arguments]
     if size > 1:
@@ -38,7 +46,7 @@ def run(
     return subprocess.run(
         command,
         check=False,
-        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT), **environ},
         cwd=directory,
         capture_output=True,
         text=True,
@@ -144,14 +152,51 @@ def test_a_strategy_of_one_process_is_refused_on_two(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr + ran.stdout
 
 
-def test_a_program_without_estimators_is_told_that_ranks_repeat_it(tmp_path: Path) -> None:
+def test_a_program_without_estimators_is_refused_on_two(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import sys\nprint('ran')\nsys.exit(0)\n")
+    assert run(1, str(program)).returncode == 0
     ran = run(2, str(program))
+    assert ran.returncode == 78
+    assert "the program made no estimator: each of 2 processes ran" in ran.stdout + ran.stderr
+
+
+def test_sets_and_shuffles_of_python_are_alike_on_all_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import random
+import numpy as np
+import tensorflow as tf
+tf.estimator.Estimator(lambda features: None)
+print("ORDER", list({str(n) for n in range(30)}), random.random(), np.random.rand())
+"""
+    )
+    environ = {"TF_CONFIG": "", "PYTHONHASHSEED": "random"}
+    outputs = []
+    for task in ({"type": "chief", "index": 0}, {"type": "worker", "index": 0}):
+        cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
+        environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+        ran = run(1, str(program), environ=environ)
+        assert ran.returncode == 0, ran.stderr
+        outputs.append([line for line in ran.stdout.splitlines() if "ORDER" in line])
+    assert outputs[0] == outputs[1] != []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shards by itself", "input_fn has no argument input_context, and shards its dataset"),
+        ("tensors of a constant", "what it returns cannot be divided among 2 ranks"),
+    ],
+)
+def test_data_that_cannot_be_divided_are_refused(tmp_path: Path, kind: str, text: str) -> None:
+    options = [PROGRAM, "--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path)]
+    ran = run(2, *options)
+    assert ran.returncode == 78
+    assert text in ran.stderr + ran.stdout
+    ran = run(2, "--auto-shard", "off", *options)
     assert ran.returncode == 0, ran.stderr
-    output = ran.stdout + ran.stderr
-    assert output.count("ran\n") == 2
-    assert output.count("made no estimator: each of the 2 processes ran all of it") == 2
 
 
 @pytest.mark.parametrize("arguments", [[], ["--auto-shard", "data"], ["-m"]])
@@ -177,7 +222,7 @@ assert contrib_tpu.TPUEstimator is estimator_ext.tpu.TPUEstimator
 assert contrib_tpu.CrossShardOptimizer is estimator_ext.tpu.CrossShardOptimizer
 assert contrib_tpu.shard is tf.compat.v1.tpu.shard
 assert data.map_and_batch is tf.compat.v1.data.experimental.map_and_batch
-assert lookup.index_table_from_tensor and metrics.accuracy
+assert lookup.index_table_from_tensor and metrics
 assert cluster_resolver.TPUClusterResolver
 """
     ran = subprocess.run(

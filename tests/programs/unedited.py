@@ -82,6 +82,18 @@ def keras_model_fn(features, labels, mode):
     return tf.estimator.EstimatorSpec(mode, {"logits": logits}, loss, train_op)
 
 
+def sum_over_batch_model_fn(features, labels, mode):
+    logits, _, _ = build(features, labels)
+    losses = tf.compat.v1.losses
+    total = losses.sparse_softmax_cross_entropy(labels, logits, reduction=losses.Reduction.SUM)
+    loss = total / tf.cast(tf.shape(logits)[0], tf.float32)
+    optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+    step = tf.compat.v1.train.get_global_step()
+    return tf.estimator.EstimatorSpec(
+        mode, {"logits": logits}, loss, optimizer.minimize(loss, step)
+    )
+
+
 def tpu_model_fn(features, labels, mode, params):
     logits, loss, train_op = build(features, labels)
     assert params["batch_size"] > 0
@@ -111,13 +123,15 @@ def make_estimator(kind, model_dir, batch_size):
     if kind == "mirrored":
         strategy = tf.distribute.MirroredStrategy()
         config = tf.estimator.RunConfig(model_dir, train_distribute=strategy)
-    if kind in ("custom", "mirrored"):
+    if kind in ("custom", "mirrored", "shuffled", "shards by itself", "tensors of a constant"):
         return tf.estimator.Estimator(model_fn, config=config)
     if kind == "keras":
         return tf.estimator.Estimator(keras_model_fn, config=config)
     if kind == "canned, keras":
         columns = [tf.feature_column.numeric_column("x", shape=[4])]
         return tf.estimator.LinearClassifier(columns, config=config)
+    if kind == "sum over the batch":
+        return tf.estimator.Estimator(sum_over_batch_model_fn, config=config)
     if kind == "clips":
         return tf.estimator.Estimator(clipping_model_fn, config=config)
     if kind in ("gradients", "gradients of a sum"):
@@ -158,7 +172,14 @@ def main():
     estimator = make_estimator(args.kind, args.model_dir, args.batch_size)
 
     def train_input_fn(params):
-        return make_input_fn(params.get("batch_size", args.batch_size))
+        data = make_input_fn(params.get("batch_size", args.batch_size))
+        if args.kind == "shuffled":
+            data = data.unbatch().shuffle(20).batch(args.batch_size)
+        if args.kind == "shards by itself":
+            data = data.shard(2, 0)
+        if args.kind == "tensors of a constant":
+            return {"x": tf.ones([args.batch_size, 4])}, tf.ones([args.batch_size], tf.int64)
+        return data
 
     def eval_input_fn(params):
         return make_input_fn(8).take(ROWS // 8)

@@ -285,6 +285,13 @@ def with_rows_clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, t
     return [*dense, (tf.IndexedSlices(values, rows.indices, rows.dense_shape), table)]
 
 
+def with_mean_of_rows(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable]]:
+    """Of the rows of one index their mean: so many there are."""
+    *dense, (rows, table) = pairs
+    mean = tf.math.unsorted_segment_mean(rows.values, rows.indices, table.shape[0])
+    return [*dense, (mean, table)]
+
+
 def taped(model: Model) -> list[tuple[Any, tf.Variable]]:
     with tf.GradientTape() as tape:
         loss = model.new_loss()
@@ -824,6 +831,9 @@ KINDS = [
     ), sparse=True),
     Kind("reduce_gradients, clip rows, apply, sparse", "mean", apply(
         lambda model: with_rows_clipped(estimator_ext.reduce_gradients(computed(model)))
+    ), sparse=True),
+    Kind("reduce_gradients, mean of rows, apply, sparse", "mean", apply(
+        lambda model: with_mean_of_rows(estimator_ext.reduce_gradients(computed(model)))
     ), sparse=True),
     Kind("own apply_gradients, clipped, sparse", "mean", apply(
         lambda model: clipped(model.pairs()), Own
