@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from estimator_ext.estimator import Estimator
+from estimator_ext.estimator import Estimator, adopt
 from estimator_ext.gradients import reduce_gradients
 from estimator_ext.hooks import BroadcastVariablesHook
 from estimator_ext.installing import install
@@ -19,6 +19,7 @@ __all__ = [
     "HostOffloadStrategy",
     "LossScaleOptimizer",
     "RunConfig",
+    "adopt",
     "install",
     "reduce_gradients",
     "train_and_evaluate",

@@ -332,6 +332,7 @@ def test_public_names_of_estimator_ext() -> None:
         "HostOffloadStrategy",
         "LossScaleOptimizer",
         "RunConfig",
+        "adopt",
         "install",
         "reduce_gradients",
         "train_and_evaluate",

@@ -17,8 +17,10 @@ COLUMNS = [tf.feature_column.numeric_column("x", shape=[4])]
 NAMES = ["dnn", "linear", "both"]
 
 
-def make(name, model_dir):
-    config = tf.estimator.RunConfig(model_dir, save_checkpoints_steps=100)
+def make(name, model_dir, strategy=None):
+    config = tf.estimator.RunConfig(
+        model_dir, save_checkpoints_steps=100, train_distribute=strategy
+    )
     sgd, adagrad = tf.keras.optimizers.legacy.SGD, tf.keras.optimizers.legacy.Adagrad
     estimator = tf.estimator
     if name == "dnn":
@@ -53,8 +55,10 @@ def main(kind, directory):
     del os.environ["TF_CONFIG"]  # the stock classes are to know of no cluster
     for name in NAMES:
         model_dir = os.path.join(directory, name)
-        estimator = make(name, model_dir)
-        if kind == "ranks":
+        estimator = make(name, model_dir, strategy if name == "both" else None)
+        if kind == "ranks" and name == "both":
+            estimator = estimator_ext.adopt(estimator)
+        elif kind == "ranks":
             config = estimator_ext.RunConfig(
                 model_dir, save_checkpoints_steps=100, train_distribute=strategy
             )
