@@ -31,7 +31,7 @@ mnist: $(STAMP)
 test: check
 	$(BIN)/python -m pytest -m "tensorflow and not faults and not slow and not published"
 
-test-all: test test-slow test-faults
+test-all: test test-slow test-faults test-programs
 
 # many programs, each trained by one process and by two ranks
 test-slow: $(STAMP)
