@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     if not (options.module or options.script):
         parser.error("which program? Give a SCRIPT, or -m and a MODULE")
+    if options.script and not os.path.exists(options.script[0]):
+        parser.error(f"there is no {options.script[0]!r}. Give the path of a program")
     install(contrib=True)
     if options.v1:
         use_v1_api()

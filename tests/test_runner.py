@@ -234,3 +234,9 @@ assert cluster_resolver.TPUClusterResolver
         timeout=60,
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_program_that_is_not_there() -> None:
+    ran = run(1, "nowhere.py", "--option")
+    assert ran.returncode == 2
+    assert "there is no 'nowhere.py'. Give the path of a program" in ran.stderr

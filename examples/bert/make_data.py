@@ -104,7 +104,7 @@ def write_all_flags(directory: Path) -> None:
         "max_seq_length": 24,
     }
     programs: dict[str, dict[str, Any]] = {
-        "run_classifier": {**sentences, **config, "num_train_epochs": 3},
+        "run_classifier": {**sentences, **config, "num_train_epochs": 12},
         "run_albert_classifier": {
             **sentences,
             "albert_config_file": directory / "albert_config.json",
