@@ -160,7 +160,7 @@ def test_the_stock_function_trains_with_the_stock_strategy(tmp_path: Path, ranks
             assert "ENDED at step 5" in rank.output
         else:
             assert code != 0
-            assert "ConfigError: tf.estimator.Estimator cannot work with" in rank.output
+            assert "UnsupportedError: tf.estimator.Estimator cannot work with" in rank.output
 
 
 def test_the_stock_function_refuses_a_second_evaluator(
