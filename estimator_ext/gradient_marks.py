@@ -122,15 +122,18 @@ class TrainingGraph(tf.Graph):
 
         A sum that is divided, or multiplied by what is made of data, is a mean of the batch.
         """
-        tensors = [each for each in targets if isinstance(each, tf.Tensor)]
-        divided = {
-            op
-            for op in walk([each.op for each in tensors], self._before_losses)
-            if op.type in _DIVISIONS or (op.type in _PRODUCTS and not _has_factor_of_all(op))
-        }
-        below = walk(divided, data_before)
-        averaged = {self._scope_of(op) for op in below}
-        scopes = {self._scope_of(op) for op in walk([each.op for each in tensors], data_before)}
+        if not self._reductions:
+            return None
+        made = [each.op for each in targets if isinstance(each, tf.Tensor)]
+        divided: list[tf.Operation] = []
+        if _SUM in self._reductions.values():  # nothing else needs the walk for each product
+            divided = [
+                op
+                for op in walk(made, self._before_losses)
+                if op.type in _DIVISIONS or (op.type in _PRODUCTS and not _has_factor_of_all(op))
+            ]
+        averaged = {self._scope_of(op) for op in walk(divided, data_before)}
+        scopes = {self._scope_of(op) for op in walk(made, data_before)}
         found = [
             _MEAN if reduction == _SUM and scope in averaged else reduction
             for scope, reduction in self._reductions.items()
