@@ -15,7 +15,7 @@ __all__: list[str] = []
 MIB = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 30
 # What clocks and conditions of Python, and timers of gRPC, count with ease.
-YEAR_S = 365.0 * 24 * 3600
+MIN_TIMEOUT_S, YEAR_S = 0.001, 365.0 * 24 * 3600
 # TensorFlow counts micro-batches, examples and loops in int32.
 MAX_COUNT = (1 << 31) - 1
 _BUCKET_ALIGNMENT_BYTES = 128
@@ -40,7 +40,7 @@ class _Range(NamedTuple):
         return f"a {kind} from {self.least:.10g} to {self.most:.10g}"
 
 
-_SECONDS = _Range(0.001, YEAR_S)
+_SECONDS = _Range(MIN_TIMEOUT_S, YEAR_S)
 _NUMBERS = {
     "bucket_mb": _Range(_BUCKET_ALIGNMENT_BYTES / MIB, MIB),
     "segment_bytes": _Range(1, MAX_SEGMENT_BYTES, whole=True),

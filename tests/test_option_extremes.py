@@ -6,17 +6,20 @@ import dataclasses
 import decimal
 import os
 import re
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEADLINE_S, jobs_of, task_of
+from conftest import DEADLINE_S, ROOT, jobs_of, task_of
 from hypothesis import given
 from hypothesis import strategies as st
+from launcher import python
 from ranks import reserved_addresses
 
+from hostopt import bench, cli
 from hostopt.bucket import TensorSpec, plan_buckets
 from hostopt.cluster import Cluster
 from hostopt.connect import meet
@@ -251,3 +254,72 @@ def test_a_token_without_end_is_refused(tmp_path: Path) -> None:
 def test_a_token_that_cannot_be_read(path: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: .*\. Name one"):
         read_token(Options(token_file=path), {})
+
+
+# --- commands ---------------------------------------------------------------------------------
+
+NO_NUMBERS = ["", "x", "nan", "inf", "1.5", "1e3", "-1", "1" * 5000, "99999999999999999999"]
+COMMANDS = {
+    "run -np {}": ["0", "1025", *NO_NUMBERS],
+    "run -np 2 --evaluators {}": ["1025", *NO_NUMBERS],
+    "run -np 2 --max-restarts {}": ["1000001", *NO_NUMBERS],
+    "run -np 2 --max-restarts 1 --min-np {}": ["0", "3", "1025", *NO_NUMBERS],
+    "bench -np {}": ["0", "1025", *NO_NUMBERS],
+    "bench -np 2 --repetitions {}": ["0", "1000001", *NO_NUMBERS],
+    "bench -np 2 --sizes {}": ["0", "1e300", "1e300GiB", "1e13", "6", "-4", "nan", "65GiB", ""],
+    "bench -np 2 --communication {}": ["", "mpi"],
+    "bench -np 2 --compression {}": ["", "int8"],
+    "doctor --timeout-s {}": [
+        "0",
+        "-1",
+        "1e-300",
+        "1e308",
+        "1e999",
+        "nan",
+        "x",
+        "",
+        "99999999999",
+    ],
+    "trace draw no-file -o no-picture --step {}": ["2147483648", *NO_NUMBERS],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_refuses(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in COMMANDS[command]:
+        words = [word.format(value) for word in command.split()]
+        program = [] if words[0] != "run" else ["--", "true"]
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*words, *program])
+        assert caught.value.code == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert re.match(r"hostopt [a-z ]+: error: (argument )?-", error)
+
+
+def test_more_tasks_than_the_machine_has_files_for_are_an_error_of_one_line() -> None:
+    code = """
+        import resource, sys
+        from hostopt import cli
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        sys.exit(cli.main(["run", "-np", "64", "--", sys.executable, "-c", "input()"]))
+    """
+    found = subprocess.run(python(code), check=False, capture_output=True, text=True, timeout=60)
+    assert found.returncode == ConfigError.exit_code
+    (line,) = [line for line in found.stderr.splitlines() if line.startswith("hostopt: ")]
+    assert re.fullmatch(r"hostopt: not all tasks could be started: .* Start fewer, or .*", line)
+
+
+@pytest.mark.parametrize("path", ["/", "/no/such/directory/times.json"])
+def test_times_that_cannot_be_written_are_an_error(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"times cannot be written to .*\. Give another file"):
+        bench.save(Path(path), [])
+
+
+# --- the page ---------------------------------------------------------------------------------
+
+
+def test_the_page_of_options_has_each_with_its_default() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    for name, default in DEFAULTS.items():
+        shown_default = f'"{default}"' if isinstance(default, str) else str(default)
+        assert f"| `{name}` | {shown_default} |" in page
