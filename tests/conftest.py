@@ -33,6 +33,9 @@ from hostopt.transport.inproc import InprocTransport
 hypothesis.settings.register_profile("hostopt", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("hostopt")
 
+# Of each test that fuzzes: `FUZZ_EXAMPLES=100000 make test-faults` has more.
+FUZZ_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))
+
 ROOT = Path(__file__).resolve().parents[1]
 # Ends a test that would hang; no result depends on it.
 DEADLINE_S = 30.0
