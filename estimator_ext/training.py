@@ -18,6 +18,7 @@ from estimator_ext._tf_estimator import train_and_evaluate as stock_train_and_ev
 from estimator_ext.checkpoints import check, newest
 from estimator_ext.evaluators import Evaluators, meet_evaluators, with_evaluators
 from estimator_ext.strategy import HostOffloadStrategy
+from hostopt.options import RING_ENDED
 
 __all__: list[str] = []
 
@@ -300,6 +301,9 @@ def _evaluate_when_told(
 class _Watch:
     """Watches for the end of training.
 
+    Either the chief says so, or `hostopt run` says that all ranks have ended with exit code 0: a
+    program may end before it has trained, or without a last word.
+
     Args:
       marker: what the chief leaves at the end.
       beat: called at least twice a second meanwhile.
@@ -310,6 +314,7 @@ class _Watch:
         self._beat = beat
         self._old = marker.read()
         self._trusted_from_s = time.monotonic() + _OLD_MARKER_S
+        self._ring_ended = os.environ.get(RING_ENDED)
 
     def ends_within(self, pause_s: float) -> bool:
         """Pause, but no longer than training goes on.
@@ -330,6 +335,8 @@ class _Watch:
         return True
 
     def _ended(self) -> bool:
+        if self._ring_ended and os.path.exists(self._ring_ended):
+            return True
         text = self._marker.read()
         if text is None:
             self._old = None  # a marker that comes from now on is of this run

@@ -17,6 +17,7 @@ from hostopt.errors import HostOptError
 from hostopt.hierarchy import find_hosts, open_hierarchy
 from hostopt.hosts import own_host_id
 from hostopt.options import Options
+from hostopt.output import open_closed_descriptors
 from hostopt.timeline import Timeline
 from hostopt.transport.base import Transport
 from hostopt.transport.inproc import InprocTransport
@@ -65,6 +66,7 @@ def meet(cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> C
       ConfigError: this task's address or the timeline's file cannot be used.
       RendezvousTimeoutError: a rank did not appear in time.
     """
+    open_closed_descriptors()
     communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
     try:

@@ -157,10 +157,13 @@ def _variable(name: str) -> str:
     return f"HOSTOPT_{name.upper()}"
 
 
+# `hostopt run` names a file to evaluators, which is there once all ranks have succeeded.
+RING_ENDED = "HOSTOPT_RING_ENDED"
 # All of ours in the environment: one for each option, the token, and what `hostopt run` sets.
 VARIABLES = (
     *(_variable(field.name) for field in fields(Options)),
     "HOSTOPT_TOKEN",
     "HOSTOPT_SLOT",
     "HOSTOPT_ERROR_FILE",
+    RING_ENDED,
 )
