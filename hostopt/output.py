@@ -53,6 +53,7 @@ class Outlet:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all is written, or the time is over."""
+        self.write(b"")
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting_bytes, timeout_s)
 

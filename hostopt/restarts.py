@@ -104,10 +104,10 @@ def judge(endings: Sequence[Ending]) -> Verdict:
         reason = f"{names} did not end when others did ({failed[0]})"
         return replace(_verdict(failed[0], failed, True, late), reason=reason)
     early = [ending for ending in endings if not ending.code]
-    if early:
+    if early and failed[0].code != _DAMAGED:
         names = ", ".join(ending.name for ending in early)
         reason = f"{names} ended with exit code 0 before the others had done ({failed[0]})"
-        return replace(_verdict(failed[0], failed, True, early), reason=reason)
+        return replace(_verdict(failed[0], failed, True), reason=reason)
     return _verdict(failed[0], failed, True)
 
 

@@ -80,8 +80,11 @@ class TaskProcess:
             self._told = int(number)
         if kind:
             return False
-        killed = -signal.SIGKILL
-        code = self.supervisor.wait() or killed if self._told is None else self._told
+        code = self.supervisor.wait()
+        if self._told is not None:
+            code = self._told
+        elif code == 0:  # it did not get to tell, and somebody else has waited for it
+            code = -signal.SIGKILL
         self.code = code if code >= 0 else 128 - code
         if code < 0 and self.group is not None:  # somebody killed the supervisor
             with contextlib.suppress(OSError):

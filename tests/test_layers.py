@@ -62,6 +62,7 @@ LADDER = [
     "hostopt.shared_sums",
     "hostopt.inline_reducer",
     "hostopt.fused_exchange",
+    "hostopt.output",
     "hostopt.connect",
     "hostopt",
     "hostopt.tensorflow.background",
