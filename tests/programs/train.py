@@ -202,6 +202,7 @@ ERRORS = {
     "ZeroDivisionError": ZeroDivisionError,
     "StopIteration": StopIteration,
     "UnavailableError": lambda text: tf.errors.UnavailableError(None, None, text),
+    "sys.exit(0)": lambda text: SystemExit(0),
 }
 
 
