@@ -1,7 +1,8 @@
 """Standard output and standard error of the launcher, which never have to wait for a reader.
 
 A rank whose output nobody reads would stop in the middle of a step, and all others with it. So
-what ranks print waits in memory until it is read. When that is full, lines are dropped.
+what ranks print waits in memory until it is read. When that is full they wait, and when nobody has
+read anything for a while lines are dropped.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import os
 import select
 import sys
 import threading
+import time
 from collections import deque
 
 __all__: list[str] = []
 
 MAX_WAITING_BYTES = 16 << 20
+PATIENCE_S = 10.0  # with a reader that takes nothing
 _FLUSH_S = 5.0  # for whoever reads it
 
 
@@ -33,17 +36,23 @@ class Outlet:
         self._lines: deque[bytes] = deque()
         self._waiting_bytes = 0  # of the lines, and of the one that is being written
         self._dropped = 0
+        self._moved_s = 0.0  # when a line was written or began to wait, by `time.monotonic`
         self._thread: threading.Thread | None = None
 
     def write(self, line: bytes) -> None:
-        """Have a line written when there is room; drop it when too much waits already."""
+        """Have a line written; wait if too much waits already, and drop it if nobody reads."""
         with self._changed:
-            if self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
-                self._dropped += 1
-                return
+            while self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
+                left_s = self._moved_s + PATIENCE_S - time.monotonic()
+                if left_s <= 0:
+                    self._dropped += 1
+                    return
+                self._changed.wait(left_s)
             if self._dropped:
                 line = b"hostopt: %d lines dropped: nobody read them\n%b" % (self._dropped, line)
                 self._dropped = 0
+            if not self._waiting_bytes:
+                self._moved_s = time.monotonic()
             self._lines.append(line)
             self._waiting_bytes += len(line)
             if self._thread is None:
@@ -66,6 +75,7 @@ class Outlet:
                 _write(self._fd, line)
             with self._changed:
                 self._waiting_bytes -= len(line)
+                self._moved_s = time.monotonic()
                 self._changed.notify_all()
 
 

@@ -304,7 +304,7 @@ def test_output_that_is_never_read(launcher: Launcher) -> None:
     """Ranks go on, and the code is right; what is too much is dropped, as is said later."""
     line = 1 << 20
     code = NOTE + f"for _ in range(40): print('x' * {line - 1})\nnote('done'); sys.exit(7)"
-    process = launcher.run("-np", "2", "--", *python(code))
+    process = launcher.run("-np", "2", "--", *python(code), patience_s=0.1)
     launcher.pids("done", 2)  # though neither standard output nor standard error is read
     out, err = process.communicate(timeout=30)
     assert process.returncode == 7, err
@@ -316,6 +316,20 @@ def test_output_that_is_never_read(launcher: Launcher) -> None:
 
 def test_output_of_which_nobody_reads_the_errors(launcher: Launcher) -> None:
     """The launcher's own lines do not stop it either."""
-    code = NOTE + "print('x' * (1 << 22), file=sys.stderr); sys.exit(200)"
-    process = launcher.run("-np", "1", "--max-restarts", "3", "--", *python(code))
+    code = NOTE + "print('x' * (1 << 23), file=sys.stderr); sys.exit(200)"
+    command = ("-np", "1", "--max-restarts", "5", "--", *python(code))
+    process = launcher.run(*command, patience_s=0.1)
     assert process.wait(40) == 200
+
+
+def test_output_that_is_read_slowly_is_whole(launcher: Launcher) -> None:
+    """More of it than may wait in the launcher; nothing is dropped."""
+    code = NOTE + f"for _ in range(40): print('x' * {(1 << 20) - 1})\nnote('done')"
+    process = launcher.run("-np", "1", "--", *python(code))
+    assert process.stdout is not None
+    chunks = []
+    while chunk := os.read(process.stdout.fileno(), 1 << 16):  # a little at a time
+        chunks.append(chunk)
+    assert process.wait(40) == 0
+    assert b"".join(chunks).count(b"\n") == 40
+    assert b"dropped" not in b"".join(chunks)
