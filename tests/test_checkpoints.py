@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,9 @@ from one_weight import model_fn
 
 import estimator_ext
 import hostopt
-from estimator_ext import checkpoints
-from estimator_ext.checkpoints import (
-    check,
-    check_newest,
-    errors_of_files,
-    is_whole,
-    saving_well,
-)
+from estimator_ext import checkpoints, input_state_file
+from estimator_ext.checkpoints import check, check_newest, is_whole, saving_well
+from estimator_ext.file_errors import errors_of_files
 
 estimator_ext.install()
 
@@ -45,9 +39,9 @@ def save(directory: Path, steps: tuple[int, ...] = STEPS, name: str = "model.ckp
             session.run(tf.compat.v1.global_variables_initializer())
             for number in steps:
                 session.run(step.assign(number))
-                with zipfile.ZipFile(directory / f"{name}-{number}.input", "w") as archive:
-                    archive.writestr("facts.json", "{}")
-                    archive.writestr("rank 0", bytes(1000))
+                state = input_state_file.pack({"pipelines": [1], "parts": [1]}, [bytes(1000)])
+                facts = {"process": "another", "step": str(number)}
+                input_state_file.write(str(directory / f"{name}-{number}"), facts, [state])
                 saver.save(session, str(directory / name), global_step=number)
 
 
@@ -79,7 +73,7 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     (f"model.ckpt-15.{DATA}", cut, "model.ckpt-15.data-.*, which holds 'kernel'"),
     (f"model.ckpt-15.{DATA}", lambda path: cut(path, 0.9999), "which holds 'words'"),
     (f"model.ckpt-15.{DATA}", Path.unlink, "No such file"),
-    ("model.ckpt-15.input", flip, "model.ckpt-15.input, .* is damaged: Bad CRC-32"),
+    ("model.ckpt-15.input", flip, "model.ckpt-15.input, .* is damaged: its checksum"),
     ("model.ckpt-15.input", cut, "model.ckpt-15.input, .* is damaged"),
     ("checkpoint", lambda path: path.write_text(""), "checkpoint is empty or damaged"),
     ("checkpoint", lambda path: path.write_text("garbage"), "checkpoint is empty or damaged"),
@@ -269,7 +263,7 @@ def test_a_newest_checkpoint_that_cannot_be_saved_again_is_kept(tmp_path: Path) 
 
 def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
     (tmp_path / "plugins").write_text("no directory")
-    wanted = pytest.raises(hostopt.CheckpointError, match="cannot write into model_dir: ")
+    wanted = pytest.raises(hostopt.CheckpointError, match="cannot save a file of ")
     with wanted, errors_of_files(str(tmp_path)):
         tf.io.gfile.makedirs(str(tmp_path / "plugins" / "profile"))
     with pytest.raises(tf.errors.NotFoundError), errors_of_files(str(tmp_path)):
