@@ -187,9 +187,12 @@ class _Marker:
 
     def read(self) -> bytes | None:
         """What the chief wrote when training ended, bytes of that run; None before."""
-        with errors_of_files(self.model_dir), contextlib.suppress(tf.errors.NotFoundError):
-            with tf.io.gfile.GFile(self._path, "rb") as file:
-                return bytes(file.read())
+        with (
+            errors_of_files(self.model_dir),
+            contextlib.suppress(tf.errors.NotFoundError),
+            tf.io.gfile.GFile(self._path, "rb") as file,
+        ):
+            return bytes(file.read())
         return None
 
 

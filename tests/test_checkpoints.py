@@ -178,6 +178,39 @@ def test_where_none_is_whole_training_does_not_begin_anew(tmp_path: Path) -> Non
         check_newest(str(tmp_path), restore_previous=True)
 
 
+def test_a_training_whose_file_checkpoint_is_gone_does_not_begin_anew(tmp_path: Path) -> None:
+    save(tmp_path, (5, 10, 15, 20, 25))
+    save_averages(tmp_path, 30)
+    (tmp_path / "checkpoint").unlink()
+    said = (
+        f"{tmp_path} has no file `checkpoint`, which says where a training goes on, but "
+        "model.ckpt-25, model.ckpt-20, model.ckpt-15 and 2 more. The newest whole checkpoint is "
+        f"{prefix(tmp_path, 25)}: to go on from there, use `hostopt run --restore-previous`"
+    )
+    with pytest.raises(hostopt.CheckpointError) as error:
+        check_newest(str(tmp_path), restore_previous=False)
+    assert str(error.value).startswith(said)
+    assert str(error.value).endswith("to begin anew, give another model_dir, or empty this one")
+    check_newest(str(tmp_path), restore_previous=True)
+    assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path, 25)
+
+
+def test_where_nothing_was_trained_a_training_begins(tmp_path: Path) -> None:
+    """One that was killed while it saved its first checkpoint; and what other savers leave."""
+    save(tmp_path, (0,))
+    (tmp_path / "checkpoint").unlink()
+    save_averages(tmp_path, 20)
+    check_newest(str(tmp_path), restore_previous=False)
+
+
+def test_damaged_checkpoints_without_a_file_checkpoint_are_named(tmp_path: Path) -> None:
+    save(tmp_path, (5,))
+    (tmp_path / "checkpoint").unlink()
+    flip(tmp_path / "model.ckpt-5.index")
+    with pytest.raises(hostopt.CheckpointError, match=r"but model\.ckpt-5\. No other checkpoint"):
+        check_newest(str(tmp_path), restore_previous=True)
+
+
 def test_an_empty_or_missing_model_dir_is_where_a_training_begins(tmp_path: Path) -> None:
     check_newest(str(tmp_path), restore_previous=False)
     check_newest(str(tmp_path / "none"), restore_previous=False)
@@ -259,6 +292,24 @@ def test_a_newest_checkpoint_that_cannot_be_saved_again_is_kept(tmp_path: Path) 
     failed_save(tmp_path, 15, ["model.ckpt-15_temp/part-00000-of-00001"])
     assert {path.name for path in tmp_path.iterdir()} == before
     check(prefix(tmp_path))
+
+
+def test_a_checkpoint_that_was_there_before_is_kept_while_it_is_whole(tmp_path: Path) -> None:
+    """One that a training reaches again, having gone back to an older one."""
+    save(tmp_path, (5, 10))
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-5"\n')
+    before = {path.name for path in tmp_path.iterdir()}
+    failed_save(tmp_path, 10, ["model.ckpt-10_temp/part-00000-of-00001"])
+    assert {path.name for path in tmp_path.iterdir()} == before
+    failed_save(tmp_path, 10, [f"model.ckpt-10.{DATA}"])  # no longer whole
+    assert not list(tmp_path.glob("model.ckpt-10*"))
+    check(prefix(tmp_path, 5))
+
+
+def test_a_folder_with_the_name_of_a_file_is_kept(tmp_path: Path) -> None:
+    save(tmp_path)
+    failed_save(tmp_path, 20, [f"model.ckpt-20.{DATA}/notes"])
+    assert (tmp_path / f"model.ckpt-20.{DATA}" / "notes").exists()
 
 
 def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:

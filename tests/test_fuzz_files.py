@@ -1,6 +1,6 @@
 """Files of model_dir, mutated at random: read as they were, or refused as a CheckpointError.
 
-`HOSTOPT_FUZZ_EXAMPLES` is how many of each kind are tried.
+`FUZZ_EXAMPLES` is how many of each kind are tried.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import estimator_ext
@@ -25,56 +25,51 @@ estimator_ext.install()
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(600)]
 
-EXAMPLES = int(os.environ.get("HOSTOPT_FUZZ_EXAMPLES", "10000"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))
 MOST_MORE_KB = 200 << 10  # of memory, for files of a kilobyte
 fuzz = settings(
     max_examples=EXAMPLES,
     derandomize=True,
     database=None,
+    phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
 
 # -- mutations -----------------------------------------------------------------------------
 
-Mutation = tuple[str, float, float, bytes]
-mutations: st.SearchStrategy[list[Mutation]] = st.lists(
-    st.tuples(
-        st.sampled_from(["flip", "cut", "insert", "overwrite", "move", "double", "splice"]),
-        st.floats(0, 1),
-        st.floats(0, 1),
-        st.binary(min_size=1, max_size=12),
-    ),
-    min_size=1,
-    max_size=4,
-)
+KINDS = ("flip", "cut", "insert", "overwrite", "move", "double", "splice")
+NOTE_BYTES = 8  # of one change: its kind, where it begins and ends, and what is put there
+notes = st.binary(min_size=NOTE_BYTES, max_size=4 * NOTE_BYTES)
 
 
-def mutated(content: bytes, other: bytes, changes: list[Mutation]) -> bytes:
+def mutated(content: bytes, other: bytes, note: bytes) -> bytes:
     """Content after some changes, each at a place or over a range of it.
 
     Args:
       content: of a whole file.
       other: of another one of this kind, from which parts are taken.
-      changes: kind, begin and end as parts of the length, and bytes.
+      note: NOTE_BYTES for each change.
     """
-    for kind, first, second, data in changes:
-        begin, end = sorted((int(first * len(content)), int(second * len(content))))
-        part = content[begin:end]
-        if kind == "flip" and begin < len(content):
-            bit = bytes([content[begin] ^ (1 << data[0] % 8)])
-            content = content[:begin] + bit + content[begin + 1 :]
+    for k in range(0, len(note) - NOTE_BYTES + 1, NOTE_BYTES):
+        kind, data = KINDS[note[k] % len(KINDS)], note[k + 5 : k + NOTE_BYTES]
+        places = (int.from_bytes(note[k + i : k + i + 2], "big") for i in (1, 3))
+        begin, end = sorted(place % (len(content) + 1) for place in places)
+        head, part, tail = content[:begin], content[begin:end], content[end:]
+        if kind == "flip":
+            bit = bytes(byte ^ (1 << data[0] % 8) for byte in content[begin : begin + 1])
+            content = head + bit + content[begin + 1 :]
         elif kind == "cut":
-            content = content[:begin] + content[end:]
+            content = head + tail
         elif kind == "insert":
-            content = content[:begin] + data + content[begin:]
+            content = head + data + part + tail
         elif kind == "overwrite":
-            content = content[:begin] + data + content[begin + len(data) :]
+            content = head + data + content[begin + len(data) :]
         elif kind == "move":  # such as one field to the place of another one
-            content = content[:begin] + content[end:] + part
+            content = head + tail + part
         elif kind == "double":
-            content = content[:end] + part + content[end:]
+            content = head + part + part + tail
         elif kind == "splice":
-            content = content[:begin] + other[begin:end] + content[end:]
+            content = head + other[begin:end] + tail
     return content
 
 
@@ -123,21 +118,22 @@ def test_states_of_the_data(directory: Path) -> None:
     assert whole.parts == states(3, 2)
 
     @fuzz
-    @given(mutations)
-    def check(changes: list[Mutation]) -> None:
-        path.write_bytes(mutated(content, other, changes))
+    @given(notes)
+    def check(note: bytes) -> None:
+        path.write_bytes(mutated(content, other, note))
         assert read_states(checkpoint) in (None, whole)
 
     check()
 
 
-# what JSON can hold, where the header of a file has something else
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=8,
+# where the header of a file has something else
+VALUES = [None, True, -1, 0, 1, 2, 1.5, float("nan"), 10**30, "", "9", "x", {}, {"x": 1}]
+LISTS = [[value] for value in VALUES] + [[], [1, 0], [0, 0, 1], [[1]]]
+fields = st.dictionaries(
+    st.sampled_from(["process", "step", "pipelines", "parts", "x"]),
+    st.sampled_from(VALUES + LISTS),
+    max_size=2,
 )
-names = st.sampled_from(["process", "step", "pipelines", "parts", "x"])
 
 
 def test_states_with_a_right_checksum_and_wrong_fields(directory: Path) -> None:
@@ -145,15 +141,11 @@ def test_states_with_a_right_checksum_and_wrong_fields(directory: Path) -> None:
     checkpoint = str(directory / "model.ckpt-9")
 
     @fuzz
-    @given(
-        st.dictionaries(names, json_values), st.dictionaries(names, json_values), st.data()
-    )
-    def check(outer: Any, inner: Any, data: Any) -> None:
-        base = {"process": "x", "step": "9"}
-        inner_base = {"pipelines": [1], "parts": [1]}
-        state = input_state_file.pack({**inner_base, **inner}, [b"x" * data.draw(st.integers(0, 9))])
-        state = mutated(state, state, data.draw(st.just([]) | mutations))
-        input_state_file.write(checkpoint, {**base, **outer}, [state])
+    @given(fields, fields, st.just(b"") | notes)
+    def check(outer: dict[str, Any], inner: dict[str, Any], note: bytes) -> None:
+        state = input_state_file.pack({"pipelines": [1], "parts": [1], **inner}, [b"some bytes"])
+        state = mutated(state, state, note)
+        input_state_file.write(checkpoint, {"process": "x", "step": "9", **outer}, [state])
         found = read_states(checkpoint)
         assert found is None or found.parts == [state]
 
@@ -223,9 +215,9 @@ def test_checkpoints(directory: Path, part: str) -> None:
     content = file.read_bytes()
 
     @fuzz
-    @given(mutations)
-    def check(changes: list[Mutation]) -> None:
-        file.write_bytes(mutated(content, other, changes))
+    @given(notes)
+    def check(note: bytes) -> None:
+        file.write_bytes(mutated(content, other, note))
         assert read_checkpoint(path) in (None, whole)
 
     check()
@@ -238,9 +230,9 @@ def test_the_file_checkpoint(directory: Path) -> None:
     content = file.read_bytes()
 
     @fuzz
-    @given(mutations)
-    def check(changes: list[Mutation]) -> None:
-        file.write_bytes(mutated(content, content.replace(b"5", b"4"), changes))
+    @given(notes)
+    def check(note: bytes) -> None:
+        file.write_bytes(mutated(content, content.replace(b"5", b"4"), note))
         try:
             checkpoints.check_newest(str(directory), restore_previous=False)
         except hostopt.CheckpointError:

@@ -212,8 +212,18 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
         f"cannot save .*/model.ckpt-3.input: .*Permission denied{FREE}",
         None,
     ),
-    ("deleted", {"at_step": ["deleted"]}, "cannot save .*/model.ckpt-3.input: .*No such file", None),
-    ("replaced", {"at_step": ["replaced"]}, "cannot save .*/model.ckpt-3.*: .*ot a directory", None),
+    (
+        "deleted",
+        {"at_step": ["deleted"]},
+        "cannot save .*/model.ckpt-3.input: .*No such file",
+        None,
+    ),
+    (
+        "replaced",
+        {"at_step": ["replaced"]},
+        "cannot save .*/model.ckpt-3.*: .*ot a directory",
+        None,
+    ),
     (
         "input",
         {"at_step": ["directory at the state of the data"]},
@@ -261,8 +271,8 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "checkpoint-deleted",
         {"at_start": ["checkpoint is deleted"], "settings": {"steps": 6}},
-        "has no file `checkpoint`, .*, but model.ckpt-4, model.ckpt-3, model.ckpt-2 and 1 more. The "
-        "newest whole checkpoint is .*model.ckpt-4: .* to begin anew, give another model_dir",
+        "has no file `checkpoint`, .*, but model.ckpt-4, model.ckpt-3, model.ckpt-2 and 1 more. "
+        "The newest whole checkpoint is .*model.ckpt-4: .* to begin anew, give another model_dir",
         None,
     ),
     (
@@ -303,9 +313,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=[cell[0] for cell in CELLS])
 def test_what_is_written(outcomes: list[Any], number: int) -> None:
     """The ranks raise the same error, and the checkpoint before is whole."""
-    found, model_dir = outcomes
-    name, _, said, said_by_worker = CELLS[number]
-    for error, text in zip(found[number], (said, said if said_by_worker is None else "")):
+    _, _, said, said_by_worker = CELLS[number]
+    for error, text in zip(outcomes[0][number], (said, said if said_by_worker is None else "")):
         if not text:
             assert error is None, error["text"]
             continue
