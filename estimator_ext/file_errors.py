@@ -55,13 +55,9 @@ def cannot_save(
     Returns:
       The error.
     """
-    needed = "" if needed_bytes is None else f"{needed_bytes / _MB:.1f} MB are needed, "
-    room = ""
-    with contextlib.suppress(OSError):  # it is gone, or no local path
-        room = f" ({needed}{shutil.disk_usage(directory).free / _MB:.1f} MB are free)"
     return hostopt.CheckpointError(
-        f"cannot save {path}: {cause(error)}{room}. Make room there, or correct what "
-        "forbids writing, and run the same command again to resume",
+        f"cannot save {path}: {cause(error)}{_room(directory, needed_bytes)}. Make room there, or "
+        "correct what forbids writing, and run the same command again to resume",
         last_checkpoint=last_checkpoint,
     )
 
@@ -140,8 +136,18 @@ def error_of_file(error: BaseException, directory: str) -> hostopt.CheckpointErr
     # the cause where the session guard has wrapped what TensorFlow takes for the end of the data
     for each in (error, error.__cause__):
         if each and _is_of_writing(each) and _names_file_in(directory, cause(each)):
-            return cannot_save(f"a file of {directory}", directory, each)
+            return hostopt.CheckpointError(
+                f"cannot write or read a file of {directory}: {cause(each)}{_room(directory)}. "
+                "Make room there, or correct what forbids it, and run the same command again"
+            )
     return None
+
+
+def _room(directory: str, needed_bytes: int | None = None) -> str:
+    needed = "" if needed_bytes is None else f"{needed_bytes / _MB:.1f} MB are needed, "
+    with contextlib.suppress(OSError):  # it is gone, or no local path
+        return f" ({needed}{shutil.disk_usage(directory).free / _MB:.1f} MB are free)"
+    return ""
 
 
 def _original(error: BaseException) -> str:
@@ -152,7 +158,7 @@ def _original(error: BaseException) -> str:
 def _names_file_in(directory: str, text: str) -> bool:
     """Whether a path in a text begins with a directory, a name that may be an everyday word."""
     path = re.escape(directory.rstrip("/"))
-    return re.search(rf"(?<![^\s\"'(=]){path}[/;]", text) is not None
+    return re.search(rf"(?<![^\s\"'(=]){path}(?:[/;]| is not a directory)", text) is not None
 
 
 def _is_of_writing(error: BaseException) -> bool:

@@ -314,7 +314,7 @@ def test_a_folder_with_the_name_of_a_file_is_kept(tmp_path: Path) -> None:
 
 def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
     (tmp_path / "plugins").write_text("no directory")
-    wanted = pytest.raises(hostopt.CheckpointError, match="cannot save a file of ")
+    wanted = pytest.raises(hostopt.CheckpointError, match="cannot write or read a file of ")
     with wanted, errors_of_files(str(tmp_path)):
         tf.io.gfile.makedirs(str(tmp_path / "plugins" / "profile"))
     with pytest.raises(tf.errors.NotFoundError), errors_of_files(str(tmp_path)):
@@ -327,6 +327,7 @@ def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
         ("out/plugins; Not a directory", True),
         ("out; Permission denied", True),
         ("cannot write 'out/model'", True),
+        ("out is not a directory", True),
         ("ran out of time", False),
         ("/other/out/file; Permission denied", False),
         ("output/file; Permission denied", False),

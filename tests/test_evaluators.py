@@ -401,7 +401,9 @@ def test_a_round_in_which_one_cannot_write(spawn_inproc: Spawn, tmp_path: Path) 
         evaluators = Evaluators(communicator)
         if evaluators.index > 0:
             evaluators.hear()
-        wanted = pytest.raises(hostopt.CheckpointError, match=r"cannot save a file of .*No space")
+        wanted = pytest.raises(
+            hostopt.CheckpointError, match=r"cannot write or read a file of .*No space"
+        )
         with wanted, evaluators.round(str(tmp_path / "model.ckpt-1"), str(tmp_path)):
             evaluators.have_read()
             if evaluators.index == 0:

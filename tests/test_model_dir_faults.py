@@ -21,6 +21,7 @@ import estimator_ext
 import hostopt
 from estimator_ext import input_state_file
 from estimator_ext.checkpoints import check_newest, is_whole
+from estimator_ext.training import _MARKER, _Marker
 
 estimator_ext.install()
 
@@ -166,12 +167,9 @@ def test_what_a_killed_save_has_left_is_removed_when_a_training_begins(tmp_path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("half")
 
-    def data() -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
-
     with contextlib.closing(estimator_ext.HostOffloadStrategy()) as strategy:
         config = estimator_ext.RunConfig(train_distribute=strategy)
-        estimator_ext.Estimator(model_fn, str(tmp_path), config).train(data, max_steps=2)
+        estimator_ext.Estimator(model_fn, str(tmp_path), config).train(batches, max_steps=2)
     assert not any(exists(tmp_path, name) for name in drafts)
     assert all(exists(tmp_path, name) for name in of_others)
     assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "model.ckpt-2")
@@ -179,6 +177,55 @@ def test_what_a_killed_save_has_left_is_removed_when_a_training_begins(tmp_path:
 
 def exists(directory: Path, name: str) -> bool:
     return (directory / name.partition("/")[0]).exists()
+
+
+# -- processes that evaluate ---------------------------------------------------------------
+
+
+def estimator_in(directory: Path) -> Any:
+    return estimator_ext.Estimator(model_fn, str(directory), estimator_ext.RunConfig())
+
+
+@pytest.mark.parametrize("kind", ["folder", "no rights"])
+def test_a_marker_that_cannot_be_read_is_named(directory: Path, kind: str) -> None:
+    marker = directory / _MARKER
+    if kind == "folder":
+        marker.mkdir()
+    else:
+        marker.touch(0)
+    with without_rights(), pytest.raises(hostopt.CheckpointError, match=str(marker)):
+        _Marker(str(directory)).read()
+
+
+@pytest.mark.parametrize("place", ["export", "export/best"])
+def test_an_export_that_cannot_be_written_is_named(tmp_path: Path, place: str) -> None:
+    save_for_serving(tmp_path)
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("no folder")
+    wanted = pytest.raises(hostopt.CheckpointError, match=rf"write or read a file of .*{place}")
+    with wanted:
+        estimator_in(tmp_path).export_saved_model(str(tmp_path / place), serving_input)
+    assert is_whole(tf.train.latest_checkpoint(str(tmp_path)))
+
+
+def test_an_evaluation_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    save_for_serving(tmp_path)
+    (tmp_path / "eval").write_text("no folder")
+    with pytest.raises(hostopt.CheckpointError, match=r"write or read a file of .*eval"):
+        estimator_in(tmp_path).evaluate(batches, steps=1)
+
+
+def batches() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
+
+
+def serving_input() -> Any:
+    features = tf.compat.v1.placeholder(tf.float32, [None, 1])
+    return tf.estimator.export.ServingInputReceiver(features, features)
+
+
+def save_for_serving(directory: Path) -> None:
+    estimator_in(directory).train(batches, steps=1)
 
 
 # -- writing, with two ranks ---------------------------------------------------------------
@@ -203,7 +250,7 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "full-events",
         {"at_step": ["full for events"], "settings": {"summary_steps": 1}},
-        r"cannot save .*/events\.out.*",
+        r"cannot write or read .*/events\.out.*",
         None,
     ),
     (
@@ -245,13 +292,13 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "graph",
         {"at_start": ["directory at graph.pbtxt"]},
-        r"cannot save a file of .*graph\.pbtxt.*Is a directory \([\d.]+ MB are free",
+        r"cannot write or read a file of .*graph\.pbtxt.*Is a directory \([\d.]+ MB are free",
         None,
     ),
     (
         "marker-at-start",
         {"at_start": ["directory at the marker"], "settings": OURS},
-        "cannot save a file of .*hostopt-training-ended.json; Is a directory",
+        "cannot write or read a file of .*hostopt-training-ended.json; Is a directory",
         None,
     ),
     (
@@ -263,7 +310,7 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "eval",
         {"at_step": ["file at eval"], "settings": OURS},
-        "cannot save a file of .*/eval",
+        "cannot write or read a file of .*/eval",
         "",
     ),
     ("checkpoint-deleted", {"at_step": ["checkpoint is deleted"]}, "", None),
