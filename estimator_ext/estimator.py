@@ -22,7 +22,6 @@ from estimator_ext.batch_size import BatchSizes
 from estimator_ext.checkpoints import (
     check_on_rank_0,
     check_shared,
-    errors_of_files,
     newest,
     saving_well,
 )
@@ -30,6 +29,7 @@ from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.early_stopping import config_for
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.evaluators import Evaluators
+from estimator_ext.file_errors import errors_of_files
 from estimator_ext.fingerprint import Updates, read_updates
 from estimator_ext.global_step import GlobalStepCheckHook, read_before_changes
 from estimator_ext.gradient_marks import TrainingGraph
@@ -158,9 +158,10 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         self._check_has_files("evaluate", checkpoint_path)
         hooks = [*(hooks or ()), OwnEventsFileHook(self.eval_dir(name))]
         if self._evaluators is None:
-            return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
+            with errors_of_files(self._model_dir):
+                return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
         steps = self._evaluators.share(steps)
-        with self._evaluators.round(checkpoint_path):
+        with self._evaluators.round(checkpoint_path, self._model_dir):
             return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
 
     def _evaluate_run(self, *, eval_dict: Any, all_hooks: Any, **arguments: Any) -> dict[str, Any]:
@@ -195,7 +196,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             export_dir_base = os.path.join(
                 tf.compat.as_str(export_dir_base), f".rank-{strategy.cluster.rank}"
             )
-        return super()._export_all_saved_models(export_dir_base, *arguments, **options)
+        with errors_of_files(tf.compat.as_str(export_dir_base)):
+            return super()._export_all_saved_models(export_dir_base, *arguments, **options)
 
     def _check_has_files(self, call: str, checkpoint_path: str | None) -> None:
         """Refuse to work from initial values where rank 0 alone has what was trained."""
@@ -212,7 +214,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         with (
             contextlib.ExitStack() as stack,
             TrainingGraph().as_default() as graph,
-            strategy.extended.training_graph(),
+            strategy.extended.training_graph(),  # which tells the others of errors
+            errors_of_files(self._model_dir),
         ):
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
             communicator = strategy.communicator

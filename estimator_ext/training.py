@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -17,6 +18,7 @@ from estimator_ext._tf_estimator import Estimator, EvalSpec, Evaluator, Training
 from estimator_ext._tf_estimator import train_and_evaluate as stock_train_and_evaluate
 from estimator_ext.checkpoints import check, newest
 from estimator_ext.evaluators import Evaluators, meet_evaluators, with_evaluators
+from estimator_ext.file_errors import errors_of_files, write_whole
 from estimator_ext.strategy import HostOffloadStrategy
 from hostopt.options import RING_ENDED
 
@@ -73,7 +75,11 @@ def train_and_evaluate(
         _train(estimator, train_spec)
         return None, []
     marker = _Marker(estimator.model_dir)
-    marker.remove()
+    try:
+        marker.remove()
+    except hostopt.CheckpointError as error:
+        strategy.communicator.abort(error)  # meets the other ranks, which wait for this one
+        raise
     _train(estimator, train_spec)
     results = (None, [])
     if not strategy.cluster.evaluators:
@@ -169,25 +175,26 @@ class _Marker:
 
     def write(self, checkpoint: str | None) -> None:
         """Say that training has ended, `checkpoint` being the last one."""
-        temporary = f"{self._path}.tmp"
-        tf.io.gfile.makedirs(self.model_dir)
-        with tf.io.gfile.GFile(temporary, "w") as file:
-            last = os.path.basename(checkpoint or "")
-            file.write(json.dumps({"checkpoint": last, "time_ns": time.time_ns()}))
-        tf.io.gfile.rename(temporary, self._path, overwrite=True)
+        note = {"checkpoint": os.path.basename(checkpoint or ""), "time_ns": time.time_ns()}
+        with errors_of_files(self.model_dir):
+            tf.io.gfile.makedirs(self.model_dir)
+        write_whole(self._path, [json.dumps(note).encode()])
 
     def remove(self) -> None:
         """Say that training goes on."""
-        if tf.io.gfile.exists(self._path):
-            tf.io.gfile.remove(self._path)
+        with errors_of_files(self.model_dir):
+            if tf.io.gfile.exists(self._path):
+                tf.io.gfile.remove(self._path)
 
-    def read(self) -> str | None:
-        """What the chief wrote when training ended, a text of that run; None before."""
-        try:
-            with tf.io.gfile.GFile(self._path) as file:
-                return str(file.read())
-        except tf.errors.NotFoundError:
-            return None
+    def read(self) -> bytes | None:
+        """What the chief wrote when training ended, bytes of that run; None before."""
+        with (
+            errors_of_files(self.model_dir),
+            contextlib.suppress(tf.errors.NotFoundError),
+            tf.io.gfile.GFile(self._path, "rb") as file,
+        ):
+            return bytes(file.read())
+        return None
 
 
 class _Evaluator(Evaluator):

@@ -114,6 +114,8 @@ LADDER = [
     "estimator_ext.global_step",
     "estimator_ext.unreduced_updates",
     "estimator_ext.session_guard",
+    "estimator_ext.file_errors",
+    "estimator_ext.input_state_file",
     "estimator_ext.input_state",
     "estimator_ext.checkpoints",
     "estimator_ext.agreement",
