@@ -304,8 +304,7 @@ class _TellingSaver:
                 )
             )
             last = _remove_failed(checkpoint, was_there)
-            directory = os.path.dirname(checkpoint)
-            raise cannot_save(checkpoint, directory, error, needed_bytes, last) from error
+            raise cannot_save(checkpoint, error, needed_bytes, last) from error
 
 
 def _remove_failed(path: str, was_there: bool) -> str | None:

@@ -158,7 +158,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         self._check_has_files("evaluate", checkpoint_path)
         hooks = [*(hooks or ()), OwnEventsFileHook(self.eval_dir(name))]
         if self._evaluators is None:
-            with errors_of_files(self._model_dir):
+            with self._errors_of_files(self._model_dir):
                 return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
         steps = self._evaluators.share(steps)
         with self._evaluators.round(checkpoint_path, self._model_dir):
@@ -196,8 +196,13 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             export_dir_base = os.path.join(
                 tf.compat.as_str(export_dir_base), f".rank-{strategy.cluster.rank}"
             )
-        with errors_of_files(tf.compat.as_str(export_dir_base)):
+        with self._errors_of_files(tf.compat.as_str(export_dir_base)):
             return super()._export_all_saved_models(export_dir_base, *arguments, **options)
+
+    def _errors_of_files(self, directory: str) -> contextlib.AbstractContextManager[None]:
+        """`errors_of_files`; without a strategy of ours they are those of the stock class."""
+        is_ours = isinstance(self._train_distribution, HostOffloadStrategy)
+        return errors_of_files(directory if is_ours else None)
 
     def _check_has_files(self, call: str, checkpoint_path: str | None) -> None:
         """Refuse to work from initial values where rank 0 alone has what was trained."""

@@ -37,27 +37,23 @@ def cause(error: BaseException) -> str:
 
 
 def cannot_save(
-    path: str,
-    directory: str,
-    error: BaseException,
-    needed_bytes: int | None = None,
-    last_checkpoint: str | None = None,
+    path: str, error: Exception, needed_bytes: int, last_checkpoint: str | None = None
 ) -> hostopt.CheckpointError:
     """The error for a file that could not be written.
 
     Args:
       path: the file, or what several files have in common.
-      directory: where it was to be.
       error: what happened.
-      needed_bytes: how much was to be written, where that is known.
+      needed_bytes: how much was to be written.
       last_checkpoint: path of the newest whole checkpoint.
 
     Returns:
       The error.
     """
+    room = _room(os.path.dirname(path), f"{needed_bytes / _MB:.1f} MB are needed, ")
     return hostopt.CheckpointError(
-        f"cannot save {path}: {cause(error)}{_room(directory, needed_bytes)}. Make room there, or "
-        "correct what forbids writing, and run the same command again to resume",
+        f"cannot save {path}: {cause(error)}{room}. Make room there, or correct what forbids "
+        "writing, and run the same command again to resume",
         last_checkpoint=last_checkpoint,
     )
 
@@ -80,8 +76,7 @@ def write_whole(path: str, parts: Sequence[bytes]) -> None:
         tf.io.gfile.rename(draft, path, overwrite=True)
     except tf.errors.OpError as error:
         remove(draft)  # a full disk must not stay so for it
-        directory = os.path.dirname(path) or "."
-        raise cannot_save(path, directory, error, sum(map(len, parts))) from error
+        raise cannot_save(path, error, sum(map(len, parts))) from error
 
 
 def remove(path: str) -> None:
@@ -143,10 +138,10 @@ def error_of_file(error: BaseException, directory: str) -> hostopt.CheckpointErr
     return None
 
 
-def _room(directory: str, needed_bytes: int | None = None) -> str:
-    needed = "" if needed_bytes is None else f"{needed_bytes / _MB:.1f} MB are needed, "
+def _room(directory: str, needed: str = "") -> str:
     with contextlib.suppress(OSError):  # it is gone, or no local path
-        return f" ({needed}{shutil.disk_usage(directory).free / _MB:.1f} MB are free)"
+        free_bytes = shutil.disk_usage(directory or ".").free
+        return f" ({needed}{free_bytes / _MB:.1f} MB are free)"
     return ""
 
 

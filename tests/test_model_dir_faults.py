@@ -167,9 +167,7 @@ def test_what_a_killed_save_has_left_is_removed_when_a_training_begins(tmp_path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("half")
 
-    with contextlib.closing(estimator_ext.HostOffloadStrategy()) as strategy:
-        config = estimator_ext.RunConfig(train_distribute=strategy)
-        estimator_ext.Estimator(model_fn, str(tmp_path), config).train(batches, max_steps=2)
+    estimator_in(tmp_path).train(batches, max_steps=2)
     assert not any(exists(tmp_path, name) for name in drafts)
     assert all(exists(tmp_path, name) for name in of_others)
     assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "model.ckpt-2")
@@ -183,7 +181,8 @@ def exists(directory: Path, name: str) -> bool:
 
 
 def estimator_in(directory: Path) -> Any:
-    return estimator_ext.Estimator(model_fn, str(directory), estimator_ext.RunConfig())
+    config = estimator_ext.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
+    return estimator_ext.Estimator(model_fn, str(directory), config)
 
 
 @pytest.mark.parametrize("kind", ["folder", "no rights"])
