@@ -150,8 +150,20 @@ def _raise() -> None:
     raise RuntimeError("no more flour")
 
 
+def _kill_parent() -> None:
+    """Die, and leave a child behind, whose pid is printed, until standard input ends."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.read(sys.stdin.fileno(), 1)
+        os._exit(0)
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 ACTIONS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill-parent": _kill_parent,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stop-1s": _stop_for_a_second,
     "sleep": lambda: time.sleep(STUCK_S),

@@ -43,6 +43,7 @@ LADDER = [
     "hostopt.transport.grpc_parts",
     "hostopt.transport.grpc_calls",
     "hostopt.transport.allocator",
+    "hostopt.transport.forked",
     "hostopt.transport.grpc",
     "hostopt.compression",
     "hostopt.ring",
