@@ -29,6 +29,7 @@ class SignsOfLife:
         self._options = options
         self._saved = self._last_save()
         self._is_known = False
+        self._look_every_s = min(_LOOK_EVERY_S, options.stall_warning_s)
         self._begin_anew()
 
     def waited(self, pause_s: float) -> None:
@@ -45,7 +46,7 @@ class SignsOfLife:
         limit_s = self._options.evaluator_timeout_s
         if self._silent_s < min(self._look_at_s, limit_s):
             return
-        self._look_at_s = self._silent_s + _LOOK_EVERY_S
+        self._look_at_s = self._silent_s + self._look_every_s
         saved = self._last_save()
         if saved != self._saved or is_training(self._model_dir):
             self._saved, self._is_known = saved, True
@@ -67,7 +68,7 @@ class SignsOfLife:
 
     def _begin_anew(self) -> None:
         self._silent_s = 0.0
-        self._look_at_s = _LOOK_EVERY_S
+        self._look_at_s = self._look_every_s
         self._warning_at_s = self._options.stall_warning_s
 
     def _last_save(self) -> int | None:
