@@ -40,6 +40,7 @@ from estimator_ext.input_state import InputStateHook, InputStates, name_random_o
 from estimator_ext.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
+from estimator_ext.model_dir_lock import training_in
 from estimator_ext.predictions import first
 from estimator_ext.preemption import Preemption, PreemptionHook
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
@@ -97,7 +98,9 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             max_steps = whole_loops(max_steps, self._iterations)
         strategy = self._train_distribution
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
-            super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+            is_chief = self._config.is_chief
+            with training_in(self._model_dir) if is_chief else contextlib.nullcontext():
+                super().train(input_fn, hooks, steps, max_steps, saving_listeners)
             return self
         preemption = Preemption(strategy.close)
         hooks = [*(hooks or ()), PreemptionHook(preemption)]
@@ -106,6 +109,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             self._errors_with_checkpoint(),
             strategy.errors_told(),
             errors_of_files(self._model_dir),
+            training_in(self._model_dir, strategy.communicator),
         ):
             communicator = strategy.communicator
             strategy.leave_records_in(self._model_dir)

@@ -19,6 +19,8 @@ from estimator_ext._tf_estimator import train_and_evaluate as stock_train_and_ev
 from estimator_ext.checkpoints import check, newest
 from estimator_ext.evaluators import Evaluators, meet_evaluators, with_evaluators
 from estimator_ext.file_errors import errors_of_files, write_whole
+from estimator_ext.model_dir_lock import training_in
+from estimator_ext.signs_of_life import SignsOfLife
 from estimator_ext.strategy import HostOffloadStrategy
 from hostopt.options import RING_ENDED
 
@@ -58,17 +60,19 @@ def train_and_evaluate(
 
     Raises:
       hostopt.ConfigError: the cluster's evaluators do not fit eval_spec.
-      hostopt.HostOptError: the ring failed.
+      hostopt.HostOptError: the ring failed, or an evaluator sees nothing of the chief.
       TypeError: an argument is not of the type that it should be.
     """
     eval_specs = _check_specs(eval_spec)
     TrainingExecutor(estimator, train_spec, eval_specs[0])  # checks them
     strategy = estimator.config.train_distribute
     if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.task is None:
-        if len(eval_specs) == 1:
-            return stock_train_and_evaluate(estimator, train_spec, eval_specs[0])
-        _train(estimator, train_spec)
-        return _evaluate_all(estimator, train_spec, eval_specs)
+        is_chief = estimator.config.is_chief
+        with training_in(estimator.model_dir) if is_chief else contextlib.nullcontext():
+            if len(eval_specs) == 1:
+                return stock_train_and_evaluate(estimator, train_spec, eval_specs[0])
+            _train(estimator, train_spec)
+            return _evaluate_all(estimator, train_spec, eval_specs)
     if strategy.cluster.role == "evaluator":
         return _run_evaluator(strategy.cluster, estimator, train_spec, eval_specs)
     if not strategy.cluster.is_chief:
@@ -279,7 +283,8 @@ def _evaluate_until_ended(
 ) -> tuple[Any, Any]:
     """The evaluator's loop: throttled evaluations, then the final one."""
     evaluation = _Evaluation(estimator, train_spec, eval_spec)
-    watch = _Watch(_Marker(estimator.model_dir), beat)
+    options = estimator.config.train_distribute.options
+    watch = _Watch(_Marker(estimator.model_dir), SignsOfLife(estimator.model_dir, options), beat)
     pause_s = eval_spec.start_delay_secs
     while not watch.ends_within(pause_s):
         started_s = time.monotonic()
@@ -313,11 +318,13 @@ class _Watch:
 
     Args:
       marker: what the chief leaves at the end.
+      chief: what else is seen of it.
       beat: called at least twice a second meanwhile.
     """
 
-    def __init__(self, marker: _Marker, beat: Callable[[], None]) -> None:
+    def __init__(self, marker: _Marker, chief: SignsOfLife, beat: Callable[[], None]) -> None:
         self._marker = marker
+        self._chief = chief
         self._beat = beat
         self._old = marker.read()
         self._trusted_from_s = time.monotonic() + _OLD_MARKER_S
@@ -331,6 +338,9 @@ class _Watch:
 
         Returns:
           True once training has ended.
+
+        Raises:
+          hostopt.RetryableError: nothing is seen of the chief for too long.
         """
         until_s = time.monotonic() + pause_s
         while not self._ended():
@@ -338,7 +348,9 @@ class _Watch:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False
-            time.sleep(min(_POLL_S, left_s))
+            pause_s = min(_POLL_S, left_s)
+            time.sleep(pause_s)
+            self._chief.waited(pause_s)
         return True
 
     def _ended(self) -> bool:

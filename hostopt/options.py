@@ -21,6 +21,7 @@ _NUMBERS = (
     "rendezvous_timeout_s",
     "stall_warning_s",
     "collective_timeout_s",
+    "evaluator_timeout_s",
 )
 _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "communication": ("auto", "grpc", "shm"),
@@ -69,6 +70,7 @@ class Options:
       insecure: True lets ranks on several machines meet without token and TLS.
       restore_previous: True has a training go on from the newest checkpoint that can be read,
         where the newest of all cannot.
+      evaluator_timeout_s: an evaluator that sees nothing of the chief for longer gives up.
     """
 
     bucket_mb: float = 25.0
@@ -87,6 +89,7 @@ class Options:
     tls_dir: str | None = None
     insecure: bool = False
     restore_previous: bool = False
+    evaluator_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:

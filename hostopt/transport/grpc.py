@@ -42,7 +42,7 @@ from hostopt.errors import (
     error_to_dict,
 )
 from hostopt.options import Options
-from hostopt.transport import event_loop
+from hostopt.transport import event_loop, forked
 from hostopt.transport.addresses import is_loopback, listen_address
 from hostopt.transport.allocator import keep_freed_memory
 from hostopt.transport.base import Payload, Tag, Transport
@@ -122,6 +122,7 @@ class GrpcTransport(Transport):
             is_local = all(is_loopback(task.address) for task in cluster.ring)
             self._checksum = not is_local and self._security.tls is None  # TLS has its own
         self._server: grpc.aio.Server | None = None
+        self._port = 0  # where it listens
         self.mailbox.on_failure(self._end_sends)
         event_loop.run(self._serve())
         atexit.register(self.close)
@@ -214,6 +215,8 @@ class GrpcTransport(Transport):
         words = 3 if verdict is _Verdict.LIVES else 1
         await asyncio.sleep(words * _LAST_WORD_TIMEOUT_S)
         if self._closed or self.mailbox.has_left(peer):
+            if peer in self._streams:
+                self._streams[peer].cancel()  # nobody takes what `_end` may still flush
             return
         if not self._met:
             if life == self._meeting.incarnations.get(peer):
@@ -293,6 +296,8 @@ class GrpcTransport(Transport):
                 "choose another port in TF_CONFIG on all ranks",
                 **self._facts(self.rank),
             )
+        forked.keep_from_children(bound)
+        self._port = bound
         await self._server.start()
 
     async def _on_stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:
@@ -504,6 +509,7 @@ class GrpcTransport(Transport):
             stopped = self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stopped, 2 * GOODBYE_TIMEOUT_S)
+        forked.forget(self._port)
 
     def _end_sends(self, error: HostOptError) -> None:
         """End what waits for a peer to take data, soon after the peers have been told why."""
