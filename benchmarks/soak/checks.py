@@ -15,9 +15,9 @@ from benchmarks.soak.faults import Wanted
 from benchmarks.soak.training import Training
 
 LAUNCHER = "launcher"
-GROWTH = 1.1  # of the last third of the samples over the first: more is no longer flat
-GROWTH_DESCRIPTORS = 4
-GROWTH_MB = 20.0
+# Medians of the last third of the samples above those of the first, where that is flat still.
+SLACK = {"descriptors": 4.0, "mb": 50.0}
+FEWEST_SAMPLES = 9  # of which something can be said
 _MB = 1e6
 _TEMPORARY = re.compile(r"_temp$|\.tmp$|\.tempstate")
 _CHECKPOINT = re.compile(r"model\.ckpt-\d+(?=\.)")
@@ -102,15 +102,15 @@ def growth(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Returns:
       A row for each role and what is measured: medians of the `first` third and of the `last`, the
-      `most`, and whether it is `flat`.
+      `most`, and whether it is `flat`; None where there are too few to know.
     """
     rows = []
     for role in dict.fromkeys(role for each in samples for role in each):
-        for measure, slack in (("descriptors", GROWTH_DESCRIPTORS), ("mb", GROWTH_MB)):
+        for measure, slack in SLACK.items():
             values = [each[role][measure] for each in samples if role in each]
             third = max(1, len(values) // 3)
             first, last = common.median(values[:third]), common.median(values[-third:])
-            flat = last <= max(first * GROWTH, first + slack)
+            flat = last <= first + slack if len(values) >= FEWEST_SAMPLES else None
             row = {"role": role, "measure": measure, "first": first, "last": last}
             rows.append({**row, "most": max(values), "flat": flat})
     return rows
@@ -127,6 +127,11 @@ def leftovers(model_dir: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     return {name for name in names if _TEMPORARY.search(name) or _is_unknown(name, known)}
+
+
+def count_files(model_dir: Path) -> int:
+    """How many files and folders there are, beside TensorFlow's logs, one of each chief."""
+    return sum(not path.name.startswith("events.") for path in model_dir.iterdir())
 
 
 def _is_unknown(name: str, known: set[str]) -> bool:

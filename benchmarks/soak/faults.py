@@ -38,7 +38,7 @@ _FREEZE_S = 1.0
 _STRANGER_S = 90.0
 _SECOND_RUN_S = 90.0
 _FULL_BYTES = (1 << 12, 1 << 16)  # neither is room for a checkpoint, the first not for its data
-_DATA = ".data-00000-of-00001"
+_DATA, _INDEX, _INPUT, _STATE = ".data-*", ".index", ".input", "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -241,14 +241,14 @@ class Damage(Kind):
 
     Args:
       name: as tables show it.
-      part: what the file's name has behind the checkpoint's; None is the file `checkpoint`.
+      part: which file it is: what its name has behind the checkpoint's, or _STATE.
       damage: what is done to it.
     """
 
     group = FILES
 
     def __init__(
-        self, name: str, part: str | None, damage: Callable[[Path, random.Random], None]
+        self, name: str, part: str, damage: Callable[[Path, random.Random], None]
     ) -> None:
         codes = (DAMAGED,)
         super().__init__(name, Wanted(DAMAGED, codes, codes, options=(RESTORE_PREVIOUS,)))
@@ -258,7 +258,8 @@ class Damage(Kind):
     def strike(self, scene: Scene) -> float:
         scene.kill_launcher()
         newest = scene.training.newest()
-        path = newest.with_name("checkpoint" if self._part is None else newest.name + self._part)
+        pattern = _STATE if self._part == _STATE else newest.name + self._part
+        path = max(newest.parent.glob(pattern), key=lambda path: path.stat().st_size)
         self._damage(path, scene.chance)
         struck = time.time()
         scene.training.start()
@@ -319,14 +320,13 @@ class MoveAway(Kind):
     group = FILES
 
     def strike(self, scene: Scene) -> None:
-        model_dir = scene.training.model_dir
-        model_dir.rename(model_dir.with_name("moved"))
+        scene.training.model_dir.rename(scene.training.moved_dir)
 
     def mend(self, scene: Scene) -> None:
         model_dir = scene.training.model_dir
         if model_dir.exists():  # what an abort leaves was written there
             shutil.rmtree(model_dir)
-        model_dir.with_name("moved").rename(model_dir)
+        scene.training.moved_dir.rename(model_dir)
 
 
 class Leftovers(Kind):
@@ -338,9 +338,9 @@ class Leftovers(Kind):
         newest = scene.training.newest()
         folder = newest.with_name(newest.name + "0_temp")  # of a step that never comes
         folder.mkdir()
-        for part in (_DATA, ".index"):
+        for part in (".data-00000-of-00001", _INDEX):
             (folder / f"part-00000-of-00001{part}").write_bytes(bytes(1000))
-        newest.with_name(newest.name + "0.input.tmp").write_bytes(bytes(1000))
+        newest.with_name(f"{newest.name}0{_INPUT}.tmp").write_bytes(bytes(1000))
         os.kill(scene.training.pid("chief:0"), signal.SIGKILL)
 
 
@@ -414,9 +414,9 @@ KINDS = {
             Wanted(INTERRUPTED, (INTERRUPTED,), (INTERRUPTED,), keeps=True),
         ),
         Damage("truncate-data", _DATA, _truncate),
-        Damage("flip-index", ".index", _flip_in_first_half),
-        Damage("flip-input", ".input", _flip),
-        Damage("delete-checkpoint-file", None, _delete),
+        Damage("flip-index", _INDEX, _flip_in_first_half),
+        Damage("flip-input", _INPUT, _flip),
+        Damage("delete-checkpoint-file", _STATE, _delete),
         ReplaceByDirectory("replace-by-directory", _DATA),
         DiskFull("disk-full", Wanted(DAMAGED, (DAMAGED,), (DAMAGED,))),
         MoveAway("move-model-dir", Wanted(DAMAGED, (DAMAGED,), (DAMAGED,))),

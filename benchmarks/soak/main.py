@@ -91,20 +91,20 @@ class Soak:
         self.results["end"] = {"exit_code": code, "steps": step, "difference": difference}
 
     def _play(self, training: Training) -> None:
-        begun = self.results["begun"]
         self._add_lives(training.journal.begin_chapter())
         play = Play(training, next(self._plan))
         try:
-            row = play.run()
-        finally:
-            row = play.row
-            row["at_s"] = row["time"] - begun
-            self.results["faults"].append(row)
-            samples = [fault["sample"] for fault in self.results["faults"] if "sample" in fault]
-            self.results["growth"] = checks.growth(samples)
-            self.results["lives"] = list(self._lives.values())
-            self._save(self.results)
-        _say(len(self.results["faults"]), row)
+            play.run()
+        finally:  # what ends the soak is a fault as well
+            self._add(play.row)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        faults = self.results["faults"]
+        faults.append({"at_s": round(row["time"] - self.results["begun"], 1), **row})
+        self.results["growth"] = checks.growth([f["sample"] for f in faults if "sample" in f])
+        self.results["lives"] = list(self._lives.values())
+        self._save(self.results)
+        _say(len(faults), faults[-1])
 
     def _add_lives(self, notes: Sequence[Any]) -> None:
         for pid, life in lives_of(of_kind(notes, "step"), self.results["begun"]).items():

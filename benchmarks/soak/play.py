@@ -46,35 +46,36 @@ class Play:
         self._leftovers = checks.leftovers(training.model_dir)
         self._before = checks.sample(training)
         self._log_bytes = training.log_bytes()
-        self.problems: list[str] = []
-        self.row: dict[str, Any] = asdict(fault)
+        self._problems: list[str] = []
+        self.row: dict[str, Any] = {
+            **asdict(fault),
+            "time": time.time(),
+            "problems": self._problems,
+        }
 
-    def run(self) -> dict[str, Any]:
-        """Bring the fault about, and wait until the training has gone beyond it.
+    def run(self) -> None:
+        """Bring the fault about, wait until the training has gone beyond it, and check all.
 
-        Returns:
-          The fault; `time`, when it happened; what `recovery` finds; exit `codes`; the `sample` of
-          afterwards; and all `problems` in words, with the last lines of the `log` if there are
-          any.
+        `row` has the fault; `time`, when it happened; what `recovery` finds; exit `codes`; the
+        `sample` of afterwards, and the number of `files`; and all `problems` in words, with the
+        last lines of the `log` if there are any.
 
         Raises:
           BenchmarkError: the training does not go on, not even from a copy of its checkpoint.
         """
         time.sleep(self._fault.pause_s)
         copy = _Copy(self._training)
-        begun = time.time()
+        self.row["time"] = begun = time.time()
         code = None
         try:
-            struck = self._kind.strike(self._scene) or begun
-            self.row["time"] = struck
-            code = self._follow(struck)
+            self.row["time"] = self._kind.strike(self._scene) or begun
+            code = self._follow(self.row["time"])
         except (common.BenchmarkError, OSError, psutil.Error) as error:
-            self.row.setdefault("time", begun)
-            self.problems.append(str(error).splitlines()[0])
+            self._problems.append(str(error).splitlines()[0])
             copy.go_on_from()
-            self._settle(begun, True)
+            if self._settle(begun, True) is not None:
+                raise common.BenchmarkError("it cannot go on from a copy, either") from error
         self._check(code)
-        return self.row
 
     def _follow(self, struck: float) -> int | None:
         """Wait for what is wanted, and have the training go on; returns the launcher's code."""
@@ -104,8 +105,7 @@ class Play:
             lambda: training.code is not None or trains(), "end of the launcher", _END_S
         )
         if training.code is None:
-            wanted = self._kind.wanted.launcher
-            raise common.BenchmarkError(f"launcher: goes on, wanted code {wanted}")
+            raise common.BenchmarkError("it trains")
         return training.code
 
     def _settle(self, since: float, restarted: bool) -> int | None:
@@ -131,17 +131,17 @@ class Play:
         self.row["codes"] = {checks.LAUNCHER: code}
         for attempt in attempts:
             self.row["codes"].update(attempt["codes"])
-        self.problems += checks.wrong_codes(wanted, self._scene.role, code, attempts)
+        self._problems += self._scene.problems
+        self._problems += checks.wrong_codes(wanted, self._scene.role, code, attempts)
         if wanted.keeps and self.row.get("again"):
-            self.problems.append(f"{self.row['again']} steps made again, wanted none")
+            self._problems.append(f"{self.row['again']} steps made again, wanted none")
         self._check_orphans("in the end")
         self._check_leftovers()
         if not self.row.get("first_step"):
             self._check_kept()
         self.row["sample"] = checks.sample(training)
-        self.row["files"] = len(list(training.model_dir.iterdir()))
-        self.row["problems"] = self.problems + self._scene.problems
-        if self.row["problems"]:
+        self.row["files"] = checks.count_files(training.model_dir)
+        if self._problems:
             self.row["log"] = training.log_since(self._log_bytes)
 
     def _check_orphans(self, when: str) -> None:
@@ -149,7 +149,7 @@ class Play:
             return
         orphans = self._training.orphans()
         names = ", ".join(map(describe, orphans))
-        self.problems.append(f"orphans {when}: {names}")
+        self._problems.append(f"orphans {when}: {names}")
         kill(orphans)
 
     def _check_leftovers(self) -> None:
@@ -161,7 +161,7 @@ class Play:
             return not stay
 
         if not within(CALM_S, gone):
-            self.problems.append(f"files that stay: {', '.join(sorted(stay))}")
+            self._problems.append(f"files that stay: {', '.join(sorted(stay))}")
 
     def _check_kept(self) -> None:
         """A rank that lives on gives back what others made it take."""
@@ -171,9 +171,9 @@ class Play:
             return checks.sample(self._training)[role][measure] - self._before[role][measure]
 
         if not within(CALM_S, lambda: more("descriptors") <= KEPT_DESCRIPTORS):
-            self.problems.append(f"{role} keeps {more('descriptors'):g} descriptors more")
+            self._problems.append(f"{role} keeps {more('descriptors'):g} descriptors more")
         if more("mb") > KEPT_MB:
-            self.problems.append(f"{role} keeps {more('mb'):.0f} MB more")
+            self._problems.append(f"{role} keeps {more('mb'):.0f} MB more")
 
 
 class _Copy:
@@ -187,12 +187,15 @@ class _Copy:
         newest = training.newest()
         for path in newest.parent.glob(f"{newest.name}.*"):
             shutil.copy(path, self._directory)
-        (self._directory / "checkpoint").write_text(f'model_checkpoint_path: "{newest.name}"\n')
+        names = ("model_checkpoint_path", "all_model_checkpoint_paths")
+        lines = [f'{name}: "{newest.name}"\n' for name in names]
+        (self._directory / "checkpoint").write_text("".join(lines))
 
     def go_on_from(self) -> None:
         """Kill all, put the copy in the place of model_dir, and start again."""
         self._training.kill_all()
-        shutil.rmtree(self._training.model_dir, ignore_errors=True)
+        for path in (self._training.model_dir, self._training.moved_dir):
+            shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(self._directory, self._training.model_dir)
         self._training.start()
 

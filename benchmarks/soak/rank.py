@@ -25,7 +25,7 @@ from benchmarks.soak import notes
 from hostopt.transport import grpc_parts
 from hostopt.transport.frame import FrameWriter
 
-SEED, EXAMPLES, PIXELS, CLASSES, HIDDEN, BATCH = 7, 6000, 784, 10, 32, 32
+SEED, EXAMPLES, PIXELS, CLASSES, HIDDEN, BATCH = 7, 1000, 100, 10, 256, 32
 CHECKPOINT_STEPS = 50
 # So that a recovery takes seconds; the default times are for networks, not for tests.
 PING_S, COLLECTIVE_TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 3.0, 10.0, 60.0

@@ -22,8 +22,8 @@ def recovery(struck: float, notes: Sequence[_Note]) -> dict[str, Any]:
     """
     row: dict[str, Any] = {}
     steps = of_kind(notes, "step")
-    before = [note for note in steps if note["time"] <= struck]
-    restarted = [note for note in steps if note["pid"] != before[-1]["pid"]]
+    lived = [note["pid"] for note in steps if note["time"] <= struck][-1]
+    restarted = _last_life(steps, lived)
     end = restarted[0]["time"] if restarted else float("inf")
     for note in of_kind(notes, "error"):
         if struck < note["time"] < end:
@@ -54,10 +54,19 @@ def has_settled(since: float, lived: int, restarted: bool, notes: Sequence[_Note
     """
     steps = of_kind(notes, "step")
     saved = [note for note in of_kind(notes, "saved") if note["time"] > since]
-    if restarted or steps[-1]["pid"] != lived:
+    life = _last_life(steps, lived)
+    if restarted or life:
+        # one that is restored is noted as well, before the first step
+        first = life[0]["time"] if life else float("inf")
         last = max(note["step"] for note in steps if note["pid"] == lived)
-        saved = [note for note in saved if note["pid"] != lived and note["step"] > last]
+        saved = [note for note in saved if note["time"] > first and note["step"] > last]
     return bool(saved)
+
+
+def _last_life(steps: Sequence[_Note], lived: int) -> list[_Note]:
+    """The steps of the chief that was started last, if that is not the one that `lived`."""
+    pid = steps[-1]["pid"]
+    return [note for note in steps if note["pid"] == pid != lived]
 
 
 def of_kind(notes: Sequence[_Note], kind: str) -> list[_Note]:

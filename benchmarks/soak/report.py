@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.soak.faults import GROUPS, KINDS
 
+_ENDED = 143  # after SIGTERM
 _COLORS = dict(zip(GROUPS, ("tab:red", "tab:blue", "tab:orange")))
 _WRONG = "black"
 
@@ -22,7 +23,7 @@ def verdict(results: dict[str, Any]) -> list[str]:
     wrong += [
         f"{row['role']}: {row['measure']} grew from {row['first']:g} to {row['last']:g}"
         for row in results["growth"]
-        if not row["flat"]
+        if row["flat"] is False
     ]
     end = results["end"]
     if end is None:
@@ -32,9 +33,6 @@ def verdict(results: dict[str, Any]) -> list[str]:
     if end["difference"] is not None:
         wrong.append(f"the trainings differ: {end['difference']}")
     return wrong
-
-
-_ENDED = 143
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -59,7 +57,7 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def _files(faults: Sequence[dict[str, Any]]) -> str:
-    counts = [fault["files"] for fault in faults]
+    counts = [fault["files"] for fault in faults if "files" in fault]
     return f"Files in model_dir: {min(counts)} to {max(counts)}." if counts else ""
 
 

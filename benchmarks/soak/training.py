@@ -22,6 +22,7 @@ from benchmarks.soak import notes
 HERE = Path(__file__).resolve().parent
 RANKS = 2
 RESTORE_PREVIOUS = "--restore-previous"
+_NOISE = re.compile(r" [IW]0000 00:00|absl::InitializeLog|deprecated|Instructions for|^\S* Use ")
 _POLL_S = 0.05
 _END_S = 60.0
 _GONE_S = 10.0
@@ -52,6 +53,7 @@ class Training:
         self.journal = notes.Journal()
         self.model_dir = model_dir or directory / "model"
         self._token = secrets.token_hex(16)  # strangers have none
+        self.moved_dir = self.model_dir.with_name("moved")  # where a fault may put it
         self.temporary = directory / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         self._log = directory / "log"
@@ -161,7 +163,7 @@ class Training:
 
     def orphans(self) -> list[psutil.Process]:
         """Those that are not below the launcher that runs, or all if none does."""
-        lives = self.code is None
+        lives = self._launcher is not None and self.code is None
         return [process for process in self.processes() if not (lives and self._belongs(process))]
 
     def kill_all(self) -> None:
@@ -205,7 +207,8 @@ class Training:
         """The last lines of what they have printed since it had this size."""
         with self._log.open("rb") as log:
             log.seek(begin)
-            return log.read().decode(errors="replace").splitlines()[-lines:]
+            text = log.read().decode(errors="replace")
+        return [line for line in text.splitlines() if not _NOISE.search(line)][-lines:]
 
 
 def within(timeout_s: float, condition: Callable[[], Any]) -> bool:
