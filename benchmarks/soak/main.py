@@ -140,6 +140,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     os.environ.update(common.QUIET)  # TensorFlow reads the checkpoints here
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a launcher would ignore it, too
 
     def save(results: dict[str, Any]) -> None:
         new = args.json.with_suffix(".new")
