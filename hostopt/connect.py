@@ -12,6 +12,7 @@ from types import TracebackType
 from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
 from hostopt.communicator import BLOCK_BYTES, Communicator
+from hostopt.descriptors import raise_limit
 from hostopt.error_report import shown_of, tell_launcher, write_details
 from hostopt.errors import HostOptError
 from hostopt.hierarchy import find_hosts, open_hierarchy
@@ -34,6 +35,8 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
     other ranks, and the exit code is that of the error. If there is a directory for debugging, all
     of its tracebacks go to a file there, and what is printed is shorter.
 
+    This raises the soft limit of open files to the hard one, too.
+
     Args:
       cluster: the ring; from TF_CONFIG by default.
       options: deadlines and sizes; HOSTOPT_* variables override them.
@@ -46,6 +49,7 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
       RendezvousTimeoutError: a rank did not appear in time.
     """
     exit_with_error_code()
+    raise_limit()
     cluster = cluster or Cluster.from_tf_config()
     return meet(cluster, (options or Options()).with_environment())
 
