@@ -17,6 +17,7 @@ from tensorflow.python.checkpoint import checkpoint_management
 
 import hostopt
 from estimator_ext import input_state
+from hostopt import descriptors
 
 __all__: list[str] = []
 
@@ -343,7 +344,12 @@ def _is_of_writing(error: Exception) -> bool:
 
 
 def _cause(error: Exception) -> str:
-    """The line of an error that says why, without where in the graph."""
+    """The line of an error that says why, without where in the graph.
+
+    Raises:
+      hostopt.ResourceError: no file descriptor was left, for which no file is to blame.
+    """
+    descriptors.check(error)
     text = str(getattr(error, "message", error))
     found = re.search(r"^(.+)\n\s*\[\[", text, re.MULTILINE)
     return found[1] if found else text.partition("\n")[0]

@@ -10,7 +10,7 @@ import errno
 import os
 import resource
 
-from hostopt.errors import ResourceError
+from hostopt.errors import HostOptError, ResourceError
 
 __all__: list[str] = []
 
@@ -35,18 +35,44 @@ def limit() -> int:
     return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
+def is_out(error: BaseException) -> bool:
+    """Whether an error says that no descriptor was left.
+
+    Args:
+      error: of the operating system, or of TensorFlow, which only quotes it; one of hostopt has
+        its cause already.
+    """
+    if isinstance(error, HostOptError):
+        return False
+    number = error.errno if isinstance(error, OSError) else None
+    return number in (errno.EMFILE, errno.ENFILE) or _WORDS in str(error)
+
+
 def check(error: BaseException) -> None:
     """Refuse to look for another cause of an error where there was no descriptor left.
 
     Args:
-      error: of the operating system, or of TensorFlow, which only quotes it.
+      error: as for `is_out`.
 
     Raises:
       ResourceError: no descriptor was left.
     """
-    number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.EMFILE, errno.ENFILE) or _WORDS in str(error):
-        raise out_of_descriptors(error) from error
+    if is_out(error):
+        raise ResourceError(advice(error)) from error
+
+
+def advice(error: BaseException) -> str:
+    """What to do about an error that `is_out`.
+
+    Args:
+      error: the error.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = " ".join(str(error).split())
+    return (
+        f"no file descriptor is left ({text}): this process may have {soft}, and {hard} where its "
+        "limit is raised. Raise the limit, as by `ulimit -n`, or end what holds them open"
+    )
 
 
 def check_room() -> None:
@@ -59,18 +85,3 @@ def check_room() -> None:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
         check(error)
-
-
-def out_of_descriptors(error: BaseException) -> ResourceError:
-    """The error of a process that has no descriptor left.
-
-    Args:
-      error: what it was told.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = " ".join(str(error).split())
-    return ResourceError(
-        f"no file descriptor is left ({text}): this process may have {soft}, and {hard} where its "
-        "limit is raised. Raise the limit, as by `ulimit -n`, or end what holds them open",
-        root_cause="no file descriptor is left",
-    )

@@ -28,8 +28,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hostopt import descriptors
 from hostopt.cluster import Cluster
-from hostopt.descriptors import check_room
 from hostopt.error_report import cause_of
 from hostopt.errors import (
     AuthError,
@@ -39,6 +39,7 @@ from hostopt.errors import (
     PeerLostError,
     ProtocolError,
     RendezvousTimeoutError,
+    ResourceError,
     error_from_dict,
     error_to_dict,
 )
@@ -305,7 +306,7 @@ class GrpcTransport(Transport):
         except RuntimeError:
             bound = 0
         if not bound:
-            check_room()
+            descriptors.check_room()
             raise ConfigError(
                 f"address {task.address} of this task ({task.name}) is in use or not of this "
                 "machine. End the process that listens there (is this task already running?) or "
@@ -494,9 +495,10 @@ class GrpcTransport(Transport):
     def abort(self, error: BaseException) -> None:
         """See `Transport.abort`."""
         if not isinstance(error, HostOptError):
-            cause = cause_of(error)
-            error = PeerLostError(
-                f"{self._name(self.rank)} stopped with an error. Root cause: {cause}",
+            is_out, cause = descriptors.is_out(error), cause_of(error)
+            text = descriptors.advice(error) if is_out else f"Root cause: {cause}"
+            error = (ResourceError if is_out else PeerLostError)(
+                f"{self._name(self.rank)} stopped with an error. {text}",
                 **self._facts(self.rank),
                 root_cause=cause,
             )
