@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 import hostopt
+from hostopt import descriptors
 
 __all__: list[str] = []
 
@@ -30,7 +31,11 @@ def cause(error: BaseException) -> str:
 
     Returns:
       The line.
+
+    Raises:
+      hostopt.ResourceError: no file descriptor was left, for which no file is to blame.
     """
+    descriptors.check(error)
     text = str(getattr(error, "message", error)) or type(error).__name__
     found = re.search(r"^(.+)\n\s*\[\[", text, re.MULTILINE)
     return found[1] if found else text.partition("\n")[0]

@@ -28,6 +28,7 @@ _KINDS = (
     errors.PeerLostError,
     errors.CollectiveTimeoutError,
     errors.RendezvousTimeoutError,
+    errors.ResourceError,
 )
 _NAMES = {kind.exit_code: kind.__name__ for kind in _KINDS}
 # Codes of ranks that say what they have seen of another one.
