@@ -188,7 +188,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         )
         if num_predictions is None:
             return predictions
-        whole_number("num_predictions", num_predictions)
+        whole_number("num_predictions", num_predictions, most=sys.maxsize)
         return first(predictions, num_predictions, yield_single_examples)
 
     def _export_all_saved_models(

@@ -56,9 +56,10 @@ def reduce_pairs(
     pairs = list(grads_and_vars)
     some = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
     if not some:
+        names = [getattr(variable, "name", variable) for _, variable in pairs]
         raise ValueError(
-            f"no gradients provided for any variable: {[v.name for _, v in pairs]}. Look whether "
-            "the loss depends on them"
+            f"no gradients provided for any variable: {names}. Look whether the loss depends on "
+            "them"
         )
     sums = tf.distribute.get_replica_context().merge_call(_sum, args=(some, nonfinite))
     reduced = iter(sums)

@@ -8,6 +8,7 @@ reduced gradients have the same bits on all of them.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,10 +16,13 @@ import tensorflow as tf
 
 from estimator_ext.gradients import GradsAndVars, reduce_pairs
 from hostopt.nonfinite import ALLOW
+from hostopt.options import MAX_COUNT, shown
 
 __all__: list[str] = []
 
 _LARGEST_SCALE = 2.0**24
+_LARGEST_FLOAT = float(tf.float32.max)
+_SMALLEST_SCALE = 2.0**-126  # a smaller one is 0 to processors that flush
 
 
 class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
@@ -30,7 +34,8 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
       growth_steps: how many finite steps in a row double the scale; 0 keeps it as it is.
 
     Raises:
-      ValueError: the scale is not above 0, or growth_steps is negative.
+      ValueError: the scale is no number above 0 that float32 holds, or growth_steps is no whole
+        number from 0.
     """
 
     def __init__(
@@ -39,14 +44,10 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
         scale: float = 2.0**15,
         growth_steps: int = 2000,
     ) -> None:
-        if scale <= 0 or growth_steps < 0:
-            raise ValueError(
-                f"scale is {scale} and growth_steps {growth_steps}, wanted a scale above 0 and a "
-                "number of steps from 0"
-            )
+        _check(scale, growth_steps)
         super().__init__(use_locking=False, name="LossScaleOptimizer")
         self._optimizer = optimizer
-        self._initial_scale = scale
+        self._initial_scale = float(scale)
         self._growth_steps = growth_steps
         self._state: tuple[tf.Variable, tf.Variable] | None = None
 
@@ -136,6 +137,21 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
             )
             self._state = scale, good_steps
         return self._state
+
+
+def _check(scale: Any, growth_steps: Any) -> None:
+    is_number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    if not is_number or not _SMALLEST_SCALE <= scale <= _LARGEST_FLOAT:
+        raise ValueError(
+            f"scale is {shown(scale)}, wanted a number that float32 holds, from {_SMALLEST_SCALE} "
+            f"to {_LARGEST_FLOAT}. Give one, or leave it out"
+        )
+    is_whole = isinstance(growth_steps, numbers.Integral) and not isinstance(growth_steps, bool)
+    if not is_whole or not 0 <= growth_steps <= MAX_COUNT:
+        raise ValueError(
+            f"growth_steps is {shown(growth_steps)}, wanted a whole number from 0 to {MAX_COUNT}. "
+            "Give one, or leave it out"
+        )
 
 
 def _branch(condition: tf.Tensor, operation: Callable[[], tf.Operation]) -> tf.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.file_errors import cannot_save
 from hostopt import lock_file
 
 __all__: list[str] = []
@@ -85,10 +86,7 @@ def _acquire(path: str, until_s: float) -> bool:
         if error.errno in lock_file.NO_LOCKS:
             _warn_once(model_dir, f"its file system cannot lock {_NAME} ({error.strerror})")
             return True
-        raise hostopt.CheckpointError(
-            f"cannot write into model_dir: {path}: {error.strerror}. Make room there, or correct "
-            "what forbids writing, and run the same command again"
-        ) from error
+        raise cannot_save(path, error, lock_file.MOST_BYTES) from error
     holder = lock_file.last_holder(path)
     if holder is not None and holder.host != socket.gethostname() and time.monotonic() < until_s:
         _log_waiting(model_dir, holder)

@@ -10,6 +10,7 @@ import hostopt
 from estimator_ext._tf_estimator import RunConfig as _StockRunConfig
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.uneven_data import MODES
+from hostopt.options import MAX_COUNT, shown
 
 __all__: list[str] = []
 
@@ -45,8 +46,8 @@ class RunConfig(_StockRunConfig):
       hostopt.ConfigError: a timeline without a `HostOffloadStrategy`, or for one whose ranks have
         met without it; accumulate_steps without a `HostOffloadStrategy`; iterations_per_loop
         above 1 with several workers or with accumulate_steps.
-      ValueError: accumulate_steps, uneven_data, iterations_per_loop or prefetch_depth is none of
-        the values that it may have.
+      ValueError: accumulate_steps, uneven_data, iterations_per_loop, prefetch_depth or strict is
+        none of the values that it may have.
     """
 
     def __init__(
@@ -63,13 +64,18 @@ class RunConfig(_StockRunConfig):
         super().__init__(*args, **fields)
         self._timeline = timeline
         self._accumulate_steps = whole_number("accumulate_steps", accumulate_steps)
-        if uneven_data not in MODES:
-            raise ValueError(f"uneven_data is {uneven_data!r}, wanted one of {', '.join(MODES)}")
+        if not isinstance(uneven_data, str) or uneven_data not in MODES:
+            raise ValueError(
+                f"uneven_data is {shown(uneven_data)}, wanted one of {', '.join(MODES)}. Give one "
+                "of them, or leave it out"
+            )
         self._uneven_data = uneven_data
         self._iterations_per_loop = whole_number("iterations_per_loop", iterations_per_loop)
         self._prefetch_depth = prefetch_depth
         if prefetch_depth is not None:
             whole_number("prefetch_depth", prefetch_depth)
+        if not isinstance(strict, bool):
+            raise ValueError(f"strict is {shown(strict)}, wanted True or False. Give one of them")
         self._strict = strict
         self.check_loop()
         if isinstance(self.train_distribute, HostOffloadStrategy):
@@ -140,12 +146,13 @@ class RunConfig(_StockRunConfig):
             )
 
 
-def whole_number(name: str, value: Any) -> int:
+def whole_number(name: str, value: Any, most: int = MAX_COUNT) -> int:
     """Refuse what is no whole number above 0.
 
     Args:
       name: of the option.
       value: as given by the user.
+      most: the largest that will do.
 
     Returns:
       The value.
@@ -153,8 +160,11 @@ def whole_number(name: str, value: Any) -> int:
     Raises:
       ValueError: it is something else.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}, wanted a whole number above 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ValueError(
+            f"{name} is {shown(value)}, wanted a whole number above 0 and up to {most}. Give one, "
+            "or leave it out"
+        )
     return value
 
 

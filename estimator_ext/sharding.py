@@ -17,6 +17,7 @@ import hostopt
 from estimator_ext import _tf_estimator
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.graph import walk
+from hostopt.options import shown
 from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
@@ -41,10 +42,10 @@ def check_policy(policy: str | None) -> None:
     Raises:
       hostopt.ConfigError: there is none of this name.
     """
-    if policy is not None and policy not in POLICIES:
+    if policy is not None and not (isinstance(policy, str) and policy in POLICIES):
+        policies = ", ".join(map(repr, POLICIES))
         raise hostopt.ConfigError(
-            f"auto_shard is {policy!r}, wanted None or one of {', '.join(map(repr, POLICIES))}. "
-            "Give one of them"
+            f"auto_shard is {shown(policy)}, wanted None or one of {policies}. Give one of them"
         )
 
 

@@ -32,6 +32,7 @@ from estimator_ext.sync_on_read import is_sync_on_read
 from estimator_ext.uneven_data import BatchWeights
 from hostopt.connect import exit_with_error_code
 from hostopt.nonfinite import NonFiniteCheck
+from hostopt.options import shown
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.reductions import (
@@ -44,6 +45,7 @@ from hostopt.tensorflow.reductions import (
 __all__: list[str] = []
 
 VIRTUAL_ACCELERATOR = "/device:CPU:1"
+_MOST_DEVICES = 1023  # a session makes all CPU devices up to the one that is named
 
 
 class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
@@ -113,6 +115,10 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
     ) -> None:
         exit_with_error_code()
         check_policy(auto_shard)
+        _check_flag("variables_on_host", variables_on_host)
+        _check_flag("sparse_as_dense", sparse_as_dense)
+        if accelerator is not None:
+            _check_device(accelerator)
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
         self.options = hostopt.Options(
             communication=communication,
@@ -782,6 +788,25 @@ class _ReplicaContext(_OneDeviceReplicaContext):
         if not tensors:
             return value
         return tf.nest.pack_sequence_as(value, self.merge_call(reduce, args=tensors))
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise hostopt.ConfigError(
+            f"{name} is {shown(value)}, wanted True or False. Give one of them, or leave it out"
+        )
+
+
+def _check_device(name: Any) -> None:
+    try:
+        device = tf.DeviceSpec.from_string(name)
+    except (TypeError, ValueError, AttributeError):
+        device = None
+    if not (device and device.device_type and 0 <= (device.device_index or 0) <= _MOST_DEVICES):
+        raise hostopt.ConfigError(
+            f"accelerator is {shown(name)}, wanted the name of a device with a number up to "
+            f"{_MOST_DEVICES}. Give one such as '/device:GPU:0', or leave it out"
+        )
 
 
 def _find_accelerator(cluster: hostopt.Cluster) -> str:

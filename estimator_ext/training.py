@@ -105,8 +105,8 @@ def _check_specs(eval_spec: EvalSpec | Sequence[EvalSpec]) -> list[EvalSpec]:
     names = [spec.name for spec in eval_specs]
     if not names or (len(names) > 1 and (not all(names) or len(set(names)) < len(names))):
         raise hostopt.ConfigError(
-            f"the EvalSpecs are named {names}, wanted one EvalSpec or several that have a name "
-            "each, such as EvalSpec(..., name='night')"
+            f"the EvalSpecs are named {names}, wanted one EvalSpec, or several that have a name "
+            "each. Give each a name of its own, such as EvalSpec(..., name='night')"
         )
     return eval_specs
 

@@ -17,6 +17,7 @@ from hostopt.communicator import Communicator, ReduceOp
 from hostopt.compression import new_wire_format
 from hostopt.connect import connect
 from hostopt.errors import ConfigError, ProtocolError
+from hostopt.options import shown
 from hostopt.ring import Array
 
 __all__: list[str] = []
@@ -27,6 +28,7 @@ _MAX_CALLS = 1000  # in a repetition
 _WARM_UP_CALLS = 3
 _DIGITS = 8  # values 0..7: their sums over 36 ranks are whole in bfloat16 too
 _COMPRESSED_TOLERANCE = 2.0**-7
+_MAX_SIZE_BYTES = 64 << 30
 
 
 class Group(Protocol):
@@ -213,8 +215,16 @@ def save(path: Path, timings: Sequence[Timing]) -> None:
     Args:
       path: the file; overwritten.
       timings: what to write.
+
+    Raises:
+      ConfigError: the file cannot be written.
     """
-    path.write_text(json.dumps([asdict(timing) for timing in timings], indent=1) + "\n")
+    try:
+        path.write_text(json.dumps([asdict(timing) for timing in timings], indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"the times cannot be written to {path}: {error}. Give another file as --json"
+        ) from None
 
 
 def load(path: Path) -> list[Timing]:
@@ -245,9 +255,10 @@ def parse_size(text: str) -> int:
     digits = text.strip().rstrip("KMGiBkmgb")
     unit = text.strip()[len(digits) :].upper() or "B"
     size_bytes = float(digits) * _UNITS[unit] if _is_number(digits) and unit in _UNITS else 0.0
-    if size_bytes <= 0 or size_bytes % 4:
+    if not 0 < size_bytes <= _MAX_SIZE_BYTES or size_bytes % 4:
         raise ConfigError(
-            f"size is {text!r}, wanted a multiple of 4 bytes such as 4096, 64KiB, 1MiB or 2GiB"
+            f"size is {shown(text)}, wanted a multiple of 4 bytes up to 64GiB. Give one such as "
+            "4096, 64KiB, 1MiB or 2GiB"
         )
     return int(size_bytes)
 

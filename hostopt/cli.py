@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import logging
-import math
 import os
 import sys
 import tempfile
@@ -18,12 +17,15 @@ from hostopt.doctor.checking import WRONG
 from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.launch import launch
+from hostopt.options import MAX_COUNT, MIN_TIMEOUT_S, YEAR_S
 from hostopt.trace_files import merge
 from hostopt.trace_picture import draw
 
 __all__: list[str] = []
 
 _USAGE_ERROR = 2
+_MAX_TASKS = 1024
+_MAX_TIMES = 1_000_000
 _SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
 
@@ -71,21 +73,29 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     run.add_argument(
-        "-np", type=_at_least(1), required=True, metavar="N", help="ranks: 1 chief, N-1 workers"
+        "-np",
+        type=_whole(1, _MAX_TASKS),
+        required=True,
+        metavar="N",
+        help="ranks: 1 chief, N-1 workers",
     )
     run.add_argument(
-        "--evaluators", type=_at_least(0), default=0, metavar="K", help="evaluators (default: 0)"
+        "--evaluators",
+        type=_whole(0, _MAX_TASKS),
+        default=0,
+        metavar="K",
+        help="evaluators (default: 0)",
     )
     run.add_argument(
         "--max-restarts",
-        type=_at_least(0),
+        type=_whole(0, _MAX_TIMES),
         default=0,
         metavar="R",
         help="start the ring again up to R times, where that may help (default: 0)",
     )
     run.add_argument(
         "--min-np",
-        type=_at_least(1),
+        type=_whole(1, _MAX_TASKS),
         metavar="M",
         help="go on with down to M ranks, without those that fail twice in a row (default: N)",
     )
@@ -142,13 +152,18 @@ def _add_trace_commands(commands: Any) -> None:
     drawing.add_argument("file", help="a trace of one rank or a joined one")
     drawing.add_argument("-o", "--output", required=True, metavar="FILE", help="the picture")
     drawing.add_argument(
-        "--step", type=_at_least(0), metavar="N", help="which step, from 0 (default: the last)"
+        "--step",
+        type=_whole(0, MAX_COUNT),
+        metavar="N",
+        help="which step, from 0 (default: the last)",
     )
     drawing.set_defaults(run=lambda options: draw(options.file, options.output, options.step))
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-np", type=_at_least(1), metavar="N", help="ranks on this machine")
+    parser.add_argument(
+        "-np", type=_whole(1, _MAX_TASKS), metavar="N", help="ranks on this machine"
+    )
     parser.add_argument(
         "--sizes",
         type=_size,
@@ -159,7 +174,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--repetitions",
-        type=_at_least(1),
+        type=_whole(1, _MAX_TIMES),
         default=7,
         metavar="K",
         help="the table shows the median of K (default: 7)",
@@ -241,26 +256,31 @@ def _run(options: argparse.Namespace) -> int:
     except FileNotFoundError as error:
         _complain(error)
         return _USAGE_ERROR
+    except OSError as error:
+        raise ConfigError(
+            f"not all tasks could be started: {error}. Start fewer, or raise the limit: see "
+            "`ulimit -a`"
+        ) from None
 
 
 def _complain(error: Exception) -> None:
     output.ERR.write(f"hostopt: {error}\n".encode(errors="backslashreplace"))
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
         value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value} is not from {least} to {most}")
         return value
 
-    return number
+    return whole_number
 
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no time above 0")
+    if not MIN_TIMEOUT_S <= value <= YEAR_S:
+        raise argparse.ArgumentTypeError(f"{text} is not from {MIN_TIMEOUT_S} to {YEAR_S:.0f} s")
     return value
 
 

@@ -188,6 +188,11 @@ class Cluster:
         from_env = cls.from_tf_config(environ)
         if resolver is None:
             return from_env
+        if not callable(getattr(resolver, "cluster_spec", None)):
+            raise ConfigError(
+                f"the cluster resolver is of type {type(resolver).__name__}, wanted a "
+                "tf.distribute.cluster_resolver.ClusterResolver. Give one, or None for TF_CONFIG"
+            )
         spec = resolver.cluster_spec()
         jobs = spec.as_dict() if spec else {}
         if not jobs:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from hostopt import output
+from hostopt import descriptors, output
 from hostopt.cluster import EVALUATOR
 from hostopt.restarts import Slots
 from hostopt.task_group import FORWARDED, Evaluator, Ring, address_of, ports_reserved
@@ -73,6 +73,7 @@ def launch(
     command = _find_command(command)
     if "TF_CONFIG" in os.environ:
         _LOG.warning("TF_CONFIG is set; each task gets one of its own instead")
+    descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
         stack.callback(output.flush)
         wake_fd = stack.enter_context(_signals_caught())

@@ -28,7 +28,7 @@ __all__: list[str] = []
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _HELD_BY_OTHERS = (errno.EAGAIN, errno.EACCES)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
-_MOST_BYTES = 4096
+MOST_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def last_holder(path: str) -> Holder | None:
     """
     try:
         with open(path, "rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
+            found = json.loads(file.read(MOST_BYTES))
         return Holder(str(found["host"]), int(found["pid"]), str(found["start"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None

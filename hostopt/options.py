@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 from hostopt.errors import ConfigError
 
@@ -14,15 +14,42 @@ __all__: list[str] = []
 
 MIB = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 30
+# What clocks and conditions of Python, and timers of gRPC, count with ease.
+MIN_TIMEOUT_S, YEAR_S = 0.001, 365.0 * 24 * 3600
+# TensorFlow counts micro-batches, examples and loops in int32.
+MAX_COUNT = (1 << 31) - 1
 _BUCKET_ALIGNMENT_BYTES = 128
-_NUMBERS = (
-    "bucket_mb",
-    "segment_bytes",
-    "rendezvous_timeout_s",
-    "stall_warning_s",
-    "collective_timeout_s",
-    "evaluator_timeout_s",
-)
+_SHOWN_CHARACTERS = 100
+
+
+class _Range(NamedTuple):
+    """Numbers that an option may have, both ends included."""
+
+    least: float
+    most: float
+    whole: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        kinds = (int,) if self.whole else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return False
+        return self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        kind = "whole number" if self.whole else "number"
+        return f"a {kind} from {self.least:.10g} to {self.most:.10g}"
+
+
+_SECONDS = _Range(MIN_TIMEOUT_S, YEAR_S)
+_NUMBERS = {
+    "bucket_mb": _Range(_BUCKET_ALIGNMENT_BYTES / MIB, MIB),
+    "segment_bytes": _Range(1, MAX_SEGMENT_BYTES, whole=True),
+    "rendezvous_timeout_s": _SECONDS,
+    "stall_warning_s": _SECONDS,
+    "collective_timeout_s": _SECONDS,
+    "evaluator_timeout_s": _SECONDS,
+    "desync_check_steps": _Range(0, MAX_COUNT, whole=True),
+}
 _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "communication": ("auto", "grpc", "shm"),
     "compression": (None, "fp16", "bf16"),
@@ -31,6 +58,7 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "insecure": (True, False),
     "restore_previous": (True, False),
 }
+_PATHS = ("timeline", "debug_dir", "token_file", "tls_dir")
 # How the environment writes values that are no text.
 _WORDS: dict[str, bool | None] = {
     "": None,
@@ -46,9 +74,11 @@ _WORDS: dict[str, bool | None] = {
 class Options:
     """How ranks meet, wait and cut their messages.
 
+    Times are 0.001 s to 365 days. A path is a `str` or an `os.PathLike`, which becomes one.
+
     Args:
-      bucket_mb: size of a gradient bucket in MiB; its bytes are a multiple of 128.
-      segment_bytes: largest message on the wire; a chunk travels as several of them.
+      bucket_mb: size of a gradient bucket in MiB, up to 1 TiB; its bytes are a multiple of 128.
+      segment_bytes: largest message on the wire, up to 1 GiB; a chunk travels as several of them.
       rendezvous_timeout_s: how long to wait for all ranks to appear.
       stall_warning_s: a rank that waits longer says for whom; repeated at doubled times.
       collective_timeout_s: a rank that waits longer without any progress gives up.
@@ -71,6 +101,9 @@ class Options:
       restore_previous: True has a training go on from the newest checkpoint that can be read,
         where the newest of all cannot.
       evaluator_timeout_s: an evaluator that sees nothing of the chief for longer gives up.
+
+    Raises:
+      ConfigError: an option may not have its value.
     """
 
     bucket_mb: float = 25.0
@@ -92,32 +125,11 @@ class Options:
     evaluator_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ConfigError(f"option {name} is {value!r}, wanted a number above 0")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"option {name} is {getattr(self, name)!r}, wanted one of "
-                    f"{', '.join(map(repr, choices))}"
-                )
-        if not isinstance(self.segment_bytes, int) or self.segment_bytes > MAX_SEGMENT_BYTES:
-            raise ConfigError(
-                f"option segment_bytes is {self.segment_bytes}, wanted a whole number up to "
-                f"{MAX_SEGMENT_BYTES}"
-            )
-        steps = self.desync_check_steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            raise ConfigError(
-                f"option desync_check_steps is {steps!r}, wanted a whole number from 0"
-            )
-        if self.bucket_mb * MIB % _BUCKET_ALIGNMENT_BYTES:
-            raise ConfigError(
-                f"option bucket_mb is {self.bucket_mb}, which is {self.bucket_mb * MIB:g} bytes: "
-                f"wanted a multiple of {_BUCKET_ALIGNMENT_BYTES} bytes, such as "
-                f"{max(round(self.bucket_mb * 8192), 1) / 8192}"
-            )
+        for name in _PATHS:
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        for field in fields(self):
+            _check(f"option {field.name}", field.name, getattr(self, field.name))
 
     @property
     def bucket_bytes(self) -> int:
@@ -139,21 +151,92 @@ class Options:
         environ = os.environ if environ is None else environ
         found: dict[str, Any] = {}
         for field in fields(self):
-            name = _variable(field.name)
-            if name not in environ:
-                continue
-            if field.name not in (*_NUMBERS, "desync_check_steps"):
-                found[field.name] = _WORDS.get(environ[name], environ[name])
-                continue
-            try:
-                found[field.name] = _number(environ[name])
-            except ValueError:
-                raise ConfigError(f"{name} is {environ[name]!r}, wanted a number") from None
+            variable = _variable(field.name)
+            if variable in environ:
+                found[field.name] = _value_of(field.name, environ[variable])
+                _check(variable, field.name, found[field.name])
         return replace(self, **found)
 
 
-def _number(text: str) -> float:
-    return int(text) if text.strip().isdigit() else float(text)
+def shown(value: object) -> str:
+    """A value as an error shows it, whatever it is.
+
+    Args:
+      value: given by the user.
+
+    Returns:
+      Its `repr`, up to 100 characters; its type, if it has none, as integers of many digits.
+    """
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _value_of(name: str, text: str) -> Any:
+    """What a variable of the environment says; the text itself if that is no value."""
+    if name in _NUMBERS:
+        try:
+            return int(text) if text.strip().isdigit() else float(text)
+        except ValueError:
+            return text
+    if name in _PATHS:  # a file may be called "true"
+        return None if text in ("", "none") else text
+    return _WORDS.get(text, text)
+
+
+def _check(label: str, name: str, value: Any) -> None:
+    """Make sure that an option may have a value.
+
+    Args:
+      label: what the user calls it: the option, or its variable.
+      name: field of `Options`.
+      value: given by the user.
+
+    Raises:
+      ConfigError: it may not.
+    """
+    wanted = _wanted(name, value)
+    if wanted is not None:
+        default = getattr(Options, name)
+        raise ConfigError(
+            f"{label} is {shown(value)}, wanted {wanted}. Correct it, or leave it out for the "
+            f"default, {default!r}"
+        )
+
+
+def _wanted(name: str, value: Any) -> str | None:
+    """What an option wants instead of a value; None if it takes it."""
+    if name in _NUMBERS:
+        if value not in _NUMBERS[name]:
+            return str(_NUMBERS[name])
+        return _wanted_bucket(value) if name == "bucket_mb" else None
+    if name in _CHOICES:
+        plain = value is None or isinstance(value, (bool, str))  # 1 == True
+        choices = ", ".join(map(repr, _CHOICES[name]))
+        return None if plain and value in _CHOICES[name] else f"one of {choices}"
+    if value is None or _is_path(value):
+        no_file = name == "timeline" and value is not None and not PurePath(value).name
+        return "the name of a file" if no_file else None
+    return "None or a path"
+
+
+def _wanted_bucket(bucket_mb: float) -> str | None:
+    nbytes = bucket_mb * MIB
+    if nbytes % _BUCKET_ALIGNMENT_BYTES == 0:
+        return None
+    whole_mb = max(round(nbytes / _BUCKET_ALIGNMENT_BYTES), 1) * _BUCKET_ALIGNMENT_BYTES / MIB
+    return f"a multiple of {_BUCKET_ALIGNMENT_BYTES} bytes, such as {whole_mb!r}"
+
+
+def _is_path(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        return 0 not in os.fsencode(value) and value != ""
+    except UnicodeEncodeError:
+        return False
 
 
 def _variable(name: str) -> str:

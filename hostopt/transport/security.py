@@ -34,6 +34,7 @@ _ROUND_TRIPS = 4  # more than any handshake of TLS takes
 # A CA that another one has signed is trusted too, as by gRPC; Python 3.9 has no name for it.
 _PARTIAL_CHAIN = 0x80000
 _PROBE_TIMEOUT_S = 1.0
+_MAX_FILE_BYTES = 1 << 20  # of a token or certificates
 _WANTS_TLS = "wants TLS, and this rank has no tls_dir"
 
 
@@ -235,18 +236,31 @@ class Tls:
 
 def _read(path: Path, what: str, *, is_secret: bool) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            content = file.read()
+            content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         descriptors.check(error)
-        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{what} cannot be read: {error.strerror}. Name one that this user can read"
+        ) from None
     if is_secret and mode & 0o077:
         raise ConfigError(
             f"{what} has the mode {mode:04o}, so that others may use it, wanted 0600 or less. "
             f"Run `chmod 600 {path}`, and make a new one where others could have read it"
         )
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{what} has more than {_MAX_FILE_BYTES} bytes. Name the file that was meant"
+        )
     return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file as `os.open` does, but a named pipe into which nobody writes is empty."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _reason(error: ssl.SSLError) -> str:
