@@ -20,7 +20,7 @@ PROGRAMS_VENV := .venv-programs$(SUFFIX)
 PROGRAMS_STAMP := $(PROGRAMS_VENV)/$(notdir $(STAMP))
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
-	test-matrix check format clean
+	test-matrix soak check format clean
 
 venv: $(STAMP)
 
@@ -44,6 +44,11 @@ test-programs: $(PROGRAMS_STAMP)
 # what breaks, and what the others say of it; minutes, as much of it is waiting for deadlines
 test-faults: $(STAMP)
 	$(BIN)/python -m pytest -m "faults and not netns"
+
+# a training that is broken again and again, at random
+soak: SOAK_ARGS ?= --minutes 5
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak/main.py $(SOAK_ARGS)
 
 # links between hosts that break: needs root
 test-netns: $(STAMP)

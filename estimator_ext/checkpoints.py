@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -17,14 +16,18 @@ from tensorflow.python.checkpoint import checkpoint_management
 
 import hostopt
 from estimator_ext import input_state
+from estimator_ext.file_errors import cannot_save, cause, remove
 
 __all__: list[str] = []
 
 _log = tf.get_logger()
 
-_MB = 1e6
 _STILL_READING_S = 10.0
 _NO_NUMBERS = (tf.resource, tf.variant)  # tensors that cannot be read into Python
+# How TensorFlow's reader says that a file is damaged; memory, where a length is.
+_UNREADABLE = (tf.errors.OpError, IndexError, MemoryError)
+# Files that TensorFlow renames in the end, all written by rank 0 alone.
+_DRAFT = re.compile(r"(checkpoint|graph\.pbtxt)\.tmp[0-9a-f]{32}")
 
 
 # -- reading -------------------------------------------------------------------------------
@@ -46,9 +49,8 @@ def check(path: str) -> None:
             part = f"data-*, which holds {name!r}"
             if dtype not in _NO_NUMBERS:
                 reader.get_tensor(name)
-    except (tf.errors.OpError, IndexError) as error:  # the latter where a file is cut
-        text = _cause(error)
-        raise hostopt.CheckpointError(f"cannot read {path}.{part}: {text}") from error
+    except _UNREADABLE as error:
+        raise hostopt.CheckpointError(f"cannot read {path}.{part}: {cause(error)}") from error
 
 
 def is_whole(path: str) -> bool:
@@ -103,10 +105,10 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
     path = None
     try:
         path = newest(model_dir)
-        if path is not None:
+        if path is None:
+            _check_has_none(model_dir)
+        else:
             _check_all(path)
-        elif _all(model_dir):
-            _log.warning("%s has old checkpoints and no file `checkpoint`: begins anew", model_dir)
         return
     except hostopt.CheckpointError as error:
         damage = error
@@ -120,7 +122,8 @@ def check_newest(model_dir: str, restore_previous: bool) -> None:
     if not restore_previous:
         raise hostopt.CheckpointError(
             f"{damage}. The newest whole checkpoint is {whole}: to go on from there, use `hostopt "
-            "run --restore-previous`, or run the same command with HOSTOPT_RESTORE_PREVIOUS=true",
+            "run --restore-previous`, or run the same command with HOSTOPT_RESTORE_PREVIOUS=true; "
+            "to begin anew, give another model_dir, or empty this one",
             last_checkpoint=whole,
         ) from damage
     _log.warning("%s. Training goes on from %s, as restore_previous says", damage, whole)
@@ -190,12 +193,35 @@ def _check_all(path: str) -> None:
     input_state.check(path)
 
 
+def _check_has_none(model_dir: str) -> None:
+    """Make sure that a training without a file `checkpoint` leaves no checkpoints behind.
+
+    Those of step 0 do not count: nothing was trained, and a training that was killed while it
+    saved its first has no file `checkpoint` yet.
+    """
+    found = [path for path in _all(model_dir) if _step(path) > 0 and _is_of_training(path)]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise hostopt.CheckpointError(
+            f"{model_dir} has no file `checkpoint`, which says where a training goes on, but "
+            f"{', '.join(map(os.path.basename, found[:3]))}{more}"
+        )
+
+
+def _is_of_training(path: str) -> bool:
+    """Whether it is a training's, as far as can be known: others save into model_dir, too."""
+    try:
+        reader = tf.compat.v1.train.NewCheckpointReader(path)
+    except _UNREADABLE:
+        return True
+    return bool(reader.has_tensor(tf.compat.v1.GraphKeys.GLOBAL_STEP))
+
+
 def _can_go_on_from(path: str) -> bool:
-    """Whether it is whole, and one of a training: others save into model_dir, too."""
+    """Whether it is whole, and one of a training."""
     with contextlib.suppress(hostopt.CheckpointError):
         _check_all(path)
-        reader = tf.compat.v1.train.NewCheckpointReader(path)
-        return bool(reader.has_tensor(tf.compat.v1.GraphKeys.GLOBAL_STEP))
+        return _is_of_training(path)
     return False
 
 
@@ -229,7 +255,8 @@ def saving_well(
     It raises a `CheckpointError` where it cannot save, and leaves nothing half written; TensorFlow
     takes some errors of a full disk for the end of the data. The first save of a training that
     goes on would write the very checkpoint again that was restored, and an end in the middle of
-    that would damage it. In the end the hook is as it was, for the next training.
+    that would damage it. What a save that was killed has left is removed first. In the end the
+    hook is as it was, for the next training.
 
     Args:
       hook: one that saves.
@@ -238,6 +265,7 @@ def saving_well(
     Yields:
       Nothing.
     """
+    _remove_drafts(hook._save_path)
     get_saver, timer, listeners = hook._get_saver, hook._timer, list(hook._listeners)
 
     def get_telling_saver() -> Any:
@@ -265,85 +293,49 @@ class _TellingSaver:
         checkpoint = f"{path}-{global_step}"
         if self._restored and os.path.abspath(checkpoint) == os.path.abspath(self._restored):
             return checkpoint
+        was_there = tf.io.gfile.exists(f"{checkpoint}.index")  # of another life
         try:
             return self._saver.save(session, path, global_step=global_step, **options)
         except (tf.errors.OpError, OSError, ValueError) as error:
-            needed = sum(
+            needed_bytes = sum(
                 (variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size
                 for variable in session.graph.get_collection(
                     tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
                 )
             )
-            raise _not_saved(checkpoint, needed, error) from error
+            last = _remove_failed(checkpoint, was_there)
+            raise cannot_save(checkpoint, error, needed_bytes, last) from error
 
 
-def _not_saved(path: str, needed_bytes: int, error: Exception) -> hostopt.CheckpointError:
-    """The error for a checkpoint that could not be written, of which nothing is left."""
-    directory = os.path.dirname(path)
+def _remove_failed(path: str, was_there: bool) -> str | None:
+    """Delete what a failed save has left; returns the newest checkpoint that is named.
+
+    Of that one, and of one that was there before and still is whole, temporary files only.
+    """
+    directory, name = os.path.split(path)
     last = None
     with contextlib.suppress(tf.errors.OpError, hostopt.CheckpointError):
         last = newest(directory)
-        _remove_parts(path, all_of_it=last != path)
-    room = ""
-    with contextlib.suppress(OSError):  # no local path
-        free_bytes = shutil.disk_usage(directory).free
-        room = f" ({needed_bytes / _MB:.1f} MB are needed, {free_bytes / _MB:.1f} MB are free)"
-    return hostopt.CheckpointError(
-        f"cannot save {path}: {_cause(error)}{room}. Make room there, or correct what "
-        "forbids writing, and run the same command again to resume",
-        last_checkpoint=last,
-    )
+        all_of_it = last != path and not (was_there and is_whole(path))
+        for found in tf.io.gfile.listdir(directory):
+            is_temporary = ".tempstate" in found or found.rstrip("/") == f"{name}_temp"
+            if is_temporary and found.startswith((f"{name}.", f"{name}_temp")):
+                tf.io.gfile.rmtree(os.path.join(directory, found))
+            elif all_of_it and found.startswith(f"{name}."):
+                remove(os.path.join(directory, found))
+    return last
 
 
-def _remove_parts(path: str, all_of_it: bool) -> None:
-    """Delete what a failed save has left; where it is the newest one, temporary files only."""
-    directory, name = os.path.split(path)
-    for found in tf.io.gfile.listdir(directory):
-        is_temporary = ".tempstate" in found or found.rstrip("/") == f"{name}_temp"
-        if found.startswith((f"{name}.", f"{name}_temp")) and (all_of_it or is_temporary):
-            tf.io.gfile.rmtree(os.path.join(directory, found))
-
-
-@contextlib.contextmanager
-def errors_of_files(model_dir: str) -> Iterator[None]:
-    """Have an error of writing anything else into model_dir be a `CheckpointError`, too.
+def _remove_drafts(save_path: str) -> None:
+    """Delete what a process that was killed while it saved under this name has left.
 
     Args:
-      model_dir: where rank 0 writes.
-
-    Yields:
-      Nothing.
-
-    Raises:
-      hostopt.CheckpointError: a file there could not be written.
+      save_path: path of the checkpoints, without their steps.
     """
-    try:
-        yield
-    except (tf.errors.OpError, RuntimeError, IndexError) as error:
-        text = _cause(error)
-        if not _names_file_in(model_dir, text) or not _is_of_writing(error):
-            raise
-        raise hostopt.CheckpointError(
-            f"cannot write into model_dir: {text}. Make room there, or correct what forbids "
-            "writing, and run the same command again"
-        ) from error
-
-
-def _names_file_in(directory: str, text: str) -> bool:
-    """Whether a path in a text begins with a directory, a name that may be an everyday word."""
-    path = re.escape(directory.rstrip("/"))
-    return re.search(rf"(?<![^\s\"'(=]){path}[/;]", text) is not None
-
-
-def _is_of_writing(error: Exception) -> bool:
-    if isinstance(error, tf.errors.OpError):  # of a file, where no operation has it
-        of_reading = isinstance(error, (tf.errors.NotFoundError, tf.errors.DataLossError))
-        return error.op is None and not of_reading
-    return "Failed to flush" in str(error)  # of an events file, whatever its type
-
-
-def _cause(error: Exception) -> str:
-    """The line of an error that says why, without where in the graph."""
-    text = str(getattr(error, "message", error))
-    found = re.search(r"^(.+)\n\s*\[\[", text, re.MULTILINE)
-    return found[1] if found else text.partition("\n")[0]
+    directory, name = os.path.split(save_path)
+    of_saver = re.compile(rf"{re.escape(name)}-\d+(_temp|\..*\.tempstate\d+|\.input\.tmp)")
+    with contextlib.suppress(tf.errors.OpError):  # no such directory yet; or left as it was
+        for found in tf.io.gfile.listdir(directory):
+            file = found.rstrip("/")
+            if of_saver.fullmatch(file) or _DRAFT.fullmatch(file):
+                tf.io.gfile.rmtree(os.path.join(directory, file))

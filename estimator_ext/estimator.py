@@ -22,7 +22,6 @@ from estimator_ext.batch_size import BatchSizes
 from estimator_ext.checkpoints import (
     check_on_rank_0,
     check_shared,
-    errors_of_files,
     newest,
     saving_well,
 )
@@ -30,6 +29,7 @@ from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.early_stopping import config_for
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.evaluators import Evaluators
+from estimator_ext.file_errors import errors_of_files
 from estimator_ext.fingerprint import Updates, read_updates
 from estimator_ext.global_step import GlobalStepCheckHook, read_before_changes
 from estimator_ext.gradient_marks import TrainingGraph
@@ -40,6 +40,7 @@ from estimator_ext.input_state import InputStateHook, InputStates, name_random_o
 from estimator_ext.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.loop_hooks import without_reports
 from estimator_ext.metric_sums import SumMetricsHook
+from estimator_ext.model_dir_lock import training_in
 from estimator_ext.predictions import first
 from estimator_ext.preemption import Preemption, PreemptionHook
 from estimator_ext.run_config import RunConfig, adopt_cluster, whole_number
@@ -97,7 +98,9 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             max_steps = whole_loops(max_steps, self._iterations)
         strategy = self._train_distribution
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
-            super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+            is_chief = self._config.is_chief
+            with training_in(self._model_dir) if is_chief else contextlib.nullcontext():
+                super().train(input_fn, hooks, steps, max_steps, saving_listeners)
             return self
         preemption = Preemption(strategy.close)
         hooks = [*(hooks or ()), PreemptionHook(preemption)]
@@ -106,6 +109,7 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             self._errors_with_checkpoint(),
             strategy.errors_told(),
             errors_of_files(self._model_dir),
+            training_in(self._model_dir, strategy.communicator),
         ):
             communicator = strategy.communicator
             strategy.leave_records_in(self._model_dir)
@@ -158,9 +162,10 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         self._check_has_files("evaluate", checkpoint_path)
         hooks = [*(hooks or ()), OwnEventsFileHook(self.eval_dir(name))]
         if self._evaluators is None:
-            return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
+            with self._errors_of_files(self._model_dir):
+                return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
         steps = self._evaluators.share(steps)
-        with self._evaluators.round(checkpoint_path):
+        with self._evaluators.round(checkpoint_path, self._model_dir):
             return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
 
     def _evaluate_run(self, *, eval_dict: Any, all_hooks: Any, **arguments: Any) -> dict[str, Any]:
@@ -195,7 +200,13 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
             export_dir_base = os.path.join(
                 tf.compat.as_str(export_dir_base), f".rank-{strategy.cluster.rank}"
             )
-        return super()._export_all_saved_models(export_dir_base, *arguments, **options)
+        with self._errors_of_files(tf.compat.as_str(export_dir_base)):
+            return super()._export_all_saved_models(export_dir_base, *arguments, **options)
+
+    def _errors_of_files(self, directory: str) -> contextlib.AbstractContextManager[None]:
+        """`errors_of_files`; without a strategy of ours they are those of the stock class."""
+        is_ours = isinstance(self._train_distribution, HostOffloadStrategy)
+        return errors_of_files(directory if is_ours else None)
 
     def _check_has_files(self, call: str, checkpoint_path: str | None) -> None:
         """Refuse to work from initial values where rank 0 alone has what was trained."""
@@ -212,7 +223,8 @@ class _HostOffloadEstimator(_tf_estimator.Estimator):
         with (
             contextlib.ExitStack() as stack,
             TrainingGraph().as_default() as graph,
-            strategy.extended.training_graph(),
+            strategy.extended.training_graph(),  # which tells the others of errors
+            errors_of_files(self._model_dir),
         ):
             tf.compat.v1.set_random_seed(self._config.tf_random_seed)
             communicator = strategy.communicator

@@ -27,6 +27,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.checkpoints import is_whole
+from estimator_ext.file_errors import error_of_file
 from hostopt.connect import meet
 
 __all__: list[str] = []
@@ -100,11 +101,12 @@ class Evaluators:
         return dict(json.loads(notes[0]))
 
     @contextlib.contextmanager
-    def round(self, checkpoint: str) -> Iterator[None]:
+    def round(self, checkpoint: str, model_dir: str) -> Iterator[None]:
         """Scope of one evaluation, which evaluator 0 begins for all.
 
         Args:
           checkpoint: path of what is evaluated.
+          model_dir: where this evaluator writes.
 
         Yields:
           Nothing.
@@ -124,7 +126,10 @@ class Evaluators:
             of_reading = isinstance(error, (ValueError, IndexError, tf.errors.OpError))
             if self._unread and of_reading and not is_whole(checkpoint):
                 self.have_read(False)
-            self.communicator.abort(error)
+            of_file = error_of_file(error, model_dir)
+            self.communicator.abort(of_file or error)
+            if of_file is not None:
+                raise of_file from error
             raise
 
     def have_read(self, success: bool = True) -> None:

@@ -1,7 +1,7 @@
 """How far each rank has read its data, saved with each checkpoint and taken up again.
 
-Beside ``model.ckpt-100`` lies ``model.ckpt-100.input``, a zip file that rank 0 writes first: a
-checkpoint is never there without it. It holds the state of each iterator of each rank, as tf.data
+Beside ``model.ckpt-100`` lies ``model.ckpt-100.input``, which rank 0 writes first: a checkpoint is
+never there without it. It holds the state of each iterator of each rank, as tf.data
 saves it, shuffle buffers included; rank 0 collects them, as the ranks need share no file system.
 
 A training that starts in another process goes on where the data stood. Within one process another
@@ -11,11 +11,8 @@ had ended on all ranks, or whose input_fn or number of ranks is another one.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
+import itertools
 import secrets
-import zipfile
 import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -26,7 +23,10 @@ from tensorflow.python.data.ops.iterator_ops import GLOBAL_ITERATORS
 from tensorflow.python.ops import gen_dataset_ops
 
 import hostopt
+from estimator_ext import input_state_file
+from estimator_ext.file_errors import remove
 from estimator_ext.graph import ancestors
+from estimator_ext.input_state_file import SUFFIX, Packed, is_counts, pack, unpack
 from estimator_ext.session_guard import SessionGuardHook
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -34,8 +34,6 @@ __all__: list[str] = []
 
 _log = tf.get_logger()
 
-_SUFFIX = ".input"
-_FACTS = "facts.json"
 _THIS_PROCESS = secrets.token_hex(8)
 # What tf.data does about functions that keep a state of their own outside of the iterator.
 _IGNORE, _FAIL = 1, 2
@@ -128,12 +126,8 @@ class InputStates:
         own = b""
         states = [] if self._guard.data_have_ended else self._save(session)
         if states:
-            entries = {
-                f"iterator {i}, part {k}": part
-                for i, parts in enumerate(states)
-                for k, part in enumerate(parts)
-            }
-            own = _pack(entries, {"pipelines": self._pipelines, "parts": [*map(len, states)]})
+            facts = {"pipelines": self._pipelines, "parts": [*map(len, states)]}
+            own = pack(facts, [*itertools.chain.from_iterable(states)])
         self._gathered = self._communicator.gather_bytes(own, "the states of the data")
 
     def forget(self) -> None:
@@ -146,22 +140,17 @@ class InputStates:
         Args:
           session: the session of this rank.
           checkpoint: path of the checkpoint that follows.
+
+        Raises:
+          hostopt.CheckpointError: they cannot be written.
         """
         if self._communicator.size == 1 and self._has_begun:
             self.gather(session)
         if not self._gathered:  # before the first step, of a checkpoint that has its states
             return
-        entries = {f"rank {rank}": state for rank, state in enumerate(self._gathered)}
-        data = _pack(entries, {"process": _THIS_PROCESS, "size": self._communicator.size})
-        path = f"{checkpoint}{_SUFFIX}"
-        try:
-            with tf.io.gfile.GFile(f"{path}.tmp", "wb") as file:
-                file.write(data)
-            tf.io.gfile.rename(f"{path}.tmp", path, overwrite=True)
-        except tf.errors.OpError:
-            _remove(f"{path}.tmp")  # a full disk must not stay so for it
-            raise
-        _remove_old(path)
+        facts = {"process": _THIS_PROCESS, "step": _step(checkpoint)}
+        input_state_file.write(checkpoint, facts, self._gathered)
+        _remove_old(checkpoint)
 
     def _save(self, session: tf.compat.v1.Session) -> list[list[bytes]]:
         """The parts of each iterator's state; none where they cannot be saved, as is said once."""
@@ -199,7 +188,7 @@ class InputStates:
 
     def _parts_for(self, own: bytes) -> list[list[bytes]]:
         """The parts that were saved for each iterator; none where they are of other data."""
-        entries, facts = _unpack(own)
+        facts, parts = unpack(own)
         if facts["pipelines"] != self._pipelines:
             _log.warning(
                 "rank %d: its data begin anew: input_fn makes another pipeline than the one whose "
@@ -207,10 +196,8 @@ class InputStates:
                 self._communicator.rank,
             )
             return []
-        return [
-            [entries[f"iterator {i}, part {k}"] for k in range(count)]
-            for i, count in enumerate(facts["parts"])
-        ]
+        left = iter(parts)
+        return [[*itertools.islice(left, count)] for count in facts["parts"]]
 
     def _have_ended_after(self, session: tf.compat.v1.Session, states: list[list[bytes]]) -> bool:
         """Restore, and read on to see whether something follows."""
@@ -228,7 +215,7 @@ class InputStates:
                 raise hostopt.CheckpointError(
                     f"rank {self._communicator.rank} cannot go on with the data where the "
                     f"checkpoint left them: {_first_line(error)}. Remove the checkpoint's file "
-                    f"*{_SUFFIX} to have the data begin anew, or go on with the TensorFlow that "
+                    f"*{SUFFIX} to have the data begin anew, or go on with the TensorFlow that "
                     "saved it",
                     rank=self._communicator.rank,
                 ) from error
@@ -305,66 +292,67 @@ def name_random_operations(train_op: Any, data: Collection[tf.Operation]) -> Non
         )
 
 
-def _load(checkpoint: str) -> tuple[dict[str, bytes], Any]:
-    """The file beside a checkpoint: entries and facts; nothing where there is none."""
-    path = f"{checkpoint}{_SUFFIX}"
-    if not tf.io.gfile.exists(path):
-        return {}, {}
-    try:
-        with tf.io.gfile.GFile(path, "rb") as file:
-            return _unpack(file.read())
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError) as error:
-        raise hostopt.CheckpointError(
-            f"{path}, which says how far the data of {checkpoint} were read, is damaged: {error}. "
-            "Remove it to have the data begin anew, or go on from another checkpoint"
-        ) from error
+def _load(checkpoint: str) -> Packed | None:
+    """The states beside a checkpoint, one for each rank, where there are some."""
+    return input_state_file.read(checkpoint, lambda found: _is_of(checkpoint, found))
+
+
+def _is_of(checkpoint: str, found: Packed) -> bool:
+    """Whether the states that a file holds can be those of a checkpoint."""
+    facts, states = found
+    return (
+        facts.keys() == {"process", "step"}
+        and facts["step"] == _step(checkpoint)
+        and bool(states)
+        and all(not state or _is_state(unpack(state)) for state in states)
+    )
+
+
+def _is_state(found: Packed) -> bool:
+    """Whether it is the state of one rank's iterators."""
+    facts, parts = found
+    return (
+        facts.keys() == {"pipelines", "parts"}
+        and is_counts(facts["pipelines"])
+        and is_counts(facts["parts"])
+        and len(facts["parts"]) == len(facts["pipelines"])
+        and sum(facts["parts"]) == len(parts)
+    )
+
+
+def _step(checkpoint: str) -> str:
+    """The step that a checkpoint's name ends with, whatever it is called otherwise."""
+    return checkpoint.rpartition("-")[2]
 
 
 def _read(checkpoint: str | None, size: int) -> list[bytes]:
     """The states that were saved with a checkpoint, one for each rank; none where none fit."""
     if checkpoint is None:
         return []
-    entries, facts = _load(checkpoint)
-    if not facts and not checkpoint.endswith("-0"):  # which is saved before the first step
-        _log.warning("the data begin anew: %s was saved without their state", checkpoint)
-    if not facts or facts["process"] == _THIS_PROCESS:
+    found = _load(checkpoint)
+    if found is None:
+        if _step(checkpoint) != "0":  # which is saved before the first step
+            _log.warning("the data begin anew: %s was saved without their state", checkpoint)
         return []
-    if facts["size"] != size:
+    if found.facts["process"] == _THIS_PROCESS:
+        return []
+    if len(found.parts) != size:
         _log.warning(
             "the data begin anew: %s was saved by %d ranks, and now there are %d",
             checkpoint,
-            facts["size"],
+            len(found.parts),
             size,
         )
         return []
-    return [entries[f"rank {rank}"] for rank in range(size)]
+    return found.parts
 
 
-def _remove_old(path: str) -> None:
+def _remove_old(checkpoint: str) -> None:
     """Remove the states of checkpoints that are there no more."""
-    for other in tf.io.gfile.glob(f"{path.rpartition('-')[0]}-*{_SUFFIX}"):
-        if other != path and not tf.io.gfile.exists(f"{other[: -len(_SUFFIX)]}.index"):
-            _remove(other)
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(tf.errors.NotFoundError):
-        tf.io.gfile.remove(path)
-
-
-def _pack(entries: dict[str, bytes], facts: Any) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(_FACTS, json.dumps(facts))
-        for name, data in entries.items():
-            archive.writestr(name, data)
-    return buffer.getvalue()
-
-
-def _unpack(data: bytes) -> tuple[dict[str, bytes], Any]:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:  # each entry has a CRC, which is checked
-        entries = {name: archive.read(name) for name in archive.namelist()}
-    return entries, json.loads(entries.pop(_FACTS))
+    for other in tf.io.gfile.glob(f"{checkpoint.rpartition('-')[0]}-*{SUFFIX}"):
+        saved = other[: -len(SUFFIX)]
+        if saved != checkpoint and not tf.io.gfile.exists(f"{saved}.index"):
+            remove(other)
 
 
 def _serialized(iterator: tf.Tensor, policy: int) -> tuple[tf.Tensor, tf.Tensor]:

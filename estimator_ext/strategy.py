@@ -85,6 +85,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         variable HOSTOPT_TOKEN may hold the token itself instead.
       tls_dir: directory with ca.pem, cert.pem and key.pem, for mutual TLS between the ranks.
       insecure: True lets ranks on several machines meet without token and TLS.
+      evaluator_timeout_s: an evaluator that sees nothing of the chief for longer gives up.
 
     Raises:
       hostopt.ConfigError: the resolver, TF_CONFIG or an option cannot be used.
@@ -110,6 +111,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         token_file: str | None = None,
         tls_dir: str | None = None,
         insecure: bool = False,
+        evaluator_timeout_s: float = 3600.0,
     ) -> None:
         exit_with_error_code()
         check_policy(auto_shard)
@@ -131,6 +133,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             token_file=token_file,
             tls_dir=tls_dir,
             insecure=insecure,
+            evaluator_timeout_s=evaluator_timeout_s,
         ).with_environment()
         device = accelerator or _find_accelerator(self.cluster)
         super().__init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -17,7 +18,11 @@ from estimator_ext._tf_estimator import Estimator, EvalSpec, Evaluator, Training
 from estimator_ext._tf_estimator import train_and_evaluate as stock_train_and_evaluate
 from estimator_ext.checkpoints import check, newest
 from estimator_ext.evaluators import Evaluators, meet_evaluators, with_evaluators
+from estimator_ext.file_errors import errors_of_files, write_whole
+from estimator_ext.model_dir_lock import training_in
+from estimator_ext.signs_of_life import SignsOfLife
 from estimator_ext.strategy import HostOffloadStrategy
+from hostopt.options import RING_ENDED
 
 __all__: list[str] = []
 
@@ -55,24 +60,30 @@ def train_and_evaluate(
 
     Raises:
       hostopt.ConfigError: the cluster's evaluators do not fit eval_spec.
-      hostopt.HostOptError: the ring failed.
+      hostopt.HostOptError: the ring failed, or an evaluator sees nothing of the chief.
       TypeError: an argument is not of the type that it should be.
     """
     eval_specs = _check_specs(eval_spec)
     TrainingExecutor(estimator, train_spec, eval_specs[0])  # checks them
     strategy = estimator.config.train_distribute
     if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.task is None:
-        if len(eval_specs) == 1:
-            return stock_train_and_evaluate(estimator, train_spec, eval_specs[0])
-        _train(estimator, train_spec)
-        return _evaluate_all(estimator, train_spec, eval_specs)
+        is_chief = estimator.config.is_chief
+        with training_in(estimator.model_dir) if is_chief else contextlib.nullcontext():
+            if len(eval_specs) == 1:
+                return stock_train_and_evaluate(estimator, train_spec, eval_specs[0])
+            _train(estimator, train_spec)
+            return _evaluate_all(estimator, train_spec, eval_specs)
     if strategy.cluster.role == "evaluator":
         return _run_evaluator(strategy.cluster, estimator, train_spec, eval_specs)
     if not strategy.cluster.is_chief:
         _train(estimator, train_spec)
         return None, []
     marker = _Marker(estimator.model_dir)
-    marker.remove()
+    try:
+        marker.remove()
+    except hostopt.CheckpointError as error:
+        strategy.communicator.abort(error)  # meets the other ranks, which wait for this one
+        raise
     _train(estimator, train_spec)
     results = (None, [])
     if not strategy.cluster.evaluators:
@@ -168,25 +179,26 @@ class _Marker:
 
     def write(self, checkpoint: str | None) -> None:
         """Say that training has ended, `checkpoint` being the last one."""
-        temporary = f"{self._path}.tmp"
-        tf.io.gfile.makedirs(self.model_dir)
-        with tf.io.gfile.GFile(temporary, "w") as file:
-            last = os.path.basename(checkpoint or "")
-            file.write(json.dumps({"checkpoint": last, "time_ns": time.time_ns()}))
-        tf.io.gfile.rename(temporary, self._path, overwrite=True)
+        note = {"checkpoint": os.path.basename(checkpoint or ""), "time_ns": time.time_ns()}
+        with errors_of_files(self.model_dir):
+            tf.io.gfile.makedirs(self.model_dir)
+        write_whole(self._path, [json.dumps(note).encode()])
 
     def remove(self) -> None:
         """Say that training goes on."""
-        if tf.io.gfile.exists(self._path):
-            tf.io.gfile.remove(self._path)
+        with errors_of_files(self.model_dir):
+            if tf.io.gfile.exists(self._path):
+                tf.io.gfile.remove(self._path)
 
-    def read(self) -> str | None:
-        """What the chief wrote when training ended, a text of that run; None before."""
-        try:
-            with tf.io.gfile.GFile(self._path) as file:
-                return str(file.read())
-        except tf.errors.NotFoundError:
-            return None
+    def read(self) -> bytes | None:
+        """What the chief wrote when training ended, bytes of that run; None before."""
+        with (
+            errors_of_files(self.model_dir),
+            contextlib.suppress(tf.errors.NotFoundError),
+            tf.io.gfile.GFile(self._path, "rb") as file,
+        ):
+            return bytes(file.read())
+        return None
 
 
 class _Evaluator(Evaluator):
@@ -271,7 +283,8 @@ def _evaluate_until_ended(
 ) -> tuple[Any, Any]:
     """The evaluator's loop: throttled evaluations, then the final one."""
     evaluation = _Evaluation(estimator, train_spec, eval_spec)
-    watch = _Watch(_Marker(estimator.model_dir), beat)
+    options = estimator.config.train_distribute.options
+    watch = _Watch(_Marker(estimator.model_dir), SignsOfLife(estimator.model_dir, options), beat)
     pause_s = eval_spec.start_delay_secs
     while not watch.ends_within(pause_s):
         started_s = time.monotonic()
@@ -300,16 +313,22 @@ def _evaluate_when_told(
 class _Watch:
     """Watches for the end of training.
 
+    Either the chief says so, or `hostopt run` says that all ranks have ended with exit code 0: a
+    program may end before it has trained, or without a last word.
+
     Args:
       marker: what the chief leaves at the end.
+      chief: what else is seen of it.
       beat: called at least twice a second meanwhile.
     """
 
-    def __init__(self, marker: _Marker, beat: Callable[[], None]) -> None:
+    def __init__(self, marker: _Marker, chief: SignsOfLife, beat: Callable[[], None]) -> None:
         self._marker = marker
+        self._chief = chief
         self._beat = beat
         self._old = marker.read()
         self._trusted_from_s = time.monotonic() + _OLD_MARKER_S
+        self._ring_ended = os.environ.get(RING_ENDED)
 
     def ends_within(self, pause_s: float) -> bool:
         """Pause, but no longer than training goes on.
@@ -319,6 +338,9 @@ class _Watch:
 
         Returns:
           True once training has ended.
+
+        Raises:
+          hostopt.RetryableError: nothing is seen of the chief for too long.
         """
         until_s = time.monotonic() + pause_s
         while not self._ended():
@@ -326,10 +348,14 @@ class _Watch:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False
-            time.sleep(min(_POLL_S, left_s))
+            pause_s = min(_POLL_S, left_s)
+            time.sleep(pause_s)
+            self._chief.waited(pause_s)
         return True
 
     def _ended(self) -> bool:
+        if self._ring_ended and os.path.exists(self._ring_ended):
+            return True
         text = self._marker.read()
         if text is None:
             self._old = None  # a marker that comes from now on is of this run

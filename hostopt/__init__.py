@@ -16,11 +16,13 @@ from hostopt.errors import (
     PeerLostError,
     ProtocolError,
     RendezvousTimeoutError,
+    ResourceError,
     RetryableError,
 )
 from hostopt.options import Options
+from hostopt.versions import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "connect",
@@ -39,5 +41,6 @@ __all__ = [
     "PeerLostError",
     "ProtocolError",
     "RendezvousTimeoutError",
+    "ResourceError",
     "RetryableError",
 ]

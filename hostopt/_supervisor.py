@@ -2,13 +2,15 @@
 
 `hostopt.launch` executes this file by its path, as ``python -I -S _supervisor.py command args``,
 so neither hostopt nor anything it imports is loaded here. Standard input is a socket to the
-launcher: upwards goes the command's process group, downwards one byte for each signal to deliver.
-End of file there means that the launcher is gone, and the command is killed.
+launcher: upwards go the command's process group and its exit code, downwards one byte for each
+signal to deliver. End of file there means that the launcher is gone, and the command is killed.
+When this process is killed itself, the kernel kills the command's process group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -33,18 +35,46 @@ def main(command: list[str]) -> int:
       Its exit code; 128 + n where signal n ended it; 2 where it cannot be started.
     """
     wake_fd = _catch_signals()
+    reader, _ = os.pipe()  # the other end is open for as long as this process lives
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[reader],
+            preexec_fn=lambda: _die_when_closed(reader),  # noqa: PLW1509  there are no threads
+        )
     except OSError as error:
         print(f"hostopt: cannot start {command[0]!r}: {error}", file=sys.stderr, flush=True)
         return _CANNOT_START
-    with contextlib.suppress(OSError):  # the launcher may be gone already
-        os.write(_LAUNCHER_FD, b"%d\n" % child.pid)
+    _tell(b"group %d" % child.pid)
     _serve(child.pid, wake_fd)
     # The leader is not reaped yet, so its group's number cannot belong to anyone else.
     _signal_group(child.pid, signal.SIGKILL)
     code = child.wait()
-    return code if code >= 0 else 128 - code
+    code = code if code >= 0 else 128 - code
+    _tell(b"code %d" % code)
+    return code
+
+
+def _die_when_closed(reader: int) -> None:
+    """Have the kernel send SIGKILL to this process group when a pipe has lost its writer.
+
+    The writer is the supervisor alone, which need not live to do anything: the pipe is asked to
+    signal a change with SIGKILL (F_SETSIG of fcntl(2)), and it changes when the writer is gone.
+
+    Args:
+      reader: end of the pipe to read; as long as a process of the group has it, this holds.
+    """
+    with contextlib.suppress(OSError):  # not every kernel that calls itself Linux has it
+        fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | fcntl.FASYNC)
+
+
+def _tell(message: bytes) -> None:
+    with contextlib.suppress(OSError):  # the launcher may be gone already
+        os.write(_LAUNCHER_FD, message)
 
 
 def _catch_signals() -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostopt import bench
+from hostopt import bench, output
 from hostopt.doctor.checking import WRONG
 from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError, HostOptError
@@ -42,13 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: the arguments cannot be used (code 2), or ask for help or the version (code 0).
     """
+    output.open_closed_descriptors()
     options = _parser().parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="hostopt: %(message)s")
+    stream = output.LogStream(output.ERR)
+    logging.basicConfig(stream=stream, level=logging.INFO, format="hostopt: %(message)s")
     try:
         return int(options.run(options) or 0)
     except HostOptError as error:
-        print(f"hostopt: {error}", file=sys.stderr)
+        _complain(error)
         return error.exit_code
+    finally:
+        output.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -250,13 +254,17 @@ def _run(options: argparse.Namespace) -> int:
             min_size=options.min_np,
         )
     except FileNotFoundError as error:
-        print(f"hostopt: {error}", file=sys.stderr)
+        _complain(error)
         return _USAGE_ERROR
     except OSError as error:
         raise ConfigError(
             f"not all tasks could be started: {error}. Start fewer, or raise the limit: see "
             "`ulimit -a`"
         ) from None
+
+
+def _complain(error: Exception) -> None:
+    output.ERR.write(f"hostopt: {error}\n".encode(errors="backslashreplace"))
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hostopt import descriptors
 from hostopt.errors import ConfigError
 
 __all__: list[str] = []
@@ -348,6 +349,7 @@ def _check_resolves(task: Task) -> None:
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
+        descriptors.check(error)
         raise ConfigError(
             f"the host of this task ({task}) does not resolve: {error}. Write an address of this "
             f'machine in TF_CONFIG under "{task.type}"',

@@ -9,14 +9,16 @@ import weakref
 from collections.abc import Callable
 from types import TracebackType
 
+from hostopt import descriptors
 from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
 from hostopt.communicator import BLOCK_BYTES, Communicator
 from hostopt.error_report import shown_of, tell_launcher, write_details
-from hostopt.errors import HostOptError
+from hostopt.errors import HostOptError, ResourceError
 from hostopt.hierarchy import find_hosts, open_hierarchy
 from hostopt.hosts import own_host_id
 from hostopt.options import Options
+from hostopt.output import open_closed_descriptors
 from hostopt.timeline import Timeline
 from hostopt.transport.base import Transport
 from hostopt.transport.inproc import InprocTransport
@@ -34,6 +36,8 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
     other ranks, and the exit code is that of the error. If there is a directory for debugging, all
     of its tracebacks go to a file there, and what is printed is shorter.
 
+    This raises the soft limit of open files to the hard one, too.
+
     Args:
       cluster: the ring; from TF_CONFIG by default.
       options: deadlines and sizes; HOSTOPT_* variables override them.
@@ -46,6 +50,7 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
       RendezvousTimeoutError: a rank did not appear in time.
     """
     exit_with_error_code()
+    descriptors.raise_limit()
     cluster = cluster or Cluster.from_tf_config()
     return meet(cluster, (options or Options()).with_environment())
 
@@ -65,6 +70,7 @@ def meet(cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> C
       ConfigError: this task's address or the timeline's file cannot be used.
       RendezvousTimeoutError: a rank did not appear in time.
     """
+    open_closed_descriptors()
     communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
     try:
@@ -135,9 +141,12 @@ def _report_and_exit(
     finally:
         for communicator in list(_connected):
             communicator.abort(error)
-    if isinstance(error, HostOptError):
+    code = error.exit_code if isinstance(error, HostOptError) else None
+    if descriptors.is_out(error):
+        code = ResourceError.exit_code
+    if code is not None:
         # an excepthook cannot choose the exit code otherwise; do what a normal exit would do
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(error.exit_code)
+        os._exit(code)

@@ -13,7 +13,8 @@
         └── RetryableError           (none raised itself: run the same command again)
             ├── PeerLostError        200   a rank died, left or was aborted
             ├── CollectiveTimeoutError  201   a rank is there but makes no progress
-            └── RendezvousTimeoutError  202   a rank never came
+            ├── RendezvousTimeoutError  202   a rank never came
+            └── ResourceError        203   the process is out of file descriptors
 
 Codes below 128 are permanent: the same command fails again. Codes from 193 on are worth a retry.
 """
@@ -140,7 +141,21 @@ class RendezvousTimeoutError(RetryableError):
     exit_code = 202
 
 
-_FACTS = ("rank", "task", "address", "step", "bucket", "root_cause", "last_checkpoint")
+class ResourceError(RetryableError):
+    """A process, or its machine, has no file descriptor left."""
+
+    exit_code = 203
+
+
+_FACTS = {
+    "rank": int,
+    "task": str,
+    "address": str,
+    "step": int,
+    "bucket": int,
+    "root_cause": str,
+    "last_checkpoint": str,
+}
 _KINDS = {
     kind.__name__: kind
     for kind in (
@@ -153,8 +168,10 @@ _KINDS = {
         PeerLostError,
         CollectiveTimeoutError,
         RendezvousTimeoutError,
+        ResourceError,
     )
 }
+_MOST_CHARACTERS = 10_000  # of a text that travels
 
 
 def error_to_dict(error: HostOptError) -> dict[str, Any]:
@@ -167,17 +184,28 @@ def error_to_dict(error: HostOptError) -> dict[str, Any]:
       Its kind, message and facts, as JSON can hold them.
     """
     facts = {name: getattr(error, name) for name in _FACTS}
-    return {"kind": type(error).__name__, "message": error.message, "facts": facts}
+    message = error.message[:_MOST_CHARACTERS]
+    return {"kind": type(error).__name__, "message": message, "facts": facts}
 
 
-def error_from_dict(note: dict[str, Any]) -> HostOptError:
+def error_from_dict(note: Any) -> HostOptError:
     """Rebuild the error that another rank described; an unknown kind is a HostOptError.
 
     Args:
       note: what `error_to_dict` returned there.
 
     Returns:
-      An error of the same kind, message and facts.
+      An error of the same kind, message and facts, without those of another type.
+
+    Raises:
+      ValueError: it is no such note.
     """
-    facts = {name: note["facts"].get(name) for name in _FACTS}
-    return _KINDS.get(note["kind"], HostOptError)(note["message"], **facts)
+    parts = note if isinstance(note, dict) else {}
+    kind, message, facts = (parts.get(key) for key in ("kind", "message", "facts"))
+    if not (isinstance(kind, str) and isinstance(message, str) and isinstance(facts, dict)):
+        raise ValueError("an error has a kind, a message and facts")
+    known: dict[str, Any] = {
+        name: value if isinstance(value := facts.get(name), type_) else None
+        for name, type_ in _FACTS.items()
+    }
+    return _KINDS.get(kind, HostOptError)(message, **known)

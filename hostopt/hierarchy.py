@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hostopt import ring, shared_file
+from hostopt import descriptors, ring, shared_file
 from hostopt.compression import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.hosts import Hosts, group_by_host
@@ -174,6 +174,7 @@ def share_memory(
                 stack.callback(file.unlink)  # when all have opened it
                 path, memory = file.path, file.memory
             except OSError as error:
+                descriptors.check(error)
                 trouble = f"{shared_file.DIRECTORY} gives no {nbytes} bytes: {error}"
         paths = communicator.all_gather_bytes(path.encode(), f"the names of {shared}")
         path = paths[leader].decode()
@@ -181,6 +182,7 @@ def share_memory(
             try:
                 memory = shared_file.attach(path, nbytes)
             except (OSError, ValueError) as error:
+                descriptors.check(error)
                 trouble = f"{path} cannot be mapped: {error}"
         troubles = communicator.all_gather_bytes(trouble.encode(), f"the state of {shared}")
     ring_ = communicator.transport.cluster.ring

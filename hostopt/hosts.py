@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hostopt import shared_file
+from hostopt import descriptors, shared_file
 
 __all__: list[str] = []
 
@@ -48,7 +48,8 @@ def own_host_id() -> str:
     try:
         boot_id = _BOOT_ID.read_text().strip()
         return f"{boot_id} {os.stat(shared_file.DIRECTORY).st_dev}"
-    except OSError:
+    except OSError as error:
+        descriptors.check(error)
         return ""
 
 

@@ -7,7 +7,7 @@
 
 A lifeline is a socket pair. Through it the launcher has signals delivered to the command's process
 group, and both ends notice the death of the other: the launcher when a task is over, the
-supervisor when the launcher was killed.
+supervisor when the launcher was killed. When a supervisor is killed the kernel kills its command.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import selectors
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from hostopt import descriptors, output
 from hostopt.cluster import EVALUATOR
 from hostopt.restarts import Slots
 from hostopt.task_group import FORWARDED, Evaluator, Group, Ring, address_of, ports_reserved
@@ -71,17 +73,23 @@ def launch(
     command = _find_command(command)
     if "TF_CONFIG" in os.environ:
         _LOG.warning("TF_CONFIG is set; each task gets one of its own instead")
+    descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
+        stack.callback(output.flush)
         wake_fd = stack.enter_context(_signals_caught())
         selector = stack.enter_context(selectors.DefaultSelector())
         ports = stack.enter_context(ports_reserved(evaluators))  # evaluators outlive an attempt
         cluster = {EVALUATOR: list(map(address_of, ports))} if evaluators else {}
         shared = (command, cluster, selector, max_restarts, grace_s)
         ring = Ring(*shared, slots=Slots(size, min_size))
-        others = [Evaluator(*shared, index=index) for index in range(evaluators)]
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
+        ring_ended = os.path.join(directory, "ring-ended")
+        others = [
+            Evaluator(*shared, index=index, ring_ended=ring_ended) for index in range(evaluators)
+        ]
         for group in (ring, *others):
             stack.callback(group.close)
-        return _Run(ring, others, selector).wait(wake_fd)
+        return _Run(ring, others, selector, ring_ended).wait(wake_fd)
 
 
 class _Run:
@@ -91,15 +99,21 @@ class _Run:
       ring: the ranks.
       evaluators: one group for each.
       selector: where their lifelines are registered.
+      ring_ended: file that tells evaluators that all ranks have succeeded.
     """
 
     def __init__(
-        self, ring: Ring, evaluators: Sequence[Evaluator], selector: selectors.BaseSelector
+        self,
+        ring: Ring,
+        evaluators: Sequence[Evaluator],
+        selector: selectors.BaseSelector,
+        ring_ended: str,
     ) -> None:
         self._ring = ring
         self._evaluators = evaluators
         self._groups = (ring, *evaluators)
         self._selector = selector
+        self._ring_ended = ring_ended
         self._interrupted = False
 
     def wait(self, wake_fd: int) -> int:
@@ -116,6 +130,8 @@ class _Run:
             if self._ring.code:
                 for evaluator in self._evaluators:
                     evaluator.stop()
+            elif self._ring.code == 0 and not os.path.exists(self._ring_ended):
+                open(self._ring_ended, "w").close()
             failed += [group for group in self._groups if group.code and group not in failed]
         root = self._ring if self._ring.code else next(iter(failed), None)
         if root is None:
@@ -159,7 +175,11 @@ def _find_command(command: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _signals_caught() -> Iterator[int]:
-    """Turn signals into bytes of a pipe, and give the end to read; ignored ones stay ignored."""
+    """Turn signals into bytes of a pipe, and give the end to read; ignored ones stay ignored.
+
+    A parent that ignores SIGCHLD, or blocks signals, passes that on to its children; here it would
+    hide how tasks end.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("launch() handles signals, so call it from the main thread")
     reader, writer = os.pipe()
@@ -170,9 +190,13 @@ def _signals_caught() -> Iterator[int]:
         for signum in FORWARDED
         if signal.getsignal(signum) is not signal.SIG_IGN
     }
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, (*FORWARDED, signal.SIGCHLD))
     try:
         yield reader
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(wakeup_fd)

@@ -47,6 +47,7 @@ _NUMBERS = {
     "rendezvous_timeout_s": _SECONDS,
     "stall_warning_s": _SECONDS,
     "collective_timeout_s": _SECONDS,
+    "evaluator_timeout_s": _SECONDS,
     "desync_check_steps": _Range(0, MAX_COUNT, whole=True),
 }
 _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
@@ -99,6 +100,7 @@ class Options:
       insecure: True lets ranks on several machines meet without token and TLS.
       restore_previous: True has a training go on from the newest checkpoint that can be read,
         where the newest of all cannot.
+      evaluator_timeout_s: an evaluator that sees nothing of the chief for longer gives up.
 
     Raises:
       ConfigError: an option may not have its value.
@@ -120,6 +122,7 @@ class Options:
     tls_dir: str | None = None
     insecure: bool = False
     restore_previous: bool = False
+    evaluator_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
         for name in _PATHS:
@@ -240,10 +243,13 @@ def _variable(name: str) -> str:
     return f"HOSTOPT_{name.upper()}"
 
 
+# `hostopt run` names a file to evaluators, which is there once all ranks have succeeded.
+RING_ENDED = "HOSTOPT_RING_ENDED"
 # All of ours in the environment: one for each option, the token, and what `hostopt run` sets.
 VARIABLES = (
     *(_variable(field.name) for field in fields(Options)),
     "HOSTOPT_TOKEN",
     "HOSTOPT_SLOT",
     "HOSTOPT_ERROR_FILE",
+    RING_ENDED,
 )

@@ -28,6 +28,7 @@ _KINDS = (
     errors.PeerLostError,
     errors.CollectiveTimeoutError,
     errors.RendezvousTimeoutError,
+    errors.ResourceError,
 )
 _NAMES = {kind.exit_code: kind.__name__ for kind in _KINDS}
 # Codes of ranks that say what they have seen of another one.
@@ -85,8 +86,8 @@ def judge(endings: Sequence[Ending]) -> Verdict:
 
     Returns:
       The verdict. A permanent failure counts before all others; then a rank that a signal ended;
-      then one that failed by itself; then one that did not end when others did; then the first of
-      those that report another one.
+      then one that failed by itself; then one that did not end when others did; then one that
+      ended with 0 while others still needed it; then the first of those that report another one.
     """
     failed = [ending for ending in endings if ending.code and not ending.forced]
     if not failed:
@@ -103,6 +104,11 @@ def judge(endings: Sequence[Ending]) -> Verdict:
         names = ", ".join(ending.name for ending in late)
         reason = f"{names} did not end when others did ({failed[0]})"
         return replace(_verdict(failed[0], failed, True, late), reason=reason)
+    early = [ending for ending in endings if not ending.code]
+    if early and failed[0].code != _DAMAGED:
+        names = ", ".join(ending.name for ending in early)
+        reason = f"{names} ended with exit code 0 before the others had done ({failed[0]})"
+        return replace(_verdict(failed[0], failed, True), reason=reason)
     return _verdict(failed[0], failed, True)
 
 

@@ -23,12 +23,14 @@ from typing import Any
 
 from hostopt import error_report, restarts, task_process
 from hostopt.cluster import CHIEF, EVALUATOR, WORKER
+from hostopt.options import RING_ENDED
 from hostopt.restarts import Ending, Restarts, Slots, Verdict
 from hostopt.task_process import TaskProcess
 
 __all__: list[str] = []
 
 KILL_S = 5.0  # from SIGTERM to SIGKILL
+KILL_AGAIN_S = 2.0  # from a SIGKILL to the next, if the supervisor has not delivered it
 # From a signal to SIGKILL. Ranks save a checkpoint meanwhile, for up to 25 s; Kubernetes kills
 # after 30. After SIGINT there is no such haste: whoever sends it can send it again.
 PREEMPTION_S = 28.0
@@ -179,6 +181,8 @@ class Group:
         for process in self._running():
             process.forced = True
             process.signal(signum)
+        if signum == signal.SIGKILL and self._running():
+            self._deadlines = [(time.monotonic() + KILL_AGAIN_S, signum)]
 
     def _stop(self, patience: _Patience) -> None:
         if self._stopped or self.code is not None:
@@ -246,14 +250,22 @@ class Ring(Group):
 
 
 class Evaluator(Group):
-    """One evaluator; the arguments are those of a group, and its index."""
+    """One evaluator; the arguments are those of a group, its index, and a file.
 
-    def __init__(self, *arguments: Any, index: int) -> None:
+    Args:
+      *arguments: of a group.
+      index: of the evaluator.
+      ring_ended: file that is there once all ranks have succeeded.
+    """
+
+    def __init__(self, *arguments: Any, index: int, ring_ended: str) -> None:
         super().__init__(*arguments)
         self._task = (EVALUATOR, index)
+        self._ring_ended = ring_ended
 
     def _start(self) -> None:
-        self._start_task(self._task, _environment(os.environ, self._cluster, self._task, 1))
+        environment = _environment(os.environ, self._cluster, self._task, 1)
+        self._start_task(self._task, {**environment, RING_ENDED: self._ring_ended})
 
     def _note_verdict(self, verdict: Verdict, delay_s: float | None) -> None:
         then = "training goes on without it"

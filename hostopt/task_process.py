@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -15,13 +14,16 @@ import time
 from dataclasses import dataclass
 from typing import IO
 
+from hostopt import output
+from hostopt.output import Outlet
+
 __all__: list[str] = []
 
 _DRAIN_S = 5.0  # for the last output of commands that have ended
 _LINE_BYTES = 1 << 20  # a longer line is cut in pieces
 _SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_supervisor.py")
+_KILL_S = 2.0  # for a supervisor to end its command at once
 _LOG = logging.getLogger(__name__)
-_output_lock = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -47,6 +49,8 @@ class TaskProcess:
     group: int | None = None
     code: int | None = None
     forced: bool = False
+    _told: int | None = None  # exit code of the command, as the supervisor says
+    _is_killed: bool = False
 
     @property
     def name(self) -> str:
@@ -54,20 +58,33 @@ class TaskProcess:
         return "{}:{}".format(*self.task)
 
     def signal(self, signum: int) -> None:
-        """Have a signal delivered to all processes of the command."""
+        """Have a signal delivered to all processes of the command.
+
+        The second SIGKILL goes to the supervisor, of which the command dies: it may be stopped.
+        """
+        if signum == signal.SIGKILL and self._is_killed:
+            self.supervisor.kill()
+        self._is_killed = self._is_killed or signum == signal.SIGKILL
         with contextlib.suppress(OSError):  # it has ended
             self.lifeline.send(bytes([signum]))
 
     def has_ended(self) -> bool:
         """Take one message from the lifeline, and tell if it was the end."""
         try:
-            message = self.lifeline.recv(64)
+            kind, _, number = self.lifeline.recv(64).partition(b" ")
         except OSError:
-            message = b""
-        if message:
-            self.group = int(message)
+            kind = b""
+        if kind == b"group":
+            self.group = int(number)
+        elif kind == b"code":
+            self._told = int(number)
+        if kind:
             return False
         code = self.supervisor.wait()
+        if self._told is not None:
+            code = self._told
+        elif code == 0:  # it did not get to tell, and somebody else has waited for it
+            code = -signal.SIGKILL
         self.code = code if code >= 0 else 128 - code
         if code < 0 and self.group is not None:  # somebody killed the supervisor
             with contextlib.suppress(OSError):
@@ -85,7 +102,11 @@ class TaskProcess:
     def close(self) -> None:
         """Kill the command if it still runs, and wait for the last of its output."""
         self.lifeline.close()
-        self.supervisor.wait()
+        try:
+            self.supervisor.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            self.supervisor.kill()
+            self.supervisor.wait()
         if not self.drain(_DRAIN_S):
             _LOG.warning("the output of %s is still open; its rest is dropped", self.name)
 
@@ -101,7 +122,7 @@ def start(command: list[str], task: tuple[str, int], environment: dict[str, str]
     Returns:
       The task, which runs until it ends or is closed.
     """
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", _SUPERVISOR, *command],
@@ -117,24 +138,15 @@ def start(command: list[str], task: tuple[str, int], environment: dict[str, str]
     finally:
         theirs.close()
     process = TaskProcess(task, supervisor, ours, [])
-    for pipe, fd in ((supervisor.stdout, 1), (supervisor.stderr, 2)):
-        arguments = (pipe, fd, f"[{process.name}] ".encode())
+    for pipe, outlet in ((supervisor.stdout, output.OUT), (supervisor.stderr, output.ERR)):
+        arguments = (pipe, outlet, f"[{process.name}] ".encode())
         process.pumps.append(threading.Thread(target=_pump, args=arguments, daemon=True))
         process.pumps[-1].start()
     return process
 
 
-def _pump(pipe: IO[bytes], fd: int, prefix: bytes) -> None:
-    """Copy `pipe` to `fd` line by line, each with `prefix`, until all writers are gone."""
+def _pump(pipe: IO[bytes], outlet: Outlet, prefix: bytes) -> None:
+    """Copy `pipe` to `outlet` line by line, each with `prefix`, until all writers are gone."""
     with pipe:
         for line in iter(lambda: pipe.readline(_LINE_BYTES), b""):
-            with _output_lock, contextlib.suppress(OSError):  # unread output must not stop a rank
-                _write(fd, prefix + line.rstrip(b"\n") + b"\n")
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        try:
-            data = data[os.write(fd, data) :]
-        except BlockingIOError:
-            select.select([], [fd], [])
+            outlet.write(prefix + line.rstrip(b"\n") + b"\n")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hostopt import descriptors
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError
 
@@ -121,6 +122,7 @@ class Timeline:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.write()
         except OSError as error:
+            descriptors.check(error)
             raise ConfigError(
                 f"the timeline file {self.path} cannot be written: {error}. Give another file as "
                 "HOSTOPT_TIMELINE or RunConfig.timeline"

@@ -18,6 +18,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from certificates import Certificates
 from launcher import Launcher, is_gone, until
 from ranks import Ranks, reserved_addresses
 
@@ -361,6 +362,11 @@ def processes(tmp_path: Path) -> Iterator[Callable[[int], RankProcesses]]:
         left = [name for ring in rings for name in ring.end()]
         left += [address for address in reserved if listens(address)]
         assert not left, f"left by the test: {', '.join(left)}"
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture

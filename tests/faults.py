@@ -2,19 +2,23 @@
 
 A `FaultPlan` names the rank, the step, the point of the step and what happens there:
 
+    before-meeting  before the ranks meet
     between-steps   in the program, before the step's first bucket
     before-send     before the first message of the step, in memory before the first mark
     mid-chunk       when some of the step's messages have been handed over
     after-reduce    when the first bucket of the step is reduced, and others are not
+    after-training  when all steps are done, on all ranks
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,6 +57,18 @@ class FaultPlan:
     @classmethod
     def from_json(cls, text: str) -> FaultPlan:
         return cls(**json.loads(text))
+
+
+def strike(point: str, rank: int | None, plan: FaultPlan | None) -> None:
+    """Suffer the fault where it is one of this rank at this point, outside of steps.
+
+    Args:
+      point: "before-meeting" or "after-training".
+      rank: this one.
+      plan: what happens, and where.
+    """
+    if plan is not None and (plan.point, plan.rank) == (point, rank):
+        ACTIONS[plan.action]()
 
 
 def inject(communicator: Communicator, plan: FaultPlan | None) -> None:
@@ -150,12 +166,35 @@ def _raise() -> None:
     raise RuntimeError("no more flour")
 
 
+def _kill_parent() -> None:
+    """Die, and leave a child behind, whose pid is printed, until standard input ends."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.read(sys.stdin.fileno(), 1)
+        os._exit(0)
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _disconnect() -> None:
+    """Break all connections of this process, and listen no more."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+            if end.family in (socket.AF_INET, socket.AF_INET6):
+                end.shutdown(socket.SHUT_RDWR)
+
+
 ACTIONS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill-parent": _kill_parent,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stop-1s": _stop_for_a_second,
     "sleep": lambda: time.sleep(STUCK_S),
     "hold-gil": lambda: ctypes.PyDLL(None).sleep(STUCK_S),
     "exit": sys.exit,
+    "exit-3": lambda: sys.exit(3),
+    "os-exit": lambda: os._exit(0),
+    "disconnect": _disconnect,
     "raise": _raise,
 }

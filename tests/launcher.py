@@ -59,6 +59,7 @@ class Launcher:
         kill_s: float = 30.0,
         delay_s: float = 0.01,
         preemption_s: float = 30.0,
+        patience_s: float = 10.0,
         **environ: str,
     ) -> subprocess.Popen[str]:
         """Start it.
@@ -69,6 +70,7 @@ class Launcher:
           kill_s: from SIGTERM to SIGKILL.
           delay_s: before the second attempt.
           preemption_s: from a signal to SIGKILL.
+          patience_s: with whoever does not read the output.
           environ: more variables of its environment.
 
         Returns:
@@ -76,7 +78,8 @@ class Launcher:
         """
         code = f"""
             import functools, sys
-            from hostopt import cli, launch, restarts, task_group
+            from hostopt import cli, launch, output, restarts, task_group
+            output.PATIENCE_S = {patience_s}
             task_group.KILL_S = {kill_s}
             task_group.PREEMPTION_S = {preemption_s}
             restarts.FIRST_DELAY_S = {delay_s}

@@ -312,57 +312,6 @@ def test_the_step_of_the_model_hides_all_but_the_last_bucket_where_it_can() -> N
     assert model.step_s(costs, work, 0.02) == pytest.approx(0.01 + 0.01 + 0.08 + 0.001)
 
 
-def test_a_seed_has_one_plan_of_faults_and_all_actions_as_often() -> None:
-    soak = load("soak")
-    plan = soak.make_plan(7, 20)
-    assert plan == soak.make_plan(7, 20) != soak.make_plan(8, 20)
-    assert plan[: len(soak.make_plan(7, 5))] == soak.make_plan(7, 5)
-    times_s = [0.0, *(fault.at_s for fault in plan), 1200.0]
-    assert all(0.0 < after - before < 40.2 for before, after in zip(times_s, times_s[1:]))
-    assert all(after - before > 19.8 for before, after in zip(times_s, times_s[1:-1]))
-    actions = [fault.action for fault in plan]
-    counts = [actions.count(action) for action in soak.ACTIONS]
-    assert max(counts) - min(counts) <= 1
-    assert {fault.rank for fault in plan} == {0, 1, 2}
-
-
-def step(time_s: float, number: int, pid: int) -> dict[str, Any]:
-    return {"kind": "step", "time": time_s, "step": number, "pid": pid}
-
-
-def test_a_recovery_is_over_with_the_first_step_that_had_not_been_made() -> None:
-    soak = load("soak")
-    error = {"kind": "error", "time": 12.5, "pid": 2, "error": "PeerLostError", "text": "rank 1"}
-    notes = [step(9.0, 8, 1), step(11.0, 9, 1), error]
-    notes += [step(20.0, 8, 3), step(21.0, 9, 3), step(22.0, 10, 3)]
-    fault = {"at_s": 10.0, "rank": 1, "action": "stop", "time": 10.0}
-    assert "recovered_s" not in soak.recovery(fault, notes[:-1])
-    assert "first_step" not in soak.recovery(fault, notes[:3])
-    assert soak.recovery(fault, notes) == {
-        **fault,
-        "error": "PeerLostError",
-        "text": "rank 1",
-        "detected_s": 2.5,
-        "last_step": 9,
-        "first_step": 8,
-        "again": 2,
-        "recovered_s": 12.0,
-    }
-    text = soak.tables(
-        {
-            "minutes": 1.0,
-            "restarts": 1,
-            "steps": 10,
-            "exit_code": 143,
-            "difference": "kernel has other values",
-            "faults": soak.recoveries([fault], notes),
-        }
-    )
-    assert "| stop | 1 | 2.5, 2.5 | 12.0, 12.0 | 2 |" in text
-    assert "| 10 | 1 | stop | 2.5 | PeerLostError | 8 | 12.0 | 2 |" in text
-    assert "**different**: kernel has other values" in text
-
-
 # --- models -----------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,9 @@ from one_weight import model_fn
 
 import estimator_ext
 import hostopt
-from estimator_ext import checkpoints
-from estimator_ext.checkpoints import (
-    check,
-    check_newest,
-    errors_of_files,
-    is_whole,
-    saving_well,
-)
+from estimator_ext import checkpoints, input_state_file
+from estimator_ext.checkpoints import check, check_newest, is_whole, saving_well
+from estimator_ext.file_errors import errors_of_files
 
 estimator_ext.install()
 
@@ -45,9 +39,9 @@ def save(directory: Path, steps: tuple[int, ...] = STEPS, name: str = "model.ckp
             session.run(tf.compat.v1.global_variables_initializer())
             for number in steps:
                 session.run(step.assign(number))
-                with zipfile.ZipFile(directory / f"{name}-{number}.input", "w") as archive:
-                    archive.writestr("facts.json", "{}")
-                    archive.writestr("rank 0", bytes(1000))
+                state = input_state_file.pack({"pipelines": [1], "parts": [1]}, [bytes(1000)])
+                facts = {"process": "another", "step": str(number)}
+                input_state_file.write(str(directory / f"{name}-{number}"), facts, [state])
                 saver.save(session, str(directory / name), global_step=number)
 
 
@@ -79,7 +73,7 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     (f"model.ckpt-15.{DATA}", cut, "model.ckpt-15.data-.*, which holds 'kernel'"),
     (f"model.ckpt-15.{DATA}", lambda path: cut(path, 0.9999), "which holds 'words'"),
     (f"model.ckpt-15.{DATA}", Path.unlink, "No such file"),
-    ("model.ckpt-15.input", flip, "model.ckpt-15.input, .* is damaged: Bad CRC-32"),
+    ("model.ckpt-15.input", flip, "model.ckpt-15.input, .* is damaged: its checksum"),
     ("model.ckpt-15.input", cut, "model.ckpt-15.input, .* is damaged"),
     ("checkpoint", lambda path: path.write_text(""), "checkpoint is empty or damaged"),
     ("checkpoint", lambda path: path.write_text("garbage"), "checkpoint is empty or damaged"),
@@ -184,6 +178,39 @@ def test_where_none_is_whole_training_does_not_begin_anew(tmp_path: Path) -> Non
         check_newest(str(tmp_path), restore_previous=True)
 
 
+def test_a_training_whose_file_checkpoint_is_gone_does_not_begin_anew(tmp_path: Path) -> None:
+    save(tmp_path, (5, 10, 15, 20, 25))
+    save_averages(tmp_path, 30)
+    (tmp_path / "checkpoint").unlink()
+    said = (
+        f"{tmp_path} has no file `checkpoint`, which says where a training goes on, but "
+        "model.ckpt-25, model.ckpt-20, model.ckpt-15 and 2 more. The newest whole checkpoint is "
+        f"{prefix(tmp_path, 25)}: to go on from there, use `hostopt run --restore-previous`"
+    )
+    with pytest.raises(hostopt.CheckpointError) as error:
+        check_newest(str(tmp_path), restore_previous=False)
+    assert str(error.value).startswith(said)
+    assert str(error.value).endswith("to begin anew, give another model_dir, or empty this one")
+    check_newest(str(tmp_path), restore_previous=True)
+    assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path, 25)
+
+
+def test_where_nothing_was_trained_a_training_begins(tmp_path: Path) -> None:
+    """One that was killed while it saved its first checkpoint; and what other savers leave."""
+    save(tmp_path, (0,))
+    (tmp_path / "checkpoint").unlink()
+    save_averages(tmp_path, 20)
+    check_newest(str(tmp_path), restore_previous=False)
+
+
+def test_damaged_checkpoints_without_a_file_checkpoint_are_named(tmp_path: Path) -> None:
+    save(tmp_path, (5,))
+    (tmp_path / "checkpoint").unlink()
+    flip(tmp_path / "model.ckpt-5.index")
+    with pytest.raises(hostopt.CheckpointError, match=r"but model\.ckpt-5\. No other checkpoint"):
+        check_newest(str(tmp_path), restore_previous=True)
+
+
 def test_an_empty_or_missing_model_dir_is_where_a_training_begins(tmp_path: Path) -> None:
     check_newest(str(tmp_path), restore_previous=False)
     check_newest(str(tmp_path / "none"), restore_previous=False)
@@ -267,9 +294,27 @@ def test_a_newest_checkpoint_that_cannot_be_saved_again_is_kept(tmp_path: Path) 
     check(prefix(tmp_path))
 
 
+def test_a_checkpoint_that_was_there_before_is_kept_while_it_is_whole(tmp_path: Path) -> None:
+    """One that a training reaches again, having gone back to an older one."""
+    save(tmp_path, (5, 10))
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-5"\n')
+    before = {path.name for path in tmp_path.iterdir()}
+    failed_save(tmp_path, 10, ["model.ckpt-10_temp/part-00000-of-00001"])
+    assert {path.name for path in tmp_path.iterdir()} == before
+    failed_save(tmp_path, 10, [f"model.ckpt-10.{DATA}"])  # no longer whole
+    assert not list(tmp_path.glob("model.ckpt-10*"))
+    check(prefix(tmp_path, 5))
+
+
+def test_a_folder_with_the_name_of_a_file_is_kept(tmp_path: Path) -> None:
+    save(tmp_path)
+    failed_save(tmp_path, 20, [f"model.ckpt-20.{DATA}/notes"])
+    assert (tmp_path / f"model.ckpt-20.{DATA}" / "notes").exists()
+
+
 def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
     (tmp_path / "plugins").write_text("no directory")
-    wanted = pytest.raises(hostopt.CheckpointError, match="cannot write into model_dir: ")
+    wanted = pytest.raises(hostopt.CheckpointError, match="cannot write or read a file of ")
     with wanted, errors_of_files(str(tmp_path)):
         tf.io.gfile.makedirs(str(tmp_path / "plugins" / "profile"))
     with pytest.raises(tf.errors.NotFoundError), errors_of_files(str(tmp_path)):
@@ -282,6 +327,7 @@ def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
         ("out/plugins; Not a directory", True),
         ("out; Permission denied", True),
         ("cannot write 'out/model'", True),
+        ("out is not a directory", True),
         ("ran out of time", False),
         ("/other/out/file; Permission denied", False),
         ("output/file; Permission denied", False),

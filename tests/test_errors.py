@@ -24,6 +24,7 @@ EXIT_CODES = {
     "ConfigError": 78,
     "NonFiniteGradientError": 79,
     "PeerLostError": 200,
+    "ResourceError": 203,
     "CollectiveTimeoutError": 201,
     "RendezvousTimeoutError": 202,
 }

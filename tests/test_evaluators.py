@@ -363,7 +363,7 @@ def test_a_round_in_which_one_finds_the_checkpoint_deleted(
         heard = [] if evaluators.index == 0 else [evaluators.hear()]
         with (
             pytest.raises(hostopt.CheckpointError, match=r"worker:1 could not read .*ckpt-1"),
-            evaluators.round(path),
+            evaluators.round(path, str(tmp_path)),
         ):
             if evaluators.index == 1:
                 raise tf.errors.NotFoundError(None, None, path)
@@ -383,13 +383,33 @@ def test_a_round_in_which_one_fails(spawn_inproc: Spawn, tmp_path: Path) -> None
             evaluators.hear()
         failure = ValueError("of the user") if evaluators.index == 0 else None
         wanted = ValueError if failure else hostopt.PeerLostError
-        with pytest.raises(wanted, match="of the user"), evaluators.round(path):
+        with pytest.raises(wanted, match="of the user"), evaluators.round(path, str(tmp_path)):
             evaluators.have_read()
             if failure:  # though the checkpoint is gone meanwhile
                 raise failure
             communicator.barrier()
         with pytest.raises(hostopt.PeerLostError, match="of the user"):
             hear_or_say(evaluators)
+
+    spawn_inproc(3, run)
+
+
+def test_a_round_in_which_one_cannot_write(spawn_inproc: Spawn, tmp_path: Path) -> None:
+    """All raise the same, typed."""
+
+    def run(communicator: hostopt.Communicator) -> None:
+        evaluators = Evaluators(communicator)
+        if evaluators.index > 0:
+            evaluators.hear()
+        wanted = pytest.raises(
+            hostopt.CheckpointError, match=r"cannot write or read a file of .*No space"
+        )
+        with wanted, evaluators.round(str(tmp_path / "model.ckpt-1"), str(tmp_path)):
+            evaluators.have_read()
+            if evaluators.index == 0:
+                text = f"{tmp_path}/eval/events; No space left on device"
+                raise tf.errors.ResourceExhaustedError(None, None, text)
+            communicator.barrier()
 
     spawn_inproc(3, run)
 

@@ -11,9 +11,10 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from conftest import NewRing, RankProcess, RankProcesses, split_address
+from conftest import NewRing, RankProcess, RankProcesses, listens, split_address
 from fault_ring import PING_S, FaultRing, assert_exact, let_meet, report
 from faults import FaultPlan
+from launcher import is_gone, until
 from proxy import Proxy
 from ranks import reserved_addresses
 
@@ -120,6 +121,24 @@ def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: 
         facts = found["error"]["facts"]
         assert facts["step"] in (2, 3), facts  # where the one was that found it
         assert facts["bucket"] in (0, 1), facts
+
+
+@over_both
+def test_a_killed_rank_whose_forked_child_lives(processes: NewRing, communication: str) -> None:
+    plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="kill-parent")
+    ring = processes(3)
+    # no ping will find it
+    started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all(
+        "--ping-s", 1000
+    )
+    assert started[VICTIM].exit_code() == -9
+    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
+        assert "connection reset, process gone" in found["error"]["message"]
+    assert not listens(ring.addresses[VICTIM])
+    child = int(started[VICTIM].line())
+    assert not is_gone(child)
+    started[VICTIM].go_on()
+    until(lambda: is_gone(child), "end of the child")
 
 
 @over_both

@@ -204,6 +204,30 @@ def test_a_full_disk_ends_all_ranks_and_the_last_checkpoint_stays(
     assert not list(model.glob("*ckpt-4*"))
 
 
+def test_where_no_descriptor_is_left_no_disk_is_to_blame(tmp_path: Path, ranks: Ranks) -> None:
+    fault = {"point": "before-reduce", "step": 2, "action": "open-no-more"}
+    with reserved_addresses(2) as addresses:
+        started = ranks.start(
+            "train_with_fault.py",
+            {"worker": addresses},
+            arguments=settings(tmp_path),
+            own={"worker:0": [json.dumps({"fault": fault})]},
+        )
+        for rank in started:
+            assert rank.wait(60) == 203, rank.output
+            assert "ResourceError: " in rank.output
+            assert "no file descriptor is left (" in rank.output
+            assert "Too many open files" in rank.output
+            assert "Make room there" not in rank.output
+            assert "Re-run the same command to resume" in rank.output
+        assert "Last whole checkpoint: step 2." in started[1].output
+        for rank in ranks.start(
+            "train_with_fault.py", {"worker": addresses}, arguments=settings(tmp_path)
+        ):
+            assert rank.wait(60) == 0, rank.output
+    assert max(checkpoints(tmp_path)) == STEPS
+
+
 def test_a_damaged_newest_checkpoint_is_refused_or_passed_over(
     tmp_path: Path, ranks: Ranks
 ) -> None:

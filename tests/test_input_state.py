@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable
@@ -15,7 +16,7 @@ from conftest import Spawn
 
 import estimator_ext
 import hostopt
-from estimator_ext import input_state
+from estimator_ext import input_state, input_state_file
 from estimator_ext.input_state import InputStates
 from estimator_ext.uneven_data import goes_on
 
@@ -281,6 +282,31 @@ def test_a_damaged_file_is_named(spawn_inproc: Spawn, tmp_path: Path, damage: st
     data[len(data) // 3] ^= 1
     file.write_bytes(data if damage == "flip" else data[: len(data) // 2])
     with pytest.raises(hostopt.CheckpointError, match=r"ckpt-7\.input, .* is damaged"):
+        input_state.check(path)
+
+
+def test_a_file_of_another_step_is_named(spawn_inproc: Spawn, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.ckpt-7")
+    spawn_inproc(1, lambda c: saved_and_going_on(c, path, shuffled))
+    Path(f"{path}.input").rename(tmp_path / "model.ckpt-8.input")
+    with pytest.raises(hostopt.CheckpointError, match=r"none of this checkpoint's\. Remove it"):
+        input_state.check(str(tmp_path / "model.ckpt-8"))
+
+
+def test_a_file_of_an_earlier_release_is_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.ckpt-7.input", "w") as archive:
+        archive.writestr("facts.json", "{}")
+    with pytest.raises(hostopt.CheckpointError, match=r"earlier release\. Remove it to have"):
+        input_state.check(str(tmp_path / "model.ckpt-7"))
+
+
+def test_a_file_that_is_longer_than_it_says_is_not_read(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.ckpt-7")
+    input_state_file.write(path, {"process": "another", "step": "7"}, [b""])
+    input_state.check(path)
+    with open(f"{path}.input", "r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(hostopt.CheckpointError, match=r"has 1099511627776 bytes, wanted \d+\. "):
         input_state.check(path)
 
 

@@ -490,5 +490,5 @@ def test_the_supervisor_imports_the_standard_library_alone() -> None:
     }
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported <= {
-        "__future__", "contextlib", "os", "select", "signal", "subprocess", "sys"
+        "__future__", "contextlib", "fcntl", "os", "select", "signal", "subprocess", "sys"
     }  # fmt: skip

@@ -33,6 +33,7 @@ def test_defaults() -> None:
         "tls_dir": None,
         "insecure": False,
         "restore_previous": False,
+        "evaluator_timeout_s": 3600.0,
     }
     assert Options().bucket_bytes == 25 * 1024 * 1024
 
@@ -76,12 +77,13 @@ def test_the_environment_overrides() -> None:
         "HOSTOPT_TLS_DIR": "tls",
         "HOSTOPT_INSECURE": "1",
         "HOSTOPT_RESTORE_PREVIOUS": "true",
+        "HOSTOPT_EVALUATOR_TIMEOUT_S": "4",
         "HOSTOPT_OF_ANOTHER_KIND": "x",
     }
     found = Options(bucket_mb=4, stall_warning_s=9).with_environment(environ)
     numbers = (0.5, 4096, 1.5, 2.0, 3.0)
     wire = ("grpc", "bf16", "trace.json", True)
-    others = ("skip", 0, "debug", "token", "tls", True, True)
+    others = ("skip", 0, "debug", "token", "tls", True, True, 4.0)
     assert found == Options(*numbers, *wire, *others)
     assert isinstance(found.segment_bytes, int)
 

@@ -82,3 +82,21 @@ def test_a_ring_with_fewer_ranks_trains_as_one_worker_on_the_whole_batch(
     found, wanted = final(tmp_path / "elastic"), final(tmp_path / "alone")
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(("place", "at"), [("model_fn", 1), ("hook", 3)])
+def test_an_evaluator_ends_with_ranks_that_exit_with_0(
+    launcher: Launcher, tmp_path: Path, place: str, at: int
+) -> None:
+    """Before and in training: nobody writes that it has ended, and the launcher knows."""
+    leaves = {"raise_in": place, "raise_at": at, "raise_kind": "sys.exit(0)"}
+    own = {str(rank): leaves for rank in range(2)}
+    run = {**json.loads(arguments(tmp_path, api="ours")), "own": own}
+    process = launcher.run(
+        *("-np", "2", "--evaluators", "1", "--", sys.executable, str(PROGRAMS / "train.py")),
+        json.dumps({"runs": [run]}),
+        **QUIET,
+    )
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    assert "[evaluator:0]" in errors

@@ -17,6 +17,9 @@ from hostopt.restarts import Ending, Restarts, Slots, judge
 pytestmark = pytest.mark.timeout(60)
 
 
+EARLY = "ended with exit code 0 before the others had done"
+
+
 def by_plan(plan: dict[int, list[int]], then: str = "") -> list[str]:
     """A program that ends as the plan says.
 
@@ -100,6 +103,13 @@ def test_where_all_report_only_nobody_is_to_blame() -> None:
     assert verdict.reason == "rank0: exit code 76 (ProtocolError)"
 
 
+@pytest.mark.parametrize("code", [200, 201, 202])
+def test_who_ended_with_0_while_others_needed_it_is_the_root_cause(code: int) -> None:
+    verdict = judge(endings(0, code, code))
+    assert (verdict.code, verdict.retry, verdict.culprits) == (code, True, frozenset())
+    assert verdict.reason.startswith(f"rank0 {EARLY} (rank1: exit code {code} (")
+
+
 def test_what_the_launcher_itself_ended_has_not_failed() -> None:
     assert judge(endings(1, 200, forced=(0,))).code == 200
 
@@ -160,7 +170,7 @@ def test_a_ring_is_started_again_until_it_succeeds(launcher: Launcher) -> None:
     assert lines_of(out, "chief:0") == [f"life {life} of slot 0 with 2" for life in (1, 2, 3, 4)]
     assert lines_of(out, "worker:0") == [f"life {life} of slot 1 with 2" for life in (1, 2, 3, 4)]
     assert re.findall(r"root cause: (.*); the next begins in ([\d.]+) s", err) == [
-        ("worker:0: exit code 200 (PeerLostError)", "0.01"),
+        (f"chief:0 {EARLY} (worker:0: exit code 200 (PeerLostError))", "0.01"),
         ("worker:0: exit code 137 (SIGKILL)", "0.02"),
         ("worker:0: exit code 76 (ProtocolError)", "0.04"),
     ]
@@ -235,7 +245,8 @@ def test_a_rank_that_is_lost_again_and_again_is_left_out_and_taken_in_again(
         f"life {life} of slot 0 with {size}" for life, size in enumerate((3, 3, 2, 3), 1)
     ]
     assert "the next begins in 0.02 s, without slot 1" in err
-    assert "root cause: worker:0 (slot 2): exit code 200 (PeerLostError)" in err
+    left = f"chief:0 {EARLY} (worker:0 (slot 2): exit code 200 (PeerLostError))"
+    assert f"root cause: {left}" in err
 
 
 def test_the_first_of_the_slots_in_use_is_chief(launcher: Launcher) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import trustme
-from certificates import HOST, write_tls_dir
+from certificates import HOST, OTHER_TOKEN, TOKEN, Certificates, environ_of, write_tls_dir
 from conftest import NewRing, RankProcess, Spawn, jobs_of
 from cryptography import x509
 from proxy import Proxy
@@ -33,8 +33,6 @@ from hostopt.transport.security import Security, check_tls_dir, read_token
 
 pytestmark = pytest.mark.timeout(60)
 
-TOKEN = "7e3a0d3c5a1f4b60"
-OTHER_TOKEN = "1b5f00d5c0ffee11"
 WITHIN_S = 20.0  # an upper bound on a busy machine; a rendezvous has 300
 SCRIPT = """
 import logging, os, sys
@@ -53,61 +51,6 @@ for step in range(20):
 communicator.finish()
 print("done", flush=True)
 """
-
-
-class Certificates:
-    """Directories with certificates that fit together, and such that do not; a token's file.
-
-    Args:
-      directory: where they are made.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._ca, self._other_ca = trustme.CA(), trustme.CA()
-
-    def __getitem__(self, kind: str) -> str:
-        directory = self._directory / kind
-        if not directory.exists():
-            self._make(kind, directory)
-        return str(directory)
-
-    def _make(self, kind: str, directory: Path) -> None:
-        if kind == "token-file":
-            directory.touch(mode=0o600)
-            directory.write_text(f"{TOKEN}\n")
-        elif kind == "good":
-            write_tls_dir(directory, self._ca)
-        elif kind == "expired":
-            write_tls_dir(directory, self._ca, days=-1)
-        elif kind == "of-another-ca":
-            write_tls_dir(directory, self._other_ca)
-        elif kind == "refused":  # this rank accepts the others, which do not accept it
-            write_tls_dir(directory, self._other_ca, trusted=self._ca)
-        elif kind == "of-this-host":
-            write_tls_dir(directory, self._ca, socket.gethostname())
-        elif kind == "of-another-host":
-            write_tls_dir(directory, self._ca, "10.0.0.1")
-        else:
-            raise ValueError(kind)
-
-
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("certificates"))
-
-
-def environ_of(certificates: Certificates, way: str) -> dict[str, str]:
-    """Variables of a rank: its token and certificates, such as "token" or "token+expired"."""
-    environ: dict[str, str] = {}
-    for part in way.split("+"):
-        if part in ("token", "other-token"):
-            environ["HOSTOPT_TOKEN"] = TOKEN if part == "token" else OTHER_TOKEN
-        elif part == "token-file":
-            environ["HOSTOPT_TOKEN_FILE"] = certificates[part]
-        elif part != "nothing":
-            environ["HOSTOPT_TLS_DIR"] = certificates[part]
-    return {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "300", **environ}
 
 
 # --- how a run goes well ----------------------------------------------------------------------

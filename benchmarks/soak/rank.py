@@ -1,15 +1,17 @@
-"""One rank of the soak: trains, notes what happens, and suffers faults that are asked for."""
+"""One process of the soak: trains or evaluates, notes what happens, and suffers faults."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,17 @@ import numpy as np
 import tensorflow as tf
 
 import estimator_ext
-import hostopt
+from benchmarks.soak import notes
 from hostopt.transport import grpc_parts
 from hostopt.transport.frame import FrameWriter
 
-SEED, EXAMPLES, PIXELS, CLASSES, HIDDEN, BATCH = 7, 6000, 784, 10, 32, 32
-CHECKPOINT_STEPS = 100
+SEED, EXAMPLES, PIXELS, CLASSES, HIDDEN, BATCH = 7, 1000, 100, 10, 256, 32
+CHECKPOINT_STEPS = 50
 # So that a recovery takes seconds; the default times are for networks, not for tests.
-PING_S, COLLECTIVE_TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 3.0, 30.0, 60.0
-_POLL_S = 0.02
+PING_S, COLLECTIVE_TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 3.0, 10.0, 60.0
+EVALUATION_STEPS, THROTTLE_S = 4, 10
+_FOR_EVER_S = 3600.0
+_TEXT_CHARACTERS = 2000
 
 
 # --- the training -------------------------------------------------------------------------------
@@ -47,6 +51,8 @@ def model_fn(features: Any, labels: Any, mode: str) -> Any:
     logits = dense(hidden, CLASSES, "logits")
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
     loss = tf.reduce_sum(losses) / BATCH
+    if mode == tf.estimator.ModeKeys.EVAL:
+        return estimator_ext.EstimatorSpec(mode, loss=loss)
     optimizer = tf.compat.v1.train.MomentumOptimizer(0.01, 0.9)
     variables = tf.compat.v1.trainable_variables()
 
@@ -61,82 +67,120 @@ def model_fn(features: Any, labels: Any, mode: str) -> Any:
 
 def input_fn(input_context: tf.distribute.InputContext) -> Any:
     """Sharded, shuffled anew in each epoch, repeated; numbers are shuffled, not images."""
+    numbers = tf.data.Dataset.range(EXAMPLES)
+    numbers = numbers.shard(input_context.num_input_pipelines, input_context.input_pipeline_id)
+    return batches_of(numbers.shuffle(EXAMPLES, SEED, reshuffle_each_iteration=True).repeat())
+
+
+def batches_of(numbers: tf.data.Dataset) -> tf.data.Dataset:
     random = np.random.RandomState(SEED)
     x = tf.constant(random.rand(EXAMPLES, PIXELS).astype(np.float32))
     y = tf.constant(random.randint(0, CLASSES, EXAMPLES))
-    numbers = tf.data.Dataset.range(EXAMPLES)
-    numbers = numbers.shard(input_context.num_input_pipelines, input_context.input_pipeline_id)
-    numbers = numbers.shuffle(EXAMPLES, SEED, reshuffle_each_iteration=True)
-    batches = numbers.repeat().batch(BATCH, drop_remainder=True)
+    batches = numbers.batch(BATCH, drop_remainder=True)
     return batches.map(lambda chosen: (tf.gather(x, chosen), tf.gather(y, chosen)))
 
 
 class Progress(tf.compat.v1.train.SessionRunHook):
-    """Notes every step of the chief."""
+    """Notes every step of the chief.
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
+    Args:
+      told: where.
+      pause_s: after each step, so that a soak makes no more steps than the unbroken run can.
+    """
+
+    def __init__(self, told: notes.Notes, pause_s: float) -> None:
+        self._told = told
+        self._pause_s = pause_s
 
     def begin(self) -> None:
         self._global_step = tf.compat.v1.train.get_global_step()
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        self._notes.add("step", step=int(run_context.session.run(self._global_step)))
+        self._told.add("step", step=int(run_context.session.run(self._global_step)))
+        time.sleep(self._pause_s)
 
 
-class Notes:
-    """What this rank has to tell, as lines of JSON in a file of its slot."""
+class Saved(tf.compat.v1.train.CheckpointSaverListener):
+    """Notes every checkpoint of the chief."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.slot = int(os.environ["HOSTOPT_SLOT"])
-        path = directory / f"slot{self.slot}.jsonl"
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    def __init__(self, told: notes.Notes) -> None:
+        self._told = told
 
-    def add(self, kind: str, **facts: Any) -> None:
-        """Write a line at once: the next moment this process may be killed."""
-        note = {"kind": kind, "time": time.time(), "pid": os.getpid(), **facts}
-        os.write(self._fd, json.dumps(note).encode() + b"\n")
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        self._told.add("saved", step=int(global_step_value))
 
 
 # --- faults inside the process ------------------------------------------------------------------
 
 
-class Faults:
-    """Waits for the name of a fault in a file, and has it happen.
+class Faults(tf.compat.v1.train.SessionRunHook):
+    """Has the faults happen that the soak asks this process for: at once, or after a step.
 
     Args:
-      notes: where it is told when it happened.
-      ports: the ports of the other ranks.
+      told: where it is told when one happened.
+      port: where the next rank listens.
     """
 
-    def __init__(self, notes: Notes, ports: list[int]) -> None:
-        self._notes = notes
-        self._ports = ports
-        self._request = notes.directory / f"fault.{os.getpid()}"
-        self._corrupt = threading.Event()
+    def __init__(self, told: notes.Notes, port: int) -> None:
+        self._told = told
+        self._port = port
+        self._corrupts = threading.Event()
+        self._after_step: Callable[[], None] | None = None
+        self._corrupt_frames()
+        notes.listen(self._suffer)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        do, self._after_step = self._after_step, None
+        if do is not None:
+            do()
+
+    def _suffer(self, fault: str) -> None:
+        if fault == "corrupt":
+            self._corrupts.set()
+        elif fault == "close":
+            self._told.add("fault")
+            close_connections(self._port)
+        elif fault == "os-exit":
+            self._told.add("fault")
+            os._exit(0)
+        else:
+            do = {
+                "sys-exit": sys.exit,
+                "raise": fail,
+                "hang": lambda: time.sleep(_FOR_EVER_S),
+                "kill-with-child": kill_beside_a_child,
+            }[fault]
+
+            def tell_and_do() -> None:
+                self._told.add("fault")
+                do()
+
+            self._after_step = tell_and_do
+
+    def _corrupt_frames(self) -> None:
         write = FrameWriter.write
 
         def write_frame(writer: FrameWriter, tag: Any, payload: Any) -> bytes:
             frame = write(writer, tag, payload)
-            if self._corrupt.is_set() and len(payload):
-                self._corrupt.clear()
-                notes.add("fault", action="corrupt")
+            if self._corrupts.is_set() and len(payload):
+                self._corrupts.clear()
+                self._told.add("fault")
                 middle = len(frame) - 1 - len(payload) // 2
                 frame = frame[:middle] + bytes([frame[middle] ^ 16]) + frame[middle + 1 :]
             return frame
 
         FrameWriter.write = write_frame  # type: ignore[method-assign]
-        threading.Thread(target=self._watch, name="faults", daemon=True).start()
 
-    def _watch(self) -> None:
-        while not self._request.exists():
-            time.sleep(_POLL_S)
-        if self._request.read_text() == "corrupt":
-            self._corrupt.set()
-            return
-        self._notes.add("fault", action="close")
-        close_connections(self._ports[0])
+
+def fail() -> None:
+    raise ValueError("a fault of the program, as the soak wants it")
+
+
+def kill_beside_a_child() -> None:
+    """Die while a child lives that has all of this process's descriptors."""
+    if os.fork() == 0:
+        time.sleep(_FOR_EVER_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def close_connections(port: int) -> None:
@@ -167,22 +211,26 @@ def close_connections(port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-dir", required=True)
-    parser.add_argument("--notes", type=Path, required=True, help="directory for notes")
     parser.add_argument("--max-steps", type=int, help="without: until a signal comes")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="after each step")
     args = parser.parse_args()
     grpc_parts.KEEPALIVE_S = grpc_parts.PING_TIMEOUT_S = PING_S
     estimator_ext.install()
-    notes = Notes(args.notes)
     strategy = estimator_ext.HostOffloadStrategy(
         communication="grpc",
         checksum=True,  # of the data, too, though all addresses are loopback ones
         collective_timeout_s=COLLECTIVE_TIMEOUT_S,
         rendezvous_timeout_s=RENDEZVOUS_TIMEOUT_S,
     )
-    ring, rank = strategy.cluster.ring, strategy.cluster.rank
-    peers = [*ring[rank + 1 :], *ring[:rank]]
-    Faults(notes, [int(peer.address.rpartition(":")[2]) for peer in peers])
-    notes.add("start")
+    cluster = strategy.cluster
+    told = notes.Notes(cluster.task.name)
+    hooks: list[Any] = []
+    if cluster.rank is not None:
+        peers = [*cluster.ring[cluster.rank + 1 :], *cluster.ring[: cluster.rank]]
+        hooks.append(Faults(told, int(peers[0].address.rpartition(":")[2])))
+    if cluster.is_chief:
+        hooks.append(Progress(told, args.pause_s))
+    told.add("start", address=cluster.task.address)
     config = estimator_ext.RunConfig(
         train_distribute=strategy,
         tf_random_seed=SEED,
@@ -190,12 +238,28 @@ def main() -> None:
         save_summary_steps=None,
         log_step_count_steps=None,
     )
-    classifier = estimator_ext.Estimator(model_fn, args.model_dir, config)
-    hooks = [Progress(notes)] if rank == 0 else []
+    estimator = estimator_ext.Estimator(model_fn, args.model_dir, config)
+    listeners = [Saved(told)] if cluster.is_chief else []
+    with errors_noted(told):
+        estimator_ext.train_and_evaluate(
+            estimator,
+            tf.estimator.TrainSpec(input_fn, args.max_steps, hooks, listeners),
+            tf.estimator.EvalSpec(
+                lambda: batches_of(tf.data.Dataset.range(EXAMPLES)),
+                steps=EVALUATION_STEPS,
+                start_delay_secs=0,
+                throttle_secs=THROTTLE_S,
+            ),
+        )
+
+
+@contextlib.contextmanager
+def errors_noted(told: notes.Notes) -> Iterator[None]:
+    """Tell the soak of the error that ends this process."""
     try:
-        classifier.train(input_fn, hooks=hooks, max_steps=args.max_steps)
-    except hostopt.HostOptError as error:
-        notes.add("error", error=type(error).__name__, text=str(error))
+        yield
+    except Exception as error:
+        told.add("error", error=type(error).__name__, text=str(error)[:_TEXT_CHARACTERS])
         raise
 
 

@@ -16,7 +16,7 @@ from hostopt.transport.base import Payload, Tag
 
 __all__: list[str] = []
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 _MAGIC = b"HO"
 _WITH_PAYLOAD = 1  # flag: the checksum is of header and payload, not of the header alone
 # magic, version, flags, tag (channel, step, bucket, round, chunk, segment, layout), length, job,

@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hostopt import descriptors
 from hostopt.cluster import Cluster
 from hostopt.error_report import cause_of
 from hostopt.errors import (
@@ -38,11 +39,12 @@ from hostopt.errors import (
     PeerLostError,
     ProtocolError,
     RendezvousTimeoutError,
+    ResourceError,
     error_from_dict,
     error_to_dict,
 )
 from hostopt.options import Options
-from hostopt.transport import event_loop
+from hostopt.transport import event_loop, forked
 from hostopt.transport.addresses import is_loopback, listen_address
 from hostopt.transport.allocator import keep_freed_memory
 from hostopt.transport.base import Payload, Tag, Transport
@@ -54,8 +56,17 @@ from hostopt.transport.grpc_parts import (
     GOODBYE_TIMEOUT_S,
     Stream,
     message_options,
+    server_options,
 )
 from hostopt.transport.meeting import Meeting
+from hostopt.transport.notes import (
+    ANSWER,
+    LEAVE,
+    QUESTION,
+    STATUS,
+    has_shape,
+    read_note,
+)
 from hostopt.transport.security import Security, probe
 from hostopt.transport.stall import status_of
 
@@ -122,6 +133,8 @@ class GrpcTransport(Transport):
             is_local = all(is_loopback(task.address) for task in cluster.ring)
             self._checksum = not is_local and self._security.tls is None  # TLS has its own
         self._server: grpc.aio.Server | None = None
+        self._port = 0  # where it listens
+        self._guarding: asyncio.Future[None] | None = None
         self.mailbox.on_failure(self._end_sends)
         event_loop.run(self._serve())
         atexit.register(self.close)
@@ -199,8 +212,15 @@ class GrpcTransport(Transport):
                 if verdict is not _Verdict.LIVES:
                     await self._lose(peer, error, verdict)
                     return
+            if state is grpc.ChannelConnectivity.READY and not has_been_ready:
+                await self._show_itself(peer)
             has_been_ready = state is grpc.ChannelConnectivity.READY
             await channel.wait_for_state_change(state)
+
+    async def _show_itself(self, peer: int) -> None:
+        """Call a peer over a new connection, or that would be a stranger's to it."""
+        with contextlib.suppress(grpc.aio.AioRpcError, AuthError, ValueError):
+            await self._ask_status(peer, {}, _STATUS_TIMEOUT_S)
 
     async def _lost(self, peer: int, why: str) -> None:
         """The stream to or from a peer broke, which is no news where the peer says goodbye."""
@@ -214,6 +234,8 @@ class GrpcTransport(Transport):
         words = 3 if verdict is _Verdict.LIVES else 1
         await asyncio.sleep(words * _LAST_WORD_TIMEOUT_S)
         if self._closed or self.mailbox.has_left(peer):
+            if peer in self._streams:
+                self._streams[peer].cancel()  # nobody takes what `_end` may still flush
             return
         if not self._met:
             if life == self._meeting.incarnations.get(peer):
@@ -235,7 +257,7 @@ class GrpcTransport(Transport):
                 return self._lost_error(peer, _SILENT), _Verdict.SILENT
             gone = f"connection reset, process gone ({why})"
             return self._lost_error(peer, gone), _Verdict.GONE
-        except (AuthError, ValueError, TypeError, KeyError):
+        except (AuthError, ValueError):
             life = None  # another program listens there
         if life != self._meeting.incarnations.get(peer):
             return self._lost_error(peer, _INCARNATION_CHANGED), _Verdict.GONE
@@ -278,7 +300,7 @@ class GrpcTransport(Transport):
     async def _serve(self) -> None:
         task = self.cluster.ring[self.rank]
         self._calls.open()
-        self._server = grpc.aio.server(options=message_options(self.options))
+        self._server = grpc.aio.server(options=server_options(self.options, self.size))
         answers = {"Hello": self._on_hello, "Status": self._on_status, "Leave": self._on_leave}
         handlers = self._calls.handlers(self._on_stream, **answers)
         self._server.add_generic_rpc_handlers([handlers])
@@ -287,13 +309,17 @@ class GrpcTransport(Transport):
         except RuntimeError:
             bound = 0
         if not bound:
+            descriptors.check_room()
             raise ConfigError(
                 f"address {task.address} of this task ({task.name}) is in use or not of this "
                 "machine. End the process that listens there (is this task already running?) or "
                 "choose another port in TF_CONFIG on all ranks",
                 **self._facts(self.rank),
             )
+        forked.keep_from_children(bound)
+        self._port = bound
         await self._server.start()
+        self._guarding = asyncio.ensure_future(self._calls.strangers.watch(bound))
 
     async def _on_stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:
         peer = await self._calls.admit_stream(context)
@@ -330,8 +356,8 @@ class GrpcTransport(Transport):
 
     async def _on_status(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         status = {"incarnation": self._meeting.incarnation, **status_of(self)}
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # some ask for the rest only
-            question = json.loads(request)
+        with contextlib.suppress(ValueError):  # some ask for the rest only
+            question = self._read(request, QUESTION)
             status["sent"] = self.recorder.has_sent(question["waiting"], question["tag"])
             status["call"] = self.call_on(question["tag"][0])
         return json.dumps(status).encode()
@@ -339,32 +365,38 @@ class GrpcTransport(Transport):
     async def ask(self, peer: int, waiting: int, tag: Sequence[int]) -> dict[str, Any] | None:
         """See `Transport.ask`."""
         try:
-            return await self._ask_status(
-                peer, {"waiting": waiting, "tag": tag}, _STATUS_TIMEOUT_S
-            )
-        except (grpc.aio.AioRpcError, AuthError):
+            question = {"waiting": waiting, "tag": tag}
+            return await self._ask_status(peer, question, _STATUS_TIMEOUT_S)
+        except (grpc.aio.AioRpcError, AuthError, ValueError):
             return None
 
     async def _ask_status(
         self, peer: int, question: dict[str, Any], timeout_s: float
     ) -> dict[str, Any]:
-        status = await self._calls.ask(peer, "Status", json.dumps(question).encode(), timeout_s)
-        answer: dict[str, Any] = json.loads(status)
-        return answer
+        """The answer of a peer; a ValueError where what it says cannot be that."""
+        data = json.dumps(question).encode()
+        answer = await self._calls.ask(peer, "Status", data, timeout_s)
+        status = self._read(answer, ANSWER if question else STATUS)
+        if any(not 0 <= each["peer"] < self.size for each in status["waits"] + status["sends"]):
+            raise ValueError("a status that names no rank of this ring")
+        return status
+
+    def _read(self, data: bytes, shape: dict[str, Any]) -> dict[str, Any]:
+        """A note of a peer or a stranger; a ValueError where it has not this shape."""
+        note = read_note(data, self._meeting.most_note_bytes)
+        if not has_shape(note, shape):
+            raise ValueError("a note that lacks something, or has it as another type")
+        return note
 
     # -- beginning -------------------------------------------------------------------------
 
     async def _on_hello(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        try:
-            theirs = json.loads(request)
-            peer, incarnation = theirs["rank"], theirs["incarnation"]
-            int(incarnation, 16)
-            is_rank = isinstance(peer, int) and peer in self._to_peer
-        except (ValueError, TypeError, KeyError):
-            is_rank = False
-        if not is_rank:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no rank of this ring")
         meeting = self._meeting
+        try:
+            theirs = meeting.read_hello(request)
+        except ValueError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no rank of this ring")
+        peer, incarnation = theirs["rank"], theirs["incarnation"]
         if meeting.is_another_life(peer, incarnation) and not self.mailbox.has_left(peer):
             await self._check_life(peer, incarnation)
         if peer in meeting.missing:  # later callers are strangers; the answer tells them
@@ -381,7 +413,7 @@ class GrpcTransport(Transport):
         """Believe that a peer was started again where the one at its address says so."""
         try:
             answer = await self._ask_status(peer, {}, _STATUS_TIMEOUT_S)
-        except (grpc.aio.AioRpcError, AuthError):
+        except (grpc.aio.AioRpcError, AuthError, ValueError):
             return
         if answer["incarnation"] != incarnation:
             return  # a stranger, such as the same task on another host
@@ -431,8 +463,13 @@ class GrpcTransport(Transport):
             meeting.missing.discard(peer)
         if not answer or peer not in meeting.missing:
             return
-        hello = json.loads(answer)
-        if hello["met"] != meeting.incarnation:  # it is in an earlier ring still
+        try:
+            hello = meeting.read_hello(answer)
+        except ValueError:
+            meeting.reasons[peer] = "runs another program"
+            await asyncio.sleep(_AGAIN_AFTER_S)
+            return
+        if hello.get("met") != meeting.incarnation:  # it is in an earlier ring still
             meeting.reasons[peer] = (
                 "knows an earlier incarnation of this rank, and is to end first"
             )
@@ -463,9 +500,10 @@ class GrpcTransport(Transport):
     def abort(self, error: BaseException) -> None:
         """See `Transport.abort`."""
         if not isinstance(error, HostOptError):
-            cause = cause_of(error)
-            error = PeerLostError(
-                f"{self._name(self.rank)} stopped with an error. Root cause: {cause}",
+            is_out, cause = descriptors.is_out(error), cause_of(error)
+            text = descriptors.advice(error) if is_out else f"Root cause: {cause}"
+            error = (ResourceError if is_out else PeerLostError)(
+                f"{self._name(self.rank)} stopped with an error. {text}",
                 **self._facts(self.rank),
                 root_cause=cause,
             )
@@ -493,7 +531,7 @@ class GrpcTransport(Transport):
         if self._notes:
             notes = [asyncio.wrap_future(note) for note in self._notes]
             await asyncio.wait(notes, timeout=GOODBYE_TIMEOUT_S)
-        for watch in self._watches:
+        for watch in (*self._watches, *([self._guarding] if self._guarding else ())):
             watch.cancel()
         closing = [stream.close() for stream in streams]
         closing += [channel.close() for channel in self._to_peer.values()]
@@ -504,6 +542,7 @@ class GrpcTransport(Transport):
             stopped = self._server.stop(GOODBYE_TIMEOUT_S if self.error is None else 0)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stopped, 2 * GOODBYE_TIMEOUT_S)
+        forked.forget(self._port)
 
     def _end_sends(self, error: HostOptError) -> None:
         """End what waits for a peer to take data, soon after the peers have been told why."""
@@ -532,11 +571,11 @@ class GrpcTransport(Transport):
 
     async def _on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            note = json.loads(request)
+            note = self._read(request, LEAVE)
             sender, to, life = note["sender"], note["to"], note["from"]
             error = error_from_dict(note["error"]) if "error" in note else None
-            is_rank = isinstance(sender, int) and sender in self._to_peer
-        except (ValueError, TypeError, KeyError):
+            is_rank = sender in self._to_peer
+        except ValueError:
             is_rank = False
         if not is_rank:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no goodbye of a peer")

@@ -2,23 +2,29 @@
 
 Metadata says who calls whom: `rank`, and the incarnations `from` and `to`. With a token, `proof`
 follows, and answers have theirs. A caller that does not know the incarnation that it calls is
-told, and calls again: that incarnation is the challenge.
+told, and calls again: that incarnation is the challenge. What is said is read when the caller is
+known: metadata has its digest.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
 import logging
-import re
 from collections.abc import Awaitable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Callable
 
 from hostopt.cluster import Cluster
 from hostopt.errors import AuthError
 from hostopt.options import Options
+from hostopt.transport import limits
 from hostopt.transport.grpc_import import grpc
 from hostopt.transport.grpc_parts import control_options
-from hostopt.transport.meeting import Meeting
+from hostopt.transport.meeting import INCARNATION, Meeting
 from hostopt.transport.security import Security
+from hostopt.transport.strangers import Strangers
 
 __all__: list[str] = []
 
@@ -28,10 +34,7 @@ _CALL, _ANSWER = "call", "answer"
 # How long to try to connect: a handshake takes several round trips, and computing. Of two equal
 # options gRPC takes the first.
 _HANDSHAKE_TIME = ("grpc.min_reconnect_backoff_ms", 3_000)
-_INCARNATION = re.compile("[0-9a-f]{1,16}")
 _RANK_DIGITS = 10
-_SHOWN_STRANGERS = 20
-_SHOWN_CHARACTERS = 200
 
 Metadata = tuple[tuple[str, str], ...]
 Answer = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
@@ -61,11 +64,14 @@ class Calls:
         self._meeting = meeting
         self._security = security
         self._service = service
-        self._strangers: set[str] = set()
+        self._warned: set[str] = set()
+        self._unknown: asyncio.Semaphore | None = None
+        self.strangers = Strangers(cluster.size)
         self.channels: dict[int, grpc.aio.Channel] = {}
 
     def open(self) -> None:
         """Open a connection to every peer."""
+        self._unknown = asyncio.Semaphore(limits.UNKNOWN_REQUESTS)
         for peer in self._meeting.missing:
             self.channels[peer] = self.channel(peer, control_options(self._options))
 
@@ -132,7 +138,7 @@ class Calls:
             try:
                 return await self._ask(peer, life, method, request, **kwargs)
             except grpc.aio.AioRpcError as error:
-                challenge = _INCARNATION.fullmatch(error.details() or "")
+                challenge = INCARNATION.fullmatch(error.details() or "")
                 if error.code() is not grpc.StatusCode.UNAUTHENTICATED or not challenge:
                     raise
                 life = challenge[0]
@@ -140,7 +146,7 @@ class Calls:
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.PERMISSION_DENIED:
                 raise
-            reason = (error.details() or "")[:_SHOWN_CHARACTERS]
+            reason = (error.details() or "")[: limits.SHOWN_CHARACTERS]
         raise self.refusal(peer, f"refuses this rank: {reason}")
 
     async def _ask(
@@ -169,7 +175,7 @@ class Calls:
         return channel.stream_unary(f"/{self._service}/Stream")(metadata=metadata)
 
     def metadata(self, peer: int, life: str, method: str, request: bytes) -> Metadata:
-        """Who calls, and the proof of it.
+        """Who calls, and the proof of it and of what is said.
 
         Args:
           peer: who is called.
@@ -181,8 +187,9 @@ class Calls:
         metadata = (("rank", rank), ("from", own), ("to", life))
         if not self._security.has_token:
             return metadata
-        facts = (_CALL, method, rank, str(peer), own, life)
-        return (*metadata, ("proof", self._security.proof(*facts, body=request)))
+        facts, digest = (_CALL, method, rank, str(peer), own, life), _digest(request)
+        proof = self._security.proof(*facts, body=digest.encode())
+        return (*metadata, ("digest", digest), ("proof", proof))
 
     def refusal(self, peer: int, found: str) -> AuthError:
         """The error of a ring that one peer cannot be part of.
@@ -217,8 +224,9 @@ class Calls:
         return grpc.method_handlers_generic_handler(self._service, handlers)
 
     def _handler(self, method: str, answer: Answer) -> grpc.RpcMethodHandler:
-        async def handle(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            caller = await self._admit(method, request, context)
+        async def handle(_: Any, context: grpc.aio.ServicerContext) -> bytes:
+            caller = await self._admit(method, context)
+            request = await self._read(caller, context)
             found = await answer(request, context)
             if self._security.has_token:
                 facts = (_ANSWER, method, str(self._meeting.rank), caller.get("rank", ""))
@@ -227,7 +235,7 @@ class Calls:
                 context.set_trailing_metadata((("proof", proof),))
             return found
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+        return grpc.stream_unary_rpc_method_handler(handle)  # which reads by itself
 
     async def admit_stream(self, context: grpc.aio.ServicerContext) -> int:
         """The peer whose stream begins; a stranger's call ends here, and disturbs nobody.
@@ -235,19 +243,16 @@ class Calls:
         Args:
           context: of the call.
         """
-        caller = await self._admit("Stream", b"", context)
-        claim, code = caller.get("rank", ""), grpc.StatusCode
-        peer = int(claim) if claim.isdigit() and len(claim) < _RANK_DIGITS else -1
+        caller, code = await self._admit("Stream", context), grpc.StatusCode
+        peer = _rank(caller)
         if peer not in self.channels:
-            await context.abort(code.INVALID_ARGUMENT, f"{claim!r} is no peer of this rank")
+            await context.abort(code.INVALID_ARGUMENT, "this is no rank of this ring")
         met = self._meeting.incarnations.get(peer)
         if caller.get("to") != self._meeting.incarnation or caller.get("from") != met:
             await context.abort(code.NOT_FOUND, "this rank is of another ring")
         return peer
 
-    async def _admit(
-        self, method: str, request: bytes, context: grpc.aio.ServicerContext
-    ) -> dict[str, str]:
+    async def _admit(self, method: str, context: grpc.aio.ServicerContext) -> dict[str, str]:
         """Let a caller in that knows the token, or knows of none where this rank has none."""
         caller = _texts(context.invocation_metadata())
         proof, own = caller.get("proof"), self._meeting.incarnation
@@ -258,23 +263,47 @@ class Calls:
                 else ("a token, and this rank has none")
             )
             await self._refuse(context, caller, f"the caller has {has}")
-        if proof is None:
-            return caller
-        if caller.get("to") != own:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, own)
-        facts = (_CALL, method, caller.get("rank", ""), str(self._meeting.rank))
-        lives = (caller.get("from", ""), own)
-        if not self._security.is_proof(proof, *facts, *lives, body=request):
-            await self._refuse(context, caller, "the caller has another token")
+        if proof is not None:
+            if caller.get("to") != own:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, own)
+            facts = (_CALL, method, caller.get("rank", ""), str(self._meeting.rank))
+            lives, digest = (caller.get("from", ""), own), caller.get("digest", "")
+            if not self._security.is_proof(proof, *facts, *lives, body=digest.encode()):
+                await self._refuse(context, caller, "the caller has another token")
+        if _rank(caller) in self.channels:
+            self.strangers.admit(context.peer(), _rank(caller))
         return caller
+
+    async def _read(self, caller: dict[str, str], context: grpc.aio.ServicerContext) -> bytes:
+        """What an admitted caller says; not its first byte is read before."""
+        request: Any = None
+        with contextlib.suppress(asyncio.TimeoutError):
+            request = await asyncio.wait_for(self._take(caller, context), limits.READ_S)
+        if not isinstance(request, bytes):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call says nothing")
+        if self._security.has_token and _digest(request) != caller.get("digest"):
+            await self._refuse(context, caller, "what the caller says is not what it has proven")
+        return bytes(request)
+
+    async def _take(self, caller: dict[str, str], context: grpc.aio.ServicerContext) -> Any:
+        async with self._turn(caller):
+            return await context.read()
+
+    def _turn(self, caller: dict[str, str]) -> AbstractAsyncContextManager[Any]:
+        """Scope of a read: few of callers that may be anybody may hold what they say in memory."""
+        life = self._meeting.incarnations.get(_rank(caller))
+        is_known = life is not None and caller.get("from") == life
+        if self._security.has_token or is_known or self._unknown is None:
+            return contextlib.AsyncExitStack()
+        return self._unknown
 
     async def _refuse(
         self, context: grpc.aio.ServicerContext, caller: dict[str, str], why: str
     ) -> None:
         """End a call. It ends no ring: whoever claims to be a rank may be a stranger."""
         host = context.peer().rpartition(":")[0]
-        if host not in self._strangers and len(self._strangers) < _SHOWN_STRANGERS:
-            self._strangers.add(host)
+        if host not in self._warned and len(self._warned) < limits.SHOWN_STRANGERS:
+            self._warned.add(host)
             claim = caller.get("rank", "")[:_RANK_DIGITS]
             _log.warning(
                 "rank %d has refused a call from %s, which claims to be rank %r: %s",
@@ -284,6 +313,17 @@ class Calls:
                 why,
             )
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+
+
+def _rank(caller: dict[str, str]) -> int:
+    """The rank that a caller claims to be; -1 where it is none."""
+    claim = caller.get("rank", "")
+    is_number = claim.isascii() and claim.isdigit() and len(claim) < _RANK_DIGITS
+    return int(claim) if is_number else -1
+
+
+def _digest(request: bytes) -> str:
+    return hashlib.sha256(request).hexdigest()
 
 
 def _texts(metadata: Any) -> dict[str, str]:

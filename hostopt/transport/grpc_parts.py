@@ -8,7 +8,9 @@ import time
 from collections.abc import Awaitable
 from typing import Any, Callable
 
+from hostopt.descriptors import limit
 from hostopt.options import Options
+from hostopt.transport import limits
 from hostopt.transport.base import Payload, Tag
 from hostopt.transport.frame import FrameWriter
 from hostopt.transport.grpc_import import grpc
@@ -24,7 +26,6 @@ END_OF_STREAM = b"end"
 # Frames that wait to be written. gRPC writes them one by one; more would only take fresh memory,
 # whose page faults cost as much as the copying.
 _QUEUED_FRAMES = 4
-_HEADROOM_BYTES = 64 << 10
 _MAX_HTTP2_FRAME_BYTES = (1 << 24) - 1
 _NEVER_MS = (1 << 31) - 1
 
@@ -40,7 +41,7 @@ def message_options(options: Options) -> list[tuple[str, int]]:
     Returns:
       Arguments for servers and channels.
     """
-    message_bytes = options.segment_bytes + _HEADROOM_BYTES
+    message_bytes = limits.most_message_bytes(options)
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.enable_http_proxy", 0),
@@ -53,6 +54,26 @@ def message_options(options: Options) -> list[tuple[str, int]]:
         ("grpc.http2.max_frame_size", min(message_bytes, _MAX_HTTP2_FRAME_BYTES)),
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", message_bytes),
+    ]
+
+
+def server_options(options: Options, size: int) -> list[tuple[str, int]]:
+    """`message_options`, and what bounds the callers of a server.
+
+    Args:
+      options: as for `message_options`.
+      size: number of ranks.
+
+    Returns:
+      Arguments for a server.
+    """
+    return [
+        *message_options(options),
+        ("grpc.server_handshake_timeout_ms", int(1e3 * limits.HANDSHAKE_S)),
+        ("grpc.max_allowed_incoming_connections", limits.most_connections(size, limit())),
+        ("grpc.max_concurrent_streams", limits.CALLS_OF_A_CONNECTION),
+        ("grpc.max_metadata_size", limits.HEADER_BYTES),
+        ("grpc.absolute_max_metadata_size", limits.MOST_HEADER_BYTES),
     ]
 
 

@@ -21,6 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from hostopt import descriptors
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.options import Options
@@ -239,6 +240,7 @@ def _read(path: Path, what: str, *, is_secret: bool) -> bytes:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
+        descriptors.check(error)
         raise ConfigError(
             f"{what} cannot be read: {error.strerror}. Name one that this user can read"
         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -18,14 +19,17 @@ import estimator_ext
 
 estimator_ext.install()
 
+IMAGES, BATCH, STEPS = 10_000, 100, 20
 SETTINGS = {
     "model_dir": "",
     "specs": "slices",  # or "named", one for each evaluator
-    "metric": "",  # "largest": one that cannot be summed
+    "metric": "",  # "largest": one that cannot be summed, too; "accuracy": that alone
     "stop": False,  # this evaluator waits to be killed after its first batch
+    "end": "",  # how this evaluator ends after its first batch, or this chief after its first step
+    "end_before": False,  # before it trains
+    "images": IMAGES,  # so many of them
 }
 DATA_PY = Path(__file__).parents[2] / "examples" / "mnist" / "data.py"
-IMAGES, BATCH, STEPS = 10_000, 100, 20
 
 
 def load_images() -> tuple[np.ndarray, np.ndarray]:
@@ -64,6 +68,8 @@ def local(name: str, shape: list[int], dtype: tf.DType) -> tf.Variable:
 def measure(labels: tf.Tensor, logits: tf.Tensor, settings: dict) -> dict[str, Any]:
     metrics = tf.compat.v1.metrics
     digit, chances = tf.argmax(logits, 1), tf.nn.softmax(logits)
+    if settings["metric"] == "accuracy":
+        return {"accuracy": metrics.accuracy(labels, digit)}
     is_three, taken_for_three = tf.equal(labels, 3), tf.equal(digit, 3)
     confusion = local("confusion", [10, 10], tf.int64)
     matrix = tf.math.confusion_matrix(labels, digit, 10, dtype=tf.int64)
@@ -110,6 +116,30 @@ class StopHere(tf.estimator.SessionRunHook):
         threading.Event().wait()
 
 
+def end(how: str) -> None:
+    """End as the setting "end" says."""
+    print("ends", flush=True)
+    if how == "raise":
+        raise ZeroDivisionError("of this process")
+    if how == "os-exit":
+        os._exit(0)
+    if how.startswith("exit"):
+        sys.exit(int(how[4:]))
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+class EndHere(tf.estimator.SessionRunHook):
+    """Ends this process after a batch; goes on where that was no end."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def after_run(self, run_context: object, run_values: object) -> None:
+        how, self._how = self._how, ""
+        if how:
+            end(how)
+
+
 class MeasureAlone(tf.estimator.Exporter):
     """Exports nothing, but what one process measures on all data."""
 
@@ -134,7 +164,7 @@ def eval_specs(settings: dict, images: np.ndarray, labels: np.ndarray) -> Any:
         "steps": None,
         "start_delay_secs": 0,
         "throttle_secs": 1,
-        "hooks": [StopHere()] if settings["stop"] else [],
+        "hooks": [StopHere()] if settings["stop"] else [EndHere(settings["end"])],
     }
     if settings["specs"] == "slices":
         input_fn = slices_of(images, labels)
@@ -149,11 +179,15 @@ def main(settings: dict) -> None:
     tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.INFO)
     tf.keras.utils.set_random_seed(1)
     images, labels = load_images()
+    if settings["end_before"]:
+        end(settings["end"])
     config = estimator_ext.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
     estimator = estimator_ext.Estimator(make_model_fn(settings), settings["model_dir"], config)
     result = estimator_ext.train_and_evaluate(
         estimator,
-        tf.estimator.TrainSpec(lambda: batches(images, labels), max_steps=STEPS),
+        tf.estimator.TrainSpec(
+            lambda: batches(images, labels), max_steps=STEPS, hooks=[EndHere(settings["end"])]
+        ),
         eval_specs(settings, images, labels),
     )
     print("RESULT", json.dumps(result, default=lambda array: array.tolist()), flush=True)

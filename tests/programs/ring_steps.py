@@ -59,6 +59,10 @@ def run(communicator: Communicator, args: argparse.Namespace, report: dict[str, 
             print("go on?", flush=True)
             sys.stdin.readline()
     communicator.finish()
+    if args.ask_at_end:
+        print("done", flush=True)
+        sys.stdin.readline()
+    faults.strike("after-training", communicator.rank, args.plan)
     report["unread"] = len(communicator.transport.mailbox._messages)
 
 
@@ -68,6 +72,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=300_000, help="elements of a bucket")
     parser.add_argument("--pause-s", type=float, default=0.0, help="what a step computes")
     parser.add_argument("--ask-after", type=int, help="step after which to wait for a line")
+    parser.add_argument("--ask-at-end", action="store_true", help="wait for a line, when done")
     parser.add_argument("--plan", type=faults.FaultPlan.from_json)
     parser.add_argument("--send-again", choices=["at-once", "later"])
     parser.add_argument("--listen", help="own address, where a proxy has that of the cluster")
@@ -83,6 +88,7 @@ def main() -> None:
     sys.stdin.readline()  # all ranks meet at the same time, however long each took to start
     report: dict[str, Any] = {"steps": 0, "exact": True}
     try:
+        faults.strike("before-meeting", hostopt.Cluster.from_tf_config().rank, args.plan)
         communicator = hostopt.connect()
         faults.inject(communicator, args.plan)
         if args.send_again:

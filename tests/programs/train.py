@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,7 @@ ERRORS = {
     "ZeroDivisionError": ZeroDivisionError,
     "StopIteration": StopIteration,
     "UnavailableError": lambda text: tf.errors.UnavailableError(None, None, text),
+    "sys.exit(0)": lambda text: SystemExit(0),
 }
 
 
@@ -509,6 +511,17 @@ def train(estimator, input_fn, hooks, settings: dict) -> None:
     print("RESULT", json.dumps(result, default=lambda number: number.item()), flush=True)
 
 
+def report(training: Callable[[], None]) -> None:
+    """Run a training, and say what error ends it."""
+    caught = None
+    try:
+        training()
+    except Exception as error:
+        code = error.exit_code if isinstance(error, hostopt.HostOptError) else 1
+        caught = {"code": code, "text": traceback.format_exc(), "message": str(error)}
+    print("CAUGHT", json.dumps(caught), flush=True)
+
+
 if __name__ == "__main__":
     chosen: dict = {}
     for argument in sys.argv[1:]:
@@ -519,13 +532,7 @@ if __name__ == "__main__":
         settings = {**chosen, **run, **run.get("own", {}).get(index, {})}  # "own": of some ranks
         settings.pop("own", None)
         assert not set(settings) - set(SETTINGS), settings
-        try:
-            main({**SETTINGS, **settings})
-        except Exception as error:
-            if not settings.get("catch"):
-                raise
-            code = error.exit_code if isinstance(error, hostopt.HostOptError) else 1
-            caught = {"code": code, "text": traceback.format_exc(), "message": str(error)}
-            print("CAUGHT", json.dumps(caught), flush=True)
+        if settings.get("catch"):
+            report(lambda s=settings: main({**SETTINGS, **s}))
         else:
-            print("CAUGHT", json.dumps(None), flush=True)
+            main({**SETTINGS, **settings})

@@ -42,6 +42,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "raise": fail,
     "sleep": stuck_in_user_code,
     "fill": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1)),
+    "open-no-more": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)),
     "say": lambda: print("now", flush=True),
 }
 

@@ -1,0 +1,111 @@
+"""Notes in JSON, of ranks and of strangers: each is whole and has its shape, or a ValueError."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from hostopt.transport.limits import NOTE_DEPTH
+
+__all__: list[str] = []
+
+_MOST_NUMBER = 1 << 64
+
+
+class _Each(NamedTuple):
+    """A list, each of which has a shape."""
+
+    shape: Any
+
+
+class _Or(NamedTuple):
+    """One of two shapes."""
+
+    first: Any
+    second: Any
+
+
+# A tuple is a list of as many parts; an object may have more than is wanted.
+_ERROR = {"kind": str, "message": str, "facts": dict}
+_TAG = (int,) * 7
+LEAVE = {"sender": int, "from": str, "to": _Or(str, None)}
+QUESTION = {"waiting": int, "tag": _TAG}
+STATUS = {
+    "incarnation": str,
+    "error": _Or(_ERROR, None),
+    "waits": _Each({"peer": int, "what": str, "tag": _TAG, "for_s": float}),
+    "sends": _Each({"peer": int, "for_s": float}),
+    "last": _Or({"what": str, "step": int, "ago_s": float}, None),
+}
+ANSWER = {
+    **STATUS,
+    "sent": bool,
+    "call": _Or({"step": int, "bucket": int, "signature": str, "checksum": int}, None),
+}
+
+
+def read_note(data: bytes, most_bytes: int) -> dict[str, Any]:
+    """Read an object of JSON.
+
+    Args:
+      data: what has been sent.
+      most_bytes: how long it may be.
+
+    Returns:
+      The object, whose texts can be written anywhere.
+
+    Raises:
+      ValueError: it is none, or too long, or deep.
+    """
+    if len(data) > most_bytes:
+        raise ValueError(f"a note of {len(data)} bytes, wanted {most_bytes} at most")
+    try:
+        note = json.loads(data)
+        if b"\\ud" in data.lower():  # half a character, which UTF-8 cannot hold
+            note = json.loads(json.dumps(note, ensure_ascii=False).encode("utf-8", "replace"))
+    except RecursionError:
+        raise ValueError("a note that is too deep") from None
+    if not isinstance(note, dict):
+        raise ValueError("a note that is no object")
+    _check_depth(note)
+    return note
+
+
+def has_shape(value: Any, shape: Any) -> bool:
+    """Whether a part of a note is what it should be.
+
+    Args:
+      value: the part.
+      shape: a type, None, or one of the shapes above.
+    """
+    if isinstance(shape, _Or):
+        return has_shape(value, shape.first) or has_shape(value, shape.second)
+    if isinstance(shape, _Each):
+        return isinstance(value, list) and all(has_shape(each, shape.shape) for each in value)
+    if isinstance(shape, tuple):
+        is_as_long = isinstance(value, list) and len(value) == len(shape)
+        return is_as_long and all(map(has_shape, value, shape))
+    if isinstance(shape, dict):
+        is_object = isinstance(value, dict) and shape.keys() <= value.keys()
+        return is_object and all(has_shape(value[key], part) for key, part in shape.items())
+    if shape is None or value is None:
+        return shape is value
+    if shape in (int, float):
+        return _is_number(value, shape)
+    return isinstance(value, shape)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and abs(value) <= _MOST_NUMBER
+
+
+def _check_depth(note: dict[str, Any]) -> None:
+    parts: list[Any] = [note]
+    for _ in range(NOTE_DEPTH):
+        inner = [list(part.values()) if isinstance(part, dict) else part for part in parts]
+        parts = [each for part in inner for each in part if isinstance(each, (dict, list))]
+        if not parts:
+            return
+    raise ValueError("a note that is too deep")

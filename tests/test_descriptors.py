@@ -1,0 +1,79 @@
+"""File descriptors: room for them, and what is said where none is left."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+import pytest
+from conftest import NewRing
+
+from hostopt import descriptors
+from hostopt.errors import CheckpointError, ResourceError
+
+SCRIPT = """
+import os, resource, sys
+import numpy as np
+import hostopt
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 777))
+communicator = hostopt.connect()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+assert communicator.all_reduce(np.ones(9))[0] == 2
+sys.stdin.readline()
+if communicator.rank == 1:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    open(os.devnull)
+communicator.barrier()
+"""
+
+
+def test_the_limit_is_raised_and_a_rank_without_descriptors_may_be_started_again(
+    processes: NewRing,
+) -> None:
+    ring = processes(2)
+    started = ring.start_all(SCRIPT)
+    for process in started:
+        process.expect("777 777")
+        process.tell("go on")
+    for process in started:
+        assert process.exit_code() == ResourceError.exit_code, process.stderr
+    assert f"ResourceError: {ring.name(1)} stopped with an error" in started[0].stderr
+    assert "no file descriptor is left ([Errno 24] Too many open files" in started[0].stderr
+    assert "Raise the limit, as by `ulimit -n`" in started[0].stderr
+
+
+@pytest.mark.parametrize("hard", [3000, 1 << 20, resource.RLIM_INFINITY])
+def test_a_limit_is_raised_to_the_hard_one_but_never_to_a_million(
+    monkeypatch: pytest.MonkeyPatch, hard: int
+) -> None:
+    limits = [1024, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
+    descriptors.raise_limit()
+    wanted = 3000 if hard == 3000 else descriptors.MOST_DESCRIPTORS
+    assert limits == [wanted, hard]
+    assert descriptors.limit() == wanted
+    limits[0] = resource.RLIM_INFINITY
+    descriptors.raise_limit()
+    assert limits[0] == resource.RLIM_INFINITY
+    assert descriptors.limit() == descriptors.MOST_DESCRIPTORS
+
+
+@pytest.mark.parametrize(
+    ("error", "is_out"),
+    [
+        (OSError(errno.EMFILE, "no more"), True),
+        (OSError(errno.ENFILE, "no more"), True),
+        (RuntimeError("/model/events; Too many open files"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (CheckpointError("cannot save: Too many open files"), False),
+    ],
+)
+def test_which_errors_are_of_descriptors(error: Exception, is_out: bool) -> None:
+    assert descriptors.is_out(error) == is_out
+    if is_out:
+        with pytest.raises(ResourceError, match="no file descriptor is left"):
+            descriptors.check(error)
+    else:
+        descriptors.check(error)
+    descriptors.check_room()

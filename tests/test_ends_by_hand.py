@@ -1,0 +1,167 @@
+"""Every way in which a rank or an evaluator can end that nobody launched: who ends with it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import NewRing, RankProcess, RankProcesses
+from fault_ring import FaultRing, report
+from faults import FaultPlan
+from launcher import until
+from ranks import Rank, Ranks, reserved_addresses
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(90)]
+
+VICTIM = 1
+# How a rank ends, and with which code; None does not end by itself.
+ENDS: dict[str, int | None] = {
+    "kill": -9,
+    "stop": None,
+    "exit": 0,
+    "os-exit": 0,
+    "exit-3": 3,
+    "raise": 1,
+    "disconnect": None,
+}
+every_end = pytest.mark.parametrize("action", ENDS)
+
+
+def ring_with(ring: RankProcesses, point: str, action: str, step: int = 0) -> FaultRing:
+    # longer than this test waits: a frozen rank is found by ping
+    deadlines = {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "2", "HOSTOPT_COLLECTIVE_TIMEOUT_S": "100"}
+    return FaultRing(ring, FaultPlan(VICTIM, step, point, action), **deadlines)
+
+
+def is_stopped(process: RankProcess | Rank) -> bool:
+    pid = process.process.pid
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+def assert_ended(victim: RankProcess, action: str, disconnected: int) -> None:
+    """The victim has ended as it was told, with `disconnected` where it was only that."""
+    if action == "stop":
+        until(lambda: is_stopped(victim), "end")
+        victim.kill()
+        assert victim.exit_code() == -9
+    elif action == "disconnect":
+        assert victim.exit_code() == disconnected, victim.stderr
+    else:
+        assert victim.exit_code() == ENDS[action], victim.stderr
+
+
+@every_end
+def test_a_rank_that_ends_before_all_have_met(processes: NewRing, action: str) -> None:
+    ring = processes(2)
+    with reserved_addresses(2) as elsewhere:
+        jobs = {"chief": elsewhere[:1], "worker": elsewhere[1:]}
+        faults = ring_with(ring, "before-meeting", action)
+        own = {"jobs": jobs} if action == "disconnect" else {}
+        started = [faults.start(0), faults.start(VICTIM, **own)]
+        for process in started:
+            process.expect("here")
+            process.tell("meet")
+        survivor, victim = started
+        assert survivor.exit_code() == 202, survivor.stderr
+        error = report(survivor)["error"]
+        assert f"missing: worker:0 ({ring.addresses[VICTIM]})" in error["message"]
+        assert_ended(victim, action, disconnected=202)
+
+
+@every_end
+def test_a_rank_that_ends_in_training(processes: NewRing, action: str) -> None:
+    ring = processes(2)
+    survivor, victim = ring_with(ring, "between-steps", action, step=3).start_all()
+    assert survivor.exit_code() == 200, survivor.stderr
+    found = report(survivor)
+    assert (found["steps"], found["exact"]) == (3, True)
+    assert found["error"]["facts"]["rank"] == VICTIM, found
+    assert_ended(victim, action, disconnected=200)
+
+
+@every_end
+def test_a_rank_that_ends_after_training(processes: NewRing, action: str) -> None:
+    ring = processes(2)
+    survivor, victim = ring_with(ring, "after-training", action).start_all("--ask-at-end")
+    for process in (survivor, victim):
+        process.expect("done")
+    victim.tell("end")
+    if action == "stop":
+        until(lambda: is_stopped(victim), "stop")
+    elif action != "disconnect":
+        assert victim.exit_code() == ENDS[action], victim.stderr
+    survivor.tell("end")
+    assert survivor.exit_code() == 0, survivor.stderr
+    assert "error" not in report(survivor)
+    assert_ended(victim, action, disconnected=0)
+
+
+# -- with TensorFlow: a chief and evaluators -----------------------------------------------
+
+
+@pytest.fixture
+def started(tmp_path: Path, ranks: Ranks) -> Iterator[Any]:
+    """`started(own, chief)`: a chief and an evaluator for each dict of settings."""
+    with reserved_addresses(1) as addresses:
+
+        def start(*own: dict[str, Any], chief: dict[str, Any] | None = None) -> list[Rank]:
+            small = {"images": 300, "metric": "accuracy"}
+            common = json.dumps({"model_dir": str(tmp_path / "model"), **small})
+            short = {"HOSTOPT_EVALUATOR_TIMEOUT_S": "4", "HOSTOPT_STALL_WARNING_S": "1"}
+            begun = []
+            for task, settings in [("chief", chief or {}), *(("evaluator", each) for each in own)]:
+                begun += ranks.start(
+                    "evaluate.py",
+                    {"chief": addresses},
+                    tasks=[(task, 0)],
+                    arguments=[common, json.dumps(settings)],
+                    environ=short,
+                )
+            return begun
+
+        yield start
+    left = [rank.name for rank in ranks.started if rank.process.poll() is None]
+    assert not left, f"still running at the end of the test: {', '.join(left)}"
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("end", "before", "code", "kind"),
+    [
+        ("exit0", True, 202, "RendezvousTimeoutError"),
+        ("exit0", False, 200, "PeerLostError"),
+        ("SIGSTOP", False, 200, "PeerLostError"),
+    ],
+)
+def test_an_evaluator_whose_chief_ends_without_a_word(
+    started: Any, end: str, before: bool, code: int, kind: str
+) -> None:
+    chief, evaluator = started({}, chief={"end": end, "end_before": before})
+    if end == "SIGSTOP":  # it holds the lock of its model_dir, and may go on
+        evaluator.wait_for_output("Saving dict for global step 0")
+        until(lambda: is_stopped(chief), "stop")
+        chief.signal(signal.SIGKILL)
+    assert chief.wait() == {"exit0": 0, "SIGSTOP": -9}[end], chief.output
+    assert evaluator.wait() == code, evaluator.output
+    assert f"{kind}: this evaluator has seen nothing of the chief for 4 s: nobody trains in" in (
+        evaluator.output
+    )
+    assert "this evaluator has seen nothing of the chief for 1 s: nobody" in evaluator.output
+    assert "raise evaluator_timeout_s (4)" in evaluator.output
+
+
+@pytest.mark.tensorflow
+def test_evaluators_that_end_do_not_disturb_the_training(started: Any) -> None:
+    ends = {"exit3": 3, "SIGSTOP": 0}
+    chief, *evaluators = started(*({"end": end} for end in ends))
+    assert chief.wait() == 0, chief.output
+    frozen = evaluators[-1]
+    until(lambda: is_stopped(frozen), "stop")
+    frozen.signal(signal.SIGCONT)
+    for evaluator, code in zip(evaluators, ends.values()):
+        assert evaluator.wait() == code, evaluator.output

@@ -1,0 +1,261 @@
+"""One run at a time trains in a model_dir: who is refused, who is not, and what is not known."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from conftest import ROOT, Spawn
+from launcher import python
+from ranks import Ranks, reserved_addresses
+
+import estimator_ext
+import hostopt
+from estimator_ext import model_dir_lock
+from estimator_ext.model_dir_lock import is_training, training_in
+from estimator_ext.signs_of_life import SignsOfLife
+
+estimator_ext.install()
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
+
+HOLD = """
+import sys
+from hostopt import lock_file
+assert lock_file.acquire(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def data() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
+
+
+def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+    weight = tf.compat.v1.get_variable("weight", [1, 1])
+    loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
+    step = tf.compat.v1.train.get_global_step()
+    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+class InTheMiddle(tf.estimator.SessionRunHook):
+    """Calls a function once, after a step."""
+
+    def __init__(self, fn: Any) -> None:
+        self._fn = fn
+
+    def after_run(self, run_context: object, run_values: object) -> None:
+        self._fn()
+        self._fn = lambda: None
+
+
+def estimator_in(model_dir: Path, distributed: bool = True) -> estimator_ext.Estimator:
+    strategy = estimator_ext.HostOffloadStrategy() if distributed else None
+    config = estimator_ext.RunConfig(train_distribute=strategy)
+    return estimator_ext.Estimator(model_fn, str(model_dir), config)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of tmp_path."""
+    process = subprocess.Popen(
+        [*python(HOLD), str(tmp_path.resolve() / "hostopt-training.lock")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_is_refused_on_all_ranks_and_the_first_goes_on(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    model = tmp_path / "model" / "adam"
+    found = []
+
+    def start_another() -> None:
+        before = sorted(path.name for path in model.rglob("*"))
+        settings = {"model_dir": str(tmp_path / "model"), "optimizers": ["adam"]}
+        with reserved_addresses(2) as addresses:
+            started = ranks.start(
+                "train.py", {"worker": addresses}, arguments=[json.dumps(settings)]
+            )
+            found.extend((rank.wait(60), rank.output) for rank in started)
+        assert sorted(path.name for path in model.rglob("*")) == before
+
+    assert not is_training(str(model))
+    estimator_in(model).train(data, [InTheMiddle(start_another)], max_steps=3)
+    for code, output in found:
+        assert code == 78, output
+        assert f"ConfigError: model_dir {model.resolve()} is in use: process {os.getpid()} on" in (
+            output
+        )
+        assert "Wait until it has ended, or end it, or give this run a model_dir" in output
+    assert len(found) == 2
+    assert tf.train.load_variable(str(model), "global_step") == 3
+    assert not is_training(str(model))
+
+
+def test_a_process_does_not_refuse_itself_and_evaluation_goes_on(tmp_path: Path) -> None:
+    def train_and_evaluate_inside() -> None:
+        assert is_training(str(tmp_path))
+        estimator_in(tmp_path, distributed=False).train(data, steps=1)
+        assert is_training(str(tmp_path))
+        measured = estimator_in(tmp_path).evaluate(data, steps=1)
+        assert measured["global_step"] == 1
+
+    for steps in (2, 4):
+        hooks = [InTheMiddle(train_and_evaluate_inside)] if steps == 2 else []
+        estimator_in(tmp_path).train(data, hooks, max_steps=steps)
+        assert not is_training(str(tmp_path))
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_one_process_holds_it_between_its_trainings_too(tmp_path: Path, distributed: bool) -> None:
+    seen = []
+
+    class Look(tf.estimator.SessionRunHook):
+        def end(self, session: object) -> None:
+            seen.append(is_training(str(tmp_path)))
+
+    estimator_ext.train_and_evaluate(
+        estimator_in(tmp_path, distributed),
+        tf.estimator.TrainSpec(data, max_steps=2),
+        tf.estimator.EvalSpec(data, steps=1, hooks=[Look()]),
+    )
+    assert seen and all(seen)
+    assert not is_training(str(tmp_path))
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_one_process_is_refused(tmp_path: Path, holder: Any, distributed: bool) -> None:
+    with pytest.raises(hostopt.ConfigError, match=rf"in use: process {holder.pid} on host "):
+        estimator_in(tmp_path, distributed).train(data, steps=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["hostopt-training.lock"]
+    holder.kill()
+    holder.wait()
+    estimator_in(tmp_path, distributed).train(data, steps=1)  # at once
+
+
+def test_ranks_wait_for_a_host_that_may_have_crashed(
+    spawn_inproc: Spawn, tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_dir_lock.socket, "gethostname", lambda: "another host")
+    warned = []
+
+    def end_holder(*text: object) -> None:
+        warned.append(text)
+        holder.kill()
+        holder.wait()
+
+    monkeypatch.setattr(model_dir_lock._log, "warning", end_holder)
+
+    def run(communicator: hostopt.Communicator) -> bool:
+        with training_in(str(tmp_path), communicator):
+            found = is_training(str(tmp_path))
+            communicator.barrier()
+        return found
+
+    assert spawn_inproc(2, run) == [True, True]
+    assert len(warned) == 1 and "is locked by process" in warned[0][0]
+    assert not is_training(str(tmp_path))
+
+
+def test_a_host_that_lives_is_not_waited_for_without_end(
+    tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_dir_lock.socket, "gethostname", lambda: "another host")
+    monkeypatch.setattr(model_dir_lock, "_LEASE_S", 0.6)
+    with pytest.raises(hostopt.ConfigError, match="is in use"), training_in(str(tmp_path)):
+        pass
+
+
+def test_a_holder_that_has_said_nothing_yet(tmp_path: Path, holder: Any) -> None:
+    (tmp_path / "hostopt-training.lock").write_text("")
+    with pytest.raises(hostopt.ConfigError, match="in use: another process trains there"):
+        estimator_in(tmp_path).train(data, steps=1)
+
+
+def test_where_it_cannot_be_known_a_line_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(logging.getLogger("tensorflow"), "propagate", True)
+    for model_dir in (str(tmp_path), "gs://bucket/model"):
+        caplog.clear()
+        for _ in range(2):
+            with training_in(model_dir):
+                assert not is_training(model_dir)
+        (record,) = caplog.records
+        assert f"cannot know whether another run trains in model_dir {model_dir}" in (
+            record.getMessage()
+        )
+
+
+def test_a_lock_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(hostopt.CheckpointError, match=r"cannot save .*Not a dir"),
+        training_in(str(tmp_path / "file" / "model")),
+    ):
+        pass
+
+
+# -- what an evaluator sees of it ----------------------------------------------------------
+
+
+def wait(chief: SignsOfLife, pauses: int, pause_s: float = 10.0) -> None:
+    for _ in range(pauses):
+        chief.waited(pause_s)
+
+
+def test_an_evaluator_whose_chief_never_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("tensorflow"), "propagate", True)
+    (tmp_path / "checkpoint").touch()  # of an earlier run
+    chief = SignsOfLife(str(tmp_path), hostopt.Options(evaluator_timeout_s=600))
+    wait(chief, 59)
+    shown = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" s: nobody")[0].rpartition(" ")[2] for text in shown] == [
+        "30",
+        "60",
+        "120",
+        "240",
+        "480",
+    ]
+    with pytest.raises(hostopt.RendezvousTimeoutError, match="nothing of the chief for 600 s: no"):
+        wait(chief, 1)
+
+
+def test_an_evaluator_whose_chief_has_gone(tmp_path: Path, holder: Any) -> None:
+    chief = SignsOfLife(str(tmp_path), hostopt.Options(evaluator_timeout_s=60))
+    wait(chief, 20)  # it trains
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    wait(chief, 5)
+    (tmp_path / "checkpoint").touch()  # another has come, and saved
+    wait(chief, 6)
+    os.utime(tmp_path / "checkpoint", ns=(1, 1))  # and again
+    wait(chief, 6)
+    with pytest.raises(hostopt.PeerLostError, match=r"start all again.*raise evaluator_timeout_s"):
+        wait(chief, 1)
