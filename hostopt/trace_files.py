@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from hostopt.errors import ConfigError
+from hostopt.options import shown
 from hostopt.timeline import Event, write_trace
+from hostopt.transport.notes import has_shape
 
 __all__: list[str] = []
+
+_WHOLE = {"otherData": {"hostopt": {"size": int}}, "traceEvents": list}
+_OF_ONE_RANK = {"rank": int, "clock_offset_us": float}
+_OF_ALL = {"ph": str, "name": str, "pid": int, "tid": int, "args": dict}
+_SPAN = {**_OF_ALL, "cat": str, "ts": float, "dur": float}
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,35 @@ def read(path: str) -> Trace:
     """
     try:
         whole = json.loads(Path(path).read_text())
-        return Trace(path, dict(whole["otherData"]["hostopt"]), list(whole["traceEvents"]))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no trace of hostopt ({type(error).__name__}: {error}). Name files that a "
-            "run with HOSTOPT_TIMELINE has written"
+            f"{path} cannot be read: {error}. Name a file that is there and may be read"
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise _no_trace(path, f"{type(error).__name__}: {error}") from error
+    if not has_shape(whole, _WHOLE):
+        raise _no_trace(path, "it has other contents")
+    for number, event in enumerate(whole["traceEvents"]):
+        if not _is_event(event):
+            raise _no_trace(path, f"event {number} is {shown(event)}")
+    return Trace(path, whole["otherData"]["hostopt"], whole["traceEvents"])
+
+
+def _is_event(event: Any) -> bool:
+    if not has_shape(event, _OF_ALL):
+        return False
+    if event["ph"] == "M":
+        return event["name"] != "thread_name" or has_shape(event["args"], {"name": str})
+    wanted = {"bucket": int} if event.get("cat") == "launch" else {}
+    is_span = event["ph"] == "X" and has_shape(event, _SPAN) and has_shape(event["args"], wanted)
+    return is_span and has_shape(event["args"].get("step", 0), int)
+
+
+def _no_trace(path: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is no trace of hostopt ({why}). Name files that a run with HOSTOPT_TIMELINE has "
+        "written"
+    )
 
 
 def merge(paths: Sequence[str], output: str) -> None:
@@ -72,8 +100,11 @@ def merge(paths: Sequence[str], output: str) -> None:
     traces = [read(path) for path in paths]
     by_rank: dict[int, Trace] = {}
     for trace in traces:
-        if "rank" not in trace.facts:
-            raise ConfigError(f"{trace.path} holds {trace.facts}, wanted the trace of one rank")
+        if not has_shape(trace.facts, _OF_ONE_RANK):
+            raise ConfigError(
+                f"{trace.path} holds {shown(trace.facts)}, wanted the trace of one rank. Name the "
+                "files of the ranks"
+            )
         other = by_rank.setdefault(trace.facts["rank"], trace)
         if other is not trace:
             raise ConfigError(
@@ -88,8 +119,8 @@ def merge(paths: Sequence[str], output: str) -> None:
     facts = {"ranks": sorted(by_rank), "size": traces[0].facts["size"]}
     try:
         write_trace(Path(output), _aligned([by_rank[rank] for rank in sorted(by_rank)]), facts)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path without a name, such as "/"
+        raise ConfigError(f"{output} cannot be written: {error}. Name another file") from error
 
 
 def _aligned(traces: Sequence[Trace]) -> list[Event]:

@@ -31,7 +31,7 @@ def draw(path: str, output: str, step: int | None = None) -> None:
     trace = read(path)
     begin_us, end_us = _window(trace, step)
     shown = [s for s in trace.spans if s["ts"] < end_us and s["ts"] + s["dur"] > begin_us]
-    buckets = {s["name"]: f"C{s['args']['bucket']}" for s in shown if s["cat"] == "launch"}
+    buckets = {s["name"]: f"C{s['args']['bucket'] % 10}" for s in shown if s["cat"] == "launch"}
     busy = {(s["pid"], s["tid"]) for s in shown}
     rows = {  # those for spans that overlap, such as "launch (2)", only where they are needed
         (e["pid"], e["tid"]): f"rank {e['pid']}  {e['args']['name']}"
@@ -50,11 +50,12 @@ def draw(path: str, output: str, step: int | None = None) -> None:
     axes.invert_yaxis()
     for name, color in sorted(buckets.items(), key=lambda item: item[1]):
         axes.barh(0, 0, color=color, label=name)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    if buckets:
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
     try:
         figure.savefig(output)
     except (OSError, ValueError) as error:  # ValueError: an ending that names no format
-        raise ConfigError(f"{output} cannot be written: {error}") from error
+        raise ConfigError(f"{output} cannot be written: {error}. Name another file") from error
 
 
 def _window(trace: Trace, step: int | None) -> tuple[float, float]:
@@ -65,5 +66,5 @@ def _window(trace: Trace, step: int | None) -> tuple[float, float]:
         step = max((of(span) for span in trace.spans if span["cat"] == "apply"), default=-1)
     found = [s for s in trace.spans if of(s) == step and s["cat"] in _STEPWISE]
     if not found:
-        raise ConfigError(f"{trace.path} shows no step {step}")
+        raise ConfigError(f"{trace.path} shows no step {step}. Name another one as --step")
     return min(s["ts"] for s in found), max(s["ts"] + s["dur"] for s in found)
