@@ -234,7 +234,7 @@ class GrpcTransport(Transport):
         words = 3 if verdict is _Verdict.LIVES else 1
         await asyncio.sleep(words * _LAST_WORD_TIMEOUT_S)
         if self._closed or self.mailbox.has_left(peer):
-            if peer in self._streams:
+            if verdict is not _Verdict.LIVES and peer in self._streams:
                 self._streams[peer].cancel()  # nobody takes what `_end` may still flush
             return
         if not self._met:
