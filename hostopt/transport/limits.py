@@ -18,7 +18,7 @@ LOOK_EVERY_S = 0.2
 _STRANGERS = 64
 CONNECTIONS_OF_A_PEER = 4  # two, and as many that have broken or begin anew
 # Calls at the same time on one connection; more wait at the caller.
-CALLS_OF_A_CONNECTION = 32
+CALLS_OF_A_CONNECTION = 100
 # Requests that are read at the same time without knowing from whom, in a ring without token.
 UNKNOWN_REQUESTS = 4
 READ_S = 2.0
@@ -29,6 +29,7 @@ NOTE_DEPTH = 8
 # Callers of which a warning tells, and how much of what they claim.
 SHOWN_STRANGERS = 20
 SHOWN_CHARACTERS = 200
+SHOWN_DIFFERENCES = 4
 
 
 def most_strangers(size: int) -> int:
