@@ -57,6 +57,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "rendezvous_timeout_s": SECONDS,
     "stall_warning_s": SECONDS,
     "collective_timeout_s": SECONDS,
+    "evaluator_timeout_s": SECONDS,
     "communication": ["auto", "grpc", "shm", np.str_("grpc")],
     "compression": [None, "fp16", "bf16"],
     "timeline": [None, "trace.json", "..", "no/such/directory/trace", Path("trace"), "é" * 90],
