@@ -175,7 +175,7 @@ def test_a_ring_meets_while_strangers_take_what_they_can(
     processes: NewRing, certificates: Certificates
 ) -> None:
     ring, environ = processes(2), environ_of(certificates, "token+good")
-    first = ring.start(0, RING, FEW, FEW, **environ)
+    first = ring.start(0, RING, FEW, 4 * FEW, **environ)
     ended = threading.Event()
 
     def come_again() -> None:
@@ -189,7 +189,7 @@ def test_a_ring_meets_while_strangers_take_what_they_can(
     with ThreadPoolExecutor() as threads:
         flood = threads.submit(come_again)
         try:
-            second = ring.start(1, RING, FEW, FEW, **environ)
+            second = ring.start(1, RING, FEW, 4 * FEW, **environ)
             for process in (first, second):
                 process.expect("met")
             reduce_on([first, second], files=0)
