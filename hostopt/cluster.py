@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import socket
@@ -11,12 +12,14 @@ from typing import Any
 
 from hostopt import descriptors
 from hostopt.errors import ConfigError
+from hostopt.options import shown
 
 __all__: list[str] = []
 
 CHIEF, WORKER, EVALUATOR, LOCAL = "chief", "worker", "evaluator", "local"
 MASTER = "master"  # what old programs call the chief
 _RING_JOBS = (CHIEF, MASTER, WORKER)
+_PORT_DIGITS = 5
 _EXAMPLE = (
     '{"cluster": {"chief": ["host0:2222"], "worker": ["host1:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
@@ -127,13 +130,13 @@ class Cluster:
           ConfigError: TF_CONFIG is malformed; the message quotes the key and says what to write.
         """
         config = _parse_tf_config(os.environ if environ is None else environ)
-        if not config.get("cluster"):
-            _check_no_lonely_task(config.get("task"))
+        if config.get("cluster", {}) == {}:
+            _check_no_lonely_task(config.get("task", {}))
             return cls.local()
         task = config.get("task")
         if not isinstance(task, dict) or "type" not in task or "index" not in task:
             raise ConfigError(
-                f'TF_CONFIG key "task" is {json.dumps(task)}, wanted an object with "type" and '
+                f'TF_CONFIG key "task" is {shown(task)}, wanted an object with "type" and '
                 f'"index". If "cluster" is set in TF_CONFIG, task type and task index must be '
                 f"set. Write for example {_EXAMPLE}"
             )
@@ -221,28 +224,31 @@ def _parse_tf_config(environ: Mapping[str, str]) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"TF_CONFIG is not JSON ({error}): {text!r}. Write for example {_EXAMPLE}"
+            f"TF_CONFIG is not JSON ({error}): {shown(text)}. Write for example {_EXAMPLE}"
         ) from None
     if not isinstance(config, dict):
         raise ConfigError(
-            f"TF_CONFIG is {text!r}, wanted a JSON object. Write for example {_EXAMPLE}"
+            f"TF_CONFIG is {shown(text)}, wanted a JSON object. Write for example {_EXAMPLE}"
         )
     return config
 
 
 def _check_no_lonely_task(task: Any) -> None:
-    if task not in (None, {}, {"type": WORKER, "index": 0}):
+    if task not in ({}, {"type": WORKER, "index": 0}):
         raise ConfigError(
-            f'TF_CONFIG has "task" {json.dumps(task)} but no "cluster". Add the key "cluster" '
+            f'TF_CONFIG has "task" {shown(task)} but no "cluster". Add the key "cluster" '
             f"with the addresses of all ranks, for example {_EXAMPLE}"
         )
 
 
 def _check_jobs(jobs: Any) -> dict[str, list[str]]:
     if not isinstance(jobs, Mapping):
-        raise ConfigError(f'TF_CONFIG key "cluster" is {jobs!r}, wanted {_EXAMPLE}')
+        raise ConfigError(
+            f'TF_CONFIG key "cluster" is {shown(jobs)}, wanted an object. Write for example '
+            f"{_EXAMPLE}"
+        )
     checked: dict[str, list[str]] = {}
     for job, addresses in jobs.items():
         if job == "ps":
@@ -252,7 +258,7 @@ def _check_jobs(jobs: Any) -> dict[str, list[str]]:
             )
         if job not in (*_RING_JOBS, EVALUATOR):
             raise ConfigError(
-                f'TF_CONFIG key "cluster" has the unknown job {job!r}. Use "chief" (one), '
+                f'TF_CONFIG key "cluster" has the unknown job {shown(job)}. Use "chief" (one), '
                 '"worker" and "evaluator"'
             )
         checked[job] = _check_addresses(job, addresses)
@@ -263,12 +269,12 @@ def _check_jobs(jobs: Any) -> dict[str, list[str]]:
             'TF_CONFIG key "cluster" has neither "chief" nor "worker". Name at least one rank, '
             f"for example {_EXAMPLE}"
         )
-    for address in ring:
-        if ring.count(address) > 1:
-            raise ConfigError(
-                f'TF_CONFIG key "cluster" lists the address {address!r} more than once. '
-                "Give every rank a port of its own"
-            )
+    address, times = collections.Counter(ring).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(
+            f'TF_CONFIG key "cluster" lists the address {shown(address)} more than once. '
+            "Give every rank a port of its own"
+        )
     return checked
 
 
@@ -276,7 +282,7 @@ def _check_one_chief(jobs: dict[str, list[str]]) -> None:
     for job in (CHIEF, MASTER):
         if len(jobs.get(job, [])) > 1:
             raise ConfigError(
-                f'TF_CONFIG key "{job}" lists {len(jobs[job])} addresses {jobs[job]}. The '
+                f'TF_CONFIG key "{job}" lists {len(jobs[job])} addresses {shown(jobs[job])}. The '
                 f'"cluster" in TF_CONFIG must have only one "{job}" node; list the others under '
                 '"worker"'
             )
@@ -290,15 +296,16 @@ def _check_one_chief(jobs: dict[str, list[str]]) -> None:
 def _check_addresses(job: str, addresses: Any) -> list[str]:
     if not isinstance(addresses, (list, tuple)):
         raise ConfigError(
-            f'TF_CONFIG key "{job}" is {addresses!r}, wanted a list of "host:port": '
-            "sparse clusters are not supported, so list every task"
+            f'TF_CONFIG key "{job}" is {shown(addresses)}, wanted a list of "host:port". '
+            "List every task: sparse clusters are not supported"
         )
     for address in addresses:
         host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        is_number = port.isascii() and port.isdecimal() and len(port) <= _PORT_DIGITS
+        if not (host and colon and is_number and 0 < int(port) < 65536):
             raise ConfigError(
-                f'TF_CONFIG key "{job}" has the address {address!r}, wanted "host:port" with a '
-                "port from 1 to 65535"
+                f'TF_CONFIG key "{job}" has the address {shown(address)}, wanted "host:port" with '
+                "a port from 1 to 65535. Correct it"
             )
     return list(addresses)
 
@@ -308,18 +315,18 @@ def _find_task(
 ) -> Task:
     if task_type not in (*_RING_JOBS, EVALUATOR):
         raise ConfigError(
-            f'TF_CONFIG key "task": type {task_type!r} is not known. Use "chief", "worker" or '
-            '"evaluator"'
+            f'TF_CONFIG key "task": type {shown(task_type)} is not known. Use "chief", "worker" '
+            'or "evaluator"'
         )
     try:
         index = int(str(task_index))  # neither 0.5 nor True
     except (TypeError, ValueError):
         raise ConfigError(
-            f'TF_CONFIG key "index" is {task_index!r}, wanted a number from 0'
+            f'TF_CONFIG key "index" is {shown(task_index)}, wanted a number from 0. Correct it'
         ) from None
     if index < 0:
         raise ConfigError(
-            f'TF_CONFIG key "index" is {index}. Task index must be non-negative number.'
+            f'TF_CONFIG key "index" is {shown(index)}. Task index must be non-negative number.'
         )
     if task_type == EVALUATOR and addresses.get(MASTER):
         raise ConfigError(
@@ -339,8 +346,8 @@ def _find_task(
             f'the key "cluster" lists no "{task_type}"'
         )
     raise ConfigError(
-        f'TF_CONFIG key "index": {index} is not a valid task_id for task_type {task_type} in the '
-        f"cluster_spec, which lists {count}: use 0 to {count - 1}"
+        f'TF_CONFIG key "index": {shown(index)} is not a valid task_id for task_type {task_type} '
+        f"in the cluster_spec, which lists {count}. Use 0 to {count - 1}"
     )
 
 
@@ -348,11 +355,11 @@ def _check_resolves(task: Task) -> None:
     host = task.address.rpartition(":")[0].strip("[]")
     try:
         socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         descriptors.check(error)
         raise ConfigError(
-            f"the host of this task ({task}) does not resolve: {error}. Write an address of this "
-            f'machine in TF_CONFIG under "{task.type}"',
+            f"the host of this task ({task.name}, {shown(task.address)}) does not resolve: "
+            f'{error}. Write an address of this machine in TF_CONFIG under "{task.type}"',
             task=task.name,
             address=task.address,
         ) from None

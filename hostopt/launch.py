@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from hostopt import descriptors, output
 from hostopt.cluster import EVALUATOR
 from hostopt.restarts import Slots
-from hostopt.task_group import FORWARDED, Evaluator, Ring, address_of, ports_reserved
+from hostopt.task_group import FORWARDED, Evaluator, Group, Ring, address_of, ports_reserved
 
 __all__: list[str] = []
 
@@ -121,6 +121,7 @@ class _Run:
         self._selector.register(
             wake_fd, selectors.EVENT_READ, lambda: self._forward(os.read(wake_fd, 64))
         )
+        failed: list[Group] = []  # in the order in which they have given up
         while any(group.code is None for group in self._groups):
             for group in self._groups:
                 group.keep_time()
@@ -131,12 +132,13 @@ class _Run:
                     evaluator.stop()
             elif self._ring.code == 0 and not os.path.exists(self._ring_ended):
                 open(self._ring_ended, "w").close()
-        failed = next((group for group in self._groups if group.code), None)
-        if failed is None:
+            failed += [group for group in self._groups if group.code and group not in failed]
+        root = self._ring if self._ring.code else next(iter(failed), None)
+        if root is None:
             return 0
-        if failed.cause:  # after all that the others have said
-            _LOG.error("%s", failed.cause)
-        return failed.code or 0
+        if root.cause:  # after all that the others have said
+            _LOG.error("%s", root.cause)
+        return root.code or 0
 
     def _pause_s(self) -> float | None:
         times_s = [group.next_time_s() for group in self._groups]

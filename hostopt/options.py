@@ -19,7 +19,7 @@ MIN_TIMEOUT_S, YEAR_S = 0.001, 365.0 * 24 * 3600
 # TensorFlow counts micro-batches, examples and loops in int32.
 MAX_COUNT = (1 << 31) - 1
 _BUCKET_ALIGNMENT_BYTES = 128
-_SHOWN_CHARACTERS = 100
+_SHOWN_CHARACTERS = 200
 
 
 class _Range(NamedTuple):
@@ -165,7 +165,7 @@ def shown(value: object) -> str:
       value: given by the user.
 
     Returns:
-      Its `repr`, up to 100 characters; its type, if it has none, as integers of many digits.
+      Its `repr`, up to 200 characters; its type, if it has none, as integers of many digits.
     """
     try:
         text = repr(value)

@@ -31,8 +31,16 @@ from hostopt.transport.grpc import GrpcTransport
 from hostopt.transport.inproc import InprocTransport
 
 # a busy machine is no failure
-hypothesis.settings.register_profile("hostopt", deadline=None, max_examples=500)
+hypothesis.settings.register_profile(
+    "hostopt",
+    deadline=None,
+    max_examples=500,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("hostopt")
+
+# Of each test that fuzzes: `FUZZ_EXAMPLES=100000 make test-faults` has more.
+FUZZ_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))
 
 ROOT = Path(__file__).resolve().parents[1]
 # Ends a test that would hang; no result depends on it.

@@ -1,0 +1,236 @@
+"""The launcher with tasks, clock and signals that a test moves: no process, no waiting.
+
+The launcher runs in a thread and stops wherever it would wait. Then the test has its turn: it lets
+tasks end, time pass or signals come, and gives the turn back. Only one of the two ever runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Callable
+
+import pytest
+
+from hostopt import launch, task_group, task_process
+
+TURN_S = 10.0  # ends a test whose launcher would hang
+
+
+class FakeTask:
+    """What `task_process.start` returns: a task that ends when the test says so."""
+
+    def __init__(self, world: World, task: tuple[str, int], environment: dict[str, str]) -> None:
+        self.task = task
+        self.environment = environment
+        self.lifeline = object()
+        self.report = ""
+        self.group: int | None = None
+        self.code: int | None = None
+        self.forced = False
+        self.closed = False
+        self.exit_code: int | None = None  # it has ended, and the launcher has not seen it yet
+        self.received: list[tuple[float, int]] = []
+        self.messages: collections.deque[str] = collections.deque(["group"])
+        self._world = world
+
+    @property
+    def name(self) -> str:
+        return "{}:{}".format(*self.task)
+
+    def end(self, code: int) -> None:
+        """It ends by itself, or of a signal."""
+        self.exit_code = code
+        self.messages.append("end")
+
+    def signal(self, signum: int) -> None:
+        self.received.append((self._world.now_s, signum))
+        if signum == signal.SIGKILL and self.exit_code is None:
+            self.end(128 + signum)
+
+    def has_ended(self) -> bool:
+        if self.messages.popleft() == "group":
+            self.group = 1
+            return False
+        self.code = self.exit_code
+        self._world.on_end(self)
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeSelector:
+    """Gives the turn to the test instead of waiting."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.registered: dict[Any, Callable[[], None]] = {}
+
+    def __enter__(self) -> FakeSelector:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.registered.clear()
+
+    def register(self, fileobj: Any, events: int, data: Callable[[], None]) -> None:
+        del events
+        self.registered[fileobj] = data
+
+    def unregister(self, fileobj: Any) -> None:
+        del self.registered[fileobj]
+
+    def select(self, timeout_s: float | None = None) -> list[tuple[Any, int]]:
+        return self._world.wait(timeout_s)
+
+
+class World:
+    """One run of the launcher.
+
+    Args:
+      on_start: called with each task that is started.
+      on_end: called with each task of whose end the launcher learns.
+      on_signal: called with each signal before the launcher passes it on.
+      on_wait: called when the launcher has done all that there was to do.
+      arguments: of `launch.launch`.
+    """
+
+    def __init__(
+        self,
+        on_start: Callable[[FakeTask], None],
+        on_end: Callable[[FakeTask], None],
+        on_signal: Callable[[int], None],
+        on_wait: Callable[[], None],
+        **arguments: int,
+    ) -> None:
+        self.on_end = on_end
+        self.now_s = 1000.0
+        self.wait_until_s: float | None = None  # what the launcher waits for at most
+        self.code: int | None = None
+        self.error: BaseException | None = None
+        self.tasks: list[FakeTask] = []
+        self.selector = FakeSelector(self)
+        self._on_start = on_start
+        self._on_signal = on_signal
+        self._on_wait = on_wait
+        self._signals: list[int] = []
+        self._wake_fd, self._writer = os.pipe()
+        self._order: Callable[[list[Any]], list[Any]] = list
+        self._of_launcher, self._of_test = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, args=(arguments,), daemon=True)
+        self._ends = False
+
+    @property
+    def running(self) -> list[FakeTask]:
+        """Tasks that have not ended."""
+        return [task for task in self.tasks if task.exit_code is None]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the launcher would not wait."""
+        return bool(self._signals) or any(task.messages for task in self._watched())
+
+    def begin(self, patch: pytest.MonkeyPatch) -> None:
+        """Let the launcher run until it waits for the first time."""
+        clock = SimpleNamespace(monotonic=lambda: self.now_s)
+        selectors = SimpleNamespace(DefaultSelector=lambda: self.selector, EVENT_READ=1)
+        for module in (launch, task_group):
+            patch.setattr(module, "time", clock)
+        patch.setattr(launch, "selectors", selectors)
+        patch.setattr(launch, "_signals_caught", lambda: contextlib.nullcontext(self._wake_fd))
+        patch.setattr(task_process, "start", self._start)
+        self._thread.start()
+        self._take_turn()
+
+    def signal(self, signum: int) -> None:
+        """The launcher gets a signal."""
+        self._signals.append(signum)
+        os.write(self._writer, bytes([signum]))
+
+    def go_on(self, order: Callable[[list[Any]], list[Any]] = list) -> None:
+        """Let the launcher go on until it waits again.
+
+        Args:
+          order: puts into an order what the launcher learns at the same time.
+        """
+        self._order = order
+        self._of_launcher.release()
+        self._take_turn()
+
+    def close(self) -> None:
+        """Leave nothing of the run."""
+        self._ends = True
+        self._of_launcher.release()
+        self._thread.join(TURN_S)
+        assert not self._thread.is_alive()
+        os.close(self._wake_fd)
+        os.close(self._writer)
+
+    def wait(self, timeout_s: float | None) -> list[tuple[Any, int]]:
+        """What the launcher's selector does; see `FakeSelector`."""
+        self._on_wait()
+        self.wait_until_s = None if timeout_s is None else self.now_s + timeout_s
+        self._of_test.release()
+        assert self._of_launcher.acquire(timeout=TURN_S)
+        if self._ends:
+            raise SystemExit
+        ready = [(task.lifeline, None) for task in self._watched() if task.messages]
+        if self._signals:
+            ready.append((self._wake_fd, self._signals))
+        return [
+            (SimpleNamespace(data=self._told(fileobj, signals)), 1)
+            for fileobj, signals in self._order(ready)
+        ]
+
+    def _told(self, fileobj: Any, signals: list[int] | None) -> Callable[[], None]:
+        def tell() -> None:
+            if signals is not None:
+                for signum in signals:
+                    self._on_signal(signum)
+                self._signals = []
+            self.selector.registered[fileobj]()
+
+        return tell
+
+    def _watched(self) -> Iterator[FakeTask]:
+        return (task for task in self.tasks if task.lifeline in self.selector.registered)
+
+    def _start(
+        self, command: list[str], task: tuple[str, int], environment: dict[str, str]
+    ) -> FakeTask:
+        del command
+        self.tasks.append(FakeTask(self, task, environment))
+        self._on_start(self.tasks[-1])
+        return self.tasks[-1]
+
+    def _take_turn(self) -> None:
+        assert self._of_test.acquire(timeout=TURN_S), "the launcher neither waits nor ends"
+        if self.error is not None:
+            raise self.error
+
+    def _run(self, arguments: dict[str, Any]) -> None:
+        try:
+            self.code = launch.launch(["true"], **arguments)
+            self._on_wait()
+        except SystemExit:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._of_test.release()
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Scope in which nothing is logged."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
