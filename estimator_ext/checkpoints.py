@@ -17,6 +17,7 @@ from tensorflow.python.checkpoint import checkpoint_management
 import hostopt
 from estimator_ext import input_state
 from estimator_ext.file_errors import cannot_save, cause, remove
+from estimator_ext.model_dir_lock import TrainingContinues
 
 __all__: list[str] = []
 
@@ -273,6 +274,7 @@ def saving_well(
         return saver and _TellingSaver(saver, restored)
 
     hook._get_saver = get_telling_saver
+    hook._listeners.insert(0, TrainingContinues(os.path.dirname(hook._save_path)))
     try:
         yield
     finally:

@@ -63,6 +63,29 @@ def training_in(
         yield
 
 
+class TrainingContinues(tf.compat.v1.train.CheckpointSaverListener):
+    """Makes sure, before a save, that no other run has begun in a model_dir that was emptied.
+
+    It raises a ConfigError where one has, and a CheckpointError where there is no directory.
+
+    Args:
+      model_dir: where a hook saves; nothing happens where this process does not train there.
+    """
+
+    def __init__(self, model_dir: str) -> None:
+        self._model_dir = model_dir
+
+    def before_save(self, session: tf.compat.v1.Session, global_step_value: int) -> None:
+        """Hold the lock still, or again."""
+        path = _path(self._model_dir)
+        try:
+            is_kept = lock_file.keep(path)
+        except OSError as error:
+            raise cannot_save(path, error, lock_file.MOST_BYTES) from error
+        if not is_kept:
+            raise _in_use(self._model_dir, lock_file.last_holder(path))
+
+
 def is_training(model_dir: str) -> bool:
     """Whether a run trains in a model_dir, as far as its file system tells.
 
@@ -91,10 +114,14 @@ def _acquire(path: str, until_s: float) -> bool:
     if holder is not None and holder.host != socket.gethostname() and time.monotonic() < until_s:
         _log_waiting(model_dir, holder)
         return False
+    raise _in_use(model_dir, holder)
+
+
+def _in_use(model_dir: str, holder: lock_file.Holder | None) -> hostopt.ConfigError:
     who = "another process"
     if holder is not None:
         who = f"process {holder.pid} on host {holder.host}, since {holder.start},"
-    raise hostopt.ConfigError(
+    return hostopt.ConfigError(
         f"model_dir {model_dir} is in use: {who} trains there. Wait until it has ended, or end "
         "it, or give this run a model_dir of its own"
     )

@@ -91,6 +91,29 @@ def acquire(path: str) -> bool:
     return True
 
 
+def keep(path: str) -> bool:
+    """Lock a file anew that has been deleted, or replaced, since this process acquired it.
+
+    Args:
+      path: as it was acquired; nothing happens where it was not.
+
+    Returns:
+      False where another process holds it now, and this one no more.
+
+    Raises:
+      OSError: as `acquire`; this process holds it no more.
+    """
+    with _mutex:
+        held = _held.get(path)
+        if held is None or _is_at(path, held.fd):
+            return True
+        os.close(_held.pop(path).fd)
+        if not acquire(path):
+            return False
+        _held[path].count = held.count
+    return True
+
+
 def release(path: str) -> None:
     """Undo one `acquire`; nothing in a forked child, which holds none.
 
@@ -144,6 +167,13 @@ def last_holder(path: str) -> Holder | None:
         return Holder(str(found["host"]), int(found["pid"]), str(found["start"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _is_at(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _lock_of_all() -> bytes:

@@ -136,6 +136,23 @@ def test_a_forked_child_holds_nothing_and_may_not_take_it(path: str) -> None:
     until(lambda: not lock_file.is_held(path), "end of the lock")
 
 
+def test_a_file_that_is_deleted_is_locked_again(start: Start, path: str) -> None:
+    assert lock_file.keep(path)  # nothing happens
+    assert not os.path.exists(path)
+    for _ in range(2):
+        assert lock_file.acquire(path)
+    assert lock_file.keep(path)
+    os.unlink(path)
+    assert lock_file.keep(path)
+    lock_file.release(path)
+    assert not acquire_elsewhere(path)
+    os.unlink(path)
+    start("none")
+    assert not lock_file.keep(path)
+    lock_file.release(path)
+    assert lock_file.is_held(path)  # by the other one
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "no JSON", '{"host": 1, "pid": "x"}', "\xff"])
 def test_a_file_that_says_nothing(path: str, text: str) -> None:
     Path(path).write_bytes(text.encode("latin-1"))

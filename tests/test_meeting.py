@@ -19,11 +19,8 @@ from hostopt.transport.meeting import Meeting
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESSES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
-NAMES = [
-    "rank 0 (chief:0, 127.0.0.1:1)",
-    "rank 1 (worker:0, 127.0.0.1:2)",
-    "rank 2 (worker:1, 127.0.0.1:3)",
-]
+TASKS = ["chief:0, 127.0.0.1:1", "worker:0, 127.0.0.1:2", "worker:1, 127.0.0.1:3"]
+NAMES = [f"rank {rank} ({task})" for rank, task in enumerate(TASKS)]
 
 
 def meeting(rank: int, addresses: list[str] = ADDRESSES, **options: Any) -> Meeting:
@@ -75,7 +72,7 @@ def test_another_version_of_hostopt_is_all_that_is_named() -> None:
         ({"version": 9}, f"{NAMES[1]} has wire version 9"),
         (
             {"colour": [1]},
-            f"{NAMES[0]} has colour nothing, {NAMES[1]} has colour [1]",
+            f"{NAMES[0]} has 'colour' nothing, {NAMES[1]} has 'colour' [1]",
         ),
         ({"rank": 2}, f"at the address of {NAMES[1]} rank 2 answers"),
         ({"ring": "h0"}, f"{NAMES[1]} has ring 'h0'. "),

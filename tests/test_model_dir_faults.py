@@ -25,7 +25,7 @@ from estimator_ext.training import _MARKER, _Marker
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(400)]
 
 NOBODY = 65534
 NAMED = hostopt.CheckpointError.exit_code
@@ -234,6 +234,35 @@ FREE = r" \([\d.]+ MB are needed, [\d.]+ MB are free\)"
 # name, what happens at which time, settings, text that both ranks say ("" for success), and what
 # the worker says where that is something else
 CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
+    ("whole", {"settings": OURS}, "", None),
+    (
+        "whole",
+        {"at_start": ["full for graph.pbtxt"], "settings": {"steps": 5}},
+        r"cannot write or read a file of .*graph\.pbtxt.*File too large \([\d.]+ MB are free",
+        None,
+    ),
+    (
+        "whole",
+        {"at_start": ["read-only"], "settings": {**OURS, "steps": 5}},
+        "cannot write or read a file of .*hostopt-training-ended.json; Permission denied",
+        None,
+    ),
+    (
+        "whole",
+        {"at_start": ["read-only"], "settings": {"steps": 5}},
+        "cannot write or read a file of .*Permission denied",
+        None,
+    ),
+    (
+        "whole",
+        {
+            "at_start": ["broken where nobody reads"],
+            "at_step": ["events are deleted"],
+            "settings": {**OURS, "steps": 8},
+        },
+        "",
+        None,
+    ),
     (
         "full-checkpoint",
         {"at_step": ["full for the checkpoint"], "settings": {"hidden": 20000}},
@@ -280,6 +309,18 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "index",
         {"at_step": ["directory at the index"]},
         f"cannot save .*/model.ckpt-3: .*Is a directory{FREE}",
+        None,
+    ),
+    (
+        "meta",
+        {"at_step": ["directory at the meta graph"]},
+        f"cannot save .*/model.ckpt-3: .*Is a directory{FREE}",
+        None,
+    ),
+    (
+        "parts",
+        {"at_step": ["file at the parts"]},
+        f"cannot save .*/model.ckpt-3: .*ot a directory{FREE}",
         None,
     ),
     (
@@ -350,7 +391,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
                 "break_model_dir.py", {"worker": addresses}, arguments=[json.dumps(settings)]
             )
             for rank in started:
-                assert rank.wait(150) == 0, rank.output
+                assert rank.wait(360) == 0, rank.output
         finally:
             ranks.end()
         yield [list(zip(*map(caught, started))), Path(model_dir)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -124,6 +126,32 @@ def test_a_process_does_not_refuse_itself_and_evaluation_goes_on(tmp_path: Path)
         hooks = [InTheMiddle(train_and_evaluate_inside)] if steps == 2 else []
         estimator_in(tmp_path).train(data, hooks, max_steps=steps)
         assert not is_training(str(tmp_path))
+
+
+def test_a_run_whose_model_dir_another_one_has_taken_saves_nothing_there(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    def begin_anew() -> None:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        request.getfixturevalue("holder")
+
+    with pytest.raises(hostopt.ConfigError, match=r"is in use: process \d+ on host .* trains"):
+        estimator_in(tmp_path).train(data, [InTheMiddle(begin_anew)], max_steps=3)
+    assert not list(tmp_path.glob("*ckpt*"))
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_run_whose_model_dir_is_deleted(tmp_path: Path, emptied: bool) -> None:
+    def delete() -> None:
+        shutil.rmtree(tmp_path / "model")
+        if emptied:
+            (tmp_path / "model").mkdir()
+
+    refused = pytest.raises(hostopt.CheckpointError, match=r"cannot save .*No su")
+    with contextlib.nullcontext() if emptied else refused:
+        estimator_in(tmp_path / "model").train(data, [InTheMiddle(delete)], max_steps=3)
+    assert (tmp_path / "model" / "model.ckpt-3.index").exists() == emptied
 
 
 @pytest.mark.parametrize("distributed", [True, False])

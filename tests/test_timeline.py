@@ -349,4 +349,4 @@ def test_ranks_of_which_only_one_records_are_refused(processes: Any, tmp_path: P
     other = ring.start(1, RANK)
     for process in (recording, other):
         assert process.exit_code() == 78, process.stderr
-        assert '"timeline": ' in process.stderr
+        assert f"{ring.name(1)} has timeline False. " in process.stderr

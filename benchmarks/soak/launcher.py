@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.soak import notes
 from hostopt import cli, launch, restarts, task_group
 
-GRACE_S, KILL_S = 4.0, 1.0
+GRACE_S, KILL_S = 8.0, 1.0  # a rank that ends takes seconds where all cores are busy
 STEADY_S = 5.0  # every attempt that has trained begins the delays anew
 DESCRIPTORS = 1024  # as many systems have it; a stranger may open more connections
 

@@ -40,7 +40,6 @@ from hostopt.errors import (
     ProtocolError,
     RendezvousTimeoutError,
     ResourceError,
-    error_from_dict,
     error_to_dict,
 )
 from hostopt.options import Options
@@ -59,14 +58,7 @@ from hostopt.transport.grpc_parts import (
     server_options,
 )
 from hostopt.transport.meeting import Meeting
-from hostopt.transport.notes import (
-    ANSWER,
-    LEAVE,
-    QUESTION,
-    STATUS,
-    has_shape,
-    read_note,
-)
+from hostopt.transport.notes import read_leave, read_question, read_status
 from hostopt.transport.security import Security, probe
 from hostopt.transport.stall import status_of
 
@@ -234,7 +226,7 @@ class GrpcTransport(Transport):
         words = 3 if verdict is _Verdict.LIVES else 1
         await asyncio.sleep(words * _LAST_WORD_TIMEOUT_S)
         if self._closed or self.mailbox.has_left(peer):
-            if peer in self._streams:
+            if verdict is not _Verdict.LIVES and peer in self._streams:
                 self._streams[peer].cancel()  # nobody takes what `_end` may still flush
             return
         if not self._met:
@@ -357,7 +349,7 @@ class GrpcTransport(Transport):
     async def _on_status(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         status = {"incarnation": self._meeting.incarnation, **status_of(self)}
         with contextlib.suppress(ValueError):  # some ask for the rest only
-            question = self._read(request, QUESTION)
+            question = read_question(request, self._meeting.most_note_bytes)
             status["sent"] = self.recorder.has_sent(question["waiting"], question["tag"])
             status["call"] = self.call_on(question["tag"][0])
         return json.dumps(status).encode()
@@ -376,17 +368,8 @@ class GrpcTransport(Transport):
         """The answer of a peer; a ValueError where what it says cannot be that."""
         data = json.dumps(question).encode()
         answer = await self._calls.ask(peer, "Status", data, timeout_s)
-        status = self._read(answer, ANSWER if question else STATUS)
-        if any(not 0 <= each["peer"] < self.size for each in status["waits"] + status["sends"]):
-            raise ValueError("a status that names no rank of this ring")
-        return status
-
-    def _read(self, data: bytes, shape: dict[str, Any]) -> dict[str, Any]:
-        """A note of a peer or a stranger; a ValueError where it has not this shape."""
-        note = read_note(data, self._meeting.most_note_bytes)
-        if not has_shape(note, shape):
-            raise ValueError("a note that lacks something, or has it as another type")
-        return note
+        most_bytes = self._meeting.most_note_bytes
+        return read_status(answer, most_bytes, self.size, asked=bool(question))
 
     # -- beginning -------------------------------------------------------------------------
 
@@ -571,9 +554,8 @@ class GrpcTransport(Transport):
 
     async def _on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            note = self._read(request, LEAVE)
+            note, error = read_leave(request, self._meeting.most_note_bytes)
             sender, to, life = note["sender"], note["to"], note["from"]
-            error = error_from_dict(note["error"]) if "error" in note else None
             is_rank = sender in self._to_peer
         except ValueError:
             is_rank = False

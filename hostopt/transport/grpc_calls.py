@@ -287,7 +287,9 @@ class Calls:
 
     async def _take(self, caller: dict[str, str], context: grpc.aio.ServicerContext) -> Any:
         async with self._turn(caller):
-            return await context.read()
+            request = await context.read()
+            # the stream counts until its end is read, and the caller may soon call again
+            return request if await context.read() is grpc.aio.EOF else None
 
     def _turn(self, caller: dict[str, str]) -> AbstractAsyncContextManager[Any]:
         """Scope of a read: few of callers that may be anybody may hold what they say in memory."""

@@ -13,12 +13,15 @@ __all__: list[str] = []
 # that shows whose it is. gRPC keeps what is no HTTP/2 for the first, even where it has ended.
 HANDSHAKE_S = 5.0
 STRANGER_S = 10.0
-# How often a rank looks for connections of strangers.
+# How often a rank looks for connections of strangers, and how many new descriptors have it look
+# at once.
 LOOK_EVERY_S = 0.2
+BURST = 32
+_MOST_NEW_PER_S = 50_000  # connections, on one machine
 _STRANGERS = 64
 CONNECTIONS_OF_A_PEER = 4  # two, and as many that have broken or begin anew
 # Calls at the same time on one connection; more wait at the caller.
-CALLS_OF_A_CONNECTION = 32
+CALLS_OF_A_CONNECTION = 100
 # Requests that are read at the same time without knowing from whom, in a ring without token.
 UNKNOWN_REQUESTS = 4
 READ_S = 2.0
@@ -29,6 +32,16 @@ NOTE_DEPTH = 8
 # Callers of which a warning tells, and how much of what they claim.
 SHOWN_STRANGERS = 20
 SHOWN_CHARACTERS = 200
+SHOWN_DIFFERENCES = 4
+
+
+def pause_s(descriptors: int) -> float:
+    """How long a rank may close its eyes: until then a burst cannot take all descriptors.
+
+    Args:
+      descriptors: how many this process may have.
+    """
+    return min(LOOK_EVERY_S, max(descriptors / _MOST_NEW_PER_S, 0.01))
 
 
 def most_strangers(size: int) -> int:

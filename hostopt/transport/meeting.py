@@ -18,7 +18,7 @@ from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.options import Options
 from hostopt.transport.frame import WIRE_VERSION, Origin
-from hostopt.transport.limits import SHOWN_CHARACTERS, most_note_bytes
+from hostopt.transport.limits import SHOWN_CHARACTERS, SHOWN_DIFFERENCES, most_note_bytes
 from hostopt.transport.notes import has_shape, read_note
 from hostopt.versions import MAY_DIFFER, MUST_BE_SAME, own_versions
 
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 INCARNATION = re.compile("[0-9a-f]{1,16}")
 _OF_ONE_RANK = ("incarnation", "met", *MAY_DIFFER)
+_WORDS = {"version": "wire version", "python": "Python", "tensorflow": "TensorFlow"}
 _NONE = object()  # of a rank that does not say
 
 
@@ -120,8 +121,10 @@ class Meeting:
             task = self._cluster.ring[peer]
             found = "; ".join(
                 self._difference(peer, key, hello.get(key, _NONE), own.get(key, _NONE))
-                for key in different
+                for key in different[:SHOWN_DIFFERENCES]
             )
+            if len(different) > SHOWN_DIFFERENCES:
+                found += f"; and {len(different) - SHOWN_DIFFERENCES} more"
             raise ConfigError(
                 f"{found}. {_advice(different)}",
                 rank=peer,
@@ -150,13 +153,12 @@ class Meeting:
             task = self._cluster.ring[peer]
             return f"at the address of rank {peer} ({task}) rank {_shown(theirs)} answers"
         said = dict(sorted({peer: theirs, self.rank: own}.items()))
+        what = _WORDS.get(key, key if key in self.hello() else _shown(key))
         if key == "ring" and isinstance(theirs, list):
-            key, said = _first_difference(said)
-        what = {"version": "wire version", "python": "Python", "tensorflow": "TensorFlow"}
+            what, said = _first_difference(said)
         quotes = "'" if key in own_versions() else ""
         return ", ".join(
-            f"rank {rank} ({self._cluster.ring[rank]}) has {what.get(key, key)} "
-            f"{_shown(value).strip(quotes)}"
+            f"rank {rank} ({self._cluster.ring[rank]}) has {what} {_shown(value).strip(quotes)}"
             for rank, value in said.items()
         )
 

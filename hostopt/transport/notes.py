@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any, NamedTuple
 
+from hostopt.errors import HostOptError, error_from_dict
 from hostopt.transport.limits import NOTE_DEPTH
 
 __all__: list[str] = []
@@ -29,17 +29,17 @@ class _Or(NamedTuple):
 # A tuple is a list of as many parts; an object may have more than is wanted.
 _ERROR = {"kind": str, "message": str, "facts": dict}
 _TAG = (int,) * 7
-LEAVE = {"sender": int, "from": str, "to": _Or(str, None)}
-QUESTION = {"waiting": int, "tag": _TAG}
-STATUS = {
+_LEAVE = {"sender": int, "from": str, "to": _Or(str, None)}
+_QUESTION = {"waiting": int, "tag": _TAG}
+_STATUS = {
     "incarnation": str,
     "error": _Or(_ERROR, None),
     "waits": _Each({"peer": int, "what": str, "tag": _TAG, "for_s": float}),
     "sends": _Each({"peer": int, "for_s": float}),
     "last": _Or({"what": str, "step": int, "ago_s": float}, None),
 }
-ANSWER = {
-    **STATUS,
+_ANSWER = {
+    **_STATUS,
     "sent": bool,
     "call": _Or({"step": int, "bucket": int, "signature": str, "checksum": int}, None),
 }
@@ -72,6 +72,55 @@ def read_note(data: bytes, most_bytes: int) -> dict[str, Any]:
     return note
 
 
+def read_question(data: bytes, most_bytes: int) -> dict[str, Any]:
+    """Read the request of `Status` by a rank that waits; arguments as for `read_note`."""
+    return _with_shape(read_note(data, most_bytes), _QUESTION)
+
+
+def read_status(data: bytes, most_bytes: int, size: int, *, asked: bool) -> dict[str, Any]:
+    """Read the answer of `Status`.
+
+    Args:
+      data: what has been sent.
+      most_bytes: how long it may be.
+      size: number of ranks, which all that it names are.
+      asked: whether a `read_question` was sent.
+
+    Returns:
+      What `stall.status_of` says of a peer, its incarnation, and the answer to the question.
+
+    Raises:
+      ValueError: it is no such note.
+    """
+    status = _with_shape(read_note(data, most_bytes), _ANSWER if asked else _STATUS)
+    if any(not 0 <= each["peer"] < size for each in status["waits"] + status["sends"]):
+        raise ValueError("a status that names no rank of this ring")
+    return status
+
+
+def read_leave(data: bytes, most_bytes: int) -> tuple[dict[str, Any], HostOptError | None]:
+    """Read the request of `Leave`.
+
+    Args:
+      data: what has been sent.
+      most_bytes: how long it may be.
+
+    Returns:
+      The note, and the error in it; None where there is none.
+
+    Raises:
+      ValueError: it is no such note.
+    """
+    note = _with_shape(read_note(data, most_bytes), _LEAVE)
+    return note, error_from_dict(note["error"]) if "error" in note else None
+
+
+def _with_shape(note: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    if not has_shape(note, shape):
+        raise ValueError("a note that lacks something, or has it as another type")
+    return note
+
+
 def has_shape(value: Any, shape: Any) -> bool:
     """Whether a part of a note is what it should be.
 
@@ -98,7 +147,7 @@ def has_shape(value: Any, shape: Any) -> bool:
 
 def _is_number(value: Any, kind: type) -> bool:
     is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and abs(value) <= _MOST_NUMBER
+    return is_number and bool(-_MOST_NUMBER <= value <= _MOST_NUMBER)  # NaN is not
 
 
 def _check_depth(note: dict[str, Any]) -> None:

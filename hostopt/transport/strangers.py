@@ -78,12 +78,15 @@ class Strangers:
           port: of the server.
         """
         with _Probe(port) as probe:  # now: later there may be no descriptor left
+            look_at_s, lowest = 0.0, 0
             while True:
-                await asyncio.sleep(limits.LOOK_EVERY_S)
-                self._look(probe)
+                await asyncio.sleep(limits.pause_s(limit()))
+                now_s = time.monotonic()
+                if now_s >= look_at_s or probe.lowest_free() > lowest + limits.BURST:
+                    self._look(probe, now_s)
+                    look_at_s, lowest = now_s + limits.LOOK_EVERY_S, probe.lowest_free()
 
-    def _look(self, probe: _Probe) -> None:
-        now_s = time.monotonic()
+    def _look(self, probe: _Probe, now_s: float) -> None:
         descriptors = _open_descriptors()
         is_same = not self._strangers and len(descriptors) == self._descriptors
         self._descriptors = len(descriptors)
@@ -159,6 +162,15 @@ class _Probe:
         if self._look_at(fd) and self._caller() == caller:
             with contextlib.suppress(OSError):  # it has ended
                 self._socket.shutdown(socket.SHUT_RDWR)
+
+    def lowest_free(self) -> int:
+        """The next descriptor that this process gets, about as many as it has."""
+        try:
+            fd = os.dup(self._spare.fileno())
+        except OSError:  # none is left
+            return limit()
+        os.close(fd)
+        return fd
 
     def look_away(self) -> None:
         """Keep none open: the end of a connection is seen when its last descriptor is closed."""

@@ -37,6 +37,10 @@ def full_for_events(directory: Path, undo: Undo) -> None:
     limit_files(undo, max(path.stat().st_size for path in directory.glob("events.*")))
 
 
+def full_for_graph(directory: Path, undo: Undo) -> None:
+    limit_files(undo, (directory / "graph.pbtxt").stat().st_size // 2)
+
+
 def full_for(name: str) -> Callable[[Path, Undo], None]:
     """A full disk for one small file."""
 
@@ -79,21 +83,37 @@ def replaced(directory: Path, undo: Undo) -> None:
     directory.write_text("no directory")
 
 
+def broken_where_nobody_reads(directory: Path, undo: Undo) -> None:
+    for pattern in ("*.meta", "graph.pbtxt", "events.*", "hostopt-training-ended.json"):
+        for path in directory.glob(pattern):
+            path.write_text("no such content")
+
+
+def events_deleted(directory: Path, undo: Undo) -> None:
+    for path in directory.glob("events.*"):
+        path.unlink()
+
+
 HAPPENINGS: dict[str, Callable[[Path, Undo], None]] = {
     "full for the checkpoint": lambda directory, undo: limit_files(undo, 1 << 20),
     "full for the state of the data": full_for("model.ckpt-3.input.tmp"),
     "full for events": full_for_events,
+    "full for graph.pbtxt": full_for_graph,
     "full for the marker": full_for("hostopt-training-ended.json.tmp"),
     "read-only": read_only,
     "deleted": lambda directory, undo: shutil.rmtree(directory),
     "replaced": replaced,
     "directory at the state of the data": directory_at("model.ckpt-3.input"),
     "directory at the index": directory_at("model.ckpt-3.index"),
+    "directory at the meta graph": directory_at("model.ckpt-3.meta"),
     "directory at checkpoint": directory_at("checkpoint"),
     "directory at graph.pbtxt": directory_at("graph.pbtxt"),
     "directory at the marker": directory_at("hostopt-training-ended.json"),
     "file at hostopt-debug": file_at("hostopt-debug"),
     "file at eval": file_at("eval"),
+    "file at the parts": file_at("model.ckpt-3_temp"),
+    "broken where nobody reads": broken_where_nobody_reads,
+    "events are deleted": events_deleted,
     "checkpoint is deleted": lambda directory, undo: (directory / "checkpoint").unlink(),
 }
 
