@@ -12,6 +12,7 @@ import pytest
 from conftest import FUZZ_EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structures import places
 
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError
@@ -104,27 +105,11 @@ def right(draw: Callable[[Any], Any]) -> Any:
     }
 
 
-def keys_of(config: Any) -> list[tuple[Any, ...]]:
-    """Paths to all values of a structure."""
-    inner = config.items() if isinstance(config, dict) else enumerate(config)
-    return [
-        path
-        for key, value in inner
-        for path in [
-            (key,),
-            *(
-                (key, *rest)
-                for rest in (keys_of(value) if isinstance(value, (dict, list)) else ())
-            ),
-        ]
-    ]
-
-
 @st.composite
 def broken(draw: Callable[[Any], Any]) -> Any:
     """A configuration in which one value is another, missing, or there twice."""
     config = copy.deepcopy(draw(right() | CONFIGS))
-    *path, last = draw(st.sampled_from(keys_of(config)))
+    *path, last = draw(st.sampled_from(list(places(config))))
     inner = config
     for key in path:
         inner = inner[key]

@@ -11,7 +11,6 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from conftest import NewRing, jobs_of
 from fault_ring import FaultRing, assert_exact
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from structures import texts_like
 
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError, HostOptError, ProtocolError, error_to_dict
@@ -57,57 +57,6 @@ STATUS = {
 }
 more = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 
-numbers = st.sampled_from([0, 1, 2, 3, -1, 7.5, 1e308, float("nan"), 1 << 63, 10**30, 10**400])
-texts = st.sampled_from(["", "77", "0x7", "-7", "\ud800", "\0\n\x1b[2J", "x" * 5000, "chief:0"])
-leaves = st.one_of(st.none(), st.booleans(), numbers, texts)
-values = st.one_of(
-    leaves,
-    st.lists(leaves, max_size=7),
-    st.dictionaries(st.sampled_from(["rank", "peer", "kind", "facts", ""]), leaves, max_size=3),
-    st.sampled_from([json.loads("[" * 40 + "]" * 40), {"a": {"b": {"c": {}}}}]),
-)
-
-
-def places(note: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where each part of a note is."""
-    parts = note.items() if isinstance(note, dict) else enumerate(note)
-    for key, value in parts:
-        yield (*path, key)
-        if isinstance(value, (dict, list)):
-            yield from places(value, (*path, key))
-
-
-def changed(note: Any, path: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
-    found = part = json.loads(json.dumps(note))
-    for key in path[:-1]:
-        part = part[key]
-    change(part, path[-1])
-    return found
-
-
-def notes_like(note: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    """The note without a part, with another one, with more; its bytes damaged; and junk."""
-    paths = st.sampled_from(list(places(note)))
-    whole = json.dumps(note).encode()
-    less = paths.map(lambda path: changed(note, path, lambda part, key: part.__delitem__(key)))
-    others = st.tuples(paths, values).map(
-        lambda chosen: changed(note, chosen[0], lambda part, key: _set(part, key, chosen[1]))
-    )
-    more_keys = st.tuples(texts, values).map(lambda pair: {**note, pair[0]: pair[1]})
-    damaged = st.tuples(st.integers(0, len(whole)), st.binary(max_size=3)).map(
-        lambda cut: whole[: cut[0]] + cut[1] + whole[cut[0] + len(cut[1]) :]
-    )
-    cut = st.integers(0, len(whole)).map(lambda length: whole[:length])
-    junk = st.sampled_from([b"", b"[]", b"null", b"7", b'""', b"[" * 60_000, b"7" * 60_000])
-    return st.one_of(
-        st.one_of(less, others, others, more_keys, values).map(lambda n: json.dumps(n).encode()),
-        st.one_of(damaged, cut, junk, st.binary(max_size=60)),
-    )
-
-
-def _set(part: Any, key: Any, value: Any) -> None:
-    part[key] = value
-
 
 def assert_can_be_shown(error: HostOptError) -> None:
     json.dumps(error_to_dict(error))
@@ -119,7 +68,7 @@ def assert_can_be_shown(error: HostOptError) -> None:
 
 
 @more
-@given(notes_like(NOTES["Hello"]))
+@given(texts_like(NOTES["Hello"]))
 def test_a_hello_is_read_or_refused(data: bytes) -> None:
     meeting = Meeting(CLUSTER, Options())
     with contextlib.suppress(ValueError):
@@ -136,7 +85,7 @@ def test_a_hello_is_read_or_refused(data: bytes) -> None:
 
 
 @more
-@given(notes_like(NOTES["Status"]))
+@given(texts_like(NOTES["Status"]))
 def test_a_question_is_read_or_refused(data: bytes) -> None:
     recorder = FlightRecorder(0, None)
     recorder.note("sent", 1, "bucket", Tag(*TAG))
@@ -147,7 +96,7 @@ def test_a_question_is_read_or_refused(data: bytes) -> None:
 
 
 @more
-@given(notes_like(STATUS))
+@given(texts_like(STATUS))
 def test_a_status_is_read_or_refused(data: bytes) -> None:
     async def ask(peer: int, waiting: int, tag: Any) -> dict[str, Any] | None:
         try:
@@ -170,7 +119,7 @@ def test_a_status_is_read_or_refused(data: bytes) -> None:
 
 
 @more
-@given(notes_like(NOTES["Leave"]))
+@given(texts_like(NOTES["Leave"]))
 def test_a_goodbye_is_read_or_refused(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         note, error = read_leave(data, MOST_BYTES)
@@ -223,7 +172,7 @@ def test_a_ring_lives_whatever_it_is_told(processes: NewRing, method: str) -> No
         call, codes, sizes = channel.unary_unary(f"/hostopt.Ring/{method}"), set(), []
 
         @settings(more, max_examples=max(EXAMPLES // BATCH, 1))
-        @given(st.lists(notes_like(NOTES[method]), min_size=BATCH, max_size=BATCH))
+        @given(st.lists(texts_like(NOTES[method]), min_size=BATCH, max_size=BATCH))
         def tell(notes: list[bytes]) -> None:
             calls = [call.future(note, metadata=RANK, timeout=60) for note in notes]
             codes.update(each.code() for each in calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -9,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from structures import texts_like
 
+from hostopt import trace_files, trace_picture
 from hostopt.cli import main
 from hostopt.cluster import Cluster
+from hostopt.errors import ConfigError
 from hostopt.timeline import Timeline, Track
 
 JOBS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
@@ -63,16 +69,16 @@ def test_ranks_without_a_span_can_be_joined(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[1]", "[]", "{}", '{"otherData": {}}', "\ud800"])
 def test_a_file_that_is_no_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str
 ) -> None:
     other = tmp_path / "other.json"
     other.write_bytes(text.encode(errors="surrogatepass"))
     assert main(["trace", "merge", str(other), "-o", str(tmp_path / "m.json")]) == 78
-    assert "other.json is no trace of hostopt" in capsys.readouterr().err
+    assert "other.json is no trace of hostopt" in capfd.readouterr().err
     assert not (tmp_path / "m.json").exists()
 
 
-def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, output = recorded(tmp_path, 0), str(tmp_path / "m.json")
     larger = recorded(tmp_path / "x", 1, {**JOBS, "worker": ["127.0.0.1:2", "127.0.0.1:3"]})
     joined = str(tmp_path / "joined.json")
@@ -84,9 +90,9 @@ def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (first, "absent.json"): "absent.json cannot be read",
     }.items():
         assert main(["trace", "merge", *files, "-o", output]) == 78
-        assert re.search(message, capsys.readouterr().err)
+        assert re.search(message, capfd.readouterr().err)
     assert main(["trace", "merge", first, "-o", str(tmp_path)]) == 78
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written" in capfd.readouterr().err
     assert not Path(output).exists()
 
 
@@ -99,18 +105,57 @@ def test_a_picture_of_the_last_step(merged: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
-def test_what_cannot_be_drawn(merged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_drawn(merged: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = merged.with_suffix(".png")
     assert main(["trace", "draw", str(merged), "--step", "5", "-o", str(picture)]) == 78
-    assert "shows no step 5" in capsys.readouterr().err
+    assert "shows no step 5" in capfd.readouterr().err
     assert main(["trace", "draw", str(merged), "-o", str(picture) + ".none"]) == 78
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written" in capfd.readouterr().err
     assert not picture.exists()
 
 
 def test_without_matplotlib_the_extra_is_named(
-    merged: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    merged: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["trace", "draw", str(merged), "-o", "picture.png"]) == 78
-    assert "pip install 'hostopt[draw]'" in capsys.readouterr().err
+    assert "pip install 'hostopt[draw]'" in capfd.readouterr().err
+
+
+NAMED = {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "apply"}}
+SPAN = {"name": "a", "ph": "X", "cat": "launch", "pid": 0, "tid": 1, "ts": 1.0, "dur": 2.5}
+WHOLE = {
+    "otherData": {"hostopt": {"rank": 0, "size": 2, "clock_offset_us": 1.5}},
+    "traceEvents": [
+        NAMED,
+        {**SPAN, "args": {"step": 1, "bucket": 0}},
+        {**SPAN, "cat": "apply", "args": {"step": 1}},
+    ],
+}
+
+
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@given(texts_like(WHOLE), st.integers(0, 9))
+def test_a_file_of_any_structure_is_joined_and_drawn_or_refused(
+    tmp_path: Path, content: bytes, number: int
+) -> None:
+    file = tmp_path / "trace.json"
+    file.write_bytes(content)
+    try:
+        trace_files.merge([str(file)], str(tmp_path / "merged.json"))
+    except ConfigError as error:
+        assert re.search(r"[a-z)]\. [A-Z]", str(error))
+        assert len(str(error)) < 1000
+    else:
+        json.loads((tmp_path / "merged.json").read_text())
+    if number == 0:  # takes a while
+        with contextlib.suppress(ConfigError):
+            trace_picture.draw(str(file), str(tmp_path / "picture.svg"))
+
+
+@pytest.mark.parametrize("output", ["/", ".", "/no/such/directory/merged.json"])
+def test_a_place_where_nothing_can_be_written(
+    tmp_path: Path, output: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "merge", recorded(tmp_path, 0), "-o", output]) == 78
+    assert "cannot be written" in capfd.readouterr().err
