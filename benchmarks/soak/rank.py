@@ -28,7 +28,7 @@ from hostopt.transport.frame import FrameWriter
 SEED, EXAMPLES, PIXELS, CLASSES, HIDDEN, BATCH = 7, 1000, 100, 10, 256, 32
 CHECKPOINT_STEPS = 50
 # So that a recovery takes seconds; the default times are for networks, not for tests.
-PING_S, COLLECTIVE_TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 3.0, 10.0, 60.0
+PING_S, COLLECTIVE_TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 3.0, 30.0, 60.0
 EVALUATION_STEPS, THROTTLE_S = 4, 10
 _FOR_EVER_S = 3600.0
 _TEXT_CHARACTERS = 2000
