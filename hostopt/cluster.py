@@ -286,6 +286,10 @@ def _check_one_chief(jobs: dict[str, list[str]]) -> None:
                 f'"cluster" in TF_CONFIG must have only one "{job}" node; list the others under '
                 '"worker"'
             )
+    if jobs.get(MASTER) == []:  # the stock RunConfig fails of it
+        raise ConfigError(
+            'TF_CONFIG key "master" lists no address. Give it one, or leave the key out'
+        )
     if jobs.get(CHIEF) and jobs.get(MASTER):
         raise ConfigError(
             'TF_CONFIG key "cluster" has both "chief" and "master", which is its old name. If '

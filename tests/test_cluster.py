@@ -205,6 +205,7 @@ BAD = {
     "negative evaluator": (RING, task("evaluator", -1), ['"index"', "-1"]),
     "two chiefs": ({"chief": [A, B]}, task("chief"), ['"chief"', A, B, "only one"]),
     "two masters": ({"master": [A, B]}, task("master"), ['"master"', A, B, "only one"]),
+    "no master": ({"master": [], "worker": [A]}, task("worker"), ['"master"', "no address"]),
     "chief and master": (
         {"chief": [A], "master": [B]},
         task("chief"),

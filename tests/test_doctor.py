@@ -259,6 +259,36 @@ def test_the_newest_checkpoint_is_named_if_it_is_whole(tmp_path: Path) -> None:
     assert newest in the_only(WRONG, list(machine.model_dir(str(tmp_path))))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\0",
+        b'model_checkpoint_path: "\0"\n',
+        b'model_checkpoint_path: ""\n',
+        b"x" * 9999,
+    ],
+)
+def test_a_file_checkpoint_with_other_contents_names_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "checkpoint").write_bytes(content)
+    assert "names no checkpoint: correct" in the_only(
+        WRONG, list(machine.model_dir(str(tmp_path)))
+    )
+
+
+def test_a_file_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    found = the_only(WRONG, list(machine.model_dir(str(tmp_path))))
+    assert found.endswith("checkpoint cannot be read (Is a directory): correct or remove it")
+
+
+def test_a_shard_that_is_none_is_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-7"\n')
+    for name in ("index", "data-00000-of-abcde", "data-00000-of-00001.tmp"):
+        (tmp_path / f"model.ckpt-7.{name}").touch()
+    assert "are not all there" in the_only(WRONG, list(machine.model_dir(str(tmp_path))))
+
+
 # --- the cluster ------------------------------------------------------------------------------
 
 

@@ -62,8 +62,8 @@ CLUSTERS = st.fixed_dictionaries(
         "chief": mostly(st.lists(RIGHT, min_size=1, max_size=1), ANYTHING),
         "worker": mostly(st.lists(mostly(RIGHT, ADDRESSES), max_size=4), ANYTHING),
         "evaluator": mostly(st.lists(RIGHT, max_size=2), ANYTHING),
-        "master": mostly(st.just([]), st.lists(ADDRESSES, max_size=2)),
-        "ps": mostly(st.just([]), ANYTHING),
+        "master": st.lists(ADDRESSES, max_size=2) | ANYTHING,
+        "ps": st.lists(ADDRESSES, max_size=2) | ANYTHING,
     },
 )
 TASKS = st.fixed_dictionaries(

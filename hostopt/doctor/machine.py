@@ -22,6 +22,7 @@ __all__: list[str] = []
 _TRIAL_PREFIX = ".hostopt-doctor-"
 _DOCKER_SHM_BYTES = 64 * MIB
 _FEW_FILES = 256
+_DIGITS = 5 * "[0-9]"
 _LITTLE_DISK_BYTES = 1024 * MIB
 
 
@@ -135,18 +136,24 @@ def trial_file(directory: str) -> Iterator[str]:
 
 def _newest_checkpoint(directory: Path) -> Iterator[Finding]:
     try:
-        state = (directory / "checkpoint").read_text()
+        state = (directory / "checkpoint").read_text(errors="replace")
     except FileNotFoundError:
         yield Finding(NOTE, "model_dir holds no checkpoint: a training begins at step 0")
         return
-    found = re.search(r'^model_checkpoint_path: "(.*)"$', state, re.MULTILINE)
+    except OSError as error:
+        why = error.strerror or error
+        yield Finding(
+            WRONG, f"{directory / 'checkpoint'} cannot be read ({why}): correct or remove it"
+        )
+        return
+    found = re.search(r'^model_checkpoint_path: "([^"\0]+)"$', state, re.MULTILINE)
     if not found:
         yield Finding(
             WRONG, f"{directory / 'checkpoint'} names no checkpoint: correct or remove it"
         )
         return
     prefix = directory / found[1]  # an absolute one stays as it is
-    shards = glob.glob(f"{glob.escape(str(prefix))}.data-?????-of-?????")
+    shards = glob.glob(f"{glob.escape(str(prefix))}.data-{_DIGITS}-of-{_DIGITS}")
     if not Path(f"{prefix}.index").exists() or not shards or len(shards) != int(shards[0][-5:]):
         yield Finding(
             WRONG,
