@@ -128,7 +128,7 @@ def _missing_from_contrib(error: ImportError) -> str | None:
 
 def _end(error: hostopt.ConfigError) -> NoReturn:
     """Ends the process with one line: a traceback through the program would not help."""
-    tell_launcher(error, None)
+    tell_launcher(error, error.exit_code, None)
     print(f"hostopt: {error}", file=sys.stderr)
     raise SystemExit(error.exit_code)
 

@@ -104,6 +104,7 @@ def _start_timeline(communicator: Communicator, path: str) -> None:
     timeline.clock_offset_s = measure_offset(communicator.duplicate("the clocks")).offset_s
 
 
+_OF_PYTHON = 1  # exit code of any exception
 _previous_hooks: list[Callable[..., object]] = []
 
 
@@ -123,13 +124,19 @@ def _report(error: BaseException) -> bool:
     path = None
     if transport and directory and _previous_hooks[0] is sys.__excepthook__:
         path = write_details(directory, transport.rank, error)
-    tell_launcher(error, path)
+    tell_launcher(error, _exit_code_of(error), path)
     if transport is None or path is None:
         return False
     who = f"rank {transport.rank} ({transport.cluster.task})"
     sys.stderr.write(shown_of(error, who, path))
     sys.stderr.flush()
     return True
+
+
+def _exit_code_of(error: BaseException) -> int:
+    if descriptors.is_out(error):
+        return ResourceError.exit_code
+    return error.exit_code if isinstance(error, HostOptError) else _OF_PYTHON
 
 
 def _report_and_exit(
@@ -141,10 +148,8 @@ def _report_and_exit(
     finally:
         for communicator in list(_connected):
             communicator.abort(error)
-    code = error.exit_code if isinstance(error, HostOptError) else None
-    if descriptors.is_out(error):
-        code = ResourceError.exit_code
-    if code is not None:
+    code = _exit_code_of(error)
+    if code != _OF_PYTHON:
         # an excepthook cannot choose the exit code otherwise; do what a normal exit would do
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import traceback
+from typing import NamedTuple
 
 from hostopt.errors import HostOptError
 
@@ -123,11 +124,24 @@ def write_details(directory: str, rank: int, error: BaseException) -> str | None
     return path if written.is_set() else None
 
 
-def tell_launcher(error: BaseException, details: str | None) -> None:
+class Report(NamedTuple):
+    """What a rank has left to the launcher.
+
+    Args:
+      code: exit code of the rank, also if it is killed before it has ended; None if it left none.
+      said: the cause of its end, in one line.
+    """
+
+    code: int | None = None
+    said: str = ""
+
+
+def tell_launcher(error: BaseException, code: int, details: str | None) -> None:
     """Leave the cause of this rank's end to `hostopt run`, if that has started it.
 
     Args:
       error: the error.
+      code: exit code of this rank.
       details: where the rest can be read, if anywhere.
     """
     path = os.environ.get(VARIABLE)
@@ -135,11 +149,12 @@ def tell_launcher(error: BaseException, details: str | None) -> None:
         return
     where = f" [traceback: {details}]" if details else ""
     with contextlib.suppress(OSError), open(path, "w") as file:
-        file.write(f"{cause_of(error)}{where}")
+        file.write(f"{code}\n{cause_of(error)}{where}")
 
 
-def read_report(path: str) -> str:
+def read_report(path: str) -> Report:
     """What a rank has left to the launcher; nothing if it had no time for it."""
-    with contextlib.suppress(OSError), open(path) as file:
-        return file.read()
-    return ""
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        code, _, said = file.read().partition("\n")
+        return Report(int(code), said)
+    return Report()

@@ -154,8 +154,10 @@ class Group:
 
     @staticmethod
     def _ended(process: TaskProcess, name: str, slot: int | None) -> Ending:
-        said = error_report.read_report(process.report)
-        return Ending(name, slot, process.code or 0, process.forced, said)
+        report = error_report.read_report(process.report)
+        if process.forced and report.code:  # it had failed by itself, and was slow to end
+            return Ending(name, slot, report.code, False, report.said)
+        return Ending(name, slot, process.code or 0, process.forced, report.said)
 
     def _judge(self) -> None:
         verdict = restarts.judge(self._endings)

@@ -111,6 +111,17 @@ def test_a_rank(run: Run, task: str, order: str, code: int, cause: str) -> None:
     assert f"root cause: {cause.format(task=task)}" in err
 
 
+def test_a_rank_that_has_failed_and_is_slow_to_end(launcher: Launcher) -> None:
+    """The launcher loses its patience with it, but knows that it would fail again."""
+    run = Run(launcher, "--max-restarts", "5")
+    run.order(
+        "worker:0", "import atexit; atexit.register(time.sleep, 600); raise ZeroDivisionError"
+    )
+    found, _, err = run.result()
+    assert found == 1, err
+    assert "root cause: worker:0: exit code 1; another attempt would not change that" in err
+
+
 @pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
 def test_all_ranks_with_0(run: Run, how: str) -> None:
     """The evaluator is told, though nobody has trained to the end."""

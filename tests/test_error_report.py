@@ -162,10 +162,10 @@ def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_the_launcher_learns_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "report")
-    assert read_report(path) == ""
-    tell_launcher(ValueError("nobody asks"), None)
+    assert read_report(path) == (None, "")
+    tell_launcher(ValueError("nobody asks"), 1, None)
     monkeypatch.setenv(error_report.VARIABLE, path)
-    tell_launcher(ValueError("a\nb"), "there")
-    assert read_report(path) == "ValueError: a b [traceback: there]"
-    tell_launcher(ValueError("c"), None)
-    assert read_report(path) == "ValueError: c"
+    tell_launcher(ValueError("a\nb"), 1, "there")
+    assert read_report(path) == (1, "ValueError: a b [traceback: there]")
+    tell_launcher(ValueError("c"), 74, None)
+    assert read_report(path) == (74, "ValueError: c")
