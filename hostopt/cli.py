@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import logging
 import os
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostopt import bench, output
+from hostopt import bench, descriptors, output
 from hostopt.doctor.checking import WRONG
 from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError, HostOptError
@@ -20,6 +19,7 @@ from hostopt.launch import launch
 from hostopt.options import MAX_COUNT, MIN_TIMEOUT_S, YEAR_S
 from hostopt.trace_files import merge
 from hostopt.trace_picture import draw
+from hostopt.versions import VERSION
 
 __all__: list[str] = []
 
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hostopt", description="Host-offload training over gRPC.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"hostopt {_version()}")
+    parser.add_argument("--version", action="version", version=f"hostopt {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     run = commands.add_parser(
         "run",
@@ -257,6 +257,7 @@ def _run(options: argparse.Namespace) -> int:
         _complain(error)
         return _USAGE_ERROR
     except OSError as error:
+        descriptors.check(error)
         raise ConfigError(
             f"not all tasks could be started: {error}. Start fewer, or raise the limit: see "
             "`ulimit -a`"
@@ -289,13 +290,6 @@ def _size(text: str) -> int:
         return bench.parse_size(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("hostopt")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -50,7 +50,6 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
       RendezvousTimeoutError: a rank did not appear in time.
     """
     exit_with_error_code()
-    descriptors.raise_limit()
     cluster = cluster or Cluster.from_tf_config()
     return meet(cluster, (options or Options()).with_environment())
 
@@ -71,6 +70,7 @@ def meet(cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> C
       RendezvousTimeoutError: a rank did not appear in time.
     """
     open_closed_descriptors()
+    descriptors.raise_limit()
     communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
     try:

@@ -148,13 +148,13 @@ def tell_launcher(error: BaseException, code: int, details: str | None) -> None:
     if path is None:
         return
     where = f" [traceback: {details}]" if details else ""
-    with contextlib.suppress(OSError), open(path, "w") as file:
-        file.write(f"{code}\n{cause_of(error)}{where}")
+    with contextlib.suppress(OSError), open(path, "wb") as file:
+        file.write(f"{code}\n{cause_of(error)}{where}".encode(errors="backslashreplace"))
 
 
 def read_report(path: str) -> Report:
     """What a rank has left to the launcher; nothing if it had no time for it."""
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         code, _, said = file.read().partition("\n")
         return Report(int(code), said)
     return Report()

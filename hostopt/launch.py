@@ -114,6 +114,7 @@ class _Run:
         self._groups = (ring, *evaluators)
         self._selector = selector
         self._ring_ended = ring_ended
+        self._has_told = False  # evaluators that all ranks have succeeded
         self._interrupted = False
 
     def wait(self, wake_fd: int) -> int:
@@ -130,8 +131,8 @@ class _Run:
             if self._ring.code:
                 for evaluator in self._evaluators:
                     evaluator.stop()
-            elif self._ring.code == 0 and not os.path.exists(self._ring_ended):
-                open(self._ring_ended, "w").close()
+            elif self._ring.code == 0 and not self._has_told:
+                self._tell_evaluators()
             failed += [group for group in self._groups if group.code and group not in failed]
         root = self._ring if self._ring.code else next(iter(failed), None)
         if root is None:
@@ -140,7 +141,16 @@ class _Run:
             _LOG.error("%s", root.cause)
         return root.code or 0
 
+    def _tell_evaluators(self) -> None:
+        self._has_told = True
+        try:
+            open(self._ring_ended, "w").close()
+        except OSError as error:
+            _LOG.warning("cannot tell evaluators that all ranks have succeeded: %s", error)
+
     def _pause_s(self) -> float | None:
+        if all(group.code is not None for group in self._groups):  # none could be started
+            return 0.0
         times_s = [group.next_time_s() for group in self._groups]
         soonest_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         return None if soonest_s is None else max(0.0, soonest_s - time.monotonic())

@@ -20,7 +20,8 @@ __all__: list[str] = []
 
 MAX_WAITING_BYTES = 16 << 20
 PATIENCE_S = 10.0  # with a reader that takes nothing
-_FLUSH_S = 5.0  # for whoever reads it
+_FLUSH_S = 5.0  # with a reader that takes nothing, in the end
+_PIECE_BYTES = 64 << 10  # of a line: as much as a pipe holds
 
 
 class Outlet:
@@ -36,7 +37,7 @@ class Outlet:
         self._lines: deque[bytes] = deque()
         self._waiting_bytes = 0  # of the lines, and of the one that is being written
         self._dropped = 0
-        self._moved_s = 0.0  # when a line was written or began to wait, by `time.monotonic`
+        self._moved_s = 0.0  # when something was written or began to wait, by `time.monotonic`
         self._thread: threading.Thread | None = None
 
     def write(self, line: bytes) -> None:
@@ -61,22 +62,34 @@ class Outlet:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all is written, or the time is over."""
+        """Wait until all is written, or nobody has read anything for some seconds."""
         self.write(b"")
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting_bytes, timeout_s)
+            while self._waiting_bytes:
+                left_s = self._moved_s + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._changed.wait(left_s)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines)
                 line = self._lines.popleft()
-            with contextlib.suppress(OSError):  # whoever read it has ended
-                _write(self._fd, line)
+            self._write(line)
             with self._changed:
                 self._waiting_bytes -= len(line)
-                self._moved_s = time.monotonic()
                 self._changed.notify_all()
+
+    def _write(self, line: bytes) -> None:
+        data = memoryview(line)
+        with contextlib.suppress(OSError):  # whoever read it has ended
+            while data:
+                try:
+                    data = data[os.write(self._fd, data[:_PIECE_BYTES]) :]
+                except BlockingIOError:
+                    select.select([], [self._fd], [])
+                self._moved_s = time.monotonic()
 
 
 class LogStream(io.TextIOBase):
@@ -99,7 +112,7 @@ OUT, ERR = Outlet(1), Outlet(2)
 
 
 def flush() -> None:
-    """Wait until both outlets have written all, but no longer than somebody may read."""
+    """Wait until both outlets have written all, but no longer than somebody reads."""
     OUT.flush(_FLUSH_S)
     ERR.flush(_FLUSH_S)
 
@@ -114,14 +127,6 @@ def open_closed_descriptors() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, so it is fd
-        if getattr(sys, name) is None:
-            file = open(fd, "w" if fd else "r", closefd=False)  # noqa: SIM115  for good
+        if getattr(sys, name) is None:  # the number may be another file's by now
+            file = open(os.devnull, "w" if fd else "r")  # noqa: SIM115  for good
             setattr(sys, name, file)
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        try:
-            data = data[os.write(fd, data) :]
-        except BlockingIOError:
-            select.select([], [fd], [])

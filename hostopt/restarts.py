@@ -33,6 +33,7 @@ _KINDS = (
 _NAMES = {kind.exit_code: kind.__name__ for kind in _KINDS}
 # Codes of ranks that say what they have seen of another one.
 _WITNESSES = {_DAMAGED, *(code for code in _NAMES if code >= _FIRST_RETRYABLE)}
+_WITNESSES.remove(errors.ResourceError.exit_code)
 
 
 @dataclass(frozen=True)

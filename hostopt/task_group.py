@@ -10,6 +10,7 @@ The ring is one group, and each evaluator another. A group goes through attempts
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -21,8 +22,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hostopt import error_report, restarts, task_process
+from hostopt import descriptors, error_report, restarts, task_process
 from hostopt.cluster import CHIEF, EVALUATOR, WORKER
+from hostopt.errors import ConfigError, ResourceError
 from hostopt.options import RING_ENDED
 from hostopt.restarts import Ending, Restarts, Slots, Verdict
 from hostopt.task_process import TaskProcess
@@ -84,7 +86,10 @@ class Group:
         if self._next_s is not None and self._next_s <= time.monotonic():
             self._next_s = None
             self._begun_s = time.monotonic()
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                self._fail_to_start(error)
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             signum = self._deadlines.pop(0)[1]
             late = ", ".join(process.name for process in self._running())
@@ -117,6 +122,19 @@ class Group:
 
     def _start(self) -> None:
         raise NotImplementedError
+
+    def _fail_to_start(self, error: OSError) -> None:
+        """End an attempt of which not all tasks could be started; the next one may succeed."""
+        for process in self._processes:
+            self._selector.unregister(process.lifeline)
+        lacks = descriptors.is_out(error) or error.errno in (errno.EAGAIN, errno.ENOMEM)
+        code = (ResourceError if lacks else ConfigError).exit_code
+        said = (
+            f"not all tasks could be started: {error}. Start fewer, or raise the limit: see "
+            "`ulimit -a`"
+        )
+        self._endings = [Ending("the launcher", None, code, said=said)]
+        self._judge()
 
     def _note_failure(self, ending: Ending) -> None:
         """The first task of the attempt has failed."""

@@ -22,7 +22,7 @@ __all__: list[str] = []
 _DRAIN_S = 5.0  # for the last output of commands that have ended
 _LINE_BYTES = 1 << 20  # a longer line is cut in pieces
 _SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_supervisor.py")
-_KILL_S = 2.0  # for a supervisor to end its command at once
+_END_S = 2.0  # for a supervisor to end its command at once
 _LOG = logging.getLogger(__name__)
 
 
@@ -103,7 +103,7 @@ class TaskProcess:
         """Kill the command if it still runs, and wait for the last of its output."""
         self.lifeline.close()
         try:
-            self.supervisor.wait(_KILL_S)
+            self.supervisor.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.supervisor.kill()
             self.supervisor.wait()

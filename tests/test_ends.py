@@ -9,7 +9,9 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +235,7 @@ def test_the_launcher_and_all_supervisors_are_killed(launcher: Launcher, through
     """Also when the command is a shell with a rank and another process."""
     script = launcher.notes.parent / f"{launcher.notes.name}.py"
     script.write_text(NOTE + "note('ready'); time.sleep(600)")
-    line = f"{os.sys.executable} {script}"
+    line = f"{sys.executable} {script}"
     command = line.split() if through == "python" else ["bash", "-c", f"{line} & {line}; true"]
     process = launcher.run("-np", "2", "--", *command)
     ranks = launcher.pids("ready", 2 if through == "python" else 4)
@@ -261,24 +263,37 @@ def test_the_launcher_is_stopped_and_goes_on(run: Run) -> None:
 # --- whoever starts the launcher ----------------------------------------------------------------
 
 
-def started_by(before: str, *arguments: str) -> subprocess.Popen[str]:
-    """`hostopt run`, started by a program that has run a line of Python `before` it."""
-    code = f"""
-        import os, signal, sys
-        {before}
-        os.execv(sys.executable, [sys.executable, "-m", "hostopt.cli", "run", *sys.argv[1:]])
-    """
-    return subprocess.Popen(
-        [*python(code), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def started_by() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`hostopt run`, started by a program that has run a line of Python before it."""
+    started = []
+
+    def start(before: str, *arguments: str) -> subprocess.Popen[str]:
+        code = f"""
+            import os, signal, sys
+            {before}
+            os.execv(sys.executable, [sys.executable, "-m", "hostopt.cli", "run", *sys.argv[1:]])
+        """
+        process = subprocess.Popen(
+            [*python(code), *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(0, 1), (7, 1), (200, 2)])
-def test_a_parent_that_ignores_sigchld(tmp_path: Path, code: int, attempts: int) -> None:
+def test_a_parent_that_ignores_sigchld(
+    started_by: Any, tmp_path: Path, code: int, attempts: int
+) -> None:
     """As some service managers do: the kernel would keep no exit codes for the launcher."""
     child = f"open({str(tmp_path / 'lives')!r}, 'a').write('x'); raise SystemExit({code})"
     before = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
@@ -288,7 +303,7 @@ def test_a_parent_that_ignores_sigchld(tmp_path: Path, code: int, attempts: int)
     assert (tmp_path / "lives").read_text() == "x" * attempts
 
 
-def test_a_parent_that_blocks_signals(tmp_path: Path) -> None:
+def test_a_parent_that_blocks_signals(started_by: Any, tmp_path: Path) -> None:
     before = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])"
     child = f"import time; open({str(tmp_path / 'ready')!r}, 'w'); time.sleep(600)"
     process = started_by(before, "-np", "1", "--", *python(child))
@@ -299,7 +314,9 @@ def test_a_parent_that_blocks_signals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
-def test_closed_standard_descriptors(tmp_path: Path, closed: tuple[int, ...]) -> None:
+def test_closed_standard_descriptors(
+    started_by: Any, tmp_path: Path, closed: tuple[int, ...]
+) -> None:
     """What is printed must not get into a socket or a pipe that has got the number."""
     child = "import sys; print('x' * 9); print('y' * 9, file=sys.stderr); sys.exit(7)"
     before = "; ".join(f"os.close({fd})" for fd in closed)
@@ -309,6 +326,25 @@ def test_closed_standard_descriptors(tmp_path: Path, closed: tuple[int, ...]) ->
     assert ("[chief:0] xxxxxxxxx" in out) == (1 not in closed)
     assert ("[chief:0] yyyyyyyyy" in err) == (2 not in closed)
     assert "SIG" not in err
+
+
+def test_closed_descriptors_of_a_rank_by_hand(tmp_path: Path) -> None:
+    """What is printed must not get into a file of the program that has got the number."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(f"""
+            import sys, hostopt
+            file = open({str(tmp_path / "results")!r}, "w")
+            assert file.fileno() == 2
+            hostopt.connect()
+            print("a warning", file=sys.stderr, flush=True)
+            file.write("a result")
+        """)
+    )
+    command = ["bash", "-c", f"exec {sys.executable} {program} 2>&-"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, timeout=50, check=False).returncode == 0
+    assert (tmp_path / "results").read_text() == "a result"
 
 
 def test_output_that_is_never_read(launcher: Launcher) -> None:
@@ -334,13 +370,13 @@ def test_output_of_which_nobody_reads_the_errors(launcher: Launcher) -> None:
 
 
 def test_output_that_is_read_slowly_is_whole(launcher: Launcher) -> None:
-    """More of it than may wait in the launcher; nothing is dropped."""
-    code = NOTE + f"for _ in range(40): print('x' * {(1 << 20) - 1})\nnote('done')"
-    process = launcher.run("-np", "1", "--", *python(code))
+    """More of it than may wait in the launcher, each line slower than patience; all is read."""
+    code = NOTE + f"for _ in range(3): print('x' * {(8 << 20) - 1})\nnote('done')"
+    process = launcher.run("-np", "1", "--", *python(code), patience_s=0.1)
     assert process.stdout is not None
     chunks = []
     while chunk := os.read(process.stdout.fileno(), 1 << 16):  # a little at a time
         chunks.append(chunk)
     assert process.wait(40) == 0
-    assert b"".join(chunks).count(b"\n") == 40
+    assert b"".join(chunks).count(b"\n") == 24
     assert b"dropped" not in b"".join(chunks)

@@ -250,7 +250,7 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "whole",
         {"at_start": ["read-only"], "settings": {"steps": 5}},
-        "cannot write or read a file of .*Permission denied",
+        "cannot save .*/hostopt-training.lock: .*Permission denied",
         None,
     ),
     (
@@ -290,13 +290,13 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "deleted",
         {"at_step": ["deleted"]},
-        "cannot save .*/model.ckpt-3.input: .*No such file",
+        "cannot save .*/hostopt-training.lock: .*No such file",
         None,
     ),
     (
         "replaced",
         {"at_step": ["replaced"]},
-        "cannot save .*/model.ckpt-3.*: .*ot a directory",
+        "cannot save .*/hostopt-training.lock: .*ot a directory",
         None,
     ),
     (

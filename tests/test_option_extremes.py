@@ -23,7 +23,7 @@ from hostopt import bench, cli
 from hostopt.bucket import TensorSpec, plan_buckets
 from hostopt.cluster import Cluster
 from hostopt.connect import meet
-from hostopt.errors import ConfigError, HostOptError, RetryableError
+from hostopt.errors import ConfigError, HostOptError, ResourceError, RetryableError
 from hostopt.options import MAX_COUNT, MAX_SEGMENT_BYTES, YEAR_S, Options
 from hostopt.reducer import Reducer
 from hostopt.transport.security import read_token
@@ -305,9 +305,11 @@ def test_more_tasks_than_the_machine_has_files_for_are_an_error_of_one_line() ->
         sys.exit(cli.main(["run", "-np", "64", "--", sys.executable, "-c", "input()"]))
     """
     found = subprocess.run(python(code), check=False, capture_output=True, text=True, timeout=60)
-    assert found.returncode == ConfigError.exit_code
-    (line,) = [line for line in found.stderr.splitlines() if line.startswith("hostopt: ")]
-    assert re.fullmatch(r"hostopt: not all tasks could be started: .* Start fewer, or .*", line)
+    assert found.returncode == ResourceError.exit_code
+    line = found.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"hostopt: the launcher: not all tasks could be started: .* Start fewer, or .*", line
+    )
 
 
 @pytest.mark.parametrize("path", ["/", "/no/such/directory/times.json"])

@@ -103,6 +103,11 @@ def test_where_all_report_only_nobody_is_to_blame() -> None:
     assert verdict.reason == "rank0: exit code 76 (ProtocolError)"
 
 
+def test_who_has_no_descriptor_left_has_failed_by_itself() -> None:
+    verdict = judge(endings(0, 200, 203))
+    assert (verdict.code, verdict.retry, verdict.culprits) == (203, True, {2})
+
+
 @pytest.mark.parametrize("code", [200, 201, 202])
 def test_who_ended_with_0_while_others_needed_it_is_the_root_cause(code: int) -> None:
     verdict = judge(endings(0, code, code))
