@@ -321,6 +321,7 @@ class GrpcTransport(Transport):
             )
         reader = FrameReader(self._meeting.origin(peer))
         self._read_from.add(peer)
+        self._calls.strangers.admit_stream(context.peer(), peer)
         why = "connection reset"
         try:
             await context.send_initial_metadata(())  # the peer waits for it

@@ -17,8 +17,9 @@ import re
 import socket
 import stat
 import time
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 from urllib.parse import unquote
 
 from hostopt.descriptors import limit
@@ -44,32 +45,65 @@ class Caller(NamedTuple):
     port: int
 
 
+class Life(NamedTuple):
+    """Who a caller says it is.
+
+    Args:
+      rank: its rank.
+      incarnation: which life of that rank.
+    """
+
+    rank: int
+    incarnation: str
+
+
 class Strangers:
     """The connections to one server; lives on the loop.
 
     Args:
       size: number of ranks.
+      is_peer: whether whoever says so is a peer, as far as is known now.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, is_peer: Callable[[Life], bool]) -> None:
         self._most = limits.most_strangers(size)
-        self._peers: dict[Caller, int] = {}
+        self._is_peer = is_peer
+        self._claims: dict[Caller, Life] = {}
+        self._streams: dict[int, Caller] = {}  # of each rank, the one that is open
         self._strangers: dict[Caller, float] = {}  # since when
         self._warned: set[str] = set()
         self._looked_s = 0.0
         self._descriptors = 0
 
-    def admit(self, address: str, rank: int) -> None:
-        """Note that a connection is a peer's.
+    def claim(self, address: str, life: Life) -> None:
+        """Note who calls over a connection; only so many connections of one life count.
 
         Args:
           address: of the caller, as gRPC has it.
-          rank: who has called; only so many connections of one rank count.
+          life: who it says it is.
         """
         caller = _caller(address)
-        others = sum(each == rank for each in self._peers.values())
-        if caller is not None and others < limits.CONNECTIONS_OF_A_PEER:
-            self._peers.setdefault(caller, rank)
+        if caller is not None:
+            self._claims[caller] = life
+
+    def admit_stream(self, address: str, rank: int) -> None:
+        """Note which connection the frames of a peer come over; it counts, whatever others do.
+
+        Args:
+          address: of the caller, as gRPC has it.
+          rank: the peer, which has no other stream.
+        """
+        caller = _caller(address)
+        if caller is not None:
+            self._streams[rank] = caller
+
+    def _peers(self) -> set[Caller]:
+        peers, connections = set(self._streams.values()), Counter[Life]()
+        for caller, life in self._claims.items():
+            connections[life] += 1
+            if connections[life] <= limits.CONNECTIONS_OF_A_PEER and self._is_peer(life):
+                peers.add(caller)
+        return peers
 
     async def watch(self, port: int) -> None:
         """End strangers' connections until this is cancelled.
@@ -94,11 +128,10 @@ class Strangers:
             return
         self._looked_s = now_s
         found = {caller: fd for fd in descriptors if (caller := probe.caller(fd)) is not None}
-        self._peers = {caller: rank for caller, rank in self._peers.items() if caller in found}
+        self._claims = {caller: life for caller, life in self._claims.items() if caller in found}
+        self._streams = {rank: caller for rank, caller in self._streams.items() if caller in found}
         self._strangers = {
-            caller: self._strangers.get(caller, now_s)
-            for caller in found
-            if caller not in self._peers
+            caller: self._strangers.get(caller, now_s) for caller in found.keys() - self._peers()
         }
         oldest = sorted(self._strangers, key=self._strangers.__getitem__)
         too_many = max(len(oldest) - self._most, 0)
