@@ -18,19 +18,20 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Callable, NamedTuple
 from urllib.parse import unquote
 
-from hostopt.descriptors import limit
+from hostopt import error_report
+from hostopt.descriptors import limit, open_descriptors
 from hostopt.transport import limits
+from hostopt.transport.addresses import host_and_port
 
 __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 
-_DESCRIPTORS = "/proc/self/fd"
 _LOOK_ANYWAY_S = 5.0  # where the number of descriptors is the same, they may be others
+_MOST_PAUSE_S = 2 * limits.LOOK_EVERY_S  # that counts as age of a connection
 
 
 class Caller(NamedTuple):
@@ -105,23 +106,39 @@ class Strangers:
                 peers.add(caller)
         return peers
 
-    async def watch(self, port: int) -> None:
+    async def watch(self, address: str, port: int) -> None:
         """End strangers' connections until this is cancelled.
 
         Args:
-          port: of the server.
+          address: numeric address and port where the server was to listen.
+          port: where it does.
         """
-        with _Probe(port) as probe:  # now: later there may be no descriptor left
-            look_at_s, lowest = 0.0, 0
-            while True:
-                await asyncio.sleep(limits.pause_s(limit()))
-                now_s = time.monotonic()
-                if now_s >= look_at_s or probe.lowest_free() > lowest + limits.BURST:
-                    self._look(probe, now_s)
-                    look_at_s, lowest = now_s + limits.LOOK_EVERY_S, probe.lowest_free()
+        try:
+            # now: later there may be no descriptor left
+            with _Probe(host_and_port(address)[0], port) as probe:
+                await self._watch(probe)
+        except Exception as error:
+            _log.warning(
+                "connections of strangers are not ended any more: %s. Let a firewall admit the "
+                "hosts of the cluster alone",
+                error_report.cause_of(error),
+            )
+
+    async def _watch(self, probe: _Probe) -> None:
+        last_s, awake_s, look_at_s, lowest = time.monotonic(), 0.0, 0.0, 0
+        while True:
+            await asyncio.sleep(limits.pause_s(limit()))
+            now_s = time.monotonic()
+            # after this process was frozen, calls that have come meanwhile are read first
+            awake_s += min(now_s - last_s, _MOST_PAUSE_S)
+            last_s = now_s
+            if awake_s >= look_at_s or probe.lowest_free() > lowest + limits.BURST:
+                with contextlib.suppress(OSError):  # the next look may find more
+                    self._look(probe, awake_s)
+                look_at_s, lowest = awake_s + limits.LOOK_EVERY_S, probe.lowest_free()
 
     def _look(self, probe: _Probe, now_s: float) -> None:
-        descriptors = _open_descriptors()
+        descriptors = open_descriptors()
         is_same = not self._strangers and len(descriptors) == self._descriptors
         self._descriptors = len(descriptors)
         if is_same and now_s < self._looked_s + _LOOK_ANYWAY_S:
@@ -161,10 +178,13 @@ class _Probe:
     first duplicated, in place of the last one, which needs no new descriptor.
 
     Args:
+      host: where the server listens, an IP address; if unspecified, on all of the machine.
       port: of the server.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, host: str, port: int) -> None:
+        is_any = ipaddress.ip_address(host).is_unspecified
+        self._host = None if is_any else _named(host, port)
         self._port = port
         # of this family there is room for addresses of any other one
         self._spare = socket.socket(socket.AF_UNIX)
@@ -219,17 +239,13 @@ class _Probe:
     def _caller(self) -> Caller | None:
         with contextlib.suppress(OSError):  # it listens, or has ended
             own = self._socket.getsockname()
-            if isinstance(own, tuple) and isinstance(own[0], str) and own[1] == self._port:
+            if isinstance(own, tuple) and isinstance(own[0], str) and self._is_server(*own[:2]):
                 host, port, *_ = self._socket.getpeername()
                 return _named(host, port)
         return None
 
-
-def _open_descriptors() -> Sequence[int]:
-    try:
-        return [int(name) for name in os.listdir(_DESCRIPTORS)]
-    except OSError:  # no descriptor is left, or there is no /proc
-        return range(limit())
+    def _is_server(self, host: str, port: int) -> bool:
+        return port == self._port and self._host in (None, _named(host, port))
 
 
 def _caller(address: str) -> Caller | None:
