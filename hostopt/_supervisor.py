@@ -114,7 +114,10 @@ def _serve(group: int, wake_fd: int) -> None:
 
 def _has_members(group: int) -> bool:
     """Tell if a process of `group` is there that is not a zombie."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    processes: list[str] = []
+    with contextlib.suppress(OSError):  # where that cannot be told, none is waited for
+        processes = os.listdir("/proc")
+    for pid in filter(str.isdigit, processes):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
             state, _, member_of = stat.read().rpartition(b")")[2].split()[:3]
             if int(member_of) == group and state not in (b"Z", b"X"):

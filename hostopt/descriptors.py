@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Sequence
 
 from hostopt.errors import HostOptError, ResourceError
 
@@ -17,6 +18,7 @@ __all__: list[str] = []
 # Enough for any ring. Where the hard limit is a billion, programs that close all that they could
 # have inherited would need minutes.
 MOST_DESCRIPTORS = 1 << 16
+_OPEN = "/proc/self/fd"
 # EMFILE and ENFILE, in the words of the C library, which TensorFlow repeats.
 _WORDS = os.strerror(errno.EMFILE)
 
@@ -33,6 +35,14 @@ def limit() -> int:
     """The soft limit of this process, 65,536 where it has none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def open_descriptors() -> Sequence[int]:
+    """The descriptors of this process, and where that cannot be told all that it may have."""
+    try:
+        return [int(name) for name in os.listdir(_OPEN)]
+    except OSError:  # no descriptor is left, or there is no /proc
+        return range(limit())
 
 
 def is_out(error: BaseException) -> bool:

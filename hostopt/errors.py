@@ -21,6 +21,9 @@ Codes below 128 are permanent: the same command fails again. Codes from 193 on a
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import json
 import re
 from typing import Any, ClassVar
 
@@ -171,7 +174,8 @@ _KINDS = {
         ResourceError,
     )
 }
-_MOST_CHARACTERS = 10_000  # of a text that travels
+# Of texts that travel, as JSON writes them: all of them fit into what a rank reads.
+_MOST_MESSAGE_BYTES, _MOST_FACT_BYTES = 20_000, 6_000
 
 
 def error_to_dict(error: HostOptError) -> dict[str, Any]:
@@ -181,11 +185,23 @@ def error_to_dict(error: HostOptError) -> dict[str, Any]:
       error: the error.
 
     Returns:
-      Its kind, message and facts, as JSON can hold them.
+      Its kind, message and facts, as JSON can hold them; long texts lose their end.
     """
     facts = {name: getattr(error, name) for name in _FACTS}
-    message = error.message[:_MOST_CHARACTERS]
+    for name, fact in facts.items():
+        if isinstance(fact, str):
+            facts[name] = _cut(fact, _MOST_FACT_BYTES)
+    message = _cut(error.message, _MOST_MESSAGE_BYTES)
     return {"kind": type(error).__name__, "message": message, "facts": facts}
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    """The beginning of a text that JSON writes in so many bytes, up to 12 for a character."""
+    text = text[:most_bytes]
+    if len(json.dumps(text)) <= most_bytes:
+        return text
+    ends = list(itertools.accumulate(len(json.dumps(each)) - len('""') for each in text))
+    return text[: bisect.bisect_right(ends, most_bytes)]
 
 
 def error_from_dict(note: Any) -> HostOptError:

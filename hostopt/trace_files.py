@@ -10,8 +10,8 @@ from typing import Any
 
 from hostopt.errors import ConfigError
 from hostopt.options import shown
+from hostopt.shapes import has_shape
 from hostopt.timeline import Event, write_trace
-from hostopt.transport.notes import has_shape
 
 __all__: list[str] = []
 

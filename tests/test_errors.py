@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 
 import pytest
+from conftest import Spawn
 
 from hostopt import errors
+from hostopt.communicator import Communicator
 from hostopt.errors import HostOptError
+from hostopt.transport.limits import most_note_bytes
 
 CLASSES = {
     name: class_
@@ -98,3 +102,40 @@ def test_what_travels_to_other_ranks_is_the_error_without_that() -> None:
     there = errors.error_from_dict(errors.error_to_dict(error))
     assert str(there) == "rank 1 is lost"
     assert (there.rank, there.last_checkpoint) == (1, "/models/model.ckpt-4")
+
+
+LONG = 20_000
+
+
+@pytest.mark.parametrize("character", ["a", "ä", "漢", "😀", '"', "\0", "\ud800"])
+def test_the_longest_error_fits_into_a_note(character: str) -> None:
+    text = LONG * character
+    facts = dict.fromkeys(("task", "address", "root_cause", "last_checkpoint"), text)
+    note = errors.error_to_dict(errors.PeerLostError(text, rank=1, step=1, bucket=1, **facts))
+    assert len(json.dumps(note)) < most_note_bytes(2) * 3 // 4  # a status says more than that
+    there = errors.error_from_dict(json.loads(json.dumps(note)))
+    assert text.startswith(there.message)
+    for name in facts:
+        assert text.startswith(getattr(there, name))
+        assert 12 * len(getattr(there, name)) >= 5_900
+    assert 12 * len(there.message) >= 19_900
+
+
+def test_a_text_that_fits_travels_whole() -> None:
+    error = HostOptError("a" * 10_000, root_cause="漢" * 900, task="")
+    there = errors.error_from_dict(errors.error_to_dict(error))
+    assert (there.message, there.root_cause) == (error.message, error.root_cause)
+    assert (there.task, there.address) == ("", None)
+
+
+def test_peers_hear_of_the_longest_error(spawn_grpc: Spawn) -> None:
+    def fn(communicator: Communicator) -> str:
+        if communicator.rank == 0:
+            communicator.abort(errors.ConfigError("漢" * LONG, root_cause="漢" * LONG))
+            return "漢" * 100
+        with pytest.raises(errors.ConfigError) as caught:
+            communicator.barrier()
+        return str(caught.value.root_cause)
+
+    told, heard = spawn_grpc(2, fn)
+    assert heard.startswith(told)

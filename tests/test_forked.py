@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 import stat
 from collections.abc import Callable
 
 import pytest
 
+from hostopt import descriptors
 from hostopt.transport import forked
 
 
@@ -49,3 +52,44 @@ def test_the_server_and_what_it_has_accepted_are_closed(host: str) -> None:
         assert in_child(lambda: is_socket(server) and is_socket(accepted))
         caller.sendall(b"still here")  # nothing was shut down
         assert accepted.recv(10) == b"still here"
+
+
+def is_open(end: socket.socket) -> bool:
+    try:
+        return bool(os.fstat(end.fileno()))
+    except OSError:
+        return False
+
+
+def test_without_proc_nothing_is_kept_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "_OPEN", "/nothing/here")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as other:
+        port = server.getsockname()[1]
+        forked.keep_from_children(port)
+        try:
+            lowest = os.dup(server.fileno())
+            os.close(lowest)
+            assert in_child(lambda: not is_socket(server) and is_socket(other))
+            assert in_child(lambda: os.dup(server.fileno()) == lowest)  # none is left open
+        finally:
+            forked.forget(port)
+
+
+def test_where_no_descriptor_is_left_the_server_is_closed() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket() as other,
+        contextlib.ExitStack() as stack,
+    ):
+        port = server.getsockname()[1]
+        forked.keep_from_children(port)
+        stack.callback(forked.forget, port)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        most = max(server.fileno(), other.fileno()) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                stack.callback(os.close, os.dup(other.fileno()))
+        assert in_child(lambda: not is_open(server) and is_socket(other))
+        assert is_socket(server)

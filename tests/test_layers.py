@@ -22,6 +22,7 @@ FILES = {
 LADDER = [
     "hostopt.errors",
     "hostopt.versions",
+    "hostopt.shapes",
     "hostopt.descriptors",
     "hostopt.error_report",
     "hostopt.flight_recorder",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import socket
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from hostopt.descriptors import open_descriptors
 from hostopt.options import Options
 from hostopt.transport import limits, strangers
 from hostopt.transport.grpc_parts import server_options
@@ -77,9 +82,9 @@ def test_a_connection_is_found_among_descriptors_and_no_other_is_touched(
         port = server.getsockname()[1]
         caller.connect(("127.0.0.1", port))
         accepted, _ = server.accept()
-        with accepted, strangers._Probe(port) as probe:
+        with accepted, strangers._Probe(host, port) as probe:
             wanted = ("127.0.0.1", caller.getsockname()[1])
-            found = {fd: probe.caller(fd) for fd in strangers._open_descriptors()}
+            found = {fd: probe.caller(fd) for fd in open_descriptors()}
             assert {fd: each for fd, each in found.items() if each} == {accepted.fileno(): wanted}
             probe.shut_down(accepted.fileno(), strangers.Caller("127.0.0.1", 1))
             caller.sendall(b"x")
@@ -87,3 +92,87 @@ def test_a_connection_is_found_among_descriptors_and_no_other_is_touched(
             probe.shut_down(accepted.fileno(), strangers.Caller(*wanted))
             assert caller.recv(9) == b""
             probe.look_away()
+
+
+def test_a_server_on_another_address_with_the_same_port_is_another_one() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("127.0.0.2", server.getsockname()[1])) as other,
+        socket.create_connection(other.getsockname()),
+        other.accept()[0] as accepted,
+    ):
+        port = server.getsockname()[1]
+        for host, is_found in (("127.0.0.1", False), ("127.0.0.2", True), ("0.0.0.0", True)):
+            with strangers._Probe(host, port) as probe:
+                assert (probe.caller(accepted.fileno()) is not None) == is_found, host
+
+
+@contextlib.asynccontextmanager
+async def guarded(guard: strangers.Strangers) -> AsyncIterator[socket.socket]:
+    """Scope of a guard that has seen one connection; yields the caller's end of it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address, port = server.getsockname()
+        with socket.create_connection((address, port)) as caller, server.accept()[0]:
+            watch = asyncio.ensure_future(guard.watch(f"{address}:{port}", port))
+            while not guard._strangers and not watch.done():
+                await asyncio.sleep(0.01)
+            caller.setblocking(False)
+            yield caller
+            watch.cancel()
+            await asyncio.wait([watch])
+
+
+def nobody(_: strangers.Life) -> bool:
+    return False
+
+
+def test_a_connection_does_not_age_while_the_process_is_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "STRANGER_S", 1.5)
+    guard = strangers.Strangers(2, nobody)
+
+    async def freeze() -> None:
+        async with guarded(guard) as caller:
+            time.sleep(2 * limits.STRANGER_S)  # the fault: the loop stands still
+            looked_s = guard._looked_s
+            while guard._looked_s == looked_s:
+                await asyncio.sleep(0)
+            with pytest.raises(BlockingIOError):
+                caller.recv(1)
+            assert await asyncio.get_running_loop().sock_recv(caller, 1) == b""  # in time
+
+    asyncio.run(asyncio.wait_for(freeze(), 30))
+
+
+def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "STRANGER_S", 0.1)
+    guard, look, looks = strangers.Strangers(2, nobody), strangers.Strangers._look, []
+
+    def fails(*arguments: object) -> None:
+        looks.append(arguments)
+        if len(looks) == 1:
+            raise OSError("no such luck")
+        look(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(strangers.Strangers, "_look", fails)
+
+    async def run() -> None:
+        async with guarded(guard) as caller:
+            assert await asyncio.get_running_loop().sock_recv(caller, 1) == b""
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_guard_that_ends_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(strangers.Strangers, "_look", fails)
+    guard = strangers.Strangers(2, nobody)
+    asyncio.run(asyncio.wait_for(guard.watch("127.0.0.1:1", 1), 30))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "connections of strangers are not ended any more: KeyError" in record.message

@@ -11,6 +11,8 @@ import contextlib
 import os
 import socket
 
+from hostopt.descriptors import open_descriptors
+
 __all__: list[str] = []
 
 _ports: set[int] = set()  # where servers of this process listen
@@ -37,13 +39,19 @@ def forget(port: int) -> None:
 def _close_in_child() -> None:
     if not _ports:
         return
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        with contextlib.suppress(OSError):  # no socket, or the directory that was read
-            if _local_port(fd) in _ports:
+    nothing = None
+    with contextlib.suppress(OSError):  # no descriptor is left: sockets are closed instead
+        nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in open_descriptors():
+        with contextlib.suppress(OSError):  # no socket, or it is closed
+            if _local_port(fd) not in _ports:
+                continue
+            if nothing is None:
+                os.close(fd)
+            else:
                 os.dup2(nothing, fd, inheritable=False)
-    os.close(nothing)
+    if nothing is not None:
+        os.close(nothing)
 
 
 def _local_port(fd: int) -> int | None:

@@ -296,8 +296,9 @@ class GrpcTransport(Transport):
         answers = {"Hello": self._on_hello, "Status": self._on_status, "Leave": self._on_leave}
         handlers = self._calls.handlers(self._on_stream, **answers)
         self._server.add_generic_rpc_handlers([handlers])
+        address = listen_address(task.address)
         try:
-            bound = self._calls.listen(self._server, listen_address(task.address))
+            bound = self._calls.listen(self._server, address)
         except RuntimeError:
             bound = 0
         if not bound:
@@ -311,7 +312,7 @@ class GrpcTransport(Transport):
         forked.keep_from_children(bound)
         self._port = bound
         await self._server.start()
-        self._guarding = asyncio.ensure_future(self._calls.strangers.watch(bound))
+        self._guarding = asyncio.ensure_future(self._calls.strangers.watch(address, bound))
 
     async def _on_stream(self, _: Any, context: grpc.aio.ServicerContext) -> bytes:
         peer = await self._calls.admit_stream(context)
@@ -321,6 +322,7 @@ class GrpcTransport(Transport):
             )
         reader = FrameReader(self._meeting.origin(peer))
         self._read_from.add(peer)
+        self._calls.strangers.admit_stream(context.peer(), peer)
         why = "connection reset"
         try:
             await context.send_initial_metadata(())  # the peer waits for it

@@ -24,7 +24,7 @@ from hostopt.transport.grpc_import import grpc
 from hostopt.transport.grpc_parts import control_options
 from hostopt.transport.meeting import INCARNATION, Meeting
 from hostopt.transport.security import Security
-from hostopt.transport.strangers import Strangers
+from hostopt.transport.strangers import Life, Strangers
 
 __all__: list[str] = []
 
@@ -66,7 +66,7 @@ class Calls:
         self._service = service
         self._warned: set[str] = set()
         self._unknown: asyncio.Semaphore | None = None
-        self.strangers = Strangers(cluster.size)
+        self.strangers = Strangers(cluster.size, self._is_peer)
         self.channels: dict[int, grpc.aio.Channel] = {}
 
     def open(self) -> None:
@@ -271,8 +271,13 @@ class Calls:
             if not self._security.is_proof(proof, *facts, *lives, body=digest.encode()):
                 await self._refuse(context, caller, "the caller has another token")
         if _rank(caller) in self.channels:
-            self.strangers.admit(context.peer(), _rank(caller))
+            self.strangers.claim(context.peer(), _life(caller))
         return caller
+
+    def _is_peer(self, life: Life) -> bool:
+        """Whether whoever makes such a claim is a peer: with a token it has proven that."""
+        met = self._meeting.incarnations.get(life.rank)
+        return self._security.has_token or life.incarnation == met
 
     async def _read(self, caller: dict[str, str], context: grpc.aio.ServicerContext) -> bytes:
         """What an admitted caller says; not its first byte is read before."""
@@ -293,9 +298,7 @@ class Calls:
 
     def _turn(self, caller: dict[str, str]) -> AbstractAsyncContextManager[Any]:
         """Scope of a read: few of callers that may be anybody may hold what they say in memory."""
-        life = self._meeting.incarnations.get(_rank(caller))
-        is_known = life is not None and caller.get("from") == life
-        if self._security.has_token or is_known or self._unknown is None:
+        if self._is_peer(_life(caller)) or self._unknown is None:
             return contextlib.AsyncExitStack()
         return self._unknown
 
@@ -322,6 +325,10 @@ def _rank(caller: dict[str, str]) -> int:
     claim = caller.get("rank", "")
     is_number = claim.isascii() and claim.isdigit() and len(claim) < _RANK_DIGITS
     return int(claim) if is_number else -1
+
+
+def _life(caller: dict[str, str]) -> Life:
+    return Life(_rank(caller), caller.get("from", ""))
 
 
 def _digest(request: bytes) -> str:

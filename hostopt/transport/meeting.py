@@ -17,9 +17,10 @@ from typing import Any
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.options import Options
+from hostopt.shapes import has_shape
 from hostopt.transport.frame import WIRE_VERSION, Origin
 from hostopt.transport.limits import SHOWN_CHARACTERS, SHOWN_DIFFERENCES, most_note_bytes
-from hostopt.transport.notes import has_shape, read_note
+from hostopt.transport.notes import read_note
 from hostopt.versions import MAY_DIFFER, MUST_BE_SAME, own_versions
 
 __all__: list[str] = []

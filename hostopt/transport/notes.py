@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 from hostopt.errors import HostOptError, error_from_dict
+from hostopt.shapes import Each, Or, has_shape
 from hostopt.transport.limits import NOTE_DEPTH
 
 __all__: list[str] = []
 
-_MOST_NUMBER = 1 << 64
-
-
-class _Each(NamedTuple):
-    """A list, each of which has a shape."""
-
-    shape: Any
-
-
-class _Or(NamedTuple):
-    """One of two shapes."""
-
-    first: Any
-    second: Any
-
-
-# A tuple is a list of as many parts; an object may have more than is wanted.
 _ERROR = {"kind": str, "message": str, "facts": dict}
 _TAG = (int,) * 7
-_LEAVE = {"sender": int, "from": str, "to": _Or(str, None)}
+_LEAVE = {"sender": int, "from": str, "to": Or(str, None)}
 _QUESTION = {"waiting": int, "tag": _TAG}
 _STATUS = {
     "incarnation": str,
-    "error": _Or(_ERROR, None),
-    "waits": _Each({"peer": int, "what": str, "tag": _TAG, "for_s": float}),
-    "sends": _Each({"peer": int, "for_s": float}),
-    "last": _Or({"what": str, "step": int, "ago_s": float}, None),
+    "error": Or(_ERROR, None),
+    "waits": Each({"peer": int, "what": str, "tag": _TAG, "for_s": float}),
+    "sends": Each({"peer": int, "for_s": float}),
+    "last": Or({"what": str, "step": int, "ago_s": float}, None),
 }
 _ANSWER = {
     **_STATUS,
     "sent": bool,
-    "call": _Or({"step": int, "bucket": int, "signature": str, "checksum": int}, None),
+    "call": Or({"step": int, "bucket": int, "signature": str, "checksum": int}, None),
 }
 
 
@@ -119,35 +103,6 @@ def _with_shape(note: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
     if not has_shape(note, shape):
         raise ValueError("a note that lacks something, or has it as another type")
     return note
-
-
-def has_shape(value: Any, shape: Any) -> bool:
-    """Whether a part of a note is what it should be.
-
-    Args:
-      value: the part.
-      shape: a type, None, or one of the shapes above.
-    """
-    if isinstance(shape, _Or):
-        return has_shape(value, shape.first) or has_shape(value, shape.second)
-    if isinstance(shape, _Each):
-        return isinstance(value, list) and all(has_shape(each, shape.shape) for each in value)
-    if isinstance(shape, tuple):
-        is_as_long = isinstance(value, list) and len(value) == len(shape)
-        return is_as_long and all(map(has_shape, value, shape))
-    if isinstance(shape, dict):
-        is_object = isinstance(value, dict) and shape.keys() <= value.keys()
-        return is_object and all(has_shape(value[key], part) for key, part in shape.items())
-    if shape is None or value is None:
-        return shape is value
-    if shape in (int, float):
-        return _is_number(value, shape)
-    return isinstance(value, shape)
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return is_number and bool(-_MOST_NUMBER <= value <= _MOST_NUMBER)  # NaN is not
 
 
 def _check_depth(note: dict[str, Any]) -> None:

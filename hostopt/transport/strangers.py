@@ -17,19 +17,21 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import Counter
+from typing import Callable, NamedTuple
 from urllib.parse import unquote
 
-from hostopt.descriptors import limit
+from hostopt import error_report
+from hostopt.descriptors import limit, open_descriptors
 from hostopt.transport import limits
+from hostopt.transport.addresses import host_and_port
 
 __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 
-_DESCRIPTORS = "/proc/self/fd"
 _LOOK_ANYWAY_S = 5.0  # where the number of descriptors is the same, they may be others
+_MOST_PAUSE_S = 2 * limits.LOOK_EVERY_S  # that counts as age of a connection
 
 
 class Caller(NamedTuple):
@@ -44,61 +46,109 @@ class Caller(NamedTuple):
     port: int
 
 
+class Life(NamedTuple):
+    """Who a caller says it is.
+
+    Args:
+      rank: its rank.
+      incarnation: which life of that rank.
+    """
+
+    rank: int
+    incarnation: str
+
+
 class Strangers:
     """The connections to one server; lives on the loop.
 
     Args:
       size: number of ranks.
+      is_peer: whether whoever says so is a peer, as far as is known now.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, is_peer: Callable[[Life], bool]) -> None:
         self._most = limits.most_strangers(size)
-        self._peers: dict[Caller, int] = {}
+        self._is_peer = is_peer
+        self._claims: dict[Caller, Life] = {}
+        self._streams: dict[int, Caller] = {}  # of each rank, the one that is open
         self._strangers: dict[Caller, float] = {}  # since when
         self._warned: set[str] = set()
         self._looked_s = 0.0
         self._descriptors = 0
 
-    def admit(self, address: str, rank: int) -> None:
-        """Note that a connection is a peer's.
+    def claim(self, address: str, life: Life) -> None:
+        """Note who calls over a connection; only so many connections of one life count.
 
         Args:
           address: of the caller, as gRPC has it.
-          rank: who has called; only so many connections of one rank count.
+          life: who it says it is.
         """
         caller = _caller(address)
-        others = sum(each == rank for each in self._peers.values())
-        if caller is not None and others < limits.CONNECTIONS_OF_A_PEER:
-            self._peers.setdefault(caller, rank)
+        if caller is not None:
+            self._claims[caller] = life
 
-    async def watch(self, port: int) -> None:
+    def admit_stream(self, address: str, rank: int) -> None:
+        """Note which connection the frames of a peer come over; it counts, whatever others do.
+
+        Args:
+          address: of the caller, as gRPC has it.
+          rank: the peer, which has no other stream.
+        """
+        caller = _caller(address)
+        if caller is not None:
+            self._streams[rank] = caller
+
+    def _peers(self) -> set[Caller]:
+        peers, connections = set(self._streams.values()), Counter[Life]()
+        for caller, life in self._claims.items():
+            connections[life] += 1
+            if connections[life] <= limits.CONNECTIONS_OF_A_PEER and self._is_peer(life):
+                peers.add(caller)
+        return peers
+
+    async def watch(self, address: str, port: int) -> None:
         """End strangers' connections until this is cancelled.
 
         Args:
-          port: of the server.
+          address: numeric address and port where the server was to listen.
+          port: where it does.
         """
-        with _Probe(port) as probe:  # now: later there may be no descriptor left
-            look_at_s, lowest = 0.0, 0
-            while True:
-                await asyncio.sleep(limits.pause_s(limit()))
-                now_s = time.monotonic()
-                if now_s >= look_at_s or probe.lowest_free() > lowest + limits.BURST:
-                    self._look(probe, now_s)
-                    look_at_s, lowest = now_s + limits.LOOK_EVERY_S, probe.lowest_free()
+        try:
+            # now: later there may be no descriptor left
+            with _Probe(host_and_port(address)[0], port) as probe:
+                await self._watch(probe)
+        except Exception as error:
+            _log.warning(
+                "connections of strangers are not ended any more: %s. Let a firewall admit the "
+                "hosts of the cluster alone",
+                error_report.cause_of(error),
+            )
+
+    async def _watch(self, probe: _Probe) -> None:
+        last_s, awake_s, look_at_s, lowest = time.monotonic(), 0.0, 0.0, 0
+        while True:
+            await asyncio.sleep(limits.pause_s(limit()))
+            now_s = time.monotonic()
+            # after this process was frozen, calls that have come meanwhile are read first
+            awake_s += min(now_s - last_s, _MOST_PAUSE_S)
+            last_s = now_s
+            if awake_s >= look_at_s or probe.lowest_free() > lowest + limits.BURST:
+                with contextlib.suppress(OSError):  # the next look may find more
+                    self._look(probe, awake_s)
+                look_at_s, lowest = awake_s + limits.LOOK_EVERY_S, probe.lowest_free()
 
     def _look(self, probe: _Probe, now_s: float) -> None:
-        descriptors = _open_descriptors()
+        descriptors = open_descriptors()
         is_same = not self._strangers and len(descriptors) == self._descriptors
         self._descriptors = len(descriptors)
         if is_same and now_s < self._looked_s + _LOOK_ANYWAY_S:
             return
         self._looked_s = now_s
         found = {caller: fd for fd in descriptors if (caller := probe.caller(fd)) is not None}
-        self._peers = {caller: rank for caller, rank in self._peers.items() if caller in found}
+        self._claims = {caller: life for caller, life in self._claims.items() if caller in found}
+        self._streams = {rank: caller for rank, caller in self._streams.items() if caller in found}
         self._strangers = {
-            caller: self._strangers.get(caller, now_s)
-            for caller in found
-            if caller not in self._peers
+            caller: self._strangers.get(caller, now_s) for caller in found.keys() - self._peers()
         }
         oldest = sorted(self._strangers, key=self._strangers.__getitem__)
         too_many = max(len(oldest) - self._most, 0)
@@ -128,10 +178,13 @@ class _Probe:
     first duplicated, in place of the last one, which needs no new descriptor.
 
     Args:
+      host: where the server listens, an IP address; if unspecified, on all of the machine.
       port: of the server.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, host: str, port: int) -> None:
+        is_any = ipaddress.ip_address(host).is_unspecified
+        self._host = None if is_any else _named(host, port)
         self._port = port
         # of this family there is room for addresses of any other one
         self._spare = socket.socket(socket.AF_UNIX)
@@ -186,17 +239,13 @@ class _Probe:
     def _caller(self) -> Caller | None:
         with contextlib.suppress(OSError):  # it listens, or has ended
             own = self._socket.getsockname()
-            if isinstance(own, tuple) and isinstance(own[0], str) and own[1] == self._port:
+            if isinstance(own, tuple) and isinstance(own[0], str) and self._is_server(*own[:2]):
                 host, port, *_ = self._socket.getpeername()
                 return _named(host, port)
         return None
 
-
-def _open_descriptors() -> Sequence[int]:
-    try:
-        return [int(name) for name in os.listdir(_DESCRIPTORS)]
-    except OSError:  # no descriptor is left, or there is no /proc
-        return range(limit())
+    def _is_server(self, host: str, port: int) -> bool:
+        return port == self._port and self._host in (None, _named(host, port))
 
 
 def _caller(address: str) -> Caller | None:
