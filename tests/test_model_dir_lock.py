@@ -26,6 +26,7 @@ import hostopt
 from estimator_ext import model_dir_lock
 from estimator_ext.model_dir_lock import is_training, training_in
 from estimator_ext.signs_of_life import SignsOfLife
+from hostopt import hosts, lock_file
 
 estimator_ext.install()
 
@@ -181,10 +182,15 @@ def test_one_process_is_refused(tmp_path: Path, holder: Any, distributed: bool) 
     estimator_in(tmp_path, distributed).train(data, steps=1)  # at once
 
 
+@pytest.mark.parametrize("other", [(lock_file.socket, "gethostname"), (hosts, "boot_id")])
 def test_ranks_wait_for_a_host_that_may_have_crashed(
-    spawn_inproc: Spawn, tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch
+    spawn_inproc: Spawn,
+    tmp_path: Path,
+    holder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    other: tuple[Any, str],
 ) -> None:
-    monkeypatch.setattr(model_dir_lock.socket, "gethostname", lambda: "another host")
+    monkeypatch.setattr(*other, lambda: "another")
     warned = []
 
     def end_holder(*text: object) -> None:
@@ -208,7 +214,7 @@ def test_ranks_wait_for_a_host_that_may_have_crashed(
 def test_a_host_that_lives_is_not_waited_for_without_end(
     tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_dir_lock.socket, "gethostname", lambda: "another host")
+    monkeypatch.setattr(lock_file.socket, "gethostname", lambda: "another host")
     monkeypatch.setattr(model_dir_lock, "_LEASE_S", 0.6)
     with pytest.raises(hostopt.ConfigError, match="is in use"), training_in(str(tmp_path)):
         pass
