@@ -14,6 +14,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.file_errors import cannot_save
 from hostopt import lock_file
+from hostopt.connect import exit_with_error_code
 
 __all__: list[str] = []
 
@@ -46,6 +47,7 @@ def training_in(
       hostopt.CheckpointError: the lock cannot be written; on rank 0.
       hostopt.HostOptError: a rank failed, left or timed out.
     """
+    exit_with_error_code()  # nothing else has done so in a program without a ring
     path = _path(model_dir) if communicator is None or communicator.rank == 0 else ""
     until_s = time.monotonic() + _LEASE_S
     with contextlib.ExitStack() as stack:
