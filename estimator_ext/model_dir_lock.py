@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import socket
 import time
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.file_errors import cannot_save
 from hostopt import lock_file
+from hostopt.connect import exit_with_error_code
 
 __all__: list[str] = []
 
@@ -33,7 +33,7 @@ def training_in(
     """Scope in which no other run trains in a model_dir; its process may enter it repeatedly.
 
     With several ranks, which enter it together, rank 0 holds the lock. If the holder is on another
-    host it waits a while, as that host may have crashed.
+    host, or was before this host has booted, it waits a while: that host may have crashed.
 
     Args:
       model_dir: of rank 0.
@@ -47,6 +47,7 @@ def training_in(
       hostopt.CheckpointError: the lock cannot be written; on rank 0.
       hostopt.HostOptError: a rank failed, left or timed out.
     """
+    exit_with_error_code()  # nothing else has done so in a program without a ring
     path = _path(model_dir) if communicator is None or communicator.rank == 0 else ""
     until_s = time.monotonic() + _LEASE_S
     with contextlib.ExitStack() as stack:
@@ -111,7 +112,7 @@ def _acquire(path: str, until_s: float) -> bool:
             return True
         raise cannot_save(path, error, lock_file.MOST_BYTES) from error
     holder = lock_file.last_holder(path)
-    if holder is not None and holder.host != socket.gethostname() and time.monotonic() < until_s:
+    if holder is not None and holder.is_elsewhere and time.monotonic() < until_s:
         _log_waiting(model_dir, holder)
         return False
     raise _in_use(model_dir, holder)

@@ -78,19 +78,7 @@ def train_and_evaluate(
     if not strategy.cluster.is_chief:
         _train(estimator, train_spec)
         return None, []
-    marker = _Marker(estimator.model_dir)
-    try:
-        marker.remove()
-    except hostopt.CheckpointError as error:
-        strategy.communicator.abort(error)  # meets the other ranks, which wait for this one
-        raise
-    _train(estimator, train_spec)
-    results = (None, [])
-    if not strategy.cluster.evaluators:
-        _log.info("the cluster has no evaluator: the chief evaluates the final checkpoint")
-        results = _evaluate_all(estimator, train_spec, eval_specs)
-    marker.write(tf.train.latest_checkpoint(estimator.model_dir))
-    return results
+    return _run_chief(strategy, estimator, train_spec, eval_specs)
 
 
 def _check_specs(eval_spec: EvalSpec | Sequence[EvalSpec]) -> list[EvalSpec]:
@@ -121,6 +109,30 @@ def _evaluate_all(
     if len(eval_specs) == 1:
         return found[eval_specs[0].name]
     return {k: metrics for k, (metrics, _) in found.items()}, {k: e for k, (_, e) in found.items()}
+
+
+def _run_chief(
+    strategy: HostOffloadStrategy,
+    estimator: Estimator,
+    train_spec: TrainSpec,
+    eval_specs: list[EvalSpec],
+) -> tuple[Any, Any]:
+    """What the chief of a ring does; nobody else trains in its model_dir meanwhile."""
+    marker = _Marker(estimator.model_dir)
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(training_in(estimator.model_dir))
+            marker.remove()
+        except hostopt.HostOptError as error:
+            strategy.communicator.abort(error)  # meets the other ranks, which wait for this one
+            raise
+        _train(estimator, train_spec)
+        results: tuple[Any, Any] = (None, [])
+        if not strategy.cluster.evaluators:
+            _log.info("the cluster has no evaluator: the chief evaluates the final checkpoint")
+            results = _evaluate_all(estimator, train_spec, eval_specs)
+        marker.write(tf.train.latest_checkpoint(estimator.model_dir))
+    return results
 
 
 def _run_evaluator(

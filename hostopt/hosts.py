@@ -41,13 +41,22 @@ class Hosts:
         return group
 
 
+def boot_id() -> str:
+    """Name of the kernel that runs here since the host has booted; empty where it has none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError as error:
+        descriptors.check(error)
+        return ""
+
+
 def own_host_id() -> str:
     """Name of the memory that this process can share; empty where it can share none."""
     if platform.machine() not in ("x86_64", "AMD64"):  # see hostopt.lane on the order of stores
         return ""
+    kernel = boot_id()
     try:
-        boot_id = _BOOT_ID.read_text().strip()
-        return f"{boot_id} {os.stat(shared_file.DIRECTORY).st_dev}"
+        return kernel and f"{kernel} {os.stat(shared_file.DIRECTORY).st_dev}"
     except OSError as error:
         descriptors.check(error)
         return ""

@@ -22,6 +22,8 @@ import struct
 import threading
 from dataclasses import asdict, dataclass
 
+from hostopt import hosts
+
 __all__: list[str] = []
 
 # What file systems answer that have no locks, or none of this kind.
@@ -37,11 +39,13 @@ class Holder:
 
     Args:
       host: its host.
+      boot_id: of the kernel there: hosts may have one name, one after another.
       pid: its process id there.
       start: when it did so, in UTC.
     """
 
     host: str
+    boot_id: str
     pid: int
     start: str
 
@@ -49,7 +53,14 @@ class Holder:
     def of_now(cls) -> Holder:
         """This process."""
         now = datetime.datetime.now(datetime.timezone.utc)
-        return cls(socket.gethostname(), os.getpid(), f"{now:%Y-%m-%d %H:%M:%S} UTC")
+        start = f"{now:%Y-%m-%d %H:%M:%S} UTC"
+        return cls(socket.gethostname(), hosts.boot_id(), os.getpid(), start)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is on another host than this process, or was before this one has booted."""
+        here = Holder.of_now()
+        return (self.host, self.boot_id) != (here.host, here.boot_id)
 
 
 @dataclass
@@ -164,7 +175,8 @@ def last_holder(path: str) -> Holder | None:
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(MOST_BYTES))
-        return Holder(str(found["host"]), int(found["pid"]), str(found["start"]))
+        host, boot_id = str(found["host"]), str(found["boot_id"])
+        return Holder(host, boot_id, int(found["pid"]), str(found["start"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from conftest import FUZZ_EXAMPLES
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +26,9 @@ estimator_ext.install()
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(600)]
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))
 MOST_MORE_KB = 200 << 10  # of memory, for files of a kilobyte
 fuzz = settings(
-    max_examples=EXAMPLES,
+    max_examples=FUZZ_EXAMPLES,
     derandomize=True,
     database=None,
     phases=[Phase.generate, Phase.shrink],

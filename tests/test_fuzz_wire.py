@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import struct
 import zlib
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from conftest import NewRing, jobs_of
+from conftest import FUZZ_EXAMPLES, NewRing, jobs_of
 from fault_ring import FaultRing, assert_exact
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,7 +35,6 @@ from hostopt.transport.stall import Culprit, find_culprit
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))
 MOST_BYTES = 1 << 16
 CLUSTER = Cluster.from_dict(jobs_of([f"127.0.0.1:{port}" for port in (1, 2, 3)]), "chief", 0)
 ERROR = {"kind": "PeerLostError", "message": "gone", "facts": {"rank": 1, "task": "worker:0"}}
@@ -55,7 +53,7 @@ STATUS = {
     "sent": False,
     "call": {"step": 5, "bucket": 0, "signature": "all_reduce(sum)", "checksum": 77},
 }
-more = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+more = settings(max_examples=FUZZ_EXAMPLES, suppress_health_check=list(HealthCheck))
 
 
 def assert_can_be_shown(error: HostOptError) -> None:
@@ -171,7 +169,7 @@ def test_a_ring_lives_whatever_it_is_told(processes: NewRing, method: str) -> No
     with grpc.insecure_channel(ring.addresses[0], [("grpc.enable_http_proxy", 0)]) as channel:
         call, codes, sizes = channel.unary_unary(f"/hostopt.Ring/{method}"), set(), []
 
-        @settings(more, max_examples=max(EXAMPLES // BATCH, 1))
+        @settings(more, max_examples=max(FUZZ_EXAMPLES // BATCH, 1))
         @given(st.lists(texts_like(NOTES[method]), min_size=BATCH, max_size=BATCH))
         def tell(notes: list[bytes]) -> None:
             calls = [call.future(note, metadata=RANK, timeout=60) for note in notes]

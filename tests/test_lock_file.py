@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -89,6 +90,8 @@ def test_one_process_holds_it_and_says_who_it_is(path: str) -> None:
     holder = lock_file.last_holder(path)
     assert holder is not None and holder.pid == os.getpid()
     assert (holder.host, holder.start[-4:]) == (os.uname().nodename, " UTC")
+    assert not holder.is_elsewhere
+    assert replace(holder, boot_id="of another kernel").is_elsewhere
     lock_file.release(path)
     assert lock_file.is_held(path)
     assert not acquire_elsewhere(path)

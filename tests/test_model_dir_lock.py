@@ -26,6 +26,7 @@ import hostopt
 from estimator_ext import model_dir_lock
 from estimator_ext.model_dir_lock import is_training, training_in
 from estimator_ext.signs_of_life import SignsOfLife
+from hostopt import hosts, lock_file
 
 estimator_ext.install()
 
@@ -181,10 +182,54 @@ def test_one_process_is_refused(tmp_path: Path, holder: Any, distributed: bool) 
     estimator_in(tmp_path, distributed).train(data, steps=1)  # at once
 
 
-def test_ranks_wait_for_a_host_that_may_have_crashed(
-    spawn_inproc: Spawn, tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch
+ALONE = """
+import sys
+import estimator_ext
+estimator_ext.install()
+estimator_ext.Estimator(lambda features, labels: None, sys.argv[1]).train(print, steps=1)
+"""
+
+
+def test_a_program_without_a_strategy_ends_with_the_code_of_the_error(
+    tmp_path: Path, holder: Any
 ) -> None:
-    monkeypatch.setattr(model_dir_lock.socket, "gethostname", lambda: "another host")
+    found = subprocess.run(
+        [*python(ALONE), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert f"in use: process {holder.pid} on host " in found.stderr
+    assert found.returncode == 78, found.stderr
+
+
+def test_a_refused_run_does_not_tell_evaluators_that_training_goes_on(
+    tmp_path: Path, ranks: Ranks, holder: Any
+) -> None:
+    (tmp_path / "hostopt-training-ended.json").write_text("{}")
+    before = {path.name for path in tmp_path.iterdir()}
+    settings = json.dumps({"model_dir": str(tmp_path), "images": 300, "metric": "accuracy"})
+    with reserved_addresses(2) as addresses:
+        jobs = {"chief": addresses[:1], "worker": addresses[1:]}
+        started = ranks.start("evaluate.py", jobs, arguments=[settings])
+        for rank in started:
+            assert rank.wait(60) == 78, rank.output
+            assert f"ConfigError: model_dir {tmp_path.resolve()} is in use: pro" in rank.output
+    after = {path.name for path in tmp_path.iterdir()} - {rank.log.name for rank in started}
+    assert after == before
+
+
+@pytest.mark.parametrize("other", [(lock_file.socket, "gethostname"), (hosts, "boot_id")])
+def test_ranks_wait_for_a_host_that_may_have_crashed(
+    spawn_inproc: Spawn,
+    tmp_path: Path,
+    holder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    other: tuple[Any, str],
+) -> None:
+    monkeypatch.setattr(*other, lambda: "another")
     warned = []
 
     def end_holder(*text: object) -> None:
@@ -208,7 +253,7 @@ def test_ranks_wait_for_a_host_that_may_have_crashed(
 def test_a_host_that_lives_is_not_waited_for_without_end(
     tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_dir_lock.socket, "gethostname", lambda: "another host")
+    monkeypatch.setattr(lock_file.socket, "gethostname", lambda: "another host")
     monkeypatch.setattr(model_dir_lock, "_LEASE_S", 0.6)
     with pytest.raises(hostopt.ConfigError, match="is in use"), training_in(str(tmp_path)):
         pass
