@@ -28,7 +28,7 @@ class SignsOfLife:
         self._model_dir = model_dir
         self._options = options
         self._saved = self._last_save()
-        self._is_known = False
+        self._is_known = is_training(model_dir)
         self._look_every_s = min(_LOOK_EVERY_S, options.stall_warning_s)
         self._begin_anew()
 

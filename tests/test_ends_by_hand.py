@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,48 +102,53 @@ def test_a_rank_that_ends_after_training(processes: NewRing, action: str) -> Non
 
 
 @pytest.fixture
-def started(tmp_path: Path, ranks: Ranks) -> Iterator[Any]:
-    """`started(own, chief)`: a chief and an evaluator for each dict of settings."""
+def start(tmp_path: Path, ranks: Ranks) -> Iterator[Callable[..., Rank]]:
+    """`start(task, **settings)`: a chief, or an evaluator of its model_dir."""
     with reserved_addresses(1) as addresses:
 
-        def start(*own: dict[str, Any], chief: dict[str, Any] | None = None) -> list[Rank]:
-            small = {"images": 300, "metric": "accuracy"}
-            common = json.dumps({"model_dir": str(tmp_path / "model"), **small})
-            short = {"HOSTOPT_EVALUATOR_TIMEOUT_S": "4", "HOSTOPT_STALL_WARNING_S": "1"}
-            begun = []
-            for task, settings in [("chief", chief or {}), *(("evaluator", each) for each in own)]:
-                begun += ranks.start(
-                    "evaluate.py",
-                    {"chief": addresses},
-                    tasks=[(task, 0)],
-                    arguments=[common, json.dumps(settings)],
-                    environ=short,
-                )
+        def start_one(task: str, **settings: Any) -> Rank:
+            small = {"images": 300, "metric": "accuracy", "model_dir": str(tmp_path / "model")}
+            (begun,) = ranks.start(
+                "evaluate.py",
+                {"chief": addresses},
+                tasks=[(task, 0)],
+                arguments=[json.dumps({**small, **settings})],
+                environ={"HOSTOPT_EVALUATOR_TIMEOUT_S": "4", "HOSTOPT_STALL_WARNING_S": "1"},
+            )
             return begun
 
-        yield start
+        yield start_one
     left = [rank.name for rank in ranks.started if rank.process.poll() is None]
     assert not left, f"still running at the end of the test: {', '.join(left)}"
 
 
+def start_stopped(start: Callable[..., Rank], then: str = "") -> Rank:
+    """A chief that is stopped in training: what is started now finds its lock and a checkpoint."""
+    chief = start("chief", end=f"SIGSTOP {then}")
+    chief.wait_for_output("ends\n")
+    until(lambda: is_stopped(chief), "stop")
+    return chief
+
+
 @pytest.mark.tensorflow
 @pytest.mark.parametrize(
-    ("end", "before", "code", "kind"),
+    ("end", "code", "kind"),
     [
-        ("exit0", True, 202, "RendezvousTimeoutError"),
-        ("exit0", False, 200, "PeerLostError"),
-        ("SIGSTOP", False, 200, "PeerLostError"),
+        ("before", 202, "RendezvousTimeoutError"),
+        ("exit0", 200, "PeerLostError"),
+        ("kill", 200, "PeerLostError"),
     ],
 )
 def test_an_evaluator_whose_chief_ends_without_a_word(
-    started: Any, end: str, before: bool, code: int, kind: str
+    start: Callable[..., Rank], end: str, code: int, kind: str
 ) -> None:
-    chief, evaluator = started({}, chief={"end": end, "end_before": before})
-    if end == "SIGSTOP":  # it holds the lock of its model_dir, and may go on
+    if end == "before":
+        chief, evaluator = start("chief", end="exit0", end_before=True), start("evaluator")
+    else:
+        chief, evaluator = start_stopped(start, then="exit0"), start("evaluator")
         evaluator.wait_for_output("Saving dict for global step 0")
-        until(lambda: is_stopped(chief), "stop")
-        chief.signal(signal.SIGKILL)
-    assert chief.wait() == {"exit0": 0, "SIGSTOP": -9}[end], chief.output
+        chief.signal(signal.SIGKILL if end == "kill" else signal.SIGCONT)
+    assert chief.wait() == (-9 if end == "kill" else 0), chief.output
     assert evaluator.wait() == code, evaluator.output
     assert f"{kind}: this evaluator has seen nothing of the chief for 4 s: nobody trains in" in (
         evaluator.output
@@ -153,12 +158,13 @@ def test_an_evaluator_whose_chief_ends_without_a_word(
 
 
 @pytest.mark.tensorflow
-def test_evaluators_that_end_do_not_disturb_the_training(started: Any) -> None:
-    ends = {"exit3": 3, "SIGSTOP": 0}
-    chief, *evaluators = started(*({"end": end} for end in ends))
-    assert chief.wait() == 0, chief.output
-    frozen = evaluators[-1]
+def test_evaluators_that_end_do_not_disturb_the_training(start: Callable[..., Rank]) -> None:
+    chief = start_stopped(start)
+    failed, frozen = start("evaluator", end="exit3"), start("evaluator", end="SIGSTOP")
+    assert failed.wait() == 3, failed.output
+    frozen.wait_for_output("ends\n")
     until(lambda: is_stopped(frozen), "stop")
+    chief.signal(signal.SIGCONT)
+    assert chief.wait() == 0, chief.output
     frozen.signal(signal.SIGCONT)
-    for evaluator, code in zip(evaluators, ends.values()):
-        assert evaluator.wait() == code, evaluator.output
+    assert frozen.wait() == 0, frozen.output

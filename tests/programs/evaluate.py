@@ -117,15 +117,16 @@ class StopHere(tf.estimator.SessionRunHook):
 
 
 def end(how: str) -> None:
-    """End as the setting "end" says."""
+    """End as the setting "end" says: one way after the other, where the first was no end."""
     print("ends", flush=True)
-    if how == "raise":
-        raise ZeroDivisionError("of this process")
-    if how == "os-exit":
-        os._exit(0)
-    if how.startswith("exit"):
-        sys.exit(int(how[4:]))
-    os.kill(os.getpid(), getattr(signal, how))
+    for each in how.split():
+        if each == "raise":
+            raise ZeroDivisionError("of this process")
+        if each == "os-exit":
+            os._exit(0)
+        if each.startswith("exit"):
+            sys.exit(int(each[4:]))
+        os.kill(os.getpid(), getattr(signal, each))
 
 
 class EndHere(tf.estimator.SessionRunHook):
@@ -159,12 +160,12 @@ class MeasureAlone(tf.estimator.Exporter):
         return estimator.evaluate(self._input_fn, checkpoint_path=checkpoint_path, name=self.name)
 
 
-def eval_specs(settings: dict, images: np.ndarray, labels: np.ndarray) -> Any:
+def eval_specs(settings: dict, images: np.ndarray, labels: np.ndarray, end_here: EndHere) -> Any:
     common = {
         "steps": None,
         "start_delay_secs": 0,
         "throttle_secs": 1,
-        "hooks": [StopHere()] if settings["stop"] else [EndHere(settings["end"])],
+        "hooks": [StopHere()] if settings["stop"] else [end_here],
     }
     if settings["specs"] == "slices":
         input_fn = slices_of(images, labels)
@@ -183,12 +184,11 @@ def main(settings: dict) -> None:
         end(settings["end"])
     config = estimator_ext.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
     estimator = estimator_ext.Estimator(make_model_fn(settings), settings["model_dir"], config)
+    end_here = EndHere(settings["end"])  # once, be it in training or in evaluation
     result = estimator_ext.train_and_evaluate(
         estimator,
-        tf.estimator.TrainSpec(
-            lambda: batches(images, labels), max_steps=STEPS, hooks=[EndHere(settings["end"])]
-        ),
-        eval_specs(settings, images, labels),
+        tf.estimator.TrainSpec(lambda: batches(images, labels), max_steps=STEPS, hooks=[end_here]),
+        eval_specs(settings, images, labels, end_here),
     )
     print("RESULT", json.dumps(result, default=lambda array: array.tolist()), flush=True)
 
