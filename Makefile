@@ -61,8 +61,8 @@ test-core: $(STAMP)
 		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
 		tests/test_installing.py tests/test_grpc.py tests/test_disagreement.py \
 		tests/test_user_errors.py tests/test_nonfinite.py tests/test_faults_ring.py \
-		tests/test_faults_training.py tests/test_input_state.py tests/test_checkpoints.py tests/test_model_dir_faults.py \
-		tests/test_background.py tests/test_many_reductions.py tests/test_update_kinds.py \
+		tests/test_faults_training.py tests/test_input_state.py tests/test_checkpoints.py \
+		tests/test_model_dir_faults.py tests/test_background.py tests/test_many_reductions.py tests/test_update_kinds.py \
 		tests/test_foreign_programs.py
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
