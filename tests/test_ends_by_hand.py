@@ -76,7 +76,8 @@ def test_a_rank_that_ends_in_training(processes: NewRing, action: str) -> None:
     survivor, victim = ring_with(ring, "between-steps", action, step=3).start_all()
     assert survivor.exit_code() == 200, survivor.stderr
     found = report(survivor)
-    assert (found["steps"], found["exact"]) == (3, True)
+    assert found["exact"], found
+    assert found["steps"] in (2, 3), found  # what a killed rank has sent last may die with it
     assert found["error"]["facts"]["rank"] == VICTIM, found
     assert_ended(victim, action, alive=200)
 
