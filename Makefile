@@ -9,60 +9,73 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 pytho
 	2>/dev/null)))
 VENV := .venv$(SUFFIX)
 BIN := $(VENV)/bin
-# another Python makes the environment anew
-STAMP := $(VENV)/.installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+# another Python means a new environment
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
+TEST_STAMP := $(VENV)/.installed-test-$(PYTHON_VERSION)
 PINNED := $(addprefix --constraint ,$(wildcard constraints$(SUFFIX).txt))
 WANTED := $(patsubst %,"tensorflow==%.*",$(TENSORFLOW))
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 # published programs have packages of their own
 PROGRAMS_VENV := .venv-programs$(SUFFIX)
-PROGRAMS_STAMP := $(PROGRAMS_VENV)/$(notdir $(STAMP))
+PROGRAMS_STAMP := $(PROGRAMS_VENV)/.installed-programs-$(PYTHON_VERSION)
+
+# the tools that build the site
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
+
+# Tests that run at the same time: many wait for deadlines, others compute. The tests of a file stay
+# together, as they share trainings.
+JOBS ?= 3
+PARALLEL = --numprocesses $(JOBS) --dist loadfile
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
-	test-matrix soak check format clean
+	test-matrix soak check docs format clean
 
-venv: $(STAMP)
+venv: $(TEST_STAMP)
 
 mnist: $(STAMP)
 	$(BIN)/hostopt run -np 2 --evaluators 1 -- $(BIN)/python examples/mnist/main.py \
 		--model-dir mnist_model/$$(date +%Y%m%d-%H%M%S) $(MNIST_ARGS)
 
 test: check
-	$(BIN)/python -m pytest -m "tensorflow and not faults and not slow and not published"
+	$(BIN)/python -m pytest $(PARALLEL) -m "tensorflow and not faults and not slow and not published"
 
 test-all: test test-slow test-faults test-programs
 
 # many programs, each trained by one process and by two ranks
-test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not faults"
+test-slow: $(TEST_STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not faults"
 
 # published libraries and programs as they ship, in an environment with their packages
 test-programs: $(PROGRAMS_STAMP)
-	$(PROGRAMS_VENV)/bin/python -m pytest -m published
+	$(PROGRAMS_VENV)/bin/python -m pytest $(PARALLEL) -m published
 
 # what breaks, and what the others say of it; minutes, as much of it is waiting for deadlines
-test-faults: $(STAMP)
-	$(BIN)/python -m pytest -m "faults and not netns"
+test-faults: JOBS := 2
+test-faults: $(TEST_STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m "faults and not netns"
 
 # a training that is broken again and again, at random
 soak: SOAK_ARGS ?= --minutes 5
-soak: $(STAMP)
+soak: $(TEST_STAMP)
 	$(BIN)/python benchmarks/soak/main.py $(SOAK_ARGS)
 
 # links between hosts that break: needs root
-test-netns: $(STAMP)
+test-netns: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m netns
 
 # equality, roles, checkpoints, MNIST, older programs, gRPC, faults, saved data, updates: what
 # another release may break
-test-core: $(STAMP)
-	$(BIN)/python -m pytest tests/test_equality.py tests/test_training.py \
+test-core: $(TEST_STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) tests/test_equality.py tests/test_training.py \
 		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
-		tests/test_installing.py tests/test_grpc.py tests/test_disagreement.py \
-		tests/test_user_errors.py tests/test_nonfinite.py tests/test_faults_ring.py \
+		tests/test_compat.py tests/test_grpc.py tests/test_disagreement.py \
+		tests/test_user_errors.py tests/test_nonfinite_training.py tests/test_faults_ring.py \
 		tests/test_faults_training.py tests/test_input_state.py tests/test_checkpoints.py \
-		tests/test_model_dir_faults.py tests/test_background.py tests/test_many_reductions.py tests/test_update_kinds.py \
+		tests/test_model_dir_faults.py tests/test_background.py \
+		tests/test_many_reductions.py tests/test_unreduced_updates.py \
 		tests/test_foreign_programs.py
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
@@ -70,27 +83,50 @@ test-matrix:
 	$(PYTHON) tests/matrix.py
 
 # fast: style, types, and the tests that start no TensorFlow and wait for no deadlines
-check: $(STAMP)
+check: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not tensorflow and not faults and not netns"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not tensorflow and not faults and not slow and not netns"
 
-format: $(STAMP)
+# spelling, then the site in build/site; any warning is an error
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS_STAMP)
+	$(DOCS_VENV)/bin/codespell
+	$(DOCS_VENV)/bin/mkdocs build
+
+format: $(TEST_STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-$(PROGRAMS_STAMP): VENV := $(PROGRAMS_VENV)
-$(PROGRAMS_STAMP): tests/published.txt
-$(STAMP) $(PROGRAMS_STAMP): setup.cfg $(wildcard constraints*.txt)
+# what a program needs
+$(STAMP): setup.cfg $(wildcard constraints*.txt)
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] < (3, 14))' \
 	|| { echo "found Python '$(PYTHON)', wanted 3.9 to 3.13 (3.9 to 3.11 for TensorFlow 2.15): \
 	install one, or say make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet $(PINNED) --editable ".[examples,test]" $(WANTED)
-	$(if $(filter $@,$(PROGRAMS_STAMP)),$(VENV)/bin/python -m pip install --quiet --no-deps \
-		--requirement tests/published.txt)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[examples]" $(WANTED)
+	touch $@
+
+# what the tests need as well
+$(TEST_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[examples,test]" $(WANTED)
+	touch $@
+
+$(PROGRAMS_STAMP): tests/published.txt setup.cfg $(wildcard constraints*.txt)
+	$(MAKE) VENV=$(PROGRAMS_VENV) venv
+	$(PROGRAMS_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/published.txt
+	touch $@
+
+# neither TensorFlow nor hostopt: the API reference is read from the source
+$(DOCS_STAMP): setup.cfg constraints.txt
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(PYTHON) -c 'import configparser as c; p = c.ConfigParser(); p.read("setup.cfg"); \
+		print(p["options.extras_require"]["docs"])' \
+	| $(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--requirement /dev/stdin
 	touch $@
 
 clean:

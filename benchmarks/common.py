@@ -1,4 +1,4 @@
-"""What all benchmarks share: starting ranks, finding peers, tables, JSON and pictures."""
+"""Shared by all benchmarks: starting ranks, finding peers, tables, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PACKAGES = ("tensorflow", "grpcio", "numpy", "torch", "mpi4py", "horovod")
 
 
 class BenchmarkError(RuntimeError):
-    """A program that was to be measured failed."""
+    """A measured program failed."""
 
 
 # --- programs -------------------------------------------------------------------------------
@@ -47,24 +47,25 @@ class BenchmarkError(RuntimeError):
 def run(
     command: Sequence[object], timeout_s: float, environ: Mapping[str, str] | None = None
 ) -> str:
-    """`run_together` of one program."""
+    """Runs one program; see `run_together`."""
     return run_together([(command, environ or {})], timeout_s)
 
 
 def run_together(
     programs: Sequence[tuple[Sequence[object], Mapping[str, str]]], timeout_s: float
 ) -> str:
-    """Run programs side by side, with what they start, and leave nothing of it behind.
+    """Runs programs side by side, and ends all processes that they have started.
 
     Args:
-      programs: program and arguments of each, and its variables beside those of this process.
-      timeout_s: seconds after which all are ended.
+      programs: command of each program, and its environment variables in addition to those of
+        this process.
+      timeout_s: seconds after which all programs are ended.
 
     Returns:
-      What they printed, one after the other.
+      The output of the programs, concatenated.
 
     Raises:
-      BenchmarkError: one failed, or took too long; with the end of what it said.
+      BenchmarkError: a program failed or took too long. The message has the end of its output.
     """
     started: list[_Program] = []
     try:
@@ -81,18 +82,18 @@ def run_together(
         for program in started:
             program.end()
     failed = [program for program in started if program.code]
-    # those that were ended by us come last
+    # programs that were ended here have a negative code and come last
     for program in sorted(failed, key=lambda program: program.code < 0):
         raise BenchmarkError(program.describe())
     return "".join(program.read() for program in started)
 
 
 class _Program:
-    """A program in a process group of its own; its output goes to a file, so it never blocks.
+    """A program in a separate process group. Its output goes to a file, so it never blocks.
 
     Args:
       words: program and arguments.
-      environ: variables beside those of this process.
+      environ: environment variables in addition to those of this process.
     """
 
     def __init__(self, words: list[str], environ: Mapping[str, str]) -> None:
@@ -111,7 +112,7 @@ class _Program:
         )
 
     def end(self) -> None:
-        """End the process group, politely at first: launchers end their ranks on SIGTERM."""
+        """Ends the process group, first with SIGTERM, so that launchers end their ranks."""
         if self.process.poll() is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -120,13 +121,13 @@ class _Program:
         self.code = self.process.wait()
 
     def read(self) -> str:
-        """What it has printed."""
+        """Returns the standard output."""
         return _text(self._out)
 
     def describe(self) -> str:
-        """How it failed, with its last words."""
-        last = [*_text(self._out).splitlines()[-5:], *_text(self._err).splitlines()[-15:]]
-        return "\n".join([f"{self.words}: exit code {self.code}", *last])
+        """Describes the failure, with the last lines of the output."""
+        last_lines = [*_text(self._out).splitlines()[-5:], *_text(self._err).splitlines()[-15:]]
+        return "\n".join([f"{self.words}: exit code {self.code}", *last_lines])
 
     def _signal(self, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -139,73 +140,75 @@ def _text(file: IO[bytes]) -> str:
 
 
 def hostopt_run(np: int, *command: object) -> list[object]:
-    """The command that starts `np` ranks on this machine."""
+    """Returns the command that starts `np` ranks on this machine."""
     return [sys.executable, "-m", "hostopt.cli", "run", "-np", np, "--", *command]
 
 
 def mpirun(np: int, *command: object) -> list[object]:
-    """The command that starts `np` ranks of OpenMPI on this machine."""
+    """Returns the command that starts `np` ranks of OpenMPI on this machine."""
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return ["mpirun", *as_root, "--oversubscribe", "-np", np, *command]
 
 
 def report(**result: Any) -> None:
-    """Say a rank's result so that `results_in` finds it, whatever is printed around it."""
-    sys.stdout.write(f"RESULT {json.dumps(result)} END\n")  # at once, as ranks may share a pipe
+    """Prints a rank's result so that `results_in` finds it among other output."""
+    sys.stdout.write(
+        f"RESULT {json.dumps(result)} END\n"
+    )  # one write, because ranks may share a pipe
     sys.stdout.flush()
 
 
 def results_in(text: str, count: int) -> list[dict[str, Any]]:
-    """Find what `count` ranks reported.
+    """Parses the results that ranks have reported.
 
     Args:
       text: output of the ranks.
-      count: how many results there must be.
+      count: expected number of results.
 
     Returns:
       The results.
 
     Raises:
-      BenchmarkError: there are fewer or more.
+      BenchmarkError: the number of results is different.
     """
-    found = re.findall(r"RESULT (\{.*?\}) END", text)
-    if len(found) != count:
-        raise BenchmarkError(f"wanted {count} results, got {len(found)}:\n{text[-2000:]}")
+    results = re.findall(r"RESULT (\{.*?\}) END", text)
+    if len(results) != count:
+        raise BenchmarkError(f"wanted {count} results, got {len(results)}:\n{text[-2000:]}")
     try:
-        return [json.loads(result) for result in found]
+        return [json.loads(result) for result in results]
     except ValueError as error:
         raise BenchmarkError(f"a result is garbled: {error}\n{text[-2000:]}") from None
 
 
 def horovod(operations: str, python: Path, *worker: object) -> tuple[list[object], dict[str, str]]:
-    """Command and variables that start two ranks of Horovod on this machine.
+    """Returns the command and the variables that start two ranks of Horovod on this machine.
 
     Args:
-      operations: "gloo" or "mpi", which carry its collectives.
-      python: interpreter of its environment.
+      operations: "gloo" or "mpi", the library that runs its collectives.
+      python: interpreter of its virtual environment.
       *worker: program and arguments of a rank.
 
     Returns:
-      The command, and its variables beside those of this process.
+      The command, and its environment variables in addition to those of this process.
     """
     environ = {"HOROVOD_CPU_OPERATIONS": operations.upper()}
     if operations == "gloo":
         horovodrun = [python, python.with_name("horovodrun"), "--gloo"]
         environ["HOROVOD_GLOO_IFACE"] = "lo"
         return [*horovodrun, "--network-interfaces", "lo", "-np", 2, *worker], environ
-    # as Horovod's documentation says: its threads need more than one core each
+    # from Horovod's documentation: its threads need more than one core each
     return mpirun(2, "-bind-to", "none", "-map-by", "slot", *worker), environ
 
 
-@functools.cache  # says it once
+@functools.cache  # log the message once
 def peer_python(name: str) -> Path | None:
-    """Find a peer's virtual environment.
+    """Finds a peer's virtual environment.
 
     Args:
       name: one of PEERS.
 
     Returns:
-      Its Python; None, with a message, where the peer is not there.
+      Its Python; None with a logged message if the peer is not installed.
     """
     python = PEERS_DIR / name / "bin/python"
     title, programs = PEERS[name]
@@ -213,59 +216,59 @@ def peer_python(name: str) -> Path | None:
     if not python.exists():
         missing.append(str(python))
     if missing:
-        say(
-            f"{title} is left out: no {', no '.join(missing)}. Install it with "
-            "benchmarks/peers/install.sh, and name its directory in HOSTOPT_PEERS"
+        log(
+            f"{title} is skipped: no {', no '.join(missing)}. Install it with "
+            "benchmarks/peers/install.sh, and set HOSTOPT_PEERS to its directory"
         )
         return None
     return python
 
 
 def in_rounds(
-    systems: Mapping[str, Callable[[], Any]], rounds: int, what: str = ""
+    systems: Mapping[str, Callable[[], Any]], rounds: int, description: str = ""
 ) -> dict[str, list[Any]]:
-    """Measure all systems in turn, again and again, so that a drift of the machine hits all.
+    """Measures all systems in turn in each round, so that drift of the machine affects all alike.
 
     Args:
-      systems: what measures each system once.
-      rounds: how often.
-      what: what is measured, for the messages.
+      systems: function that measures the system once, by name.
+      rounds: number of rounds.
+      description: describes the measurement, for messages.
 
     Returns:
-      The results by system, one for each round that did not fail.
+      Results by system, one for each round in which the system did not fail.
     """
-    by_round = each_round(systems, rounds, what)
-    found = {name: [done[name] for done in by_round if name in done] for name in systems}
-    return {name: results for name, results in found.items() if results}
+    by_round = each_round(systems, rounds, description)
+    by_system = {name: [done[name] for done in by_round if name in done] for name in systems}
+    return {name: results for name, results in by_system.items() if results}
 
 
 def each_round(
-    systems: Mapping[str, Callable[[], Any]], rounds: int, what: str = ""
+    systems: Mapping[str, Callable[[], Any]], rounds: int, description: str = ""
 ) -> list[dict[str, Any]]:
-    """Measures all systems as `in_rounds` does, and keeps apart what belongs to each round.
+    """Measures all systems as `in_rounds` does, and returns the results of each round.
 
     Args:
-      systems: what measures each system once.
-      rounds: how often.
-      what: what is measured, for the messages.
+      systems: function that measures the system once, by name.
+      rounds: number of rounds.
+      description: describes the measurement, for messages.
 
     Returns:
-      Results by system, for each round; a system that failed is missing from that round.
+      Results by system, for each round. A system that failed is missing from that round.
     """
-    found: list[dict[str, Any]] = [{} for _ in range(rounds)]
-    for number, done in enumerate(found, 1):
+    results: list[dict[str, Any]] = [{} for _ in range(rounds)]
+    for number, done in enumerate(results, 1):
         for name, measure in systems.items():
             try:
                 done[name] = measure()
             except BenchmarkError as error:
-                say(f"{what} round {number}, {name} FAILED: {error}")
+                log(f"{description} round {number}, {name} FAILED: {error}")
             else:
-                say(f"{what} round {number}, {name}: done")
-    return found
+                log(f"{description} round {number}, {name}: done")
+    return results
 
 
-def say(text: str) -> None:
-    """Tell the person at the terminal; tables alone go to standard output."""
+def log(text: str) -> None:
+    """Prints a message to standard error; only tables go to standard output."""
     print(text.strip(), file=sys.stderr, flush=True)
 
 
@@ -273,41 +276,41 @@ def say(text: str) -> None:
 
 
 def parser(description: str | None, here: Path, rounds: int = 5) -> argparse.ArgumentParser:
-    """Arguments that every benchmark takes; SIGTERM ends it as Ctrl-C does.
+    """Creates the parser of the common arguments, and makes SIGTERM exit as Ctrl-C does.
 
     Args:
       description: docstring of the benchmark.
-      here: its folder.
+      here: folder of the benchmark.
       rounds: default number of rounds.
 
     Returns:
       A parser of --rounds, --json and --png.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    found = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    found.add_argument("--rounds", type=int, default=rounds, help="medians are over these")
-    found.add_argument("--json", type=Path, default=here / "results.json", help="results")
-    found.add_argument("--png", type=Path, default=here / "results.png", help="picture")
-    return found
+    result.add_argument("--rounds", type=int, default=rounds, help="rounds; tables show medians")
+    result.add_argument("--json", type=Path, default=here / "results.json", help="results")
+    result.add_argument("--png", type=Path, default=here / "results.png", help="picture")
+    return result
 
 
 def machine(*pythons: Path | None) -> dict[str, Any]:
-    """Facts about this machine and the programs on it.
+    """Describes this machine and the versions of the programs on it.
 
     Args:
-      *pythons: interpreters of peers, to ask for versions as well.
+      *pythons: interpreters of peers, whose versions are added.
 
     Returns:
-      Facts by name.
+      Attributes by name.
     """
     versions = _versions()
     for python in filter(None, pythons):
         code = f"import json; from benchmarks import common; print(json.dumps({_CALL}))"
         with contextlib.suppress(BenchmarkError):
-            theirs = json.loads(run([python, "-c", code], 60.0))
-            versions.update({k: v for k, v in theirs.items() if k not in versions})
+            peer_versions = json.loads(run([python, "-c", code], 60.0))
+            versions.update({k: v for k, v in peer_versions.items() if k not in versions})
     if pythons and shutil.which("mpirun"):
         with contextlib.suppress(BenchmarkError):
             versions["mpirun"] = run(["mpirun", "--version"], 60.0).splitlines()[0]
@@ -328,12 +331,12 @@ def publish(
     tables: Callable[[Any], str],
     paint: Callable[[Any, Any], None],
 ) -> None:
-    """Write results as JSON, print their tables, draw their picture.
+    """Writes results as JSON, prints their tables, and draws their picture.
 
     Args:
-      results: what was measured.
-      args: arguments that `parser` made.
-      tables: makes Markdown of results that have been read from JSON.
+      results: the results.
+      args: parsed arguments of `parser`.
+      tables: formats results that have been read from JSON as Markdown.
       paint: draws such results on matplotlib Axes.
     """
     text = json.dumps(results, indent=1) + "\n"
@@ -343,12 +346,12 @@ def publish(
 
 
 def median(values: Sequence[float]) -> float:
-    """Median, of one value or more."""
+    """Returns the median of one value or more."""
     return statistics.median(values)
 
 
 def ratio(value: float | None, of: float | None) -> str:
-    """A cell with `value` / `of`; a dash where one of them is missing."""
+    """Formats `value` / `of` as a table cell; a dash if one of them is missing."""
     return "-" if value is None or of is None else f"{value / of:.2f}"
 
 
@@ -358,13 +361,13 @@ def in_each_round(
     first: str,
     second: str,
 ) -> float | None:
-    """Median of what two systems give together in each round, so that drift cancels out.
+    """Returns the median over rounds of a function of two systems, so that drift cancels out.
 
     Args:
       rounds: results of `each_round`.
-      combine: makes one number of the results of both, such as their ratio.
+      combine: function of the two results of a round, such as their ratio.
       first: name of a system.
-      second: name of another one.
+      second: name of another system.
 
     Returns:
       The median; None if no round has results of both.
@@ -374,22 +377,22 @@ def in_each_round(
 
 
 def middle(rounds: Sequence[Mapping[str, float]], name: str) -> float | None:
-    """Median of one system's results; None if no round has any."""
+    """Returns the median of one system's results; None if there are none."""
     results = [done[name] for done in rounds if name in done]
     return median(results) if results else None
 
 
 def cell(value: float | None, digits: int) -> str:
-    """A cell with a number; a dash if it is missing."""
+    """Formats a number as a table cell; a dash if it is missing."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table.
+    """Formats a Markdown table.
 
     Args:
       header: titles of the columns.
-      rows: cells.
+      rows: cells of each row.
 
     Returns:
       Lines of text.
@@ -399,11 +402,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 _CALL = f"common.{_versions.__name__}()"
@@ -420,17 +423,17 @@ def _cpu_model() -> str:
 
 
 def draw(path: Path, paint: Callable[[Any], None], size: tuple[float, float] = (8, 4.5)) -> None:
-    """Draw a picture, where matplotlib is there.
+    """Draws a picture, if matplotlib is installed.
 
     Args:
-      path: the PNG file.
-      paint: draws on the matplotlib Axes that it gets.
+      path: path of the PNG file.
+      paint: draws on the given matplotlib Axes.
       size: width and height in inches.
     """
     try:
         import matplotlib
     except ImportError:
-        say("no picture: matplotlib is not installed (pip install 'hostopt[draw]')")
+        log("no picture: matplotlib is not installed (pip install 'hostopt[draw]')")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -451,8 +454,10 @@ def bars(axes: Any, groups: Sequence[str], series: Mapping[str, Sequence[float |
     """
     width = 0.8 / max(len(series), 1)
     for number, (name, values) in enumerate(series.items()):
-        places = [group + (number - (len(series) - 1) / 2) * width for group in range(len(groups))]
-        painted = axes.bar(places, [value or 0.0 for value in values], width, label=name)
+        positions = [
+            group + (number - (len(series) - 1) / 2) * width for group in range(len(groups))
+        ]
+        painted = axes.bar(positions, [value or 0.0 for value in values], width, label=name)
         labels = ["" if value is None else f"{value:.3g}" for value in values]
         axes.bar_label(painted, labels, fontsize=7)
     axes.set_xticks(range(len(groups)), groups)

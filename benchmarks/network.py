@@ -1,4 +1,4 @@
-"""Several "hosts" on one machine: network namespaces, joined by a link or a switch."""
+"""Several "hosts" on one machine: network namespaces connected by a link or a switch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from benchmarks import common
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
-INTERFACE = "wire0"  # its name in both namespaces
+INTERFACE = "wire0"  # name in both namespaces
 _PORT = 2222
 _PREFIX = "hostopt-net"
-_ALONE = {"HOSTOPT_INSECURE": "true"}  # nobody else is on these links
+_INSECURE = {"HOSTOPT_INSECURE": "true"}  # no other process can reach these links
 
 
 @dataclass(frozen=True)
 class Link:
-    """Two namespaces that are joined.
+    """Two connected namespaces.
 
     Args:
-      namespaces: their names.
+      namespaces: names of the namespaces.
     """
 
     namespaces: tuple[str, str]
@@ -33,47 +33,47 @@ class Link:
     def run(
         self, command: Sequence[object], timeout_s: float, environ: dict[str, str] | None = None
     ) -> str:
-        """Run one rank in each namespace, with a TF_CONFIG of its own.
+        """Runs one rank in each namespace, each with its own TF_CONFIG.
 
         Args:
           command: program and arguments of both.
           timeout_s: seconds after which both are ended.
-          environ: variables beside those of this process.
+          environ: environment variables in addition to those of this process.
 
         Returns:
-          What they printed.
+          The output of both.
 
         Raises:
-          BenchmarkError: one failed, or took too long.
+          BenchmarkError: a rank failed or took too long.
         """
         workers = [f"{address}:{_PORT}" for address in ADDRESSES]
         programs = []
         for index, namespace in enumerate(self.namespaces):
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": {"worker": workers}, "task": task})
-            # GRPC and others would send local addresses to a proxy
-            own = {"TF_CONFIG": config, "no_proxy": "*", **_ALONE, **(environ or {})}
-            programs.append((["ip", "netns", "exec", namespace, *command], own))
+            # without no_proxy, gRPC and others may send local addresses to a proxy
+            variables = {"TF_CONFIG": config, "no_proxy": "*", **_INSECURE, **(environ or {})}
+            programs.append((["ip", "netns", "exec", namespace, *command], variables))
         return common.run_together(programs, timeout_s)
 
     def set_rate(self, rate_bit_per_s: float, burst: str = "256kb") -> None:
-        """Limit both directions.
+        """Limits both directions.
 
         Args:
-          rate_bit_per_s: bits a second, of frames as Ethernet counts them.
-          burst: how much may pass at once after a pause.
+          rate_bit_per_s: bits per second of Ethernet frames.
+          burst: maximum amount sent at once after a pause.
         """
         for namespace in self.namespaces:
             limit_rate(namespace, rate_bit_per_s, burst)
 
 
 def limit_rate(namespace: str, rate_bit_per_s: float, burst: str = "256kb") -> None:
-    """Limit what a namespace sends.
+    """Limits the rate at which a namespace sends.
 
     Args:
-      namespace: its name.
-      rate_bit_per_s: bits a second, of frames as Ethernet counts them.
-      burst: how much may pass at once after a pause.
+      namespace: name of the namespace.
+      rate_bit_per_s: bits per second of Ethernet frames.
+      burst: maximum amount sent at once after a pause.
     """
     shape = f"tbf rate {rate_bit_per_s:.0f}bit burst {burst} latency 50ms"
     do(f"tc -n {namespace} qdisc replace dev {INTERFACE} root {shape}")
@@ -81,16 +81,16 @@ def limit_rate(namespace: str, rate_bit_per_s: float, burst: str = "256kb") -> N
 
 @contextlib.contextmanager
 def joined(mtu: int = 1500) -> Iterator[Link]:
-    """Make two joined namespaces, of no limited rate, and remove them in the end.
+    """Creates two connected namespaces without a rate limit, and removes them at the end.
 
     Args:
-      mtu: largest packet of the link, bytes.
+      mtu: size of the largest packet of the link, in bytes.
 
     Yields:
       The link.
 
     Raises:
-      BenchmarkError: not root, or no `ip` or `tc`, or they fail.
+      BenchmarkError: not root, or `ip` or `tc` is missing or fails.
     """
     with _namespaces(2) as (first, second):
         ends = f"{INTERFACE} netns {first} type veth peer name {INTERFACE} netns {second}"
@@ -102,7 +102,7 @@ def joined(mtu: int = 1500) -> Iterator[Link]:
 
 @contextlib.contextmanager
 def bridged(count: int) -> Iterator[dict[str, str]]:
-    """Make namespaces that a switch joins, and remove them in the end.
+    """Creates namespaces connected by a switch, and removes them at the end.
 
     Args:
       count: number of namespaces.
@@ -111,7 +111,7 @@ def bridged(count: int) -> Iterator[dict[str, str]]:
       Namespaces by address.
 
     Raises:
-      BenchmarkError: not root, or no `ip` or `tc`, or they fail.
+      BenchmarkError: not root, or `ip` or `tc` is missing or fails.
     """
     with _namespaces(count + 1) as (switch, *names):
         do(f"ip -n {switch} link add bridge0 type bridge")
@@ -151,7 +151,7 @@ def _connect(namespace: str, address: str, mtu: int = 1500) -> None:
 
 
 def sent_bytes() -> int:
-    """Bytes that this namespace has sent over the link, by the counter of the interface."""
+    """Returns the bytes that this namespace has sent over the link, from the interface counter."""
     with open(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes") as counter:
         return int(counter.read())
 
@@ -160,14 +160,14 @@ BenchmarkError = common.BenchmarkError
 
 
 def _remove_left_behind() -> None:
-    """Remove namespaces of benchmarks that were killed."""
+    """Removes namespaces of benchmarks that were killed."""
     for name in re.findall(rf"^{_PREFIX}-\d+-\d", do("ip netns list"), re.MULTILINE):
         if not os.path.exists(f"/proc/{name.split('-')[2]}"):
             do(f"ip netns del {name}")
 
 
 def do(command: str) -> str:
-    """Run a command of `ip` or `tc`, and return what it prints; BenchmarkError where it fails."""
+    """Runs a command of `ip` or `tc` and returns its output; raises BenchmarkError if it fails."""
     done = subprocess.run(command.split(), check=False, capture_output=True, text=True, timeout=30)
     if done.returncode:
         raise BenchmarkError(f"{command}: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""Writes the tables of all results.json into the pages of docs, between their marks."""
+"""Writes the tables of all results.json into the pages of docs, between their markers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGES = {
 
 
 def section_of(name: str) -> str:
-    """Picture, tables and circumstances of one benchmark, as it last ran."""
+    """Returns the tables, machine and picture of the last run of one benchmark."""
     folder = common.ROOT / "benchmarks" / name
     path = folder / "results.json"
     if not path.exists():
@@ -55,7 +55,7 @@ def _load(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -71,7 +71,7 @@ def write(page: Path, names: Sequence[str]) -> None:
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         between = re.compile(f"{begin}.*?{end}", re.DOTALL)
         if not between.search(text):
-            sys.exit(f"page: no marks of {name!r} in {page}")
+            sys.exit(f"page: no markers of {name!r} in {page}")
         section = f"{begin}{section_of(name)}\n{end}"
         text = between.sub(lambda _, section=section: section, text)
     page.write_text(text)

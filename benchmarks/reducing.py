@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from hostopt import Communicator
-from hostopt.bucket import TensorSpec, plan_buckets
-from hostopt.inline_reducer import InlineReducer
-from hostopt.reducer import Reducer
+from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.reducer import Reducer
 
 
 class Gradients:
-    """The gradients of a step, in buckets.
+    """Gradients of one step, in buckets.
 
     Args:
-      communicator: the ranks.
+      communicator: communicator of the ranks.
       arrays: gradients of float32, in variable order, the same shapes on all ranks.
     """
 
@@ -31,10 +31,10 @@ class Gradients:
         self._reducer = reducer(gradients, self._buckets)
 
     def reduce(self) -> list[list[np.ndarray]]:
-        """Sum all of them over the ranks.
+        """Sums all gradients over the ranks.
 
         Returns:
-          The sums by bucket; views of buffers that are not used again while they live.
+          The sums by bucket. They are views of buffers that are not reused while the views exist.
         """
         if self._inline:
             return [self._reducer.reduce(i, parts) for i, parts in enumerate(self._parts)]

@@ -1,4 +1,4 @@
-"""Times the steps of an Estimator, of workers that communicate and of some that do not."""
+"""Times the steps of an Estimator, with or without communication between workers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ def make_hook(tf: Any, warm_up_steps: int, steps: int, alone: Path | None = None
     """Makes a hook that reports `steps_per_s` and `step_ms` once the timed steps are done.
 
     `steps_per_s` counts all timed steps; `step_ms` is the median time from one call of `after_run`
-    to the next, so that a few steps that something else interrupted do not count.
+    to the next, so that a few interrupted steps do not matter.
 
     Args:
       tf: TensorFlow with tf.estimator.
-      warm_up_steps: steps that are not timed, 1 or more.
-      steps: steps that are timed.
-      alone: an empty directory, for workers that do not communicate. They begin to be timed
-        together and go on until all have been timed, so that each has the other one beside it
-        all the time.
+      warm_up_steps: number of steps that are not timed, 1 or more.
+      steps: number of timed steps.
+      alone: an empty directory, for workers that do not communicate. Their timing starts together,
+        and they run until all have been timed, so that each runs beside the other all the time.
 
     Returns:
       A SessionRunHook.
@@ -55,11 +54,11 @@ def make_hook(tf: Any, warm_up_steps: int, steps: int, alone: Path | None = None
 
 
 def make_config(classes: Any, strategy: Any = None) -> Any:
-    """Makes a RunConfig that leaves nothing but training in a step.
+    """Makes a RunConfig whose steps only train.
 
     Args:
       classes: `tf.estimator` or `estimator_ext`.
-      strategy: of the training, or None.
+      strategy: strategy of the training, or None.
 
     Returns:
       A RunConfig without checkpoints, summaries and reports of the speed.
@@ -74,10 +73,10 @@ def make_config(classes: Any, strategy: Any = None) -> Any:
 
 
 def rates(times_s: Sequence[float]) -> dict[str, float]:
-    """Speed of the steps between some times.
+    """Computes the speed of steps.
 
     Args:
-      times_s: when each step was done, after that of the step before the first.
+      times_s: completion time of the step before the first one, and of each step.
 
     Returns:
       `steps_per_s` over all steps, and `step_ms`, the median time of a step.
@@ -90,7 +89,7 @@ def rates(times_s: Sequence[float]) -> dict[str, float]:
 
 
 def _all_have_come(directory: Path, where: str) -> bool:
-    """Note that this process has come to a point, and tell if all have."""
+    """Records that this process has reached a point, and returns True if all have."""
     (directory / f"{where}.{os.getpid()}").touch()
     return len(list(directory.glob(f"{where}.*"))) >= WORKERS
 
@@ -103,11 +102,13 @@ def _wait_for_all(directory: Path) -> None:
         time.sleep(0.001)
 
 
-def leave_checks_out() -> None:
-    """Take out of hostopt, in this process, what it looks at and notes in each step."""
-    from hostopt import bucket, flight_recorder, fused_exchange, inline_reducer, lane, reducer
+def disable_checks() -> None:
+    """Disables the checks and the records of each step of hostopt in this process."""
+    from hostopt.collectives import shared_memory
+    from hostopt.gradients import bucket, exchange_buffer, inline_reducer, reducer
+    from hostopt.telemetry import flight_recorder
 
-    for module in (fused_exchange, inline_reducer, lane, reducer):
+    for module in (exchange_buffer, inline_reducer, shared_memory, reducer):
         module.all_finite = lambda values: True  # type: ignore[attr-defined]
     bucket.all_within = lambda values, limit: True  # type: ignore[assignment]
-    flight_recorder.FlightRecorder.note = lambda *arguments: None  # type: ignore[method-assign]
+    flight_recorder.FlightRecorder.record = lambda *arguments: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Starts the workers of a training benchmark: alone, side by side, as ranks."""
+"""Starts the workers of a training benchmark: alone, side by side, or as ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def run(
     """Runs the workers of one measurement; all compute with the same number of threads.
 
     Args:
-      how: "one", a process alone on the machine; "two", independent processes at once, which get
-        a directory to meet in as --meeting; "host" or "grpc", ranks of hostopt by shared memory
-        or over gRPC; "horovod-gloo" or "horovod-mpi", ranks of Horovod.
+      how: "one" for one process; "two" for two independent processes at once, which get a
+        directory to synchronize in as --meeting; "host" or "grpc" for ranks of hostopt in shared
+        memory or over gRPC; "horovod-gloo" or "horovod-mpi" for ranks of Horovod.
       program: path of the worker's program and its arguments.
-      timeout_s: seconds after which all are ended.
+      timeout_s: seconds after which all workers are ended.
       python: interpreter of the workers; this one if None.
 
     Returns:
-      What each worker reported.
+      The result of each worker.
 
     Raises:
       BenchmarkError: a worker failed.

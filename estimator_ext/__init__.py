@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from estimator_ext.compat import install
 from estimator_ext.estimator import Estimator, adopt
 from estimator_ext.gradients import reduce_gradients
 from estimator_ext.hooks import BroadcastVariablesHook
-from estimator_ext.installing import install
 from estimator_ext.loss_scale import LossScaleOptimizer
 from estimator_ext.run_config import RunConfig
 from estimator_ext.spec import EstimatorSpec

@@ -1,4 +1,4 @@
-"""Modules and names that have moved within TensorFlow, where programs look for them."""
+"""Old names of modules and attributes that have moved within TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__: list[str] = []
 _MOVED = {
     "tensorflow.python.estimator": "tensorflow_estimator.python.estimator",
     "tensorflow.python.training.tracking": "tensorflow.python.trackable",
-    # which lay there, too
+    # graph_view was also in that package, but has moved elsewhere
     "tensorflow.python.trackable.graph_view": "tensorflow.python.checkpoint.graph_view",
     "tf_keras.legacy_tf_layers": "tf_keras.src.legacy_tf_layers",
 }
 
-# by module the names that it had, and where they are now: attributes of a module
+# For each module, the names that it had, and the module and attribute that have them now.
 _MOVED_NAMES = {
     "tensorflow.python.feature_column.feature_column_lib": {
         "DenseFeatures": "tensorflow.compat.v1:keras.layers.DenseFeatures",
@@ -48,21 +48,22 @@ _MOVED_NAMES = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module that has moved where it is now."""
+    """Imports a module that has moved from its new place."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if _now(name) is None:
+        if _new_name(name) is None:
             return None
         return importlib.machinery.ModuleSpec(name, self)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return importlib.import_module(_now(spec.name) or "")
+        return importlib.import_module(_new_name(spec.name) or "")
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
 
 
-def _now(name: str) -> str | None:
+def _new_name(name: str) -> str | None:
+    """Returns the new name of a module, or None if it has not moved."""
     for old, new in _MOVED.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
@@ -70,21 +71,21 @@ def _now(name: str) -> str | None:
 
 
 def add_moved_modules() -> None:
-    """Has programs find what has moved; may be called again."""
+    """Makes old names of modules and attributes work; may be called again."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, _Finder())  # before a package is searched again
+    sys.meta_path.insert(0, _Finder())  # first, so that it precedes the search in packages
     for name, sources in _MOVED_NAMES.items():
         vars(importlib.import_module(name))["__getattr__"] = _lookup(name, sources)
 
 
 def _lookup(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
-    """What Python calls for a name that a module does not have."""
+    """Returns a module-level `__getattr__` that looks names up in their new modules."""
 
-    def find(name: str) -> Any:
+    def getattr_(name: str) -> Any:
         if name not in sources:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         source, _, attributes = sources[name].partition(":")
         return operator.attrgetter(attributes)(importlib.import_module(source))
 
-    return find
+    return getattr_

@@ -1,7 +1,7 @@
 """Gradient accumulation: several micro-batches for each reduction and update.
 
-A step of the session takes the last micro-batch, reduces and updates. A hook runs the others
-before it, so that hooks, summaries and global_step see one step for each update.
+A hook runs all micro-batches but the last before the step. The step itself computes the last one,
+reduces and updates. So hooks, summaries and global_step see one step for each update.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ _log = tf.get_logger()
 
 
 class Accumulation:
-    """Means over the micro-batches of a step, built into the graph of a training.
+    """Means over the micro-batches of a step, built into the training graph.
 
     Args:
-      micro_batches: how many a step has, at least 2.
-      examples: scalar of float32, the number of examples in this micro-batch, by which it counts;
-        None where all count alike.
+      micro_batches: number of micro-batches in a step, at least 2.
+      examples: scalar of float32, the number of examples in this micro-batch, which is its weight
+        in a mean; None if all micro-batches have the same weight.
     """
 
     def __init__(self, micro_batches: int, examples: tf.Tensor | None = None) -> None:
         self.micro_batches = micro_batches
         self._examples = examples
         self._additions: list[tf.Operation] = []
-        self.is_used = False  # for any gradient
+        self.is_used = False  # True once any mean is built
         self.all_examples = None if examples is None else self.total(examples, "examples")
 
     def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The mean of a tensor over the micro-batches of a step.
+        """Builds the mean of a tensor over the micro-batches of a step.
 
         Args:
-          tensor: tensor of static shape and floating dtype, of one micro-batch.
-          name: what it is, for the name of the accumulator.
+          tensor: value of one micro-batch, of static shape and floating dtype.
+          name: part of the accumulator's name.
 
         Returns:
-          Tensor like it, on the host; to be computed once in each step.
+          Tensor like `tensor`, on the host, to be computed once in each step.
         """
         self.is_used = True
         with tf.device(HOST_DEVICE):
@@ -51,18 +51,18 @@ class Accumulation:
             return tf.math.divide_no_nan(total, tf.cast(self.all_examples, tensor.dtype))
 
     def total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The sum of a tensor over the micro-batches of a step.
+        """Builds the sum of a tensor over the micro-batches of a step.
 
         Args:
-          tensor: tensor of static shape and floating dtype, of one micro-batch.
-          name: what it is, for the name of the accumulator.
+          tensor: value of one micro-batch, of static shape and floating dtype.
+          name: part of the accumulator's name.
 
         Returns:
-          Tensor like it; to be computed once in each step.
+          Tensor like `tensor`, on the host, to be computed once in each step.
         """
         with tf.device(HOST_DEVICE):
             accumulator = tf.compat.v1.Variable(
-                # called outside of the step, on whose data an initializer must not depend
+                # a function, as an initializer must not depend on the data of the step
                 lambda: tf.zeros(tensor.shape, tensor.dtype),
                 trainable=False,
                 collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
@@ -78,12 +78,12 @@ class Accumulation:
 
     @property
     def additions(self) -> list[tf.Operation]:
-        """What runs once for each micro-batch."""
+        """The operations that run once for each micro-batch."""
         updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
         return [getattr(each, "op", each) for each in (*self._additions, *updates)]
 
     def hook(self) -> tf.compat.v1.train.SessionRunHook:
-        """What runs the micro-batches before the last; to be made when all means are built."""
+        """Returns the hook that runs all micro-batches but the last; call it after all means."""
         additions = tf.group(*self.additions)
         return _MicroBatchesHook(self.micro_batches - 1, additions, self._examples is None)
 
@@ -92,9 +92,9 @@ class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
     """Runs an operation several times before each step.
 
     Args:
-      times: how often.
-      operation: what is run.
-      data_may_end: whether the data of this rank may end in the middle of a step.
+      times: number of runs before a step.
+      operation: adds one micro-batch to the accumulators.
+      data_may_end: True if the data of this rank may end in the middle of a step.
     """
 
     def __init__(self, times: int, operation: tf.Operation, data_may_end: bool) -> None:
@@ -104,31 +104,24 @@ class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
         self._pending = 0
 
     def before_run(self, run_context: Any) -> None:
-        """Add up micro-batches; data that end here end the training, as they would in the step.
+        """Accumulates the micro-batches before the last one.
+
+        The end of the data ends the training here, as it does in a step.
 
         Args:
-          run_context: of this step.
+          run_context: context of this step.
         """
         for _ in range(self._times):
             run_context.session.run(self._operation)
             self._pending += 1
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Note that they have made a step.
-
-        Args:
-          run_context: not used.
-          run_values: not used.
-        """
+        """Resets the number of micro-batches that wait for a step."""
         del run_context, run_values
         self._pending = 0
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """Say what the end of the data has left over.
-
-        Args:
-          session: not used.
-        """
+        """Logs micro-batches that the end of the data has left without a step."""
         del session
         if self._pending and self._data_may_end:
             _log.info(

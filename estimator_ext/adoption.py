@@ -1,4 +1,4 @@
-"""Stock estimators of a program that nobody edits, trained on the ranks of its cluster."""
+"""Trains the stock estimators of an unmodified program on all ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from estimator_ext.training import train_and_evaluate
 
 __all__: list[str] = []
 
-# Modules that ask for the number of ranks for reasons of their own.
+# Libraries that read the number of ranks; this does not show that the model uses it.
 _FRAMEWORKS = ("tensorflow.", "keras.", "tf_keras.", "hostopt", "estimator_ext")
 _APIS = (tf.distribute, tf.compat.v1.distribute)
-# know one process; two of them would train two models
-_OF_ONE_PROCESS = tuple(
+# Strategies within one process; two processes would train two models.
+_SINGLE_PROCESS = tuple(
     kind
     for api in _APIS
     for kind in (
@@ -35,11 +35,11 @@ _PARAMETER_SERVERS = tuple(api.experimental.ParameterServerStrategy for api in _
 
 
 class StrategyOfRanks(HostOffloadStrategy):
-    """A strategy for programs that know nothing of ranks.
+    """A strategy for programs that were written for a single process.
 
-    Gradients are reduced where backward makes them, to what one process would have. If the model
-    asks for the number of ranks, as the heads of canned estimators do to divide their loss by it,
-    optimizers reduce as under any strategy.
+    Gradients are reduced as soon as backward computes them, to the values of a single process. If
+    the model reads the number of ranks, optimizers reduce as under any strategy. Heads of canned
+    estimators do so, to divide their loss by it.
 
     Args:
       auto_shard: as for `HostOffloadStrategy`.
@@ -53,34 +53,35 @@ class StrategyOfRanks(HostOffloadStrategy):
     def num_replicas_in_sync(self) -> int:
         """Number of ranks."""
         if not sys._getframe(1).f_globals.get("__name__", "").startswith(_FRAMEWORKS):
-            self.extended.model_knows_size = True
+            self.extended.reduction.model_knows_size = True
         return int(self.extended._num_replicas_in_sync)
 
 
 def refuse_parameter_servers() -> None:
-    """Has a program that makes a ParameterServerStrategy end with an UnsupportedError."""
+    """Makes the constructor of ParameterServerStrategy raise UnsupportedError."""
 
     def refuse(self: Any, *arguments: Any, **options: Any) -> None:
         del self, arguments, options
         raise UnsupportedError(
-            "the program makes a ParameterServerStrategy, and there are no parameter servers. "
-            "Leave it out: the ranks have a HostOffloadStrategy, and each has all variables"
+            "the program creates a ParameterServerStrategy, but there are no parameter servers. "
+            "Remove it: the ranks have a HostOffloadStrategy, and each holds all variables"
         )
 
     for kind in _PARAMETER_SERVERS:
         kind.__init__ = refuse
 
 
-def train_on_ranks(strategy: HostOffloadStrategy, when_made: Callable[[Any], Any]) -> None:
-    """Has every estimator of this process train with a strategy, and the stock names use it.
+def train_on_ranks(strategy: HostOffloadStrategy, on_create: Callable[[Any], Any]) -> None:
+    """Makes every estimator of this process train with a strategy.
 
-    An estimator whose configuration names a strategy keeps that.
+    An estimator whose configuration has a strategy keeps it. The stock `train_and_evaluate` and
+    `tpu` are replaced by those of this package.
 
     Args:
-      strategy: of the cluster that this process belongs to.
-      when_made: called with each estimator.
+      strategy: strategy of the cluster that this process belongs to.
+      on_create: called with each new estimator.
     """
-    stock = _tf_estimator.estimator_v1.Estimator  # of which that of tf.estimator is a subclass
+    stock = _tf_estimator.estimator_v1.Estimator  # tf.estimator.Estimator is a subclass
     init = stock.__init__
 
     @functools.wraps(init)
@@ -94,7 +95,7 @@ def train_on_ranks(strategy: HostOffloadStrategy, when_made: Callable[[Any], Any
     ) -> None:
         config = _on_ranks(config, strategy)
         init(self, model_fn, model_dir, config, params, warm_start_from)
-        when_made(self)
+        on_create(self)
         if config.train_distribute is strategy:
             adopt(self)
 
@@ -105,17 +106,17 @@ def train_on_ranks(strategy: HostOffloadStrategy, when_made: Callable[[Any], Any
 
 
 def _on_ranks(config: Any, strategy: HostOffloadStrategy) -> Any:
-    """A configuration with the strategy, if it has none; the user's object stays as it is."""
+    """Returns a copy of the configuration, with the strategy if it has none."""
     config = _tf_estimator.RunConfig() if config is None else copy.copy(config)
     if not isinstance(config, _tf_estimator.RunConfig):
-        return config  # the stock class says so
+        return config  # the stock class raises the error
     if config.train_distribute is None:
         config._train_distribute = strategy
-    own = config.train_distribute
-    if isinstance(own, _OF_ONE_PROCESS) and strategy.num_replicas_in_sync > 1:
+    chosen = config.train_distribute
+    if isinstance(chosen, _SINGLE_PROCESS) and strategy.num_replicas_in_sync > 1:
         raise UnsupportedError(
-            f"the program trains with {type(own).__name__}, which knows one process, in a cluster "
-            f"of {strategy.num_replicas_in_sync} ranks. Leave it out: the ranks have a "
+            f"the program trains with {type(chosen).__name__}, which supports one process, in a "
+            f"cluster of {strategy.num_replicas_in_sync} ranks. Remove it: the ranks have a "
             "HostOffloadStrategy"
         )
     return config

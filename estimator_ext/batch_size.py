@@ -1,11 +1,11 @@
-"""Global batch sizes: what the user gives is that of all workers, what input_fn gets its own."""
+"""Global batch sizes, and the part of them that each worker reads."""
 
 from __future__ import annotations
 
 from typing import Any, Callable
 
 from estimator_ext._tf_estimator import ModeKeys, fn_args
-from estimator_ext.run_config import whole_number
+from estimator_ext.run_config import positive_integer
 
 __all__: list[str] = []
 
@@ -18,18 +18,18 @@ _ARGUMENTS = {
 
 
 class BatchSizes:
-    """The batch sizes of this process, one for each mode that was given one.
+    """Batch sizes of this process by mode.
 
     Args:
-      train: global batch size of training; None for none, as with the others.
-      evaluation: of evaluation, for which there is one worker.
-      prediction: of prediction, for which there is one worker.
+      train: global batch size of training, in examples; None for none.
+      evaluation: batch size of evaluation, which has one worker; None for none.
+      prediction: batch size of prediction, which has one worker; None for none.
       workers: number of workers that train, each with one replica.
-      params: those of the user.
+      params: params of the user.
 
     Raises:
-      ValueError: a batch size is no whole number above 0, or not divisible by the number of
-        workers, or params has one too.
+      ValueError: a batch size is not a positive integer, or not divisible by the number of
+        workers, or params has a batch size too.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class BatchSizes:
         workers: int,
         params: dict[str, Any] | None,
     ) -> None:
-        given = {ModeKeys.TRAIN: train, ModeKeys.EVAL: evaluation, ModeKeys.PREDICT: prediction}
+        sizes = {ModeKeys.TRAIN: train, ModeKeys.EVAL: evaluation, ModeKeys.PREDICT: prediction}
         self._local = {
-            mode: whole_number(_ARGUMENTS[mode], size)
-            for mode, size in given.items()
+            mode: positive_integer(_ARGUMENTS[mode], size)
+            for mode, size in sizes.items()
             if size is not None
         }
         if self._local and _KEY in (params or {}):
@@ -53,34 +53,34 @@ class BatchSizes:
                 f"of the two. Leave '{_KEY}' out of params; the Estimator puts it there"
             )
         if train is not None:
-            self._local[ModeKeys.TRAIN] = _part(train, workers)
+            self._local[ModeKeys.TRAIN] = _local_size(train, workers)
 
     @property
     def any(self) -> bool:
-        """Whether a mode was given a batch size."""
+        """True if any mode has a batch size."""
         return bool(self._local)
 
     def add_to(self, params: dict[str, Any], mode: str) -> dict[str, Any]:
-        """The params of a mode.
+        """Adds the batch size of this process to params.
 
         Args:
-          params: those of the user, which are not changed.
+          params: params of the user, which are not changed.
           mode: a `tf.estimator.ModeKeys`.
 
         Returns:
-          A dict with the batch size of this process in it, where there is one for this mode.
+          A copy with the batch size, or params themselves if the mode has none.
         """
         return {**params, _KEY: self._local[mode]} if mode in self._local else params
 
     def check_input_fn(self, input_fn: Callable[..., Any], mode: str) -> None:
-        """Refuse an input_fn that would not learn its batch size.
+        """Checks that an input_fn can receive its batch size.
 
         Args:
-          input_fn: as given by the user.
+          input_fn: input_fn of the user.
           mode: a `tf.estimator.ModeKeys`.
 
         Raises:
-          ValueError: it has no argument `params`, but this mode has a batch size.
+          ValueError: this mode has a batch size, and input_fn has no argument `params`.
         """
         if mode in self._local and "params" not in fn_args(input_fn):
             raise ValueError(
@@ -90,10 +90,10 @@ class BatchSizes:
             )
 
 
-def _part(train: int, workers: int) -> int:
+def _local_size(train: int, workers: int) -> int:
     if train % workers:
         raise ValueError(
             f"train_batch_size is {train}, wanted a multiple of the number of workers, {workers}: "
-            f"it is that of all workers together. Give {-(-train // workers) * workers}, say"
+            f"it is the size for all workers. Give for example {-(-train // workers) * workers}"
         )
     return train // workers

@@ -1,8 +1,8 @@
-"""Reads of variables whose value is cached on the accelerator for a step.
+"""Reads of variables whose values are cached on the accelerator for a step.
 
 TensorFlow returns the same cached tensor for each read. That tensor is older than any
-GradientTape, so a tape does not know that it is the variable's value, and the gradient would be
-None. It is older than any update, too: a read after an update would return the value before it.
+GradientTape, so the tape would not know it as the value of the variable, and the gradient would be
+None. It is also older than any update, so a read after an update would return the old value.
 """
 
 from __future__ import annotations
@@ -10,32 +10,37 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.ops.resource_variable_ops import variable_accessed
+
+from estimator_ext._tf_private import (
+    control_dependencies_of,
+    could_possibly_record,
+    record_operation,
+    variable_accessed,
+)
 
 __all__: list[str] = []
 
 
 def read_where_needed(variable: Any, always_cached: bool) -> None:
-    """Makes tapes record each read of a variable, and re-reads it behind control dependencies.
+    """Makes tapes record each read of a variable, and reads it again under control dependencies.
 
     Args:
-      variable: one with a caching device.
-      always_cached: True if the program has chosen a caching device: then it gets cached values
-        whatever the control dependencies, as in TensorFlow.
+      variable: variable with a caching device.
+      always_cached: True if the program has chosen the caching device. It then gets the cached
+        value under control dependencies too, as in TensorFlow.
     """
     cached_value = variable.value
 
     def value() -> tf.Tensor:
-        if not always_cached and tf.compat.v1.get_default_graph()._current_control_dependencies():
+        if not always_cached and control_dependencies_of(tf.compat.v1.get_default_graph()):
             return variable.read_value()
         cached = cached_value()
-        if not record.could_possibly_record():
+        if not could_possibly_record():
             return cached
         variable_accessed(variable)
         with tf.device(cached.device):
-            result = tf.identity(cached)  # one for each read, as a tape follows tensors
-        record.record_operation(
+            result = tf.identity(cached)  # a tape needs a new tensor for each read
+        record_operation(
             "ReadVariableOp",
             [result],
             [variable.handle],

@@ -1,7 +1,8 @@
-"""Reductions in branches and loops: built there at once, and made only if the branch is taken.
+"""Checks reductions in branches and loops, which are made only if the branch is taken.
 
-Ranks that take different branches would pair values of different steps, or wait for each other
-until a timeout. So every predicate above a reduction has to be the same on all ranks.
+Such a reduction is built at once, in the graph of its branch. Ranks that take different branches
+would pair values of different steps, or wait for each other until a timeout. So every predicate
+above a reduction must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.graph import BRANCHES, LOOPS, functions_called, predicates_around
+from estimator_ext._tf_private import control_flow_context
+from estimator_ext.graph import (
+    BRANCHES,
+    LOOPS,
+    functions_called,
+    predicates_around,
+    walk,
+)
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 __all__: list[str] = []
@@ -28,11 +36,11 @@ IsSame = Callable[[tf.Tensor], bool]
 
 
 def refuse_reductions_of_some_ranks(operations: Iterable[tf.Operation], is_same: IsSame) -> None:
-    """Makes sure that all ranks make the reductions in branches and loops in the same steps.
+    """Checks that all ranks make the reductions in branches and loops in the same steps.
 
     Args:
-      operations: what runs in a step.
-      is_same: whether all ranks have the same value of a tensor.
+      operations: operations that run in a step.
+      is_same: returns True if all ranks have the same value of a tensor.
 
     Raises:
       hostopt.ConfigError: a predicate above a reduction may differ by rank.
@@ -41,19 +49,19 @@ def refuse_reductions_of_some_ranks(operations: Iterable[tf.Operation], is_same:
 
 
 def _check(operations: Iterable[tf.Operation], is_same: IsSame, above: tf.Tensor | None) -> None:
-    """Checks operations below a predicate that differs by rank, or below none."""
+    """Checks operations below `above`, a predicate that differs by rank; None if there is none."""
     for op in operations:
         predicates = [_decider(predicate) for predicate in predicates_around(op)]
-        if op.type in BRANCHES:  # the first input chooses
+        if op.type in BRANCHES:  # the first input chooses the branch
             predicates.append(op.inputs[0])
-        found = above
+        differing = above
         for predicate in predicates:
-            if found is None and not _is_same_in_contexts(predicate, is_same):
-                found = predicate
-        if found is not None and _is_reduction(op):
+            if differing is None and not _is_same_in_contexts(predicate, is_same):
+                differing = predicate
+        if differing is not None and _is_reduction(op):
             raise hostopt.ConfigError(
-                f"reduction {op.name!r} is made only if predicate {found.name!r} of a branch or "
-                "loop says so, which may differ by rank. Reduce before the branch, as with "
+                f"reduction {op.name!r} is made only if predicate {differing.name!r} of a branch "
+                "or loop says so, which may differ by rank. Reduce before the branch, as with "
                 "estimator_ext.reduce_gradients, or choose the branch by a value that is reduced, "
                 "as with tf.distribute.get_replica_context().all_reduce"
             )
@@ -62,13 +70,14 @@ def _check(operations: Iterable[tf.Operation], is_same: IsSame, above: tf.Tensor
             arguments = [is_same(tensor) for tensor in op.inputs]
             if op.type in LOOPS:
                 arguments = _arguments_of_loop(op, arguments)
-                found = found or _differing_condition(op, arguments)
+                if differing is None:
+                    differing = _differing_condition(op, arguments)
             for body in bodies:
-                _check(body.get_operations(), _is_same_in(body, arguments), found)
+                _check(body.get_operations(), _is_same_in(body, arguments), differing)
 
 
 def _bodies_with_reductions(op: tf.Operation) -> list[Any]:
-    if op.type.endswith("Dataset"):  # what a reduction itself calls
+    if op.type.endswith("Dataset"):  # a reduction itself calls a function through a dataset
         return []
     return [body for _, body in functions_called(op) if any(_reductions_in(body))]
 
@@ -86,47 +95,58 @@ def _is_reduction(op: tf.Operation) -> bool:
 
 
 def _decider(predicate: tf.Tensor) -> tf.Tensor:
-    """What a predicate of TensorFlow 1 passes on, if it is that of a loop."""
+    """Returns the condition behind the predicate of a TensorFlow 1 loop, or the predicate."""
     return predicate.op.inputs[0] if predicate.op.type == "LoopCond" else predicate
 
 
 def _is_same_in_contexts(tensor: tf.Tensor, is_same: IsSame) -> bool:
-    """`is_same` of what a loop of TensorFlow 1 computes, and computes again."""
-    seen, todo = set(), [tensor]
-    while todo:
-        each = todo.pop()
-        if each.op in seen:
-            continue
-        seen.add(each.op)
-        if not is_same(each):
-            return False
-        # what is not in a loop is known; in one, an operation may depend on later ones
-        if each.op._get_control_flow_context() is not None and not is_same_on_all_ranks(each.op):
-            todo += each.op.inputs
-    return True
+    """Extends `is_same` to tensors in loops of TensorFlow 1.
+
+    `is_same` is right outside loops. In a loop, an operation may depend on one that comes later,
+    in the previous iteration, so all operations before it are checked.
+    """
+
+    def inputs_in_context(op: tf.Operation) -> Sequence[tf.Tensor]:
+        is_inside = control_flow_context(op) is not None and not is_same_on_all_ranks(op)
+        return op.inputs if is_inside else ()
+
+    before = walk([tensor.op], lambda op: [each.op for each in inputs_in_context(op)])
+    return is_same(tensor) and all(
+        is_same(each) for op in before for each in inputs_in_context(op)
+    )
 
 
 def _arguments_of_loop(op: tf.Operation, arguments: Sequence[bool]) -> list[bool]:
-    """Which arguments of a loop's body are the same on all ranks in every iteration."""
-    found = list(arguments)
+    """Returns which arguments of a loop's body are the same on all ranks in every iteration.
+
+    An argument that differs after one iteration may make others differ in the next one. So the
+    body is evaluated until nothing changes.
+    """
+    current = list(arguments)
     (body,) = [body for name, body in functions_called(op) if name == "body"]
     while True:
-        is_same = _is_same_in(body, found)
-        after = [old and is_same(output) for old, output in zip(found, body.outputs)]
-        if after == found:
-            return found
-        found = after
+        is_same = _is_same_in(body, current)
+        after = [before and is_same(output) for before, output in zip(current, body.outputs)]
+        if after == current:
+            return current
+        current = after
 
 
 def _differing_condition(op: tf.Operation, arguments: Sequence[bool]) -> tf.Tensor | None:
+    """Returns the condition of a loop if it may differ by rank."""
     (condition,) = [body for name, body in functions_called(op) if name == "cond"]
     is_same = _is_same_in(condition, arguments)
     return None if is_same(condition.outputs[0]) else condition.outputs[0]
 
 
 def _is_same_in(body: Any, arguments: Sequence[bool]) -> IsSame:
-    """`is_same` for the tensors of a function, of whose caller's inputs it is known."""
-    passed = arguments[len(arguments) - len(body.inputs) :]  # the first may choose the branch
+    """Returns `is_same` for the tensors of a function.
+
+    Args:
+      body: graph of the function.
+      arguments: for each input of the calling operation, True if it is the same on all ranks.
+    """
+    passed = arguments[len(arguments) - len(body.inputs) :]  # the first input may choose a branch
     same = {argument.op: value for argument, value in zip(body.inputs, passed)}
     for op in body.get_operations():
         if op in same:

@@ -1,7 +1,7 @@
-"""tf.contrib, as far as programs for Estimator use it and TensorFlow or tf-slim still has it.
+"""tf.contrib for programs that use Estimator: names that TensorFlow or tf-slim still has.
 
-A module of contrib is looked up in this table: the modules that have its names now, the first one
-that knows a name wins. Nothing is imported before a program asks for a name.
+A table lists, for each module of tf.contrib, the modules that have its names today. The first
+module that has a name is used. Modules are imported only when a program uses a name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from estimator_ext.errors import UnsupportedError
 __all__: list[str] = []
 
 _V1 = "tensorflow.compat.v1"
-# a source is a module, or an attribute of one behind a colon
+# Each source is a module, or a module and an attribute separated by a colon.
 _SOURCES: dict[str, tuple[str, ...]] = {
     "cluster_resolver": (f"{_V1}:distribute.cluster_resolver",),
     "data": (f"{_V1}:data.experimental",),
@@ -34,18 +34,19 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "training": ("estimator_ext.hparams", "tf_slim.training", f"{_V1}:train"),
 }
 _SLIM = "tf_slim"
+_ADVICE = "Replace it in the program, or remove the code that needs it"
 ROOT = "tensorflow.contrib"
 
 
 def add_contrib(packages: list[Any]) -> None:
-    """Puts `contrib` where programs look for it.
+    """Adds the attribute `contrib` to TensorFlow.
 
     Args:
       packages: `tensorflow` and its compat modules.
     """
     if hasattr(tf, "contrib"):
         return
-    root = _Root(ROOT, "Names of tf.contrib that exist elsewhere.")
+    root = _Root(ROOT, "Names of tf.contrib that still exist.")
     root.__path__ = []  # a package
     sys.modules[ROOT] = root
     for name in _SOURCES:
@@ -57,17 +58,17 @@ def add_contrib(packages: list[Any]) -> None:
 
 
 def missing(name: str) -> UnsupportedError:
-    """The error for a module of tf.contrib that nothing replaces.
+    """Returns the error for a module of tf.contrib that has no replacement.
 
     Args:
-      name: of the module, within tf.contrib.
+      name: name of the module within tf.contrib.
 
     Returns:
-      The error, to be raised.
+      The error, which the caller raises.
     """
     return UnsupportedError(
-        f"the program uses tf.contrib.{name}, which TensorFlow removed and nothing replaces here. "
-        "Replace it in the program, or leave out what needs it"
+        f"the program uses tf.contrib.{name}, which TensorFlow removed without a replacement. "
+        f"{_ADVICE}"
     )
 
 
@@ -87,23 +88,23 @@ class _Module(types.ModuleType):
         for source in _SOURCES[part]:
             module, _, attributes = source.partition(":")
             try:
-                found: Any = importlib.import_module(module)
+                owner: Any = importlib.import_module(module)
             except ModuleNotFoundError as error:
                 if error.name != _SLIM:
                     raise
                 needs_slim = True
                 continue
             for attribute in filter(None, attributes.split(".")):
-                found = getattr(found, attribute)
+                owner = getattr(owner, attribute)
             try:
-                value = getattr(found, name)
+                value = getattr(owner, name)
             except AttributeError:
                 continue
             vars(self)[name] = value
             return value
-        cure = "Replace it in the program, or leave out what needs it"
+        advice = _ADVICE
         if needs_slim:
-            cure = "Run pip install tf-slim, which has most of these names"
+            advice = "Run pip install tf-slim, which has most of these names"
         raise UnsupportedError(
-            f"the program uses tf.contrib.{part}.{name}, which TensorFlow removed. {cure}"
+            f"the program uses tf.contrib.{part}.{name}, which TensorFlow removed. {advice}"
         )

@@ -1,11 +1,13 @@
-"""What TensorFlow's early-stopping hooks learn of a training with a HostOffloadStrategy.
+"""Early stopping with the hooks of TensorFlow.
 
-`tf.estimator.experimental.make_early_stopping_hook`, which makes all of these hooks, looks at
-`estimator.config`. It means to ask whether train_distribute is a MultiWorkerMirroredStrategy, for
-which run_every_secs cannot work; but its condition is a generator, which is always true, so it
-takes any strategy for one and refuses run_every_secs, which is 60 by default. Here any rank may
-ask to stop at any time, and all stop after the same step. So the hook that TensorFlow makes for
-one process is right on every rank, and this is the answer that it gets.
+`tf.estimator.experimental.make_early_stopping_hook` creates all of these hooks. It refuses
+run_every_secs, which is 60 by default, if `estimator.config.train_distribute` is a
+MultiWorkerMirroredStrategy. Its condition is a generator expression, which is always true, so it
+refuses any strategy.
+
+With a HostOffloadStrategy any rank may request a stop at any time, and all ranks stop after the
+same step. The hook for a single process is therefore right on every rank. `config_for` shows
+TensorFlow the configuration of a single process.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ from estimator_ext.strategy import HostOffloadStrategy
 
 __all__: list[str] = []
 
-_MAKES_HOOK = inspect.unwrap(make_early_stopping_hook).__code__  # below "is deprecated"
+_MAKES_HOOK = inspect.unwrap(make_early_stopping_hook).__code__  # without the deprecation wrapper
 
 
 def config_for(caller: FrameType, config: RunConfig) -> RunConfig:
-    """The configuration that an Estimator shows to whoever asks for it.
+    """Returns the configuration of an Estimator to a caller of `Estimator.config`.
 
     Args:
-      caller: frame of the function that asks.
-      config: a copy of the Estimator's own, which may be changed.
+      caller: frame of the calling function.
+      config: copy of the configuration, which is changed in place.
 
     Returns:
-      The configuration; without the strategy, as of a process that trains alone, if TensorFlow
-      makes an early-stopping hook of it.
+      The configuration. If the caller is `make_early_stopping_hook`, it has no strategy, as in a
+      process that trains alone.
     """
     if caller.f_code is _MAKES_HOOK and isinstance(config.train_distribute, HostOffloadStrategy):
         config._train_distribute = None

@@ -1,4 +1,4 @@
-"""Errors of this package; the others are hostopt's."""
+"""The error of this package; all others are in `hostopt.errors`."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__: list[str] = []
 
 
 class UnsupportedError(hostopt.ConfigError, AttributeError):
-    """A program needs what TensorFlow removed, or a TPU."""
+    """A program needs a TPU, or a part of TensorFlow that was removed."""

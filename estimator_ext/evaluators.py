@@ -1,14 +1,14 @@
-"""Several evaluators evaluate each checkpoint together, each a slice of the data.
+"""Several evaluators: each evaluates a slice of the data of every checkpoint.
 
-A round, in which all make the same calls::
+An evaluation, in which all evaluators make the same calls::
 
-    1. evaluator 0 says which checkpoint it is, or that there is none yet, or that this is the end
-    2. each reads the checkpoint, and says whether it could: it may be deleted by now, or damaged
-    3. each evaluates its slice
-    4. what they have counted is summed, and evaluator 0 writes the result
+    [E1] evaluator 0 announces a checkpoint, or nothing, or the end
+    [E2] each restores the checkpoint, and all confirm it: it may be deleted by now, or damaged
+    [E3] each evaluates its slice
+    [E4] the metric variables are summed, and evaluator 0 writes the results
 
-While there is nothing to do evaluator 0 begins a round every half second, so nobody waits long
-without a sign of life. In a round they wait for the slowest, and for the exports of evaluator 0.
+While there is no new checkpoint, evaluator 0 announces nothing twice a second as a sign of life.
+In an evaluation the others wait for the slowest evaluator, and for the exports of evaluator 0.
 """
 
 from __future__ import annotations
@@ -26,40 +26,46 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.checkpoints import is_whole
-from estimator_ext.file_errors import error_of_file
-from hostopt.connect import meet
+from estimator_ext.checkpoint_reading import is_intact
+from estimator_ext.file_errors import io_error
+from hostopt.connect import connect_ring
 
 __all__: list[str] = []
 
-# How much longer than another an evaluator may need, where collective_timeout_s is less. A process
-# that has died is noticed at once.
-_SLOWEST_S = 3600.0
+# Minimum of collective_timeout_s between evaluators, as one may need much longer than another. A
+# dead process is detected at once.
+_MIN_TIMEOUT_S = 3600.0
 
 
 class Evaluators:
-    """The evaluators of one cluster, from the side of one of them.
+    """The evaluators of a cluster, as seen by one of them.
 
     Args:
-      communicator: their ring.
+      communicator: communicator of the evaluators.
     """
 
     def __init__(self, communicator: hostopt.Communicator) -> None:
         self.communicator = communicator
-        self._unread = ""  # checkpoint of which not all have said whether they could read it
+        self._unconfirmed = ""  # checkpoint that not all have confirmed to be restored
 
     @property
     def index(self) -> int:
-        """Which evaluator this is; 0 leads and writes."""
+        """Index of this evaluator; evaluator 0 leads and writes."""
         return self.communicator.rank
 
     @property
     def input_context(self) -> tf.distribute.InputContext:
-        """Which slice of the data this evaluator reads; batches are as large as with one."""
+        """Slice of the data of this evaluator; batches are as large as with one evaluator."""
         return tf.distribute.InputContext(self.communicator.size, self.index, 1)
 
-    def share(self, steps: int | None) -> int | None:
-        """This evaluator's part of the steps that all do together; None for all data.
+    def local_steps(self, steps: int | None) -> int | None:
+        """Computes the number of steps of this evaluator.
+
+        Args:
+          steps: number of steps of all evaluators; None for all data.
+
+        Returns:
+          Number of steps; None for all data.
 
         Raises:
           hostopt.ConfigError: there are fewer steps than evaluators.
@@ -69,135 +75,134 @@ class Evaluators:
             return None
         if steps < size:
             raise hostopt.ConfigError(
-                f"EvalSpec.steps is {steps} for {size} evaluators, which divide the steps among "
-                f"them. Give at least {size}, or start fewer evaluators"
+                f"EvalSpec.steps is {steps} for {size} evaluators, which share the steps. Give at "
+                f"least {size}, or start fewer evaluators"
             )
         return steps // size + (self.index < steps % size)
 
-    def say(self, **note: Any) -> None:
-        """1. Begin a round; evaluator 0 calls this.
+    def announce(self, **message: Any) -> None:
+        """[E1] Announces the next evaluation; evaluator 0 calls it.
 
         Args:
-          **note: checkpoint: file name of what to evaluate; ended: that this was the last round;
-            nothing: that evaluator 0 is there.
+          **message: checkpoint: file name of the checkpoint; ended: training has ended; nothing:
+            a sign of life.
         """
-        self._exchange(note)
+        self._exchange(message)
 
-    def hear(self) -> str | None:
-        """1. Wait for the next checkpoint; all but evaluator 0 call this.
+    def wait_for_checkpoint(self) -> str | None:
+        """[E1] Waits for the next evaluation; all evaluators but evaluator 0 call it.
 
         Returns:
-          Its file name in model_dir; None at the end.
+          File name of the checkpoint in model_dir; None at the end.
         """
-        note: dict[str, Any] = {}
-        while "checkpoint" not in note:
-            note = self._exchange({})
-            if "ended" in note:
+        message: dict[str, Any] = {}
+        while "checkpoint" not in message:
+            message = self._exchange({})
+            if "ended" in message:
                 return None
-        return str(note["checkpoint"])
+        return str(message["checkpoint"])
 
-    def _exchange(self, note: dict[str, Any]) -> dict[str, Any]:
-        notes = self.communicator.all_gather_bytes(json.dumps(note).encode(), "the next round")
-        return dict(json.loads(notes[0]))
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        encoded = json.dumps(message).encode()
+        messages = self.communicator.all_gather_bytes(encoded, "the next evaluation")
+        return dict(json.loads(messages[0]))
 
     @contextlib.contextmanager
-    def round(self, checkpoint: str, model_dir: str) -> Iterator[None]:
-        """Scope of one evaluation, which evaluator 0 begins for all.
+    def evaluation(self, checkpoint: str, model_dir: str) -> Iterator[None]:
+        """Scope of one evaluation, which evaluator 0 announces.
 
         Args:
-          checkpoint: path of what is evaluated.
-          model_dir: where this evaluator writes.
-
-        Yields:
-          Nothing.
+          checkpoint: path of the checkpoint.
+          model_dir: directory of the files that this evaluator writes.
 
         Raises:
-          hostopt.CheckpointError: the checkpoint could not be read by all. After this
-            error alone there may be another round.
+          hostopt.CheckpointError: an evaluator could not restore the checkpoint. Only after this
+            error there may be another evaluation.
         """
         if self.index == 0:
-            self.say(checkpoint=os.path.basename(checkpoint))
-        self._unread = checkpoint
+            self.announce(checkpoint=os.path.basename(checkpoint))
+        self._unconfirmed = checkpoint
         try:
             yield
         except hostopt.HostOptError:
             raise
         except BaseException as error:
-            of_reading = isinstance(error, (ValueError, IndexError, tf.errors.OpError))
-            if self._unread and of_reading and not is_whole(checkpoint):
-                self.have_read(False)
-            of_file = error_of_file(error, model_dir)
-            self.communicator.abort(of_file or error)
-            if of_file is not None:
-                raise of_file from error
+            may_be_damage = isinstance(error, (ValueError, IndexError, tf.errors.OpError))
+            if self._unconfirmed and may_be_damage and not is_intact(checkpoint):
+                self.confirm_restored(False)
+            translated = io_error(error, model_dir)
+            self.communicator.abort(translated or error)
+            if translated is not None:
+                raise translated from error
             raise
 
-    def have_read(self, success: bool = True) -> None:
-        """2. Say that this evaluator has read the checkpoint, and wait until all have.
+    def confirm_restored(self, success: bool = True) -> None:
+        """[E2] Confirms that all evaluators have restored the checkpoint.
+
+        Collective: all evaluators must call it.
 
         Args:
-          success: False where it was gone or damaged.
+          success: False if this evaluator could not restore it.
 
         Raises:
-          hostopt.CheckpointError: somebody could not read it; on all evaluators.
+          hostopt.CheckpointError: an evaluator could not restore it; raised on all evaluators.
         """
-        checkpoint, self._unread = self._unread, ""
+        checkpoint, self._unconfirmed = self._unconfirmed, ""
         answers = self.communicator.all_gather_bytes(
-            b"1" if success else b"", f"who has read {os.path.basename(checkpoint)}"
+            b"1" if success else b"", f"who has restored {os.path.basename(checkpoint)}"
         )
         ring = self.communicator.transport.cluster.ring
-        gone = [task.name for task, answer in zip(ring, answers) if not answer]
-        if gone:
+        failed = [task.name for task, answer in zip(ring, answers) if not answer]
+        if failed:
             raise hostopt.CheckpointError(
-                f"{', '.join(gone)} could not read {checkpoint}. All evaluators need the chief's "
-                "model_dir; where training deletes its checkpoints early, raise "
+                f"{', '.join(failed)} could not read {checkpoint}. Give all evaluators the "
+                "chief's model_dir; if training deletes checkpoints too early, raise "
                 "keep_checkpoint_max"
             )
 
 
 @contextlib.contextmanager
-def meet_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[Evaluators]:
-    """Meet the other evaluators; an error that leaves the block ends them too.
+def connect_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[Evaluators]:
+    """Connects the evaluators; an error in the block ends all of them.
 
     Args:
-      strategy: a `HostOffloadStrategy` that knows the cluster.
-      input_fn: what all evaluate.
+      strategy: a `HostOffloadStrategy` with the cluster.
+      input_fn: input_fn of the EvalSpec.
 
     Yields:
       The evaluators.
 
     Raises:
-      hostopt.ConfigError: input_fn knows no slices, or the evaluators have no addresses.
-      hostopt.HostOptError: an evaluator failed, left or timed out.
+      hostopt.ConfigError: input_fn has no input_context, or the evaluators have no addresses.
     """
     ring = strategy.cluster.evaluator_ring()
     if "input_context" not in inspect.signature(input_fn).parameters:
         raise hostopt.ConfigError(
-            f"the input_fn of EvalSpec has no argument input_context, so {ring.size} evaluators "
-            "would count each example as many times. Let it take input_context and return "
+            "the input_fn of EvalSpec has no argument input_context, so each example would be "
+            f"counted {ring.size} times. Let it take input_context and return "
             "dataset.shard(input_context.num_input_pipelines, input_context.input_pipeline_id), "
             "or give train_and_evaluate one EvalSpec for each evaluator"
         )
     options = dataclasses.replace(
         strategy.options,
         debug_dir=None,  # the ranks that train write there
-        collective_timeout_s=max(strategy.options.collective_timeout_s, _SLOWEST_S),
+        collective_timeout_s=max(strategy.options.collective_timeout_s, _MIN_TIMEOUT_S),
         timeline=None,
     )
-    with meet(ring, options) as communicator:
+    with connect_ring(ring, options) as communicator:
         yield Evaluators(communicator)
 
 
 @contextlib.contextmanager
 def with_evaluators(estimator: Any, evaluators: Evaluators) -> Iterator[Any]:
-    """An Estimator that evaluates with others; what all but evaluator 0 write is thrown away.
+    """Creates an Estimator that evaluates with others; only evaluator 0 writes to model_dir.
 
     Args:
       estimator: an `estimator_ext.Estimator`.
-      evaluators: the others, and this one.
+      evaluators: all evaluators.
 
     Yields:
-      A copy.
+      A copy of the Estimator. On other evaluators its model_dir is temporary.
     """
     shared = copy.copy(estimator)
     shared._evaluators = evaluators

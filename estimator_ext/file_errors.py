@@ -1,7 +1,7 @@
-"""Errors of files in model_dir, as one `CheckpointError` that says what is missing and what to do.
+"""Translates errors of files in model_dir to `CheckpointError`.
 
-TensorFlow raises a dozen types for them, some of which it then takes for the end of the data or
-for a reason to begin again.
+TensorFlow raises a dozen types of errors for files. It mistakes some of them for the end of the
+data, and starts a new session after others.
 """
 
 from __future__ import annotations
@@ -20,58 +20,55 @@ from hostopt import descriptors
 __all__: list[str] = []
 
 _MB = 1e6
-_NOT_RESTORED = "Restoring from checkpoint failed"  # TensorFlow's words
+_NOT_RESTORED = "Restoring from checkpoint failed"  # message of TensorFlow
 
 
 def cause(error: BaseException) -> str:
-    """The line of an error that says why, without where in the graph.
+    """Returns the line of an error message that names the cause, without operations of the graph.
 
     Args:
-      error: of TensorFlow or of Python.
-
-    Returns:
-      The line.
+      error: error of TensorFlow or of Python.
 
     Raises:
-      hostopt.ResourceError: no file descriptor was left, for which no file is to blame.
+      hostopt.ResourceError: the process has no file descriptors left.
     """
     descriptors.check(error)
     text = str(getattr(error, "message", error)) or type(error).__name__
-    found = re.search(r"^(.+)\n\s*\[\[", text, re.MULTILINE)
-    return found[1] if found else text.partition("\n")[0]
+    match = re.search(r"^(.+)\n\s*\[\[", text, re.MULTILINE)
+    return match[1] if match else text.partition("\n")[0]
 
 
 def cannot_save(
     path: str, error: Exception, needed_bytes: int, last_checkpoint: str | None = None
 ) -> hostopt.CheckpointError:
-    """The error for a file that could not be written.
+    """Creates the error for a file that cannot be written.
 
     Args:
-      path: the file, or what several files have in common.
-      error: what happened.
-      needed_bytes: how much was to be written.
-      last_checkpoint: path of the newest whole checkpoint.
+      path: path of the file, or common prefix of several files.
+      error: the original error.
+      needed_bytes: size of the file.
+      last_checkpoint: path of the newest intact checkpoint.
 
     Returns:
       The error.
     """
-    room = _room(os.path.dirname(path), f"{needed_bytes / _MB:.1f} MB are needed, ")
+    space = _free_space(os.path.dirname(path), f"{needed_bytes / _MB:.1f} MB are needed, ")
     return hostopt.CheckpointError(
-        f"cannot save {path}: {cause(error)}{room}. Make room there, or correct what forbids "
-        "writing, and run the same command again to resume",
+        f"cannot save {path}: {cause(error)}{space}. Free disk space, or allow writing there, and "
+        "run the same command again to resume",
         last_checkpoint=last_checkpoint,
     )
 
 
-def write_whole(path: str, parts: Sequence[bytes]) -> None:
-    """Write a file as a whole or not at all.
+def replace_file(path: str, parts: Sequence[bytes]) -> None:
+    """Writes a file atomically; the old content stays until the new content is complete.
 
     Args:
-      path: the file; what it holds now stays until then.
-      parts: what it is to hold, one after the other.
+      path: path of the file.
+      parts: content of the file, in parts.
 
     Raises:
-      hostopt.CheckpointError: it cannot be written.
+      hostopt.CheckpointError: the file cannot be written.
     """
     draft = f"{path}.tmp"
     try:
@@ -80,51 +77,49 @@ def write_whole(path: str, parts: Sequence[bytes]) -> None:
                 file.write(part)
         tf.io.gfile.rename(draft, path, overwrite=True)
     except tf.errors.OpError as error:
-        remove(draft)  # a full disk must not stay so for it
+        remove(draft)  # free the disk space
         raise cannot_save(path, error, sum(map(len, parts))) from error
 
 
 def remove(path: str) -> None:
-    """Remove a file, if that is possible.
+    """Removes a file; ignores errors.
 
     Args:
-      path: the file.
+      path: path of the file.
     """
     with contextlib.suppress(tf.errors.OpError):
         tf.io.gfile.remove(path)
 
 
 @contextlib.contextmanager
-def errors_of_files(directory: str | None) -> Iterator[None]:
-    """Scope in which `error_of_file` is raised, if an error is one.
+def translate_io_errors(directory: str | None) -> Iterator[None]:
+    """Scope that raises errors of files in a directory as `CheckpointError`.
 
     Args:
-      directory: as `error_of_file` takes it; None on a rank that has no files.
-
-    Yields:
-      Nothing.
+      directory: directory of the files; None on a rank that has no files.
 
     Raises:
-      hostopt.CheckpointError: a file there could not be written, or a checkpoint not restored.
+      hostopt.CheckpointError: a file there cannot be written, or a checkpoint does not fit the
+        model.
     """
     try:
         yield
     except Exception as error:
-        of_file = None if directory is None else error_of_file(error, directory)
-        if of_file is None:
+        translated = None if directory is None else io_error(error, directory)
+        if translated is None:
             raise
-        raise of_file from error
+        raise translated from error
 
 
-def error_of_file(error: BaseException, directory: str) -> hostopt.CheckpointError | None:
-    """The error for one that a file has caused, by writing, or by a restore that does not fit.
+def io_error(error: BaseException, directory: str) -> hostopt.CheckpointError | None:
+    """Translates an error of writing a file, or of restoring a checkpoint that does not fit.
 
     Args:
-      error: what was raised.
-      directory: where the files are.
+      error: the original error.
+      directory: directory of the files.
 
     Returns:
-      The error to raise instead; None for all others, those of hostopt among them.
+      The error to raise instead; None for all other errors, including those of hostopt.
     """
     if isinstance(error, hostopt.HostOptError):
         return None
@@ -133,36 +128,36 @@ def error_of_file(error: BaseException, directory: str) -> hostopt.CheckpointErr
             f"a checkpoint in {directory} does not fit the model: {_original(error)}. "
             "Train the model that was saved, or give another model_dir"
         )
-    # the cause where the session guard has wrapped what TensorFlow takes for the end of the data
-    for each in (error, error.__cause__):
+    for each in (error, error.__cause__):  # the session guard wraps errors
         if each and _is_of_writing(each) and _names_file_in(directory, cause(each)):
             return hostopt.CheckpointError(
-                f"cannot write or read a file of {directory}: {cause(each)}{_room(directory)}. "
-                "Make room there, or correct what forbids it, and run the same command again"
+                f"cannot write or read a file of {directory}: {cause(each)}"
+                f"{_free_space(directory)}. Free disk space, or allow access to it, and run the "
+                "same command again"
             )
     return None
 
 
-def _room(directory: str, needed: str = "") -> str:
-    with contextlib.suppress(OSError):  # it is gone, or no local path
+def _free_space(directory: str, needed: str = "") -> str:
+    with contextlib.suppress(OSError):  # the directory is gone, or not a local path
         free_bytes = shutil.disk_usage(directory or ".").free
         return f" ({needed}{free_bytes / _MB:.1f} MB are free)"
     return ""
 
 
 def _original(error: BaseException) -> str:
-    """What TensorFlow has said before it guessed why."""
+    """The first message of TensorFlow, without the guesses that it puts before it."""
     return cause(Exception(str(error).rpartition("Original error:")[2].strip()))
 
 
 def _names_file_in(directory: str, text: str) -> bool:
-    """Whether a path in a text begins with a directory, a name that may be an everyday word."""
+    """True if a text has a path in a directory, whose name may also be a common word."""
     path = re.escape(directory.rstrip("/"))
     return re.search(rf"(?<![^\s\"'(=]){path}(?:[/;]| is not a directory)", text) is not None
 
 
 def _is_of_writing(error: BaseException) -> bool:
-    if isinstance(error, tf.errors.OpError):  # of a file, where no operation has it
+    if isinstance(error, tf.errors.OpError):  # without an operation it is an error of a file
         of_reading = isinstance(error, (tf.errors.NotFoundError, tf.errors.DataLossError))
         return error.op is None and not of_reading
     return "Failed to flush" in str(error)  # of an events file, whatever its type

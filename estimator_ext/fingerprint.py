@@ -1,12 +1,13 @@
-"""What a training operation does to the variables, in words that ranks can compare.
+"""Descriptions of the updates of a training step, which ranks can compare.
 
-Its operations are read one after the other, each described by those that it reads. Descriptions
-end at variables, at sums over the ranks and at what depends on this rank's data or on chance,
-which may differ by rank, and they name no operation: names are made up.
-
-What is not known to be the same on all ranks counts as varying. What is assigned to a variable,
-put into a queue, or passed on by the body of a loop is known only when all has been read. So the
-operations are read again until no variable, queue or loop is found to vary that did not before.
+[F1] The operations of the step are read in topological order. Each is described by its type
+     and the descriptions of its inputs. A description ends at variables, at sums over the
+     ranks, and at values that depend on this rank's data or on random numbers, which may
+     differ by rank. It contains no names of operations, as TensorFlow makes them up.
+[F2] A value that is not known to be the same on all ranks counts as varying.
+[F3] Values that are assigned to a variable, put into a queue, or passed on by the body of a
+     loop are known only when all operations have been read. So the operations are read again
+     until no other variable, queue or loop is found to vary.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Optional
 
 import tensorflow as tf
 
+from estimator_ext._tf_private import is_reference
 from estimator_ext.graph import (
     BRANCHES,
     CALLS,
@@ -45,29 +47,29 @@ __all__: list[str] = []
 
 _SHOWN_CHARACTERS = 400
 
-# Of an operation: its description, None where its values may differ by rank.
+# The description of an operation; None if its values may differ by rank.
 Text = Optional[str]
 
 
 @dataclass(frozen=True)
 class Updates:
-    """What a step does to variables.
+    """The updates of a step. "Variable" stands for a queue or a table too.
 
     Args:
-      texts: description of all updates by name of the variable; of local variables that are the
-        same on all ranks, the one of the initial value too.
-      mirrored: variables that the step uses, and that are the same on all ranks.
-      own: names of variables, queues and the like that may differ by rank.
-      changes: by name of a variable or the like, the operations that change it; of one in a
-        function, the operation that calls it.
-      varying: those of them that make it differ by rank.
-      is_same: whether all ranks have the same value of a tensor of the step.
-      variable_of: the name of the variable, or the like, that an operation passes on, or None.
+      texts: descriptions of all updates, by name of the variable. They include the initial values
+        of local variables that are the same on all ranks.
+      mirrored: variables that the step uses and that are the same on all ranks.
+      local: names of variables that may differ by rank.
+      changes: operations that change a variable, by its name. An operation in a function stands
+        for its caller.
+      varying: those of `changes` that make a variable differ by rank.
+      is_same: returns True if all ranks have the same value of a tensor of the step.
+      variable_of: returns the name of the variable that an operation passes on, or None.
     """
 
     texts: dict[str, str]
     mirrored: list[tf.Variable]
-    own: frozenset[str]
+    local: frozenset[str]
     changes: dict[str, list[tf.Operation]]
     varying: dict[str, list[tf.Operation]]
     is_same: Callable[[tf.Tensor], bool]
@@ -81,42 +83,42 @@ def read_updates(
 ) -> Updates:
     """Reads the graph of a step.
 
-    A variable counts as the same on all ranks if it is trainable, or if nothing is assigned to it
-    that depends on data or chance.
+    A variable counts as the same on all ranks if it is trainable, or if no value that depends on
+    data or random numbers is assigned to it.
 
     Args:
-      targets: what runs in a step, in the default graph.
+      targets: operations that run in a step, in the default graph.
       data: operations of this rank's input.
       reduced: operations whose values are the same on all ranks, besides reductions.
 
     Returns:
-      What they do.
+      The updates of the step.
     """
     operations = walk(targets, decided_before)
     variables = tf.compat.v1.global_variables()
     trained = tf.compat.v1.trainable_variables()
     trainable = {variable.op.name for variable in trained}
-    local = tf.compat.v1.local_variables()
-    initial = {v.op.name: _initial_text(v) for v in local if v.op.name not in trainable}
+    local_variables = tf.compat.v1.local_variables()
+    initial = {v.op.name: _initial_text(v) for v in local_variables if v.op.name not in trainable}
     varying: set[Any] = {name for name, text in initial.items() if text is None}
     varying |= {v.op.name for v in variables if is_sync_on_read(v)}
     bodies: dict[tf.Operation, list[tuple[str, Any]]] = {}
-    while True:  # what takes in what may differ by rank may itself
+    while True:  # [F3]
         reader = _Reader(varying, data, reduced, set(operations), bodies)
         reader.read(operations)
         more = (reader.varying.keys() | reader.loops) - varying - trainable
         if not more:
             break
         varying |= more
-    own = frozenset(each for each in varying if isinstance(each, str))
-    known = {variable.op.name: variable for variable in [*local, *trained, *variables]}
-    texts = {n: "; ".join(sorted(found)) for n, found in reader.updates.items() if n in known}
-    used = sorted(reader.used & known.keys() - own)
+    local = frozenset(each for each in varying if isinstance(each, str))
+    known = {variable.op.name: variable for variable in [*local_variables, *trained, *variables]}
+    texts = {n: "; ".join(sorted(each)) for n, each in reader.updates.items() if n in known}
+    used = sorted(reader.used & known.keys() - local)
     texts.update({f"{name} at first": initial[name] for name in used if initial.get(name)})
     return Updates(
         texts,
         [known[name] for name in used],
-        own,
+        local,
         reader.changes,
         reader.varying,
         reader.is_same,
@@ -125,7 +127,7 @@ def read_updates(
 
 
 def _initial_text(variable: tf.Variable) -> Text:
-    """What a local variable begins with, which no rank gets from another one."""
+    """Describes the initial value of a local variable, which ranks do not send to each other."""
     operations = walk([variable.initializer], decided_before)
     reader = _Reader(set(), (), (), set(operations), {})
     reader.read(operations)
@@ -135,14 +137,14 @@ def _initial_text(variable: tf.Variable) -> Text:
 
 @dataclass
 class _Reader:
-    """Describes operations, whose inputs it has described before.
+    """Describes operations whose inputs are described already.
 
     Args:
-      known: names of variables and the like, and operations that begin a loop, that vary.
+      known: varying variables, by name, and varying operations that begin a loop.
       data: operations whose values may differ by rank.
-      reduced: operations whose values do not.
-      step: all operations of the graph that are read.
-      bodies: graphs of the functions that an operation calls, which it adds to.
+      reduced: operations whose values are the same on all ranks.
+      step: all operations of the step.
+      bodies: graphs of the functions that an operation calls; filled by the reader.
     """
 
     known: Collection[Any]
@@ -154,24 +156,24 @@ class _Reader:
     updates: dict[str, list[str]] = field(default_factory=dict)
     changes: dict[str, list[tf.Operation]] = field(default_factory=dict)
     varying: dict[str, list[tf.Operation]] = field(default_factory=dict)
-    loops: set[tf.Operation] = field(default_factory=set)  # that are found to vary
+    loops: set[tf.Operation] = field(default_factory=set)  # found to vary
     variables: dict[tf.Operation, str] = field(default_factory=dict)
     _texts: dict[tf.Operation, Text] = field(default_factory=dict)
     _results: dict[tf.Operation, list[Text]] = field(default_factory=dict)  # of calls
 
     def is_same(self, tensor: tf.Tensor) -> bool:
-        """Whether all ranks have the same value of a tensor; False for one that was not read."""
+        """Returns True if all ranks have the same value of a tensor that has been read."""
         return tensor.op in self._texts and self._text(tensor) is not None
 
     def read(
         self, operations: Iterable[tf.Operation], caller: Any = None, conditions: Any = ()
     ) -> None:
-        """Describes operations, each after those that it depends on.
+        """Describes operations: [F1].
 
         Args:
-          operations: of the step, or of the body of a function.
+          operations: operations of the step or of a function, in topological order.
           caller: the operation of the step that calls the function.
-          conditions: descriptions of what decides whether the function is called.
+          conditions: descriptions of the values that decide whether the function is called.
         """
         loops = []
         for op in operations:
@@ -184,7 +186,7 @@ class _Reader:
             self._texts[op] = self._describe(op, caller or op, decides)
             if op.type not in (*READS, *PASSING, *CALLS) and takes_handle(op):
                 self._note_change(op, caller or op, decides)
-        # a loop's beginning is read before its end, and before what decides whether it goes on
+        # the beginning of a loop is read before its end and before its condition
         self.loops |= {
             op
             for op in loops
@@ -197,12 +199,12 @@ class _Reader:
             self.used.add(op.name)
             self.variables[op] = op.name
         elif op.inputs and op.inputs[0].op in self.variables:
-            gives_reference = bool(op.outputs) and op.outputs[0].dtype._is_ref_dtype
-            if gives_reference or op.type in PASSING:  # what assigns to a reference gives one
+            gives_reference = bool(op.outputs) and is_reference(op.outputs[0])
+            if gives_reference or op.type in PASSING:  # an assignment to a reference returns it
                 self.variables[op] = self.variables[op.inputs[0].op]
 
     def _describe(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> Text:
-        if op.type in CALLS:  # what it does is read even if nobody knows whether it is called
+        if op.type in CALLS:  # read even if a condition varies
             results = self._call(op, caller, conditions)
             self._results[op] = [None] * len(results) if None in conditions else results
             return op.type
@@ -219,8 +221,8 @@ class _Reader:
             return None
         if op in self.variables:
             name = self.variables[op]
-            is_own = name in self.known or is_filled_elsewhere(op, self.step)
-            return None if is_own else repr(name)
+            varies = name in self.known or is_filled_elsewhere(op, self.step)
+            return None if varies else repr(name)
         takes_known = any(tensor.op in self.variables for tensor in op.inputs)
         if not takes_known and depends_on_more(op):
             return None
@@ -230,7 +232,7 @@ class _Reader:
 
     def _text(self, tensor: tf.Tensor) -> Text:
         op, index = tensor.op, tensor.value_index
-        if op.type == "IdentityN":  # each output by itself
+        if op.type == "IdentityN":  # passes on each input separately
             return self._text(op.inputs[index])
         if op in self._results:
             return self._results[op][index]
@@ -241,7 +243,7 @@ class _Reader:
         return f"{text}[{index}]" if numbered else text
 
     def _call(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> list[Text]:
-        """Reads the branches, bodies and functions that an operation calls, for its results."""
+        """Reads the functions that an operation calls, and describes its results."""
         if op.type in LOOPS:
             return self._loop(op, caller, conditions)
         decides = [self._text(op.inputs[0])] if op.type in BRANCHES else []
@@ -270,8 +272,8 @@ class _Reader:
     def _read_function(
         self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: list[Text]
     ) -> list[Text]:
-        """What a function returns."""
-        passed = op.inputs[len(op.inputs) - len(body.inputs) :]  # the first may say which branch
+        """Reads a function, and describes its results."""
+        passed = op.inputs[len(op.inputs) - len(body.inputs) :]  # the first may choose a branch
         for argument, tensor in zip(body.inputs, passed):
             varies = argument.op in self.known
             self._texts[argument.op] = None if varies else self._text(tensor)
@@ -281,7 +283,7 @@ class _Reader:
         return [self._text(tensor) for tensor in body.outputs]
 
     def _note_change(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> None:
-        """Notes what an operation does to the variable that it takes, and to its slots."""
+        """Notes the change that an operation makes to its variable, and to its slots."""
         values, changed = [], []
         for argument, tensor, is_handle in arguments(op):
             if not is_handle:
@@ -291,7 +293,7 @@ class _Reader:
         varies = None in conditions or None in [text for _, text in values]
         for name, text in changed:
             self.changes.setdefault(name, []).append(caller)
-            if varies or (text is None and name not in self.known):  # a branch hands it on
+            if varies or (text is None and name not in self.known):  # a branch passes it on
                 self.varying.setdefault(name, []).append(caller)
         shown = [f"{name}={'data' if text is None else text}" for name, text in values]
         shown += [a.name for a in op.op_def.attr if _is_chosen(op, a)]
@@ -301,7 +303,7 @@ class _Reader:
 
 
 def _is_chosen(op: tf.Operation, attribute: Any) -> bool:
-    """Whether an attribute is a switch that is on and changes the result, such as use_nesterov."""
+    """Returns True for a switch that is on and changes the result, such as use_nesterov."""
     if attribute.type != "bool" or attribute.name in ("use_locking", "validate_shape"):
         return False
     return bool(op.get_attr(attribute.name))

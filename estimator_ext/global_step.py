@@ -1,4 +1,4 @@
-"""Who changes global_step in a graph, and when: never, and a training never ends; or too early."""
+"""Checks that a graph changes global_step, and that all reads of it in a step come first."""
 
 from __future__ import annotations
 
@@ -8,32 +8,38 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext.graph import functions_called, operations_before
+from estimator_ext._tf_private import (
+    add_control_inputs,
+    control_flow_context,
+    control_outputs,
+    is_reference,
+)
+from estimator_ext.graph import functions_called, operations_before, walk
 
 __all__: list[str] = []
 
 _CHANGES = re.compile(r"Assign|(Resource)?(Scatter|CountUpTo|StridedSliceAssign)")
-# Pass a variable on as it is, in the control flow of TensorFlow 1 too.
+# Pass on a variable, also in the control flow of TensorFlow 1.
 _PASSING = re.compile(r"(Ref)?(Identity|IdentityN|Switch|Enter|Merge|NextIteration|Exit)$")
 
 
 class GlobalStepCheckHook(tf.compat.v1.train.SessionRunHook):
-    """Refuses a training whose graph never changes global_step; the last of all hooks.
+    """Refuses a training whose graph never changes global_step.
 
-    Other hooks may add what changes it when they begin.
+    It must be the last of all hooks, as others may add operations when they begin.
 
     Args:
-      global_step: that of the training.
+      global_step: the global_step of the training.
     """
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
 
     def begin(self) -> None:
-        """Look at the graph, which is complete but for the saver.
+        """Checks the graph, which is complete except for the saver.
 
         Raises:
-          ValueError: nothing changes global_step.
+          ValueError: no operation changes global_step.
         """
         if next(changes(self._global_step), None) is None:
             raise ValueError(
@@ -46,14 +52,14 @@ class GlobalStepCheckHook(tf.compat.v1.train.SessionRunHook):
 
 
 def read_before_changes(targets: Sequence[tf.Operation]) -> None:
-    """Has global_step change only when what reads it in a step has done so.
+    """Makes updates of global_step wait for all operations of a step that read it.
 
-    A model_fn may group `global_step.assign(global_step + 1)` with its update, as BERT's does. The
-    learning rate may then be that of this step or of the next one, another on each rank. It may be
-    read in a branch, a loop or a function, too.
+    A model_fn may group `global_step.assign(global_step + 1)` with its update, as BERT does. The
+    learning rate might then use the old or the new value, and another one on each rank. The reads
+    may be in a branch, a loop or a function.
 
     Args:
-      targets: what runs in a step, in the default graph.
+      targets: operations that run in a step, in the default graph.
     """
     variable = tf.compat.v1.train.get_global_step()
     if variable is None:
@@ -62,15 +68,18 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
     users = [op for op in _users(_tensor_of(variable)) if op in in_step]
     updates = [op for op in users if _changes_within(op)]
     reads = [op for op in users if op not in updates]
-    for update in (op for op in updates if op._get_control_flow_context() is None):
+    for update in (op for op in updates if control_flow_context(op) is None):
         already = operations_before([update])
         ends = [end for op in reads if op not in already for end in _ends(op) if end in in_step]
         before = [op for op in dict.fromkeys(ends) if update not in operations_before([op])]
-        update._add_control_inputs([_done(op) for op in before if op not in already])
+        add_control_inputs(update, [_done(op) for op in before if op not in already])
 
 
 def _done(op: tf.Operation) -> tf.Operation:
-    """What runs after an operation; what a branch computes may be done later than the branch."""
+    """Returns an operation that runs after one and all operations of the functions it calls.
+
+    A consumer by control may run before the branches of a conditional operation are done.
+    """
     if op.outputs and any(True for _ in functions_called(op)):
         with tf.control_dependencies(None), tf.device(op.device):
             return tf.raw_ops.IdentityN(input=op.outputs)[0].op
@@ -78,13 +87,13 @@ def _done(op: tf.Operation) -> tf.Operation:
 
 
 def _tensor_of(variable: tf.Variable) -> tf.Tensor:
-    """The resource or the reference that operations have as their input."""
+    """Returns the resource or reference that operations take to use a variable."""
     handle = getattr(variable, "handle", None)
     return variable.op.outputs[0] if handle is None else handle
 
 
 def _users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
-    """Operations that read or change a variable, or call a function that may."""
+    """Yields operations that read or change a variable, or call a function that may do so."""
     for op in tensor.consumers():
         if _PASSING.match(op.type):
             for output in op.outputs:
@@ -94,52 +103,52 @@ def _users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
 
 
 def _changes_within(op: tf.Operation) -> bool:
-    """Whether an operation changes global_step, or calls a function that does."""
+    """Returns True if an operation changes global_step, or calls a function that does."""
     step = _tensor_of(tf.compat.v1.train.get_global_step())
     if _CHANGES.match(op.type):
         changed = op.inputs[0]
         while _PASSING.match(changed.op.type):
             changed = changed.op.inputs[0]
-        return bool(changed.op is step.op)  # and is not given its value
+        return bool(changed.op is step.op)  # global_step may also be the assigned value
     arguments = _arguments_of(op, step)
     return any(True for argument in arguments for _ in _changes_of(argument, set()))
 
 
 def _ends(read: tf.Operation) -> list[tf.Operation]:
-    """Operations outside of branches and loops of TensorFlow 1 that run after a read in them."""
-    found, seen, todo = [], {read}, [read]
-    while todo:
-        op = todo.pop()
-        context = op._get_control_flow_context()
-        if op.type in ("Exit", "RefExit"):  # the last operation of a loop
+    """Returns the operations after a read that are outside branches and loops of TensorFlow 1."""
+
+    def is_outside(op: tf.Operation) -> bool:
+        context = control_flow_context(op)
+        if op.type in ("Exit", "RefExit"):  # the last operation of a loop belongs to it
             context = context.outer_context
-        if context is None:
-            found.append(op)
-            continue
-        after = {user for output in op.outputs for user in output.consumers()}
-        after = (after | set(op._control_outputs)) - seen
-        seen |= after
-        todo += after
-    return found
+        return context is None
+
+    def after(op: tf.Operation) -> list[tf.Operation]:
+        if is_outside(op):
+            return []
+        users = [user for output in op.outputs for user in output.consumers()]
+        return list(dict.fromkeys([*users, *control_outputs(op)]))
+
+    return [op for op in walk([read], after) if is_outside(op)]
 
 
 def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
-    """Operations that change a variable, also within functions, branches and loops.
+    """Yields operations that change a variable, also in functions, branches and loops.
 
     Args:
-      variable: of the default graph, a resource or a reference variable.
+      variable: resource or reference variable of the default graph.
 
     Yields:
-      Each of them, but for those that initialise or restore the variable.
+      The operations, except those that initialize or restore the variable.
     """
-    own = {variable.initializer.name, f"{variable.op.name}/Assign"}
+    initializers = {variable.initializer.name, f"{variable.op.name}/Assign"}
     for op in _changes_of(_tensor_of(variable), set()):
-        if op.name not in own and not _restores(op):
+        if op.name not in initializers and not _restores(op):
             yield op
 
 
 def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
-    if not _is_variable(tensor) or tensor.ref() in seen:  # a value, or once more in a loop
+    if not _is_variable(tensor) or tensor.ref() in seen:  # a value, or seen before in a loop
         return
     seen.add(tensor.ref())
     for op in tensor.consumers():
@@ -153,20 +162,20 @@ def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
 
 
 def _is_variable(tensor: tf.Tensor) -> bool:
-    return bool(tensor.dtype == tf.resource or tensor.dtype._is_ref_dtype)
+    return bool(tensor.dtype == tf.resource or is_reference(tensor))
 
 
 def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
-    """What a tensor is called within the functions that an operation calls with it."""
+    """Yields the arguments that receive a tensor in the functions that an operation calls."""
     for _, body in functions_called(op):
-        # the operation's first inputs may be of its own, such as which branch to take
-        for given, argument in zip(reversed(op.inputs), reversed(body.inputs)):
-            if given.name == tensor.name:
+        # the first inputs of the operation may be no arguments, such as the index of a branch
+        for passed, argument in zip(reversed(op.inputs), reversed(body.inputs)):
+            if passed.name == tensor.name:
                 yield argument
 
 
 def _restores(op: tf.Operation) -> bool:
-    """Whether the value that an operation assigns is read from a checkpoint."""
+    """Returns True if an operation assigns a value that is read from a checkpoint."""
     sources = [tensor.op for tensor in op.inputs[1:]]
     sources += [tensor.op for source in sources for tensor in source.inputs]
     return any(source.type.startswith("Restore") for source in sources)

@@ -1,14 +1,14 @@
-"""Marks on gradients, set where TensorFlow computes them.
+"""A graph that marks gradients when TensorFlow computes them.
 
-`tf.gradients` and `tf.GradientTape.gradient` are wrapped, once and for all. In a `TrainingGraph`
-each of their results becomes the output of an operation of its own, of which the graph knows with
-respect to what the gradient was computed. Anywhere else the wrappers change nothing.
+This module wraps `tf.gradients` and `tf.GradientTape.gradient` for the whole process. In a
+`MarkedGraph`, each gradient becomes the output of a new identity operation, and the graph stores
+the source with respect to which it was computed. In other graphs the wrappers change nothing.
 
-The number of rows of a sparse gradient is hidden: behind a reduction it is another one.
+The static number of rows of a sparse gradient is hidden, because a reduction changes it.
 
-An optimizer of `tf.compat.v1.train` scales its loss unless the last loss function of the graph has
-made a sum. In a `TrainingGraph` that is the last one of which its loss is made: a metric that is
-computed with a loss function, as DeepCTR's are, has no say in it.
+An optimizer of `tf.compat.v1.train` scales its loss unless the last loss function of the graph was
+a sum. In a `MarkedGraph` only loss functions on which the loss depends count. DeepCTR, for
+example, computes metrics with loss functions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import backprop
-from tensorflow.python.ops import gradients_util
-from tensorflow.python.training.optimizer import Optimizer
 
+from estimator_ext._tf_private import Optimizer, gradients_module, is_reference
 from estimator_ext.graph import data_before, walk
+from estimator_ext.indexed_slices import parts_of, values_of
 from estimator_ext.operation_kinds import OF_THIS_RANK
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
@@ -42,11 +41,11 @@ class Mark:
 
     Args:
       gradient: a tensor, or a sparse gradient.
-      source: with respect to what it was computed: a tensor, or the handle of a variable.
-      name: of the variable, or of the gradient itself.
-      row_shape: of a sparse gradient, the shape of one row.
-      is_scaled: whether an optimizer has divided by the number of ranks what was differentiated.
-      is_sum: whether that is a loss function's sum over the examples.
+      source: the tensor, or the handle of the variable, with respect to which it was computed.
+      name: name of the variable, or of the gradient if the source is not a variable.
+      row_shape: shape of one row of a sparse gradient; unused for a dense one.
+      is_scaled: True if an optimizer has divided the target by the number of ranks.
+      is_sum: True if the target is a loss function's sum over the examples.
     """
 
     gradient: Any
@@ -56,21 +55,14 @@ class Mark:
     is_scaled: bool
     is_sum: bool
 
-    @property
-    def parts(self) -> list[tf.Tensor]:
-        """The tensors that a reduction changes."""
-        gradient = self.gradient
-        is_sparse = isinstance(gradient, tf.IndexedSlices)
-        return [gradient.values, gradient.indices] if is_sparse else [gradient]
 
-
-class TrainingGraph(tf.Graph):
-    """A graph that knows its gradients, its losses, and the factors that scale them."""
+class MarkedGraph(tf.Graph):
+    """A graph that stores its gradients, its losses, and the factors that scale them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.marks_gradients = False
-        self._reduction: str | None = None  # as TensorFlow knows it: of the last loss
+        self._reduction: str | None = None  # of the last loss, which TensorFlow reads
         self._reductions: dict[str, str] = {}  # of each loss, by the scope of its operations
         self.marks: dict[tf.Operation, Mark] = {}
         self._loss_is_scaled = False
@@ -98,52 +90,49 @@ class TrainingGraph(tf.Graph):
             self._reductions[self.get_name_scope()] = _SUM if is_sum else reduction
 
     def reduce_as(self, loss: tf.Tensor) -> None:
-        """Has TensorFlow know the reduction of a loss as the last one.
+        """Makes the reduction of a loss the last one of the graph, for TensorFlow.
 
         Args:
-          loss: what an optimizer is about to scale; if no loss function has made it the reduction
-            stays as it is.
+          loss: loss that an optimizer is about to scale. Without a loss function before it, the
+            last reduction is kept.
         """
         self._reduction = self._reduction_of([loss]) or self._reduction
 
     def is_sum(self, targets: Sequence[Any]) -> bool:
-        """Whether the last loss function of which tensors are made has made a sum.
+        """Returns True if the last loss function before the targets was a sum.
 
         Args:
-          targets: what is differentiated.
-
-        Returns:
-          True if it has.
+          targets: tensors that are differentiated.
         """
         return self._reduction_of(targets) == _SUM
 
     def _reduction_of(self, targets: Sequence[Any]) -> str | None:
-        """The last reduction of those that tensors are made of, which counts before "none".
+        """Returns the last reduction before the targets; "none" only if there is no other.
 
-        A sum that is divided, or multiplied by what is made of data, is a mean of the batch.
+        A sum that is divided, or multiplied by a value that depends on data, counts as a mean.
         """
         if not self._reductions:
             return None
-        made = [each.op for each in targets if isinstance(each, tf.Tensor)]
+        operations = [each.op for each in targets if isinstance(each, tf.Tensor)]
         divided: list[tf.Operation] = []
-        if _SUM in self._reductions.values():  # nothing else needs the walk for each product
+        if _SUM in self._reductions.values():  # else the walk for each product is not needed
             divided = [
                 op
-                for op in walk(made, self._before_losses)
+                for op in walk(operations, self._before_losses)
                 if op.type in _DIVISIONS or (op.type in _PRODUCTS and not _has_factor_of_all(op))
             ]
         averaged = {self._scope_of(op) for op in walk(divided, data_before)}
-        scopes = {self._scope_of(op) for op in walk(made, data_before)}
-        found = [
+        scopes = {self._scope_of(op) for op in walk(operations, data_before)}
+        reductions = [
             _MEAN if reduction == _SUM and scope in averaged else reduction
             for scope, reduction in self._reductions.items()
             if scope in scopes
         ]
-        found = [each for each in found if each != _NO_REDUCTION] or found
-        return found[-1] if found else None
+        reductions = [each for each in reductions if each != _NO_REDUCTION] or reductions
+        return reductions[-1] if reductions else None
 
     def _before_losses(self, op: tf.Operation) -> Collection[tf.Operation]:
-        """What an operation is made of, as far as no loss function has made it."""
+        """Returns the inputs of an operation, or none if it belongs to a loss function."""
         return [] if self._scope_of(op) in self._reductions else data_before(op)
 
     @staticmethod
@@ -151,40 +140,37 @@ class TrainingGraph(tf.Graph):
         return str(op.name.rpartition("/")[0])
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
-        """Whether tensors are made of what an optimizer has divided by the number of ranks.
+        """Returns True if targets depend on a loss that an optimizer has divided by the ranks.
+
+        The search ends at updates of variables and at results of reductions.
 
         Args:
-          targets: what is differentiated.
-
-        Returns:
-          False for what is made of variables that have been updated, or of sums, which are whole.
+          targets: tensors that are differentiated.
         """
 
         def before(op: tf.Operation) -> list[tf.Operation]:
-            assigns = any(tensor.dtype._is_ref_dtype for tensor in op.inputs)
+            assigns = any(map(is_reference, op.inputs))
             ends = assigns or op in self.marks or is_same_on_all_ranks(op)
             return [] if ends else data_before(op)
 
-        made_of = walk([each.op for each in targets if isinstance(each, tf.Tensor)], before)
+        operations = walk([each.op for each in targets if isinstance(each, tf.Tensor)], before)
         factors = set(self.scale_factors)
         return any(
-            op in factors or (op in self.marks and self.marks[op].is_scaled) for op in made_of
+            op in factors or (op in self.marks and self.marks[op].is_scaled) for op in operations
         )
 
 
 def marks_of_graph() -> dict[tf.Operation, Mark]:
-    """The gradients of the default graph.
+    """Returns the gradients of the default graph, empty if it is not a `MarkedGraph`.
 
     Returns:
-      By operation, of which a sparse gradient has two.
+      Marks by operation; a sparse gradient has two operations, for values and indices.
     """
     graph = tf.compat.v1.get_default_graph()
-    return graph.marks if isinstance(graph, TrainingGraph) else {}
+    return graph.marks if isinstance(graph, MarkedGraph) else {}
 
 
-def _marked(
-    graph: TrainingGraph, gradient: Any, source: Any, is_scaled: bool, is_sum: bool
-) -> Any:
+def _marked(graph: MarkedGraph, gradient: Any, source: Any, is_scaled: bool, is_sum: bool) -> Any:
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):  # None, or a composite tensor
         return gradient
     if not isinstance(source, (tf.Tensor, tf.Variable)):
@@ -203,9 +189,9 @@ def _marked(
     if isinstance(source, tf.Variable):
         mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled, is_sum)
     else:
-        name = getattr(gradient, "values", gradient).op.name
+        name = values_of(gradient).op.name
         mark = Mark(gradient, source, name, row_shape, is_scaled, is_sum)
-    graph.marks.update({part.op: mark for part in mark.parts})
+    graph.marks.update({part.op: mark for part in parts_of(gradient)})
     return gradient
 
 
@@ -214,15 +200,15 @@ def _hiding_rows(tensor: tf.Tensor, row_shape: Any) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name=_NAME)
 
 
-def _marking_graph() -> TrainingGraph | None:
+def _marking_graph() -> MarkedGraph | None:
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
-    return graph if isinstance(graph, TrainingGraph) and graph.marks_gradients else None
+    return graph if isinstance(graph, MarkedGraph) and graph.marks_gradients else None
 
 
 def _has_factor_of_all(op: tf.Operation) -> bool:
-    """Whether one of the factors of a product is made of no data."""
+    """Returns True if a factor of a product does not depend on data."""
     return any(
         not any(OF_THIS_RANK.match(each.type) for each in walk([factor.op], data_before))
         for factor in op.inputs
@@ -236,9 +222,9 @@ def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]
         if graph is None:
             return results
         targets = tf.nest.flatten([ys, args[:1], kwargs.get("grad_ys")])
-        kind = graph.is_scaled(targets), graph.is_sum(targets)
+        is_scaled, is_sum = graph.is_scaled(targets), graph.is_sum(targets)
         sources = xs if isinstance(xs, (list, tuple)) else [xs]
-        return [_marked(graph, gradient, x, *kind) for gradient, x in zip(results, sources)]
+        return [_marked(graph, g, x, is_scaled, is_sum) for g, x in zip(results, sources)]
 
     return gradients
 
@@ -250,9 +236,9 @@ def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
         if graph is None:
             return results
         targets = tf.nest.flatten([target, args, list(kwargs.values())])
-        kind = graph.is_scaled(targets), graph.is_sum(targets)
+        is_scaled, is_sum = graph.is_scaled(targets), graph.is_sum(targets)
         pairs = zip(tf.nest.flatten(results), tf.nest.flatten(sources))
-        marked = [_marked(graph, *pair, *kind) for pair in pairs]
+        marked = [_marked(graph, g, x, is_scaled, is_sum) for g, x in pairs]
         return tf.nest.pack_sequence_as(results, marked)
 
     return gradient
@@ -262,7 +248,7 @@ def _scale_by_reduction(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(scale)
     def scale_loss(loss: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
-        if isinstance(graph, TrainingGraph) and isinstance(loss, tf.Tensor):
+        if isinstance(graph, MarkedGraph) and isinstance(loss, tf.Tensor):
             graph.reduce_as(loss)
         return scale(loss)
 
@@ -270,5 +256,5 @@ def _scale_by_reduction(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 Optimizer._scale_loss = staticmethod(_scale_by_reduction(Optimizer._scale_loss))
-gradients_util._GradientsHelper = _mark_results_of_gradients(gradients_util._GradientsHelper)
-backprop.GradientTape.gradient = _mark_results_of_tape(backprop.GradientTape.gradient)
+gradients_module._GradientsHelper = _mark_results_of_gradients(gradients_module._GradientsHelper)
+tf.GradientTape.gradient = _mark_results_of_tape(tf.GradientTape.gradient)

@@ -1,4 +1,4 @@
-"""Gradients that a model_fn wants to see reduced before its optimizer does."""
+"""`reduce_gradients`: reduces gradients before the optimizer does, for clipping or logging."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ GradsAndVars = list[tuple[Any, tf.Variable]]
 
 
 def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> GradsAndVars:
-    """Reduce gradients over the ranks now, to clip or look at what one worker would have.
+    """Reduces gradients over the ranks, so that clipping sees what a single worker would see.
 
-    The next `apply_gradients` with these variables does not reduce again what is made of the
-    results. For example, in the function of a host_call or in a model_fn with a plain spec:
+    The next `apply_gradients` with these variables does not reduce gradients that are computed
+    from the results. For example, in the function of a host_call, or in a model_fn with a plain
+    spec:
 
         grads_and_vars = estimator_ext.reduce_gradients(zip(gradients, variables))
         gradients, variables = zip(*grads_and_vars)
@@ -30,7 +31,7 @@ def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> Grads
 
     Returns:
       The pairs with reduced gradients, in the same order; None stays None. Without a
-      `HostOffloadStrategy` of several ranks, the gradients themselves.
+      `HostOffloadStrategy` of several ranks, the same gradients.
 
     Raises:
       ValueError: no pair has a gradient.
@@ -41,11 +42,11 @@ def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> Grads
 def reduce_pairs(
     grads_and_vars: Iterable[tuple[Any, tf.Variable]], nonfinite: str | None = None
 ) -> GradsAndVars:
-    """`reduce_gradients`, with a choice of what follows where the results are not finite.
+    """Reduces gradients as `reduce_gradients` does, with a chosen reaction to NaN and Inf.
 
     Args:
       grads_and_vars: as for `reduce_gradients`.
-      nonfinite: as for `hostopt.nonfinite.NonFiniteCheck`.
+      nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
 
     Returns:
       As `reduce_gradients`.
@@ -54,19 +55,19 @@ def reduce_pairs(
       ValueError: no pair has a gradient.
     """
     pairs = list(grads_and_vars)
-    some = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-    if not some:
+    present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+    if not present:
         names = [getattr(variable, "name", variable) for _, variable in pairs]
         raise ValueError(
-            f"no gradients provided for any variable: {names}. Look whether the loss depends on "
+            f"no gradients provided for any variable: {names}. Check whether the loss depends on "
             "them"
         )
-    sums = tf.distribute.get_replica_context().merge_call(_sum, args=(some, nonfinite))
+    sums = tf.distribute.get_replica_context().merge_call(_sum, args=(present, nonfinite))
     reduced = iter(sums)
     return [(None if g is None else next(reduced), v) for g, v in pairs]
 
 
 def _sum(strategy: Any, pairs: GradsAndVars, nonfinite: str | None) -> list[Any]:
     if isinstance(strategy, HostOffloadStrategy):
-        return list(strategy.extended.reduce_now(pairs, nonfinite))
+        return list(strategy.extended.reduction.reduce_now(pairs, nonfinite))
     return list(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs))

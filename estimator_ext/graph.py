@@ -1,4 +1,4 @@
-"""Walks over a graph, from some operations back to what they depend on."""
+"""Walks over a graph, from operations to those that they depend on or that depend on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
+
+from estimator_ext._tf_private import control_flow_context, get_func_graph
 
 __all__: list[str] = []
 
@@ -19,45 +20,47 @@ Neighbours = Callable[[tf.Operation], Iterable[tf.Operation]]
 
 
 def data_before(op: tf.Operation) -> list[tf.Operation]:
-    """The operations whose values one takes.
+    """Returns the operations that compute the inputs of one.
 
     Args:
       op: an operation.
 
     Returns:
-      They, each once, in the order of the inputs.
+      Each operation once, in the order of the inputs.
     """
     return list(dict.fromkeys(tensor.op for tensor in op.inputs))
 
 
 def runs_before(op: tf.Operation) -> list[tf.Operation]:
-    """The operations that run before one, because of its inputs or its control inputs.
+    """Returns the operations that run before one because of its inputs or control inputs.
 
     Args:
       op: an operation.
 
     Returns:
-      They, each once.
+      Each operation once.
     """
     return list(dict.fromkeys([*data_before(op), *op.control_inputs]))
 
 
 def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> list[tf.Operation]:
-    """Operations that some depend on, sorted.
+    """Returns operations and all those before them, in topological order.
 
     Args:
-      targets: where to begin.
-      before: what an operation depends on directly.
+      targets: the operations to begin with.
+      before: returns the operations that one depends on directly.
 
     Returns:
-      They and all before them, each one after those that it depends on. The end of a loop is the
-      one exception: it comes after the loop's beginning, which depends on it.
+      Each operation once, after those that it depends on. There is one exception: the end of a
+      loop (`LOOPS_BACK`) comes after the beginning of the loop, which depends on it.
     """
     order: list[tf.Operation] = []
     entered: set[tf.Operation] = set()
     done: set[tf.Operation] = set()
     loop_ends: list[tf.Operation] = []
     todo = list(targets)
+    # Depth first, with a stack in place of recursion: graphs are deeper than Python's stack. An
+    # operation stays on the stack below those before it, and is appended when it is on top again.
     while todo or loop_ends:
         if not todo:
             todo.append(loop_ends.pop())
@@ -76,28 +79,28 @@ def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> l
 
 
 def operations_before(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
-    """All operations that run if some are run.
+    """Returns all operations that run if some operations are run.
 
     Args:
-      operations: those, of one graph.
+      operations: operations of one graph.
 
     Returns:
-      They, and all on which they depend by data or control.
+      These operations and those before them, by data or control.
     """
     return set(walk(operations))
 
 
 def ancestors(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """All operations that run if some are run.
+    """Returns all operations that run if some operations are run, in the order of the graph.
 
     Args:
-      targets: those, of one graph; one at least.
+      targets: operations of one graph, at least one.
 
     Returns:
-      They and the others, in the order in which they were built.
+      These operations and those before them, in the order in which they were built.
     """
-    found = operations_before(targets)
-    return [op for op in targets[0].graph.get_operations() if op in found]
+    before = operations_before(targets)
+    return [op for op in targets[0].graph.get_operations() if op in before]
 
 
 def depends_on(
@@ -105,56 +108,53 @@ def depends_on(
     sources: Collection[tf.Operation],
     before: Neighbours = runs_before,
 ) -> bool:
-    """Whether operations depend on one of some others, or are among them.
+    """Returns True if a target is one of the sources or depends on one.
 
     Args:
-      targets: where to begin.
-      sources: what to look for.
-      before: what an operation depends on directly.
-
-    Returns:
-      True if one of the sources is found.
+      targets: the operations to begin with.
+      sources: the operations to look for.
+      before: returns the operations that one depends on directly.
     """
     return not set(sources).isdisjoint(walk(targets, before))
 
 
 def predicates_around(op: tf.Operation) -> list[tf.Tensor]:
-    """What decides whether an operation runs, in branches and loops of TensorFlow 1.
+    """Returns the predicates that decide whether an operation runs, in TensorFlow 1 control flow.
 
     Args:
       op: an operation.
 
     Returns:
-      The predicates of the branches and loops in which it was built, the innermost first.
+      The predicates of the branches and loops around the operation, the innermost first.
     """
-    found, context = [], op._get_control_flow_context()
+    predicates, context = [], control_flow_context(op)
     while context is not None:
         if context.IsCondContext():
-            found.append(context.pred)
+            predicates.append(context.pred)
         elif context.IsWhileContext():
-            found.append(context.pivot)
+            predicates.append(context.pivot)
         context = context.outer_context
-    return found
+    return predicates
 
 
 def decided_before(op: tf.Operation) -> list[tf.Operation]:
-    """The operations that run before one, and those that decide whether it runs.
+    """Returns the operations that run before one, and those that decide whether it runs.
 
     Args:
       op: an operation.
 
     Returns:
-      They, each once; not the end of a loop, which depends on what is in the loop.
+      These operations, except the condition of a loop, which depends on the loop's operations.
     """
     decides = [tensor.op for tensor in predicates_around(op)]
     return [*runs_before(op), *(each for each in decides if each.type != "LoopCond")]
 
 
 def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
-    """The graphs of the functions that an operation calls.
+    """Yields the graphs of the functions that an operation calls.
 
     Args:
-      op: any operation.
+      op: an operation.
 
     Yields:
       Name of the attribute that holds the function, such as `then_branch`, and the graph.

@@ -1,4 +1,4 @@
-"""Session hooks: all ranks begin alike, and each process writes events of its own."""
+"""Session hooks: all ranks start with the same values, and each process has its events file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.sync_on_read import assign, in_parts, own_part
+from estimator_ext.sync_on_read import assign, in_parts, initial_local_value
 
 __all__: list[str] = []
 
@@ -19,10 +19,10 @@ _NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 
 
 class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Gives every rank the variables of rank 0, once the session is initialised or restored.
+    """Broadcasts the variables of rank 0 once the session is initialized or restored.
 
-    Put it before hooks that read global_step. All ranks must have the same variables, which is
-    checked first.
+    It must come before hooks that read global_step. It first checks that all ranks have the same
+    variables. Collective: all ranks must have it.
 
     Args:
       communicator: the ring.
@@ -33,25 +33,20 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._variables: list[tf.Variable] = []
 
     def begin(self) -> None:
-        """Note the variables of the graph: slots, global_step and all trainable ones."""
+        """Collects the variables of the graph: slots, global_step and all trainable ones."""
         variables = tf.compat.v1.global_variables() + tf.compat.v1.trainable_variables()
         by_name = {variable.op.name: variable for variable in variables}
         self._variables = [by_name[name] for name in sorted(by_name)]
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Compare the variables' names, shapes and dtypes, then take over their values.
-
-        Args:
-          session: the session of this rank.
-          coord: not used.
+        """Compares names, shapes and dtypes of the variables, then broadcasts their values.
 
         Raises:
           hostopt.CollectiveMismatchError: two ranks have different variables.
-          hostopt.HostOptError: a rank failed, left or timed out.
         """
         del coord
-        facts = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
-        self._communicator.check_same(facts, "the variables")
+        descriptions = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
+        self._communicator.check_same(descriptions, "the variables")
         numbers = [v for v in self._variables if v.dtype.base_dtype not in _NO_NUMBERS]
         for variable in set(self._variables).difference(numbers):
             _log.warning("%s holds no numbers and is not broadcast", variable.op.name)
@@ -61,28 +56,32 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
     def _broadcast(self, session: tf.compat.v1.Session, part: Sequence[tf.Variable]) -> None:
         rank = self._communicator.rank
         values = [
-            self._communicator.broadcast(own, what=f"variable {variable.op.name!r}")
-            for variable, own in zip(part, session.run(list(part)))
+            self._communicator.broadcast(value, name=f"variable {variable.op.name!r}")
+            for variable, value in zip(part, session.run(list(part)))
         ]
         if rank != 0:
-            assign(session, part, [own_part(v, value, rank) for v, value in zip(part, values)])
+            assign(
+                session,
+                part,
+                [initial_local_value(v, value, rank) for v, value in zip(part, values)],
+            )
 
 
-class OwnEventsFileHook(tf.compat.v1.train.SessionRunHook):
-    """Keeps what this process reports at the end out of the events files of all others.
+class EventsFilePerProcessHook(tf.compat.v1.train.SessionRunHook):
+    """Makes the process ID part of the name of the events file.
 
-    TensorFlow names a file after second and host, so that two processes that evaluate the last
-    checkpoint at the same moment would write into one file and corrupt it.
+    TensorFlow names the file after the second and the host. Two processes that evaluate the last
+    checkpoint at the same time would write into one file and corrupt it.
 
     Args:
-      directory: where the events go.
+      directory: directory of the events file.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """Make the writer that TensorFlow would make, with the process in its file's name."""
+        """Creates and caches the writer that TensorFlow would create without the process ID."""
         del session
         writers = tf.compat.v1.summary.FileWriterCache
         with writers._lock:

@@ -1,6 +1,6 @@
-"""The part of a step that runs on the host: gradients arrive, the user's function uses them.
+"""Host calls: a function of the user builds the part of a step that runs on the host.
 
-The numbers are those of the way of a gradient in docs/architecture.md.
+The numbers are the steps of a gradient in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__: list[str] = []
 
 
 def run_on_host(spec: StockSpec, mode: str, iterations: int = 1) -> StockSpec:
-    """Build the host side of an extended spec into the graph.
+    """Builds the host call and the host metrics of an extended spec.
 
     Args:
-      spec: what model_fn returned; a stock spec is returned as it is.
+      spec: spec that model_fn returned; a stock spec is returned unchanged.
       mode: a `tf.estimator.ModeKeys`.
       iterations: number of steps of a loop.
 
@@ -31,8 +31,8 @@ def run_on_host(spec: StockSpec, mode: str, iterations: int = 1) -> StockSpec:
       eval_metric_ops come from eval_metrics.
 
     Raises:
-      ValueError: the host call returns nothing that can be run, model_fn increments global_step
-        itself, there is one in a loop, or there are two kinds of metrics.
+      ValueError: the host call returns neither an operation nor a tensor, model_fn increments
+        global_step itself, a loop has a host call, or there are two kinds of metrics.
     """
     if not isinstance(spec, EstimatorSpec):
         return spec
@@ -55,11 +55,11 @@ def _check_no_loop(iterations: int) -> None:
 
 def _train_op(spec: EstimatorSpec) -> tf.Operation:
     function, tensors = spec.host_call
-    # after the loss, so that a step for which there is no data runs nothing; and in no name scope,
-    # which would become part of the variables' names
+    # after the loss, so that a step without data runs nothing; without a name scope, which would
+    # become part of the variables' names
     with tf.device(HOST_DEVICE), tf.control_dependencies([spec.loss]):
         result = function(*[_to_host(tensor) for tensor in tensors])
-    if isinstance(result, tf.Variable):  # what assign_add returns
+    if isinstance(result, tf.Variable):  # as assign_add returns
         result = result.op
     if not isinstance(result, (tf.Operation, tf.Tensor)):
         raise ValueError(
@@ -83,7 +83,7 @@ def _eval_metric_ops(spec: EstimatorSpec) -> dict[str, Any]:
 
 
 def _to_host(tensor: Any) -> Any:
-    """2. Receive a tensor on the host, the moment it exists; None stays None."""
+    """2. Sends a tensor to the host as soon as it is computed; None stays None."""
     if tensor is None:
         return None
     return tf.nest.map_structure(tf.identity, tensor, expand_composites=True)

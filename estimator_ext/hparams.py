@@ -1,4 +1,4 @@
-"""HParams, as tf.contrib.training had it: named values that a command line may override."""
+"""HParams of tf.contrib.training: hyperparameters that a command line can override."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 __all__: list[str] = []
 
-# name=value, where commas within brackets belong to the value
+# name=value; commas in brackets belong to the value
 _ASSIGNMENT = re.compile(r"\s*(\w+)\s*=\s*(\[[^\]]*\]|[^,\[\]]*)\s*(?:,|$)")
 
 
@@ -18,7 +18,7 @@ class HParams:
     """Hyperparameters as attributes.
 
     Args:
-      **values: the hyperparameters with their defaults, whose types are those of later values.
+      **values: the hyperparameters with their defaults. Later values must have the same types.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -30,11 +30,11 @@ class HParams:
         """Adds a hyperparameter.
 
         Args:
-          name: of an attribute that does not exist yet.
-          value: its value.
+          name: name of the hyperparameter.
+          value: its default.
 
         Raises:
-          ValueError: there is such an attribute.
+          ValueError: there is already an attribute of this name.
         """
         if hasattr(self, name):
             raise ValueError(f"Hyperparameter name is reserved: {name}")
@@ -42,14 +42,14 @@ class HParams:
         setattr(self, name, value)
 
     def set_hparam(self, name: str, value: Any) -> None:
-        """Changes a hyperparameter.
+        """Sets a hyperparameter.
 
         Args:
-          name: of one that exists.
-          value: of its type.
+          name: name of the hyperparameter.
+          value: the new value.
 
         Raises:
-          ValueError: there is none of this name, or the value is of another type.
+          ValueError: the hyperparameter does not exist, or the value has another type.
         """
         if name not in self._names:
             raise ValueError(f"Unknown hyperparameter: {name}")
@@ -64,22 +64,15 @@ class HParams:
         setattr(self, name, value)
 
     def values(self) -> dict[str, Any]:
-        """All hyperparameters.
-
-        Returns:
-          Values by name.
-        """
+        """Returns all hyperparameters: values by name."""
         return {name: getattr(self, name) for name in self._names}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """One hyperparameter.
+        """Returns a hyperparameter.
 
         Args:
-          name: of the hyperparameter.
-          default: what to return if there is none of this name.
-
-        Returns:
-          Its value.
+          name: name of the hyperparameter.
+          default: value to return if it does not exist.
         """
         return getattr(self, name) if name in self._names else default
 
@@ -87,7 +80,7 @@ class HParams:
         return name in self._names
 
     def override_from_dict(self, values: Mapping[str, Any]) -> HParams:
-        """Changes hyperparameters.
+        """Sets hyperparameters from a dict.
 
         Args:
           values: new values by name.
@@ -96,35 +89,35 @@ class HParams:
           This object.
 
         Raises:
-          ValueError: as for `set_hparam`.
+          ValueError: see `set_hparam`.
         """
         for name, value in values.items():
             self.set_hparam(name, value)
         return self
 
     def parse(self, text: str) -> HParams:
-        """Changes hyperparameters.
+        """Sets hyperparameters from a text.
 
         Args:
-          text: such as "rate=0.1,layers=[64,32],name=adam".
+          text: assignments, such as "rate=0.1,layers=[64,32],name=adam".
 
         Returns:
           This object.
 
         Raises:
-          ValueError: the text cannot be read, or as for `set_hparam`.
+          ValueError: the text cannot be parsed; see also `set_hparam`.
         """
         end = 0
         while end < len(text):
-            found = _ASSIGNMENT.match(text, end)
-            if found is None:
+            match = _ASSIGNMENT.match(text, end)
+            if match is None:
                 raise ValueError(f"Could not parse hyperparameters at {text[end:]!r}")
-            self.set_hparam(found[1], self._read(found[1], found[2].strip()))
-            end = found.end()
+            self.set_hparam(match[1], self._parse_value(match[1], match[2].strip()))
+            end = match.end()
         return self
 
-    def _read(self, name: str, text: str) -> Any:
-        """A value of text, of the type of the default."""
+    def _parse_value(self, name: str, text: str) -> Any:
+        """Returns the value in a text, with the type of the current value."""
         default = getattr(self, name, None)
         if text.startswith("["):
             words = [word.strip() for word in text[1:-1].split(",")] if text[1:-1].strip() else []
@@ -133,33 +126,30 @@ class HParams:
         return _value(text, default)
 
     def to_json(self, **options: Any) -> str:
-        """All hyperparameters as JSON.
+        """Returns all hyperparameters as JSON.
 
         Args:
-          **options: of `json.dumps`.
-
-        Returns:
-          The text.
+          **options: arguments of `json.dumps`.
         """
         return json.dumps(self.values(), **options)
 
     def parse_json(self, text: str) -> HParams:
-        """Changes hyperparameters.
+        """Sets hyperparameters from JSON.
 
         Args:
-          text: an object of JSON.
+          text: a JSON object.
 
         Returns:
           This object.
 
         Raises:
-          ValueError: as for `set_hparam`, or no JSON.
+          ValueError: the text is not JSON; see also `set_hparam`.
         """
         return self.override_from_dict(json.loads(text))
 
 
 def _value(text: str, example: Any) -> Any:
-    """What a word says, as the type of an example if there is one."""
+    """Returns the value of a word, with the type of `example` if that is not None."""
     if isinstance(example, str):
         return text
     if text.lower() in ("true", "false"):

@@ -1,34 +1,34 @@
-"""What an input_fn may return, datasets or tensors, and what tensors cannot have."""
+"""The two kinds of input that an input_fn may return: datasets and tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops.iterator_ops import GLOBAL_ITERATORS
 
+from estimator_ext._tf_private import GLOBAL_ITERATORS
 from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 
 _log = tf.get_logger()
 
-_UNEVEN = "a rank whose data end early ends the training of all with an error (uneven_data)"
-_RESUME = "a training that resumes reads its data from the beginning (exact resume)"
+_UNEVEN = "a rank whose data end early ends the training of all ranks with an error (uneven_data)"
+_RESUME = "a resumed training reads its data from the beginning (exact resume)"
 
 
 def prefetched(data: Any, depth: int) -> tf.data.Dataset:
-    """A dataset that prepares batches beforehand, on the host.
+    """Adds prefetching, on the host, to the end of a dataset.
 
     Args:
-      data: what input_fn returned.
-      depth: `RunConfig.prefetch_depth`, number of batches.
+      data: the value that input_fn returned.
+      depth: `RunConfig.prefetch_depth`, in batches.
 
     Returns:
-      The dataset with the prefetching at its end.
+      The prefetching dataset.
 
     Raises:
-      ValueError: the data are no dataset.
+      ValueError: `data` is not a dataset.
     """
     if not isinstance(data, tf.data.Dataset):
         raise ValueError(
@@ -41,16 +41,16 @@ def prefetched(data: Any, depth: int) -> tf.data.Dataset:
 
 
 def log_limits(data: Any, size: int) -> None:
-    """Log what a training does not have because its input_fn returns tensors.
+    """Logs the limits of a training whose input_fn returns tensors.
 
     Args:
-      data: what input_fn returned, in the graph of the training.
+      data: the value that input_fn returned, in the graph of the training.
       size: number of ranks.
     """
     if isinstance(data, tf.data.Dataset):
         return
     limits = [_UNEVEN] if size > 1 else []
-    if not tf.compat.v1.get_collection(GLOBAL_ITERATORS):  # whose states can be saved
+    if not tf.compat.v1.get_collection(GLOBAL_ITERATORS):  # only iterators have a state to save
         limits.append(_RESUME)
     if limits:
         _log.info(

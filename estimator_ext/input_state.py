@@ -1,32 +1,39 @@
-"""How far each rank has read its data, saved with each checkpoint and taken up again.
+"""Input state: the position of each rank in its data, saved with checkpoints and restored.
 
-Beside ``model.ckpt-100`` lies ``model.ckpt-100.input``, which rank 0 writes first: a checkpoint is
-never there without it. It holds the state of each iterator of each rank, as tf.data
-saves it, shuffle buffers included; rank 0 collects them, as the ranks need share no file system.
+The state of ``model.ckpt-100`` is ``model.ckpt-100.input``. Rank 0 writes it before the
+checkpoint, so that no checkpoint lacks it. It holds the state of each iterator of each rank, as
+tf.data saves it, including shuffle buffers. Rank 0 collects the states, as the ranks need not
+share a file system.
 
-A training that starts in another process goes on where the data stood. Within one process another
-`train` reads its data from the beginning, as with a stock Estimator, and so does one whose data
-had ended on all ranks, or whose input_fn or number of ranks is another one.
+A training that starts in another process resumes its data at that position. It reads the data
+from the beginning, as the stock Estimator does, if it runs in the same process, if the data had
+ended on all ranks, or if its input_fn or number of ranks has changed.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import secrets
-import zlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.data.ops.iterator_ops import GLOBAL_ITERATORS
-from tensorflow.python.ops import gen_dataset_ops
 
 import hostopt
 from estimator_ext import input_state_file
+from estimator_ext._tf_private import GLOBAL_ITERATORS, deserialize_iterator
 from estimator_ext.file_errors import remove
 from estimator_ext.graph import ancestors
-from estimator_ext.input_state_file import SUFFIX, Packed, is_counts, pack, unpack
+from estimator_ext.input_state_file import SUFFIX, pack, step_of, unpack
+from estimator_ext.iterators import (
+    FAIL_ON_EXTERNAL_STATE,
+    IGNORE_EXTERNAL_STATE,
+    fingerprint,
+    serialize,
+)
 from estimator_ext.session_guard import SessionGuardHook
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -34,21 +41,24 @@ __all__: list[str] = []
 
 _log = tf.get_logger()
 
-_THIS_PROCESS = secrets.token_hex(8)
-# What tf.data does about functions that keep a state of their own outside of the iterator.
-_IGNORE, _FAIL = 1, 2
-MAX_BYTES = 256 << 20  # of the states of a rank; rank 0 holds those of all at each save
+MAX_BYTES = 256 << 20  # of the states of one rank; rank 0 holds those of all ranks at each save
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
 
+@functools.cache
+def _identifier(pid: int) -> str:
+    """Identifies a process; a child of fork() has an identifier that differs from its parent's."""
+    return secrets.token_hex(8)
+
+
 class InputStates:
-    """The iterators of a training, of all ranks; built once the input is.
+    """States of the iterators of a training, on all ranks; created after the input is built.
 
     Args:
-      communicator: a communicator of its own (a `duplicate`).
-      guard: knows whether the data have ended.
-      more: tensor of the input that tells, where it is run, whether the data go on; with an
-        OutOfRangeError or with False.
+      communicator: communicator for this object alone (a `duplicate`).
+      guard: hook that knows if the data have ended.
+      more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
+        data have ended.
     """
 
     def __init__(
@@ -58,28 +68,27 @@ class InputStates:
         self._guard = guard
         self._more = more
         iterators = list(tf.compat.v1.get_collection(GLOBAL_ITERATORS))
-        self._pipelines = [_fingerprint(iterator.op) for iterator in iterators]
+        self._pipelines = [fingerprint(iterator.op) for iterator in iterators]
         with tf.device(HOST_DEVICE), tf.name_scope("input_state"):
-            self._given = tf.compat.v1.placeholder(tf.string, [None])
+            self._parts = tf.compat.v1.placeholder(tf.string, [None])
             parts = tf.map_fn(
                 lambda part: tf.io.parse_tensor(part, tf.variant),
-                self._given,
+                self._parts,
                 parallel_iterations=1,
                 fn_output_signature=tf.TensorSpec([], tf.variant),
             )
-            self._restores = [
-                gen_dataset_ops.deserialize_iterator(iterator, parts) for iterator in iterators
-            ]
+            self._restores = [deserialize_iterator(iterator, parts) for iterator in iterators]
             self._saves = {
-                policy: [_serialized(iterator, policy) for iterator in iterators]
-                for policy in (_FAIL, _IGNORE)
+                policy: [serialize(iterator, policy, MAX_BYTES) for iterator in iterators]
+                for policy in (FAIL_ON_EXTERNAL_STATE, IGNORE_EXTERNAL_STATE)
             }
         self._has_begun = False
-        self._policies = [_FAIL, _IGNORE]  # those that may work, the first of them is used
-        self._gathered: list[bytes] = []
+        # policies that may work; the first one is used
+        self._policies = [FAIL_ON_EXTERNAL_STATE, IGNORE_EXTERNAL_STATE]
+        self._collected: list[bytes] = []
 
     def listen(self, savers: Sequence[tf.compat.v1.train.CheckpointSaverHook]) -> None:
-        """Have the states written before each checkpoint of this rank.
+        """Registers listeners that write the states before each checkpoint of this rank.
 
         Args:
           savers: hooks that save.
@@ -88,119 +97,118 @@ class InputStates:
             saver._listeners.append(_Listener(self, saver))
 
     def begin(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
-        """Take up the data where a checkpoint left them; all ranks call this together.
+        """Restores the iterators of all ranks. Collective: all ranks must call it.
 
         Args:
-          session: the session of this rank, whose iterators are initialised.
-          checkpoint: on rank 0 path of the checkpoint that was restored, if one was.
+          session: session of this rank, whose iterators are initialized.
+          checkpoint: on rank 0, path of the restored checkpoint; None if there is none.
 
         Raises:
-          hostopt.CheckpointError: the states of the checkpoint cannot be read.
-          hostopt.HostOptError: a rank failed, left or timed out.
+          hostopt.CheckpointError: the states of the checkpoint cannot be restored.
         """
         communicator = self._communicator
         states = []
         if communicator.rank == 0:
             states = _read(checkpoint, communicator.size) or [b""] * communicator.size
-        own = communicator.scatter_bytes(states, "the states of the data")
-        parts = self._parts_for(own) if own else []
-        # with the policy that does not fail: a one-shot iterator does not survive that at first
-        fresh = session.run(self._saves[_IGNORE]) if parts else []
+        state = communicator.scatter_bytes(states, "the states of the data")
+        parts = self._unpack(state) if state else []
+        # saved for the case that all data had ended; ignoring external state, as the other policy
+        # breaks a one-shot iterator that has not been read yet
+        initial = session.run(self._saves[IGNORE_EXTERNAL_STATE]) if parts else []
         ended = bool(parts) and self._have_ended_after(session, parts)
         all_ended = communicator.all_gather(np.array(ended), "whether the data had ended").all()
-        if all_ended:  # to go on would be to end before the first step, and so for ever
-            _log.info("rank %d: its data had ended, and begin anew", communicator.rank)
+        if all_ended:  # resuming would end each training before its first step
+            _log.info(
+                "rank %d: its data had ended, and are read from the beginning", communicator.rank
+            )
         if parts:
-            self._restore(session, [begun for begun, _ in fresh] if all_ended else parts)
+            self._restore(session, [each for each, _ in initial] if all_ended else parts)
         self._has_begun = True
 
     def gather(self, session: tf.compat.v1.Session) -> None:
-        """Collect the states for a checkpoint; all ranks call this together.
+        """Collects the states of all ranks on rank 0. Collective: all ranks must call it.
 
         Args:
-          session: the session of this rank.
-
-        Raises:
-          hostopt.HostOptError: a rank failed, left or timed out.
+          session: session of this rank.
         """
-        own = b""
-        states = [] if self._guard.data_have_ended else self._save(session)
-        if states:
-            facts = {"pipelines": self._pipelines, "parts": [*map(len, states)]}
-            own = pack(facts, [*itertools.chain.from_iterable(states)])
-        self._gathered = self._communicator.gather_bytes(own, "the states of the data")
+        state = b""
+        parts = [] if self._guard.data_have_ended else self._save(session)
+        if parts:
+            attributes = {"pipelines": self._pipelines, "parts": [*map(len, parts)]}
+            state = pack(attributes, [*itertools.chain.from_iterable(parts)])
+        self._collected = self._communicator.gather_bytes(state, "the states of the data")
 
     def forget(self) -> None:
-        """Drop what was collected: a step follows."""
-        self._gathered = []
+        """Drops the collected states, because a step follows."""
+        self._collected = []
 
     def write(self, session: tf.compat.v1.Session, checkpoint: str) -> None:
-        """Write what was collected, before the checkpoint itself, and remove what is out of date.
+        """Writes the collected states before a checkpoint is saved, and removes outdated files.
 
         Args:
-          session: the session of this rank.
-          checkpoint: path of the checkpoint that follows.
+          session: session of this rank.
+          checkpoint: path of the checkpoint that is saved next.
 
         Raises:
-          hostopt.CheckpointError: they cannot be written.
+          hostopt.CheckpointError: the states cannot be written.
         """
         if self._communicator.size == 1 and self._has_begun:
             self.gather(session)
-        if not self._gathered:  # before the first step, of a checkpoint that has its states
+        if not self._collected:  # before the first step; a restored checkpoint has its states
             return
-        facts = {"process": _THIS_PROCESS, "step": _step(checkpoint)}
-        input_state_file.write(checkpoint, facts, self._gathered)
+        attributes = {"process": _identifier(os.getpid()), "step": step_of(checkpoint)}
+        input_state_file.write(checkpoint, attributes, self._collected)
         _remove_old(checkpoint)
 
     def _save(self, session: tf.compat.v1.Session) -> list[list[bytes]]:
-        """The parts of each iterator's state; none where they cannot be saved, as is said once."""
-        rank, why = self._communicator.rank, ""
+        """The parts of each iterator's state; [] if they cannot be saved. Logs once."""
+        rank, reason = self._communicator.rank, ""
         for policy in list(self._policies):
             try:
-                found = session.run(self._saves[policy])
+                states = session.run(self._saves[policy])
             except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
-                why = _first_line(error)
+                reason = _first_line(error)
                 self._policies.remove(policy)
                 continue
-            if sum(int(size) for _, size in found) > MAX_BYTES:
-                why = (
-                    f"their state takes more than {MAX_BYTES >> 20} MiB. Shuffle names of files "
-                    "or numbers of examples, and cache in a file"
+            if sum(int(size) for _, size in states) > MAX_BYTES:
+                reason = (
+                    f"their state takes more than {MAX_BYTES >> 20} MiB. Shuffle file names or "
+                    "example numbers, and cache in a file"
                 )
                 self._policies.clear()
                 break
-            if why:
+            if reason:
                 _log.info(
-                    "rank %d: after a restart its data go on where they stood, but not what a "
-                    "function of input_fn keeps itself, such as random numbers: %s",
+                    "rank %d: after a restart its data resume at the saved position, without the "
+                    "state that a function of input_fn keeps, such as random numbers: %s",
                     rank,
-                    why,
+                    reason,
                 )
-            return [list(parts) for parts, _ in found]
-        if why:
+            return [list(parts) for parts, _ in states]
+        if reason:
             _log.warning(
-                "rank %d: its data cannot be saved with the checkpoints, and begin anew after a "
-                "restart: %s",
+                "rank %d: its data cannot be saved with the checkpoints, and are read from the "
+                "beginning after a restart: %s",
                 rank,
-                why,
+                reason,
             )
         return []
 
-    def _parts_for(self, own: bytes) -> list[list[bytes]]:
-        """The parts that were saved for each iterator; none where they are of other data."""
-        facts, parts = unpack(own)
-        if facts["pipelines"] != self._pipelines:
+    def _unpack(self, state: bytes) -> list[list[bytes]]:
+        """The saved parts of each iterator's state; [] if the pipelines have changed."""
+        attributes, parts = unpack(state)
+        if attributes["pipelines"] != self._pipelines:
             _log.warning(
-                "rank %d: its data begin anew: input_fn makes another pipeline than the one whose "
-                "state was saved",
+                "rank %d: its data are read from the beginning: input_fn builds another pipeline "
+                "than the one whose state was saved",
                 self._communicator.rank,
             )
             return []
-        left = iter(parts)
-        return [[*itertools.islice(left, count)] for count in facts["parts"]]
+        remaining = iter(parts)
+        return [[*itertools.islice(remaining, count)] for count in attributes["parts"]]
 
     def _have_ended_after(self, session: tf.compat.v1.Session, states: list[list[bytes]]) -> bool:
-        """Restore, and read on to see whether something follows."""
+        """Restores the iterators and reads a batch; returns True if there is none."""
         self._restore(session, states)
         try:
             return not session.run(self._more)
@@ -210,24 +218,24 @@ class InputStates:
     def _restore(self, session: tf.compat.v1.Session, states: list[list[bytes]]) -> None:
         for restore, parts in zip(self._restores, states):
             try:
-                session.run(restore, {self._given: parts})
+                session.run(restore, {self._parts: parts})
             except tf.errors.OpError as error:
                 raise hostopt.CheckpointError(
-                    f"rank {self._communicator.rank} cannot go on with the data where the "
-                    f"checkpoint left them: {_first_line(error)}. Remove the checkpoint's file "
-                    f"*{SUFFIX} to have the data begin anew, or go on with the TensorFlow that "
-                    "saved it",
+                    f"rank {self._communicator.rank} cannot resume its data at the position of "
+                    f"the checkpoint: {_first_line(error)}. Remove the checkpoint's file "
+                    f"*{SUFFIX} to read the data from the beginning, or resume with the "
+                    "TensorFlow that saved it",
                     rank=self._communicator.rank,
                 ) from error
 
 
 class InputStateHook(tf.compat.v1.train.SessionRunHook):
-    """Takes up the data where they stood; after all hooks that may initialise the iterators.
+    """Restores the input state; it must come after all hooks that may initialize iterators.
 
     Args:
-      states: those of the training.
-      newest: path of the checkpoint that will be restored, on rank 0, if there is one; found
-        before the session, as savers may save once more before this hook's turn.
+      states: states of the training.
+      newest: on rank 0, path of the checkpoint that will be restored; None if there is none. It
+        is found before the session, as savers may save before this hook is called.
     """
 
     def __init__(self, states: InputStates, newest: str | None) -> None:
@@ -235,12 +243,7 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
         self._newest = newest
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Restore the iterators.
-
-        Args:
-          session: the session of this rank.
-          coord: not used.
-        """
+        """Restores the iterators."""
         del coord
         step = int(session.run(tf.compat.v1.train.get_global_step()))
         is_restored = (
@@ -250,31 +253,19 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
 
 
 class _Listener(tf.compat.v1.train.CheckpointSaverListener):
-    """Writes the states of the data when a saver is about to save."""
+    """Writes the input state when a saver is about to save."""
 
     def __init__(self, states: InputStates, saver: tf.compat.v1.train.CheckpointSaverHook) -> None:
         self._states = states
         self._saver = saver
 
     def before_save(self, session: tf.compat.v1.Session, global_step_value: int) -> None:
-        """Write them."""
+        """Writes the states."""
         self._states.write(session, f"{self._saver._save_path}-{global_step_value}")
 
 
-def check(checkpoint: str) -> None:
-    """Read the states of the data that belong to a checkpoint, where there are some.
-
-    Args:
-      checkpoint: its path.
-
-    Raises:
-      hostopt.CheckpointError: the file is damaged.
-    """
-    _load(checkpoint)
-
-
-def name_random_operations(train_op: Any, data: Collection[tf.Operation]) -> None:
-    """Say which random numbers of a model differ after a restart.
+def log_random_operations(train_op: Any, data: Collection[tf.Operation]) -> None:
+    """Logs random operations of a model whose results differ after a restart.
 
     Args:
       train_op: operation or tensor of a step.
@@ -285,119 +276,47 @@ def name_random_operations(train_op: Any, data: Collection[tf.Operation]) -> Non
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         _log.info(
-            "after a restart these random numbers are others than without: %s%s. With "
-            "tf.random.stateless_* and a seed made of global_step they are the same",
+            "these random numbers differ after a restart: %s%s. Use tf.random.stateless_* with a "
+            "seed computed from global_step to avoid that",
             ", ".join(names[:3]),
             more,
         )
 
 
-def _load(checkpoint: str) -> Packed | None:
-    """The states beside a checkpoint, one for each rank, where there are some."""
-    return input_state_file.read(checkpoint, lambda found: _is_of(checkpoint, found))
-
-
-def _is_of(checkpoint: str, found: Packed) -> bool:
-    """Whether the states that a file holds can be those of a checkpoint."""
-    facts, states = found
-    return (
-        facts.keys() == {"process", "step"}
-        and facts["step"] == _step(checkpoint)
-        and bool(states)
-        and all(not state or _is_state(unpack(state)) for state in states)
-    )
-
-
-def _is_state(found: Packed) -> bool:
-    """Whether it is the state of one rank's iterators."""
-    facts, parts = found
-    return (
-        facts.keys() == {"pipelines", "parts"}
-        and is_counts(facts["pipelines"])
-        and is_counts(facts["parts"])
-        and len(facts["parts"]) == len(facts["pipelines"])
-        and sum(facts["parts"]) == len(parts)
-    )
-
-
-def _step(checkpoint: str) -> str:
-    """The step that a checkpoint's name ends with, whatever it is called otherwise."""
-    return checkpoint.rpartition("-")[2]
-
-
 def _read(checkpoint: str | None, size: int) -> list[bytes]:
-    """The states that were saved with a checkpoint, one for each rank; none where none fit."""
+    """The saved state of each rank; [] if there are none, or they do not fit."""
     if checkpoint is None:
         return []
-    found = _load(checkpoint)
-    if found is None:
-        if _step(checkpoint) != "0":  # which is saved before the first step
-            _log.warning("the data begin anew: %s was saved without their state", checkpoint)
+    packed = input_state_file.read(checkpoint)
+    if packed is None:
+        if step_of(checkpoint) != "0":  # saved before the first step
+            _log.warning(
+                "the data are read from the beginning: %s was saved without their state",
+                checkpoint,
+            )
         return []
-    if found.facts["process"] == _THIS_PROCESS:
+    if packed.attributes["process"] == _identifier(os.getpid()):
         return []
-    if len(found.parts) != size:
+    if len(packed.parts) != size:
         _log.warning(
-            "the data begin anew: %s was saved by %d ranks, and now there are %d",
+            "the data are read from the beginning: %s was saved by %d ranks, and now there are %d",
             checkpoint,
-            len(found.parts),
+            len(packed.parts),
             size,
         )
         return []
-    return found.parts
+    return packed.parts
 
 
 def _remove_old(checkpoint: str) -> None:
-    """Remove the states of checkpoints that are there no more."""
+    """Removes the input states of deleted checkpoints."""
     for other in tf.io.gfile.glob(f"{checkpoint.rpartition('-')[0]}-*{SUFFIX}"):
         saved = other[: -len(SUFFIX)]
         if saved != checkpoint and not tf.io.gfile.exists(f"{saved}.index"):
             remove(other)
 
 
-def _serialized(iterator: tf.Tensor, policy: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """The parts of an iterator's state, up to the one that is too much, and their bytes."""
-    state = gen_dataset_ops.serialize_iterator(iterator, policy)
-
-    def add(
-        index: tf.Tensor, size: tf.Tensor, parts: tf.TensorArray
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
-        part = tf.io.serialize_tensor(state[index])
-        size += tf.cast(tf.strings.length(part), tf.int64)
-        return index + 1, size, parts.write(index, part)
-
-    empty = tf.TensorArray(tf.string, tf.size(state), element_shape=[])
-    count, size, parts = tf.while_loop(
-        lambda index, size, _: tf.logical_and(index < tf.size(state), size <= MAX_BYTES),
-        add,
-        (0, tf.constant(0, tf.int64), empty),
-        parallel_iterations=1,
-    )
-    return parts.gather(tf.range(count)), size
-
-
-def _fingerprint(iterator: tf.Operation) -> int:
-    """Checksum of the pipeline behind an iterator: kinds of datasets and constants."""
-    makers = [op for tensor in iterator.outputs for op in tensor.consumers()]
-    nodes = [
-        op.node_def
-        for maker in makers
-        if maker.type == "MakeIterator"
-        for op in ancestors([maker])
-    ]
-    if iterator.type == "OneShotIterator":
-        name = iterator.get_attr("dataset_factory").name
-        library = iterator.graph.as_graph_def().library.function
-        nodes += next(function.node_def for function in library if function.signature.name == name)
-    checksum = 0
-    for node in nodes:
-        checksum = zlib.crc32(node.op.encode(), checksum)
-        if node.op == "Const":
-            checksum = zlib.crc32(node.attr["value"].SerializeToString(), checksum)
-    return checksum
-
-
 def _first_line(error: tf.errors.OpError) -> str:
     lines = [line for line in error.message.splitlines() if line.strip()]
-    told = [line for line in lines if "stateful" in line or "checkpoint" in line]
-    return (told or lines or ["unknown"])[0].strip()
+    relevant = [line for line in lines if "stateful" in line or "checkpoint" in line]
+    return (relevant or lines or ["unknown"])[0].strip()

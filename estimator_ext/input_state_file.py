@@ -1,26 +1,30 @@
-"""The file `model.ckpt-N.input`: byte strings and facts about them, under one checksum.
+"""The file `model.ckpt-N.input`: states of the input iterators of all ranks, with a checksum.
 
 ::
 
-    16 bytes  "hostopt input 2\\n": which format this is
-     8 bytes  length of all that follows the checksum
-    32 bytes  SHA-256 of it
+    16 bytes  "hostopt input 2\\n": format
+     8 bytes  length of everything after the checksum
+    32 bytes  SHA-256 of everything after it
      8 bytes  length of the header
-              header: JSON with "facts" and "lengths"
-              byte strings, one after the other, of those lengths
+              header: JSON with "facts" (attributes) and "lengths"
+              byte strings of those lengths, one after the other
+
+The byte strings are the states of the ranks. Each has the same layout, from the length of the
+header on: its attributes are "pipelines" (the fingerprint of each iterator) and "parts" (the
+number of parts of each iterator's state); its byte strings are the parts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.file_errors import cause, write_whole
+from estimator_ext.file_errors import cause, replace_file
 
 __all__: list[str] = []
 
@@ -31,98 +35,96 @@ _PREFIX_BYTES = len(_FORMAT) + _NUMBER_BYTES + hashlib.sha256().digest_size
 
 
 class Packed(NamedTuple):
-    """What was packed together.
+    """Byte strings with attributes.
 
     Args:
-      facts: as JSON can hold them.
+      attributes: JSON object.
       parts: byte strings.
     """
 
-    facts: dict[str, Any]
+    attributes: dict[str, Any]
     parts: list[bytes]
 
 
-def pack(facts: dict[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Make one byte string of several, without a checksum.
+def pack(attributes: dict[str, Any], parts: Sequence[bytes]) -> bytes:
+    """Packs byte strings into one, without a checksum.
 
     Args:
-      facts: what is to be known of them, as JSON can hold it.
-      parts: the byte strings.
+      attributes: JSON object that describes the byte strings.
+      parts: byte strings.
 
     Returns:
-      One, from which `unpack` makes the same again.
+      Byte string for `unpack`.
     """
-    header = json.dumps({"facts": facts, "lengths": [*map(len, parts)]}).encode()
+    header = json.dumps({"facts": attributes, "lengths": [*map(len, parts)]}).encode()
     return b"".join([_number(len(header)), header, *parts])
 
 
 def unpack(data: bytes | memoryview) -> Packed:
-    """The inverse of `pack`; takes as much memory as the data.
+    """Unpacks the result of `pack`; needs as much memory as the data.
 
     Args:
-      data: what `pack` has returned.
+      data: result of `pack`.
 
     Returns:
-      Facts and parts.
+      Attributes and parts.
 
     Raises:
-      ValueError: it is anything else.
+      ValueError: the data are not a result of `pack`.
     """
     end = _NUMBER_BYTES + int.from_bytes(data[:_NUMBER_BYTES], "little")
     if end > len(data):
-        raise ValueError("its header is cut")
+        raise ValueError("its header is truncated")
     try:
         header = json.loads(bytes(data[_NUMBER_BYTES:end]))
-        facts, lengths = header["facts"], header["lengths"]
+        attributes, lengths = header["facts"], header["lengths"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError("its header is no such header") from error
-    if not isinstance(facts, dict) or not is_counts(lengths):
-        raise ValueError("its header is no such header")
+        raise ValueError("its header is invalid") from error
+    if not isinstance(attributes, dict) or not _is_counts(lengths):
+        raise ValueError("its header is invalid")
     if end + sum(lengths) != len(data):
         raise ValueError(f"it has {len(data)} bytes, wanted {end + sum(lengths)}")
     parts = []
     for length in lengths:
         parts.append(bytes(data[end : end + length]))
         end += length
-    return Packed(facts, parts)
+    return Packed(attributes, parts)
 
 
-def is_counts(found: Any) -> bool:
-    """Whether something is a list of whole numbers from 0 on.
+def step_of(checkpoint: str) -> str:
+    """Returns the step at the end of the name of a checkpoint.
 
     Args:
-      found: what JSON has held.
-
-    Returns:
-      True if so.
+      checkpoint: path of the checkpoint.
     """
-    return isinstance(found, list) and all(type(n) is int and n >= 0 for n in found)
+    return checkpoint.rpartition("-")[2]
 
 
-def write(checkpoint: str, facts: dict[str, Any], parts: Sequence[bytes]) -> None:
-    """Write the file beside a checkpoint, as a whole or not at all.
+def write(checkpoint: str, attributes: dict[str, Any], states: Sequence[bytes]) -> None:
+    """Writes the states of all ranks beside a checkpoint, atomically.
 
     Args:
-      checkpoint: its path.
-      facts: what is to be known of the parts, as JSON can hold it.
-      parts: byte strings.
+      checkpoint: path of the checkpoint.
+      attributes: "process", the identifier of the process that writes, and "step", the result of
+        `step_of`.
+      states: packed state of each rank; b"" for none.
 
     Raises:
-      hostopt.CheckpointError: it cannot be written.
+      hostopt.CheckpointError: the file cannot be written.
     """
-    body = pack(facts, parts)
-    write_whole(f"{checkpoint}{SUFFIX}", [_prefix(body), body])
+    body = pack(attributes, states)
+    replace_file(f"{checkpoint}{SUFFIX}", [_prefix(body), body])
 
 
-def read(checkpoint: str, is_valid: Callable[[Packed], bool]) -> Packed | None:
-    """Read the file beside a checkpoint; takes twice as much memory as was written.
+def read(checkpoint: str) -> Packed | None:
+    """Reads the states of all ranks beside a checkpoint; needs twice the memory of the file.
 
     Args:
-      checkpoint: its path.
-      is_valid: whether the facts are those that the writer would have written.
+      checkpoint: path of the checkpoint.
 
     Returns:
-      Facts and parts; None where there is no such file.
+      Attributes "process" and "step", and the packed state of each rank; None if there is no such
+      file.
 
     Raises:
       hostopt.CheckpointError: the file cannot be read, or is damaged.
@@ -131,16 +133,43 @@ def read(checkpoint: str, is_valid: Callable[[Packed], bool]) -> Packed | None:
     try:
         if not tf.io.gfile.exists(path):
             return None
-        found = unpack(_read_checked(path))
-        if not is_valid(found):
-            raise ValueError("its facts are none of this checkpoint's")
+        packed = unpack(_read_checked(path))
+        if not _is_of(checkpoint, packed):
+            raise ValueError("its states are not those of this checkpoint")
     except (tf.errors.OpError, ValueError) as error:
         raise hostopt.CheckpointError(
-            f"{path}, which says how far the data of {checkpoint} were read, is damaged: "
-            f"{cause(error)}. Remove it to have the data begin anew, or go on from another "
-            "checkpoint"
+            f"{path}, the input state of {checkpoint}, is damaged: {cause(error)}. Remove it to "
+            "read the data from the beginning, or resume from another checkpoint"
         ) from error
-    return found
+    return packed
+
+
+def _is_of(checkpoint: str, packed: Packed) -> bool:
+    """True if the states can be those of a checkpoint."""
+    attributes, states = packed
+    return (
+        attributes.keys() == {"process", "step"}
+        and attributes["step"] == step_of(checkpoint)
+        and bool(states)
+        and all(not state or _is_state(unpack(state)) for state in states)
+    )
+
+
+def _is_state(packed: Packed) -> bool:
+    """True if it can be the state of one rank."""
+    attributes, parts = packed
+    return (
+        attributes.keys() == {"pipelines", "parts"}
+        and _is_counts(attributes["pipelines"])
+        and _is_counts(attributes["parts"])
+        and len(attributes["parts"]) == len(attributes["pipelines"])
+        and sum(attributes["parts"]) == len(parts)
+    )
+
+
+def _is_counts(value: Any) -> bool:
+    """True if a JSON value is a list of non-negative integers."""
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _number(number: int) -> bytes:
@@ -152,15 +181,15 @@ def _prefix(body: bytes | memoryview) -> bytes:
 
 
 def _read_checked(path: str) -> memoryview:
-    """What the checksum covers; nothing of a file that is too long is read."""
+    """Reads and verifies the checksummed part of a file, unless the file has a wrong length."""
     with tf.io.gfile.GFile(path, "rb") as file:
         prefix = file.read(_PREFIX_BYTES)
         if not prefix.startswith(_FORMAT):
-            raise ValueError("it has another format, such as that of an earlier release")
+            raise ValueError("it has another format, such as an earlier release's")
         length = int.from_bytes(prefix[len(_FORMAT) :][:_NUMBER_BYTES], "little")
         if file.size() != _PREFIX_BYTES + length:
             raise ValueError(f"it has {file.size()} bytes, wanted {_PREFIX_BYTES + length}")
         body = memoryview(file.read(length))
     if _prefix(body) != prefix:
-        raise ValueError("its checksum is another one")
+        raise ValueError("its checksum does not match")
     return body

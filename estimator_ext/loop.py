@@ -1,8 +1,9 @@
 """Several steps in one run of a session, as a loop of the graph.
 
-model_fn builds one step, as ever. Its operations are copied into the body of a `tf.while_loop`;
-what keeps a state between steps, variables, iterators and tables, stays outside, and the copies
-use it. So whatever a model_fn builds can be repeated, variables and their cached copies included.
+model_fn builds one step. The operations of the step are copied into the body of a
+`tf.while_loop`. Resources that keep a state between steps (variables, iterators and tables) stay
+outside, and the copies use them. So any step of a model_fn can be repeated, including cached
+copies of variables.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext._tf_private import add_control_inputs
+from estimator_ext.graph import runs_before, walk
 from estimator_ext.loop_hooks import LoopEndHook, reports
 from estimator_ext.run_config import RunConfig
 from estimator_ext.spec import stock_spec
@@ -21,17 +24,17 @@ from estimator_ext.spec import stock_spec
 __all__: list[str] = []
 
 _FORBIDDEN = (
-    "a hook or a summary_op fetches a tensor of model_fn, which cannot be read in the midst of a "
-    "loop. Use a summary, or the loss, or set RunConfig.iterations_per_loop to 1"
+    "a hook or a summary_op fetches a tensor of model_fn, which cannot be read inside a loop. Use "
+    "a summary, or the loss, or set RunConfig.iterations_per_loop to 1"
 )
 
 
 def check_limits(steps: int | None, max_steps: int | None) -> None:
-    """Refuse limits of a training that the stock `train` refuses, in its words.
+    """Checks the limits of a training as the stock `train` does, with the same messages.
 
     Args:
-      steps: as given to train.
-      max_steps: as given to train.
+      steps: argument of `train`.
+      max_steps: argument of `train`.
 
     Raises:
       ValueError: both are given, or one is below 1.
@@ -44,47 +47,47 @@ def check_limits(steps: int | None, max_steps: int | None) -> None:
 
 
 def check_whole_loops(steps: int | None, iterations: int) -> None:
-    """Refuse a number of steps that ends within a loop.
+    """Checks that a number of steps is a multiple of the steps of a loop.
 
     Args:
-      steps: as given to train or evaluate; None for all data.
+      steps: argument of `train` or `evaluate`; None for all data.
       iterations: steps of a loop.
 
     Raises:
-      ValueError: steps is no multiple of iterations.
+      ValueError: steps is not a multiple of iterations.
     """
     if steps is not None and steps % iterations:
         raise ValueError(
-            f"steps is {steps}, wanted a multiple of iterations_per_loop={iterations}: a loop is "
-            f"run as a whole. Give steps={whole_loops(steps, iterations)}, or change "
+            f"steps is {steps}, wanted a multiple of iterations_per_loop={iterations}, as loops "
+            f"are not interrupted. Give steps={whole_loops(steps, iterations)}, or change "
             "RunConfig.iterations_per_loop"
         )
 
 
 def whole_loops(max_steps: int, iterations: int) -> int:
-    """The number of steps, rounded up to whole loops.
+    """Rounds a number of steps up to whole loops.
 
     Args:
-      max_steps: as given to train.
+      max_steps: argument of `train`.
       iterations: steps of a loop.
 
     Returns:
-      The smallest multiple of iterations that is no less.
+      The smallest multiple of iterations that is at least max_steps.
     """
     return -(-max_steps // iterations) * iterations
 
 
 def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSpec:
-    """Make the step of a spec a loop of steps.
+    """Turns the step of a spec into a loop of steps.
 
     Args:
-      spec: the training of one step, built in the default graph.
-      config: says how many steps a loop has, and how often to report.
-      hooks: those of the training besides the spec's; they learn how far a run goes.
+      spec: spec of one step, built in the default graph.
+      config: configuration with the steps of a loop and the intervals of reports.
+      hooks: hooks of `train`, which get the number of steps in each run of the session.
 
     Returns:
-      A stock spec whose train_op makes so many steps over as many batches, and whose loss is the
-      mean over them. It has the hooks that report, with the summaries of a loop's last step.
+      A stock spec whose train_op runs all steps of a loop, each with another batch, and whose loss
+      is the mean over them. Its reporting hooks write the summaries of the last step of a loop.
 
     Raises:
       hostopt.ConfigError: a variable cannot be used in a loop.
@@ -97,7 +100,7 @@ def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSp
 
     def body(number: tf.Tensor, total: tf.Tensor, *_: tf.Tensor) -> list[tf.Tensor]:
         loss, *texts = step.copy()
-        # the next step begins when this one has ended
+        # the next step starts after this one
         with tf.control_dependencies([loss, *texts]):
             return [number + 1, total + loss, *texts]
 
@@ -124,24 +127,18 @@ class _Step:
     """The operations of a step, which can be copied into the body of a loop.
 
     Args:
-      results: scalars to be computed in each step.
+      results: scalars that each step computes.
     """
 
     def __init__(self, results: Sequence[tf.Tensor]) -> None:
         self._results = list(results)
         self._operations: dict[str, tf.Operation] = {}
         self._outside: dict[str, tf.Operation] = {}
-        left = [tensor.op for tensor in results]
-        while left:
-            op = left.pop()
-            if op.name in self._operations or op.name in self._outside:
-                continue
+        targets = [tensor.op for tensor in results]
+        for op in walk(targets, lambda op: [] if _stays_outside(op) else runs_before(op)):
             _check_variable(op)
-            if _stays_outside(op):
-                self._outside[op.name] = op
-                continue
-            self._operations[op.name] = op
-            left += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+            group = self._outside if _stays_outside(op) else self._operations
+            group[op.name] = op
         self._definition = self._define()
 
     def _define(self) -> tf.compat.v1.GraphDef:
@@ -154,16 +151,16 @@ class _Step:
         return part
 
     def _cut(self, node: Any) -> None:
-        """Leave out what binds a node to those that stay outside, but for its inputs."""
+        """Removes control inputs from operations outside the step, and colocation with them."""
         kept = [name for name in node.input if name[1:] not in self._outside or name[0] != "^"]
         node.input[:] = kept
-        beside = node.attr["_class"].list.s
-        beside[:] = [at for at in beside if at[len(b"loc:@") :].decode() in self._operations]
-        if not beside:
+        colocated = node.attr["_class"].list.s
+        colocated[:] = [c for c in colocated if c[len(b"loc:@") :].decode() in self._operations]
+        if not colocated:
             del node.attr["_class"]
 
     def copy(self) -> list[tf.Tensor]:
-        """The results of a copy of the step, in the default graph."""
+        """Copies the step into the default graph and returns the results of the copy."""
         outside = [tensor for op in self._outside.values() for tensor in op.outputs]
         copies = tf.import_graph_def(
             self._definition,
@@ -171,15 +168,15 @@ class _Step:
             return_elements=[tensor.name for tensor in self._results],
             name="step",
         )
-        return [tf.reshape(copy, []) for copy in copies]  # whose shapes may be unknown
+        return [tf.reshape(copy, []) for copy in copies]  # their shapes may be unknown
 
     def forbid(self) -> None:
-        """Let the step that was copied fail in words: it would take a batch of its own."""
+        """Makes the original step fail with an error, as it would consume another batch."""
         with tf.control_dependencies(None):
             never = tf.raw_ops.Assert(condition=False, data=[_FORBIDDEN])
         for op in self._operations.values():
             if op.type.startswith("IteratorGetNext"):
-                op._add_control_input(never)
+                add_control_inputs(op, [never])
 
 
 def _stays_outside(op: tf.Operation) -> bool:

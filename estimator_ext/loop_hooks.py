@@ -1,4 +1,4 @@
-"""Hooks of a training in loops; the stock ones reckon with one step a run, and come too late."""
+"""Hooks of a training in loops; the stock hooks expect one step in each run of the session."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ __all__: list[str] = []
 
 
 def without_reports(config: RunConfig) -> RunConfig:
-    """A configuration with which the stock class adds no hooks that report.
+    """Returns a configuration with which the stock class adds no reporting hooks.
 
     Args:
-      config: that of a training in loops.
+      config: configuration of a training in loops.
 
     Returns:
-      A copy.
+      A copy without reports.
     """
     return config.replace(save_summary_steps=0, log_step_count_steps=None)
 
 
 def reports(loss: tf.Tensor, config: RunConfig, scaffold: Any) -> list[Any]:
-    """The hooks that report as often as configured, in place of the stock ones.
+    """Creates the reporting hooks that replace the stock ones.
 
     Args:
-      loss: scalar, the loss of a loop.
-      config: that of a training in loops.
-      scaffold: that of the training's spec.
+      loss: scalar tensor, the loss of a loop.
+      config: configuration of a training in loops.
+      scaffold: scaffold of the training's spec.
 
     Returns:
-      Hooks for summaries, for loss and step in the log, and for steps a second.
+      Hooks for summaries, for loss and step in the log, and for steps per second.
     """
     train = tf.compat.v1.train
     directory, iterations = config.model_dir, config.iterations_per_loop
@@ -42,22 +42,22 @@ def reports(loss: tf.Tensor, config: RunConfig, scaffold: Any) -> list[Any]:
         hooks.append(_SummaryHook(iterations, config.save_summary_steps, directory, scaffold))
     if config.log_step_count_steps:
         every_steps = config.log_step_count_steps
-        told = {"loss": loss, "step": train.get_global_step()}
+        logged = {"loss": loss, "step": train.get_global_step()}
         every_loops = max(1, every_steps // iterations)
-        hooks.append(train.LoggingTensorHook(told, every_n_iter=every_loops))
+        hooks.append(train.LoggingTensorHook(logged, every_n_iter=every_loops))
         hooks.append(train.StepCounterHook(every_steps, output_dir=directory))
     return hooks
 
 
 class _SummaryHook(tf.compat.v1.train.SummarySaverHook):
-    """Writes summaries of the loops in which they are due."""
+    """Writes summaries after the loops in which they are due."""
 
     def __init__(self, iterations: int, every_steps: int, directory: str, scaffold: Any) -> None:
         super().__init__(save_steps=every_steps, output_dir=directory, scaffold=scaffold)
         self._iterations = iterations
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Write what was asked for, and note where the next loop ends."""
+        """Writes the summaries and computes the last step of the next loop."""
         super().after_run(run_context, run_values)
         self._next_step = _global_step(run_context) + self._iterations
 
@@ -67,10 +67,10 @@ def _global_step(run_context: Any) -> int:
 
 
 class LoopEndHook(tf.compat.v1.train.SessionRunHook):
-    """Stops after the loop in which a step is reached, at which a hook wants to stop.
+    """Stops after the loop that reaches the last step of a `StopAtStepHook`.
 
     Args:
-      hooks: all others of the training.
+      hooks: all other hooks of the training.
       iterations: steps of a loop.
     """
 
@@ -81,12 +81,7 @@ class LoopEndHook(tf.compat.v1.train.SessionRunHook):
                 hook._set_steps_per_run(iterations)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Compare the step with those at which to stop.
-
-        Args:
-          run_context: of this loop.
-          run_values: not used.
-        """
+        """Stops if the last step of a hook is reached."""
         del run_values
         if self._hooks:
             step = _global_step(run_context)

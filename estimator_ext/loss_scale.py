@@ -1,9 +1,9 @@
-"""Loss scaling: small gradients survive float16, and steps that overflow are skipped by all ranks.
+"""Dynamic loss scaling, which keeps small gradients from becoming 0 in float16.
 
-After Micikevicius et al., Mixed Precision Training (2018): the loss is multiplied by a scale and
-the gradients divided by it. Where a reduced gradient is not finite no variable is updated, and the
-scale is halved; after a number of good steps in a row it is doubled. All ranks decide alike, as
-reduced gradients have the same bits on all of them.
+After Micikevicius et al., Mixed Precision Training (2018): the loss is multiplied by a scale, and
+the gradients are divided by it. If a reduced gradient is not finite, the update is skipped and the
+scale is halved. After a number of finite steps in a row the scale is doubled. All ranks decide
+alike, as reduced gradients have the same bits on all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext.gradients import GradsAndVars, reduce_pairs
-from hostopt.nonfinite import ALLOW
+from estimator_ext.indexed_slices import map_values, values_of
+from hostopt.gradients.nonfinite import ALLOW
 from hostopt.options import MAX_COUNT, shown
 
 __all__: list[str] = []
@@ -26,16 +27,16 @@ _SMALLEST_SCALE = 2.0**-126  # a smaller one is 0 to processors that flush
 
 
 class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
-    """Wraps an optimizer that then works on a scaled loss, and skips steps that are not finite.
+    """Wraps an optimizer: scales its loss, and skips steps whose gradients are not finite.
 
     Args:
       optimizer: a `tf.compat.v1.train.Optimizer`.
-      scale: what the loss is multiplied by at first.
-      growth_steps: how many finite steps in a row double the scale; 0 keeps it as it is.
+      scale: initial scale of the loss.
+      growth_steps: number of finite steps in a row that doubles the scale; 0 keeps it constant.
 
     Raises:
-      ValueError: the scale is no number above 0 that float32 holds, or growth_steps is no whole
-        number from 0.
+      ValueError: `scale` is not a positive normal number of float32, or `growth_steps` is not a
+        whole number from 0.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
 
     @property
     def scale(self) -> tf.Variable:
-        """The scale of the next step, which checkpoints hold."""
+        """The scale of the next step; a variable that checkpoints contain."""
         return self._variables()[0]
 
     def compute_gradients(self, loss: tf.Tensor, *args: Any, **kwargs: Any) -> GradsAndVars:
-        """Gradients of the scaled loss, divided by the scale.
+        """Computes the gradients of the scaled loss, and divides them by the scale.
 
         Args:
           loss: scalar tensor.
@@ -71,7 +72,11 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
         pairs = self._optimizer.compute_gradients(
             loss * tf.cast(scale, loss.dtype), *args, **kwargs
         )
-        return [(_divided(gradient, scale), variable) for gradient, variable in pairs]
+
+        def unscale(values: tf.Tensor) -> tf.Tensor:
+            return values / tf.cast(scale, values.dtype)
+
+        return [(None if g is None else map_values(unscale, g), v) for g, v in pairs]
 
     def apply_gradients(
         self,
@@ -79,11 +84,11 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
         global_step: tf.Variable | None = None,
         name: str | None = None,
     ) -> tf.Operation:
-        """Reduce the gradients, and update the variables where all of them are finite.
+        """Reduces the gradients, and updates the variables if all gradients are finite.
 
         Args:
-          grads_and_vars: what `compute_gradients` returned; reduced ones are not reduced again.
-          global_step: counts the updates.
+          grads_and_vars: result of `compute_gradients`; reduced gradients are not reduced again.
+          global_step: incremented by each update.
           name: name of the operation.
 
         Returns:
@@ -100,7 +105,7 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
     def _apply_if_finite(
         self, strategy: Any, pairs: GradsAndVars, global_step: tf.Variable | None, name: str | None
     ) -> tf.Operation:
-        values = [getattr(gradient, "values", gradient) for gradient, _ in pairs]
+        values = [values_of(gradient) for gradient, _ in pairs]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
 
         def update() -> tf.Operation:
@@ -109,7 +114,7 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
             )
 
         applied = _branch(finite, update)
-        with tf.control_dependencies(values):  # the scale is read before
+        with tf.control_dependencies(values):  # which were computed with the old scale
             return tf.group(applied, self._adapt(finite), name=name)
 
     def _adapt(self, finite: tf.Tensor) -> tf.Operation:
@@ -160,12 +165,3 @@ def _branch(condition: tf.Tensor, operation: Callable[[], tf.Operation]) -> tf.T
             return tf.constant(True)
 
     return tf.cond(condition, run, lambda: tf.constant(False))
-
-
-def _divided(gradient: Any, scale: tf.Tensor) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _divided(gradient.values, scale)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(scale, gradient.dtype)

@@ -1,4 +1,4 @@
-"""One training at a time in a model_dir: the lock that its chief holds."""
+"""Lock of a model_dir: only one training at a time may write there."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__: list[str] = []
 _log = tf.get_logger()
 
 _NAME = "hostopt-training.lock"
-_AGAIN_AFTER_S = 0.5
-# NFS keeps the locks of a host that has crashed until their lease ends, after 90 s by default.
+_RETRY_AFTER_S = 0.5
+# NFS keeps the locks of a crashed host until their lease ends, by default after 90 s.
 _LEASE_S = 100.0
 
 
@@ -30,24 +30,21 @@ _LEASE_S = 100.0
 def training_in(
     model_dir: str, communicator: hostopt.Communicator | None = None
 ) -> Iterator[None]:
-    """Scope in which no other run trains in a model_dir; its process may enter it repeatedly.
+    """Scope in which no other run trains in a model_dir; a process may enter it repeatedly.
 
-    With several ranks, which enter it together, rank 0 holds the lock. If the holder is on another
-    host, or was before this host has booted, it waits a while: that host may have crashed.
+    Rank 0 holds the lock. If the holder is on another host, or locked before this host was booted,
+    rank 0 retries for a while, as that host may have crashed. Collective with a communicator: all
+    ranks must call it.
 
     Args:
-      model_dir: of rank 0.
-      communicator: the ring; None where this process trains alone.
-
-    Yields:
-      Nothing.
+      model_dir: model_dir of rank 0.
+      communicator: the ring; None if this process trains alone.
 
     Raises:
-      hostopt.ConfigError: another run trains there; on rank 0.
-      hostopt.CheckpointError: the lock cannot be written; on rank 0.
-      hostopt.HostOptError: a rank failed, left or timed out.
+      hostopt.ConfigError: another run trains there; raised on rank 0.
+      hostopt.CheckpointError: the lock file cannot be written; raised on rank 0.
     """
-    exit_with_error_code()  # nothing else has done so in a program without a ring
+    exit_with_error_code()  # a program without a ring has not called it
     path = _path(model_dir) if communicator is None or communicator.rank == 0 else ""
     until_s = time.monotonic() + _LEASE_S
     with contextlib.ExitStack() as stack:
@@ -57,50 +54,62 @@ def training_in(
             if is_held and path:
                 stack.callback(lock_file.release, path)
             if communicator is not None:
-                own = np.array(is_held)
-                is_held = bool(communicator.broadcast(own, what="rank 0 has locked model_dir"))
+                value = np.array(is_held)
+                is_held = bool(communicator.broadcast(value, name="rank 0 has locked model_dir"))
             if not is_held:
-                time.sleep(_AGAIN_AFTER_S)
+                time.sleep(_RETRY_AFTER_S)
         yield
 
 
-class TrainingContinues(tf.compat.v1.train.CheckpointSaverListener):
-    """Makes sure, before a save, that no other run has begun in a model_dir that was emptied.
-
-    It raises a ConfigError where one has, and a CheckpointError where there is no directory.
+def training_without_ring(
+    model_dir: str, is_chief: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Returns `training_in` of a process that is not part of a ring.
 
     Args:
-      model_dir: where a hook saves; nothing happens where this process does not train there.
+      model_dir: model_dir of the Estimator.
+      is_chief: False for a process that does not write there, which needs no lock.
+    """
+    return training_in(model_dir) if is_chief else contextlib.nullcontext()
+
+
+class LockCheckListener(tf.compat.v1.train.CheckpointSaverListener):
+    """Checks, before a save, that no other run trains in a model_dir that was emptied.
+
+    Raises a ConfigError if another run does, and a CheckpointError if the directory is gone.
+
+    Args:
+      model_dir: directory of a saver; there is no check if this process has not locked it.
     """
 
     def __init__(self, model_dir: str) -> None:
         self._model_dir = model_dir
 
     def before_save(self, session: tf.compat.v1.Session, global_step_value: int) -> None:
-        """Hold the lock still, or again."""
+        """Checks the lock, and locks again if the lock file is gone."""
         path = _path(self._model_dir)
         try:
             is_kept = lock_file.keep(path)
         except OSError as error:
-            raise cannot_save(path, error, lock_file.MOST_BYTES) from error
+            raise cannot_save(path, error, lock_file.MAX_BYTES) from error
         if not is_kept:
             raise _in_use(self._model_dir, lock_file.last_holder(path))
 
 
 def is_training(model_dir: str) -> bool:
-    """Whether a run trains in a model_dir, as far as its file system tells.
+    """Returns True if a run has locked a model_dir, as far as the file system shows it.
 
     Args:
-      model_dir: where.
+      model_dir: the directory.
     """
     return _is_local(model_dir) and lock_file.is_held(_path(model_dir))
 
 
 def _acquire(path: str, until_s: float) -> bool:
-    """True where this process holds the lock, or none can be had; False to try again."""
+    """True if this process holds the lock, or locks are not supported; False to retry."""
     model_dir = os.path.dirname(path)
     if not _is_local(path):
-        _warn_once(model_dir, "it is no local path")
+        _warn_once(model_dir, "it is not a local path")
         return True
     try:
         os.makedirs(model_dir, exist_ok=True)
@@ -110,7 +119,7 @@ def _acquire(path: str, until_s: float) -> bool:
         if error.errno in lock_file.NO_LOCKS:
             _warn_once(model_dir, f"its file system cannot lock {_NAME} ({error.strerror})")
             return True
-        raise cannot_save(path, error, lock_file.MOST_BYTES) from error
+        raise cannot_save(path, error, lock_file.MAX_BYTES) from error
     holder = lock_file.last_holder(path)
     if holder is not None and holder.is_elsewhere and time.monotonic() < until_s:
         _log_waiting(model_dir, holder)
@@ -119,12 +128,12 @@ def _acquire(path: str, until_s: float) -> bool:
 
 
 def _in_use(model_dir: str, holder: lock_file.Holder | None) -> hostopt.ConfigError:
-    who = "another process"
+    name = "another process"
     if holder is not None:
-        who = f"process {holder.pid} on host {holder.host}, since {holder.start},"
+        name = f"process {holder.pid} on host {holder.host}, since {holder.start},"
     return hostopt.ConfigError(
-        f"model_dir {model_dir} is in use: {who} trains there. Wait until it has ended, or end "
-        "it, or give this run a model_dir of its own"
+        f"model_dir {model_dir} is in use: {name} trains there. Wait until it has ended, or end "
+        "it, or give this run another model_dir"
     )
 
 
@@ -138,15 +147,15 @@ def _is_local(path: str) -> bool:
 
 
 @functools.cache
-def _warn_once(model_dir: str, why: str) -> None:
-    text = "cannot know whether another run trains in model_dir %s: %s. Make sure that none does"
-    _log.warning(text, model_dir, why)
+def _warn_once(model_dir: str, reason: str) -> None:
+    text = "cannot check if another run trains in model_dir %s: %s. Make sure that none does"
+    _log.warning(text, model_dir, reason)
 
 
 @functools.cache
 def _log_waiting(model_dir: str, holder: lock_file.Holder) -> None:
     _log.warning(
-        "model_dir %s is locked by process %d on host %s, since %s: waits for up to %.0f s, as "
-        "NFS keeps the lock of a host that has crashed for so long",
+        "model_dir %s is locked by process %d on host %s, since %s. Waiting for up to %.0f s, as "
+        "NFS keeps the lock of a crashed host for so long",
         *(model_dir, holder.pid, holder.host, holder.start, _LEASE_S),
     )

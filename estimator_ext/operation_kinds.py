@@ -1,4 +1,4 @@
-"""What kinds of operations there are, as far as it decides on who has the same values."""
+"""Kinds of operations, by which the values of the ranks are known to be the same or not."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
+from estimator_ext._tf_private import is_reference
+
 __all__: list[str] = []
 
-# Take a variable and leave it as it is; all others that take one change it.
+# Read a variable. All other operations that take one change it.
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 READS += ("VarIsInitializedOp", "IsVariableInitialized", "DisableCopyOnRead")
 READS += ("LookupTableFindV2", "LookupTableSizeV2", "LookupTableExportV2")
-# Pass a variable or a value on as it is.
+# Pass on a variable or a value.
 PASSING = ("Identity", "Cast", "ReadVariableOp", "Switch", "RefSwitch", "Enter", "RefEnter")
 PASSING += ("RefIdentity", "PlaceholderWithDefault")
-# Of a loop of TensorFlow 1, whose beginning depends on them.
+# Parts of a TensorFlow 1 loop that its beginning depends on.
 READ_LATER = ("NextIteration", "RefNextIteration", "LoopCond")
+# May have other values on each rank.
 OF_THIS_RANK = re.compile(
     r"Iterator|Placeholder$|PyFunc|EagerPyFunc|ReadFile|MatchingFiles|Restore"
     r"|.*(Dataset|Reader|Random|Normal|Multinomial)|StatefulUniform"
 )
 VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
-# Have a state, or an effect, but what they return depends on their inputs alone.
+# Have state or side effects, but their outputs depend only on their inputs.
 _PURE = re.compile(
     r"CheckNumerics|Print|Assert|GuaranteeConst|Empty$|DebugIdentity|TensorArray|Cudnn|NoOp"
 )
@@ -32,28 +35,28 @@ _INITIALIZES_TABLE = re.compile(r"InitializeTable|LookupTableImport")
 
 
 def depends_on_more(op: tf.Operation) -> bool:
-    """Whether the values of an operation may depend on more than its inputs.
+    """Returns True if the outputs of an operation may depend on more than its inputs.
 
     Args:
-      op: an operation that takes no variable, queue or the like.
+      op: an operation that does not take a variable, a queue or the like.
 
     Returns:
-      True if it has a state, and is not known to be harmless.
+      True if it is stateful and not in the list of pure operations.
     """
     return op.op_def.is_stateful and _PURE.match(op.type) is None
 
 
 def arguments(op: tf.Operation) -> list[tuple[str, tf.Tensor, bool]]:
-    """What an operation takes.
+    """Returns the arguments of an operation.
 
     Args:
-      op: of a graph.
+      op: an operation of a graph.
 
     Returns:
-      Of each input the name of the argument, the tensor, and whether the operation works on the
-      variable, queue, table or the like behind it, rather than on a value.
+      For each input the name of the argument, the tensor, and a bool: True if the tensor is the
+      handle of a variable, a queue, a table or the like, False if it is a value.
     """
-    found: list[tuple[str, tf.Tensor, bool]] = []
+    result: list[tuple[str, tf.Tensor, bool]] = []
     inputs = iter(op.inputs)
     for argument in op.op_def.input_arg:
         count = op.get_attr(argument.number_attr) if argument.number_attr else 1
@@ -61,48 +64,45 @@ def arguments(op: tf.Operation) -> list[tuple[str, tf.Tensor, bool]]:
             count = len(op.get_attr(argument.type_list_attr))
         for _, tensor in zip(range(count), inputs):
             is_handle = argument.is_ref or tensor.dtype == tf.resource
-            found.append((argument.name, tensor, bool(is_handle)))
-    return found
+            result.append((argument.name, tensor, bool(is_handle)))
+    return result
 
 
 def takes_handle(op: tf.Operation) -> bool:
-    """Whether an operation works on a variable, a queue, a table or the like.
+    """Returns True if an input of an operation is a variable, a queue, a table or the like.
 
     Args:
-      op: of a graph.
-
-    Returns:
-      True if one of its inputs is one.
+      op: an operation of a graph.
     """
-    may = any(tensor.dtype == tf.resource or tensor.dtype._is_ref_dtype for tensor in op.inputs)
+    may = any(tensor.dtype == tf.resource or is_reference(tensor) for tensor in op.inputs)
     return may and any(is_handle for _, _, is_handle in arguments(op))
 
 
 def makes_handle(op: tf.Operation) -> bool:
-    """Whether an operation is a variable, a queue, a table or the like.
+    """Returns True if an operation creates a variable, a queue, a table or the like.
 
     Args:
-      op: of a graph.
+      op: an operation of a graph.
 
     Returns:
-      True for it; False for the argument of a function, and for an array of tensors, whose
-      contents travel as a value.
+      False for the argument of a function. False also for a TensorArray, whose contents are passed
+      as a value.
     """
     if not op.outputs or op.type == "Placeholder" or op.type.startswith("TensorArray"):
         return False
-    dtype = op.outputs[0].dtype
-    return bool(dtype == tf.resource or dtype._is_ref_dtype) and not takes_handle(op)
+    tensor = op.outputs[0]
+    return (tensor.dtype == tf.resource or is_reference(tensor)) and not takes_handle(op)
 
 
 def is_filled_elsewhere(op: tf.Operation, step: Collection[tf.Operation]) -> bool:
-    """Whether something that is not part of a step puts values into a queue or the like.
+    """Returns True if operations outside the step put values into a queue or the like.
 
     Args:
-      op: the queue, or a variable, of which other rules hold.
+      op: creates the queue or the like.
       step: all operations of the step.
 
     Returns:
-      True for a queue that is, False for a table that is initialized.
+      False for a variable, and for a table that is only initialized outside the step.
     """
     if op not in step or not makes_handle(op) or op.type in VARIABLES:
         return False

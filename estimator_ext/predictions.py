@@ -1,4 +1,4 @@
-"""A given number of predictions, after which prediction ends as with the end of the data."""
+"""Prediction of a limited number of examples."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ import tensorflow as tf
 __all__: list[str] = []
 
 
-def first(predictions: Generator[Any, None, None], number: int, single: bool) -> Iterator[Any]:
-    """The first of some predictions.
+def take_predictions(
+    predictions: Generator[Any, None, None], number: int, single: bool
+) -> Iterator[Any]:
+    """Takes the first predictions and ends the session as if the data had ended.
 
     Args:
-      predictions: what `tf.estimator.Estimator.predict` returns.
-      number: how many examples to predict.
-      single: whether each prediction is of one example; else of a batch, and the last batch is
-        not cut.
+      predictions: generator that `tf.estimator.Estimator.predict` returns.
+      number: number of examples to predict.
+      single: True if each prediction is of one example; False if each is of a batch. The last
+        batch is not cut.
 
     Yields:
-      Predictions. The session has ended, its hooks too, before the last one comes.
+      Predictions. The session and its hooks have ended before the last one is yielded.
     """
     seen = 0
     for prediction in predictions:
-        seen += 1 if single else _examples(prediction)
+        seen += 1 if single else _count_examples(prediction)
         if seen >= number:
             _end(predictions)
         yield prediction
 
 
-def _examples(batch: Any) -> int:
+def _count_examples(batch: Any) -> int:
     value = next(iter(batch.values())) if isinstance(batch, dict) else batch
     return len(value) if np.ndim(value) else 1
 
 
 def _end(predictions: Generator[Any, None, None]) -> None:
-    """Let the session take this for the end of its data, so that hooks end as they should."""
+    """Ends the session by an OutOfRangeError, so that the hooks' `end` is called."""
     try:
         predictions.throw(tf.errors.OutOfRangeError(None, None, "enough predictions"))
     except StopIteration:

@@ -1,26 +1,12 @@
-"""A signal to end: the step ends on all ranks, a checkpoint is saved, and the process exits.
+"""Preemption: after a signal all ranks end the step, save a checkpoint and exit.
 
-::
-
-    signal --- handler, in the main thread: notes it; before the first step, and at a second
-         |                                  Ctrl-C, it ends the training
-         `---- wakeup fd --- thread: says so; ends the process where the main thread does not, as
-                             it is stuck: in time after SIGTERM, and after a second Ctrl-C
-
-Handled are SIGTERM and SIGINT while `Estimator.train` runs in the main thread. A signal that is
-ignored, or for which the program has a handler of its own, is left to it, and so are those of
-children that are forked. One SIGTERM often comes several times, from a service manager and from
-the launcher, and counts once.
+SIGTERM and SIGINT are handled while `Estimator.train` runs in the main thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import selectors
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,79 +14,80 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
+from estimator_ext import signals
 
 __all__: list[str] = []
 
 _log = tf.get_logger()
 
-GRACE_S = 25.0  # from SIGTERM to the end; Kubernetes kills after 30
-INTERRUPTED_AGAIN_S = 5.0  # from the second SIGINT to the end of a process that is stuck
-_USUAL_HANDLERS = {
-    signal.SIGTERM: (signal.SIG_DFL,),
-    signal.SIGINT: (signal.SIG_DFL, signal.default_int_handler),
-}
-
 
 class Preemption:
-    """What one training knows of signals to end, to this rank or to another.
+    """Signals that this rank or another one got during a training.
 
     Args:
-      leave: leaves the ring in good order.
+      leave: function that leaves the ring in good order.
     """
 
     def __init__(self, leave: Callable[[], None]) -> None:
-        self.signum = 0  # the first that this rank got
-        self.saves = True  # whether a checkpoint is saved in the end
-        self.interrupts = 0  # how many SIGINTs came, as the thread counts them
+        self.signum = 0  # the first signal of this rank
+        self.saves = True  # False if no saver is configured
+        self.interrupts = 0  # number of SIGINTs that the watching thread has seen
         self.is_cut_short = False  # the handler has ended the training in the middle of a step
         self._leave = leave
-        self._interrupts_handled = 0  # fewer, where several came while the main thread was busy
+        # less than `interrupts` if several SIGINTs came while the main thread was busy
+        self._interrupts_handled = 0
         self._is_stepping = False
-        self._others: list[int] = []  # ranks that were signalled, as all have told
+        self._other_ranks: list[int] = []  # other ranks that got a signal
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Scope of a training, in which signals to end are handled.
-
-        Yields:
-          Nothing.
+        """Scope of a training, in which SIGTERM and SIGINT are handled.
 
         Raises:
-          SystemExit: the training was preempted by SIGTERM, or as another rank was; code 143.
-          KeyboardInterrupt: it was by SIGINT.
+          SystemExit: SIGTERM has preempted the training, or another rank was preempted; code 143.
+          KeyboardInterrupt: SIGINT has preempted the training.
         """
         try:
-            with _handlers(self._handle) as signums, _watched(signums, self):
+            with signals.signals_to(self):
                 yield
-                if self.signum or self._others:
-                    self._leave()  # before an error of this process can reach the others
+                if self.signum or self._other_ranks:
+                    self._leave()  # before an error of this process can reach the other ranks
         except hostopt.RetryableError as error:
             if not self.signum:
                 raise
             _log.warning("no checkpoint is saved after the signal: %s", error)
-        if self.signum or self._others:
+        if self.signum or self._other_ranks:
             raise _exit_for(self.signum)
 
     def begin_steps(self) -> None:
-        """Have signals wait for the end of a step from now on."""
+        """Makes signals wait for the end of a step from now on."""
         self._is_stepping = True
 
-    def agree(self, communicator: hostopt.Communicator) -> None:
-        """Tell the other ranks of a signal at the end of training, and hear of theirs.
+    def share(self, communicator: hostopt.Communicator) -> None:
+        """Exchanges the signals of all ranks at the end of training.
+
+        Collective: all ranks must call it.
 
         Args:
           communicator: the ring.
-
-        Raises:
-          hostopt.HostOptError: a rank failed, left or timed out.
         """
         signums = communicator.all_gather(np.array(self.signum), "who was preempted")
-        self._others = [rank for rank in np.flatnonzero(signums) if rank != communicator.rank]
-        if self._others and not self.signum:
-            names = ", ".join(f"rank {rank}" for rank in self._others)
-            _log.warning("training ends on all ranks, as %s was told to end", names)
+        self._other_ranks = [r for r in np.flatnonzero(signums) if r != communicator.rank]
+        if self._other_ranks and not self.signum:
+            names = ", ".join(f"rank {rank}" for rank in self._other_ranks)
+            _log.warning("training ends on all ranks: %s got a signal to end", names)
 
-    def _handle(self, signum: int, frame: Any) -> None:
+    def handle(self, signum: int, frame: Any) -> None:
+        """Handles a signal in the main thread.
+
+        Args:
+          signum: the signal.
+          frame: interrupted frame.
+
+        Raises:
+          SystemExit: SIGTERM came before the first step; code 143.
+          KeyboardInterrupt: SIGINT came before the first step, or came twice.
+        """
         del frame
         is_first = not self.signum
         self.signum = self.signum or signum
@@ -112,44 +99,39 @@ class Preemption:
             raise KeyboardInterrupt
 
     def describe(self, signum: int) -> str:
-        """What happens after a signal, the first."""
+        """Returns a description, for the log, of the effect of the first signal.
+
+        Args:
+          signum: the signal.
+        """
         if not self._is_stepping:
             return "this process ends before its first step, and saves nothing"
         saves = (
             "with a checkpoint" if self.saves else "nothing is saved, as no saver is configured"
         )
-        more = f"this process ends in {GRACE_S:g} s at the latest"
+        more = f"this process ends in {signals.GRACE_S:g} s at the latest"
         if signum == signal.SIGINT:
             more = "another SIGINT ends it at once"
         return f"training stops on all ranks after this session.run or the next, {saves}; {more}"
 
 
 class PreemptionHook(tf.compat.v1.train.SessionRunHook):
-    """Stops the training after the step in which this rank was told to end.
+    """Requests a stop after the step in which this rank got a signal.
 
     Args:
-      preemption: that of the training.
+      preemption: signals of the training.
     """
 
     def __init__(self, preemption: Preemption) -> None:
         self.preemption = preemption
 
     def before_run(self, run_context: Any) -> None:
-        """Note that there is something to save.
-
-        Args:
-          run_context: not used.
-        """
+        """Makes signals wait for the end of the step."""
         del run_context
         self.preemption.begin_steps()
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Ask for a stop, which becomes one of all ranks.
-
-        Args:
-          run_context: of this step.
-          run_values: not used.
-        """
+        """Requests a stop, which `EndStopSaveHook` turns into a stop of all ranks."""
         del run_values
         if self.preemption.signum:
             run_context.request_stop()
@@ -157,101 +139,3 @@ class PreemptionHook(tf.compat.v1.train.SessionRunHook):
 
 def _exit_for(signum: int) -> BaseException:
     return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _handlers(handle: Callable[[int, Any], None]) -> Iterator[set[int]]:
-    """Have a function handle the signals that nobody else handles, and tell which these are."""
-    signums: set[int] = set()
-    if threading.current_thread() is threading.main_thread():
-        signums = {s for s, usual in _USUAL_HANDLERS.items() if signal.getsignal(s) in usual}
-    before = {signum: signal.signal(signum, handle) for signum in signums}
-    _replaced.update(before)
-    try:
-        yield signums
-    finally:
-        for signum in signums:
-            _replaced.pop(signum, None)
-            signal.signal(signum, before[signum])
-
-
-_replaced: dict[int, Any] = {}  # handlers in whose place those of a training are
-
-
-def _put_back_in_child() -> None:
-    """Let a forked child die of signals, and keep them from this process's thread."""
-    if not _replaced:
-        return
-    signal.set_wakeup_fd(-1)
-    for signum, handler in _replaced.items():
-        signal.signal(signum, handler)
-    _replaced.clear()
-
-
-os.register_at_fork(after_in_child=_put_back_in_child)
-
-
-@contextlib.contextmanager
-def _watched(signums: set[int], preemption: Preemption) -> Iterator[None]:
-    """Have a thread see signals as they come, whatever the main thread is doing."""
-    if not signums:
-        yield
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    wakeup_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    arguments = (reader, signums, preemption)
-    thread = threading.Thread(target=_watch, args=arguments, daemon=True, name="hostopt-signals")
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(wakeup_fd)
-        os.close(writer)
-        thread.join()
-        os.close(reader)
-
-
-def _watch(reader: int, signums: set[int], preemption: Preemption) -> None:
-    """Say what signals do, and end the process where the main thread does not."""
-    with selectors.DefaultSelector() as selector:  # `select` knows no descriptor above 1023
-        selector.register(reader, selectors.EVENT_READ)
-        _act_on_signals(reader, selector, signums, preemption)
-
-
-def _act_on_signals(
-    reader: int, selector: selectors.BaseSelector, signums: set[int], preemption: Preemption
-) -> None:
-    first = 0
-    deadlines_s: dict[int, float] = {}
-    while True:
-        pause_s = None
-        if deadlines_s:
-            pause_s = max(0.0, min(deadlines_s.values()) - time.monotonic())
-        if not selector.select(pause_s):
-            if signal.SIGINT in deadlines_s and preemption.is_cut_short:
-                del deadlines_s[signal.SIGINT]
-                continue
-            _end_at_once(first, "the time to end is over")
-        received = os.read(reader, 64)
-        if not received:
-            return
-        for signum in filter(signums.__contains__, received):
-            if not first:
-                first = signum
-                name = signal.Signals(signum).name
-                _log.warning("got %s: %s", name, preemption.describe(signum))
-            if signum == signal.SIGTERM:
-                deadlines_s.setdefault(signum, time.monotonic() + GRACE_S)
-                continue
-            preemption.interrupts += 1
-            if preemption.interrupts == 2:
-                deadlines_s[signum] = time.monotonic() + INTERRUPTED_AGAIN_S
-                _log.warning("got SIGINT again: this training ends at once")
-            elif preemption.interrupts > 2:
-                _end_at_once(first, "got SIGINT a third time")
-
-
-def _end_at_once(signum: int, why: str) -> None:
-    _log.warning("%s: this process ends at once, and saves no checkpoint", why)
-    os._exit(128 + signum)

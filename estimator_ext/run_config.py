@@ -1,4 +1,4 @@
-"""RunConfig: the stock one, with the cluster as the strategy knows it."""
+"""RunConfig: the stock configuration with the cluster of the strategy."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ __all__: list[str] = []
 class RunConfig(_StockRunConfig):
     """Configuration of an Estimator; takes every argument of `tf.estimator.RunConfig`.
 
-    With a `HostOffloadStrategy` as train_distribute the role of this process (is_chief,
-    task_type, task_id, global_id_in_cluster, num_worker_replicas) comes from the strategy's
-    cluster. cluster_spec shows this task alone, so that no TensorFlow server is started on an
-    address that belongs to the ring; the whole ring is `train_distribute.cluster`.
+    With a `HostOffloadStrategy` as train_distribute, the role of this process (is_chief,
+    task_type, task_id, global_id_in_cluster, num_worker_replicas) comes from the cluster of the
+    strategy. cluster_spec has only this task, so that TensorFlow starts no server on an address
+    of the ring. The whole ring is `train_distribute.cluster`.
 
     Args:
-      *args: as for `tf.estimator.RunConfig`.
-      timeline: file for a Chrome trace, such as "trace.json", which becomes "trace.rank0.json"
-        and so on; None records nothing. HOSTOPT_TIMELINE overrides it.
+      *args: positional arguments of `tf.estimator.RunConfig`.
+      timeline: file name for Chrome traces; with "trace.json" rank 0 writes "trace.rank0.json",
+        and so on. None records nothing. HOSTOPT_TIMELINE overrides it.
       accumulate_steps: number of micro-batches whose mean gradient makes one step: one reduction,
         one update, one global_step.
-      uneven_data: what happens where the data of a rank end before those of others. "join": it
-        takes part with weight zero until all have ended, so that each example counts once;
+      uneven_data: behavior when the data of a rank end before those of others. "join": the rank
+        takes part with weight zero until all data have ended, so that each example counts once.
         "stop": all ranks stop.
-      iterations_per_loop: number of steps that one run of the session makes, in a loop of the
-        graph; hooks, summaries and checkpoints come between loops.
-      prefetch_depth: number of batches that the training's dataset prepares beforehand; None adds
-        nothing to what input_fn does.
-      strict: True applies the accelerator estimator's rules to input_fn, model_fn and params:
-        input_fn returns a dataset, an evaluation has metrics, no field of an EstimatorSpec is
-        missing, and 'input_fn' is a reserved key of params. They also apply with
-        iterations_per_loop above 1, and if the Estimator is given a batch size.
-      **fields: as for `tf.estimator.RunConfig`.
+      iterations_per_loop: number of steps in one run of the session, in a loop of the graph.
+        Hooks, summaries and checkpoints run between loops.
+      prefetch_depth: number of batches that the training dataset prefetches; None adds no
+        prefetching to the dataset of input_fn.
+      strict: True applies the rules of accelerator estimators: input_fn returns a dataset, an
+        evaluation has metrics, an EstimatorSpec has all fields of its mode, and 'input_fn' is a
+        reserved key of params. The rules also apply with iterations_per_loop above 1, and if the
+        Estimator has a batch size.
+      **fields: keyword arguments of `tf.estimator.RunConfig`.
 
     Raises:
-      hostopt.ConfigError: a timeline without a `HostOffloadStrategy`, or for one whose ranks have
-        met without it; accumulate_steps without a `HostOffloadStrategy`; iterations_per_loop
-        above 1 with several workers or with accumulate_steps.
+      hostopt.ConfigError: timeline or accumulate_steps without a `HostOffloadStrategy`; a timeline
+        for a strategy that has connected without it; iterations_per_loop above 1 with several
+        workers or with accumulate_steps.
       ValueError: accumulate_steps, uneven_data, iterations_per_loop, prefetch_depth or strict is
-        none of the values that it may have.
+        not one of its possible values.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class RunConfig(_StockRunConfig):
     ) -> None:
         super().__init__(*args, **fields)
         self._timeline = timeline
-        self._accumulate_steps = whole_number("accumulate_steps", accumulate_steps)
+        self._accumulate_steps = positive_integer("accumulate_steps", accumulate_steps)
         if not isinstance(uneven_data, str) or uneven_data not in MODES:
             raise ValueError(
                 f"uneven_data is {shown(uneven_data)}, wanted one of {', '.join(MODES)}. Give one "
                 "of them, or leave it out"
             )
         self._uneven_data = uneven_data
-        self._iterations_per_loop = whole_number("iterations_per_loop", iterations_per_loop)
+        self._iterations_per_loop = positive_integer("iterations_per_loop", iterations_per_loop)
         self._prefetch_depth = prefetch_depth
         if prefetch_depth is not None:
-            whole_number("prefetch_depth", prefetch_depth)
+            positive_integer("prefetch_depth", prefetch_depth)
         if not isinstance(strict, bool):
             raise ValueError(f"strict is {shown(strict)}, wanted True or False. Give one of them")
         self._strict = strict
@@ -95,7 +95,7 @@ class RunConfig(_StockRunConfig):
 
     @property
     def timeline(self) -> str | None:
-        """File for a Chrome trace, as it was given."""
+        """File name for Chrome traces, as given; None for none."""
         return self._timeline
 
     @property
@@ -105,7 +105,7 @@ class RunConfig(_StockRunConfig):
 
     @property
     def uneven_data(self) -> str:
-        """What happens where the data of a rank end before those of others."""
+        """Behavior when the data of a rank end before those of others: "join" or "stop"."""
         return self._uneven_data
 
     @property
@@ -115,50 +115,50 @@ class RunConfig(_StockRunConfig):
 
     @property
     def prefetch_depth(self) -> int | None:
-        """Number of batches that are prepared beforehand; None for none."""
+        """Number of batches that are prefetched; None for no added prefetching."""
         return self._prefetch_depth
 
     @property
     def strict(self) -> bool:
-        """Whether the accelerator estimator's rules apply, whatever the other options are."""
+        """True if the rules of accelerator estimators apply regardless of the other options."""
         return self._strict
 
     def check_loop(self) -> None:
-        """Make sure that `iterations_per_loop` goes together with the rest.
+        """Checks `iterations_per_loop` against the other options.
 
         Raises:
-          hostopt.ConfigError: it does not.
+          hostopt.ConfigError: it is above 1 with several workers or with accumulate_steps.
         """
         if self._iterations_per_loop == 1:
             return
-        found = f"iterations_per_loop is {self._iterations_per_loop}, wanted 1"
+        text = f"iterations_per_loop is {self._iterations_per_loop}, wanted 1"
         strategy = self.train_distribute
         workers = strategy.num_replicas_in_sync if strategy else 1
         if workers > 1:
             raise hostopt.ConfigError(
-                f"{found} with {workers} workers: they meet once in each run of the session. "
-                "Leave it out, or train with one worker"
+                f"{text} with {workers} workers: they communicate once in each run of the "
+                "session. Leave it out, or train with one worker"
             )
         if self._accumulate_steps > 1:
             raise hostopt.ConfigError(
-                f"{found} with accumulate_steps={self._accumulate_steps}: micro-batches are runs "
-                "of the session by themselves. Leave one of the two out"
+                f"{text} with accumulate_steps={self._accumulate_steps}: each micro-batch is a "
+                "run of the session. Leave one of the two out"
             )
 
 
-def whole_number(name: str, value: Any, most: int = MAX_COUNT) -> int:
-    """Refuse what is no whole number above 0.
+def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:
+    """Checks that the value of an option is a positive integer.
 
     Args:
-      name: of the option.
-      value: as given by the user.
-      most: the largest that will do.
+      name: name of the option.
+      value: value given by the user.
+      most: largest possible value.
 
     Returns:
       The value.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value is not an integer from 1 to `most`.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise ValueError(
@@ -169,15 +169,16 @@ def whole_number(name: str, value: Any, most: int = MAX_COUNT) -> int:
 
 
 def adopt_cluster(config: _StockRunConfig, strategy: HostOffloadStrategy) -> None:
-    """Give a configuration the role that a strategy's cluster says, in place.
+    """Sets the role of this process in a configuration, from the cluster of a strategy.
 
     Args:
-      config: stock or extended; it no longer uses TensorFlow's distribute coordinator.
-      strategy: knows the cluster and what a session needs.
+      config: configuration, stock or extended, which is changed in place. It no longer uses
+        TensorFlow's distribute coordinator.
+      strategy: strategy with the cluster and the settings of a session.
     """
-    if config._session_config is not None:  # else Estimator sets its default first
+    if config._session_config is not None:  # if None, Estimator sets a default first
         config._session_config = strategy.update_config_proto(config._session_config)
-        # the stock class names the jobs of a cluster with a "master" there
+        # the stock class sets them for a cluster that has a "master"
         config._session_config.ClearField("device_filters")
     config._distribute_coordinator_mode = None
     config._experimental_max_worker_delay_secs = 0

@@ -1,9 +1,10 @@
-"""Errors that TensorFlow would take for the end of the data, or answer with a new session.
+"""Guard against errors that TensorFlow would mistake for the end of the data or retry.
 
-A StopIteration of a Python function in the graph becomes an OutOfRangeError, and both end a
-training as the end of its data does: a checkpoint is saved, of a step that may be torn. After an
-UnavailableError or AbortedError the session is made anew, again and again, on one rank only. (Out
-of a Python function in the graph those two come as an UnknownError, which ends the training.)
+TensorFlow turns a StopIteration of a Python function in the graph into an OutOfRangeError. Both
+look like the end of the data, so TensorFlow would save a checkpoint of a possibly incomplete step.
+After an UnavailableError or AbortedError it creates a new session, repeatedly and on one rank
+only. (From a Python function in the graph these two arrive as an UnknownError, which ends the
+training.)
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 
 
 class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
-    """Has such errors end the training as others do; the first of all hooks.
+    """Makes such errors end the training like any other error; it must be the first hook.
 
     Args:
-      data: operations of the input, whose end is the end of the data.
+      data: operations of the input; only their OutOfRangeError is the end of the data.
     """
 
     def __init__(self, data: Collection[tf.Operation]) -> None:
@@ -33,49 +34,42 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
         self._has_session = False
         self._closed_for: BaseException | None = None
         self._handled_before: BaseException | None = None
-        self.data_have_ended = False  # known in `end` of the hooks that come after
+        self.data_have_ended = False  # valid in `end` of later hooks
 
     def begin(self) -> None:
-        """Note an error that the caller is handling."""
+        """Stores an error that the caller is handling, if any."""
         self._handled_before = sys.exc_info()[1]
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Let the first session pass only.
-
-        Args:
-          session: its `close` notes why it is called.
-          coord: not used.
+        """Allows the first session only.
 
         Raises:
-          RuntimeError: TensorFlow has made a new session after an error.
+          RuntimeError: TensorFlow has created a new session after an error.
         """
         del coord
         if self._has_session:
-            raise _error(self._closed_for, "after which TensorFlow would begin again")
+            raise _error(self._closed_for, "after which TensorFlow would start a new session")
         self._has_session = True
         close = session.close
 
-        def noting_close() -> None:
+        def close_and_store_cause() -> None:
             self._closed_for = sys.exc_info()[1]
             close()
 
-        session.close = noting_close
+        session.close = close_and_store_cause
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """Let only the end of the data pass, before anything is saved.
-
-        Args:
-          session: not used.
+        """Checks, before anything is saved, that only the end of the data ends the training.
 
         Raises:
-          RuntimeError: the training has ended with another error.
+          RuntimeError: another error has ended the training.
         """
         del session
-        error = sys.exc_info()[1]  # what ends the `with` block of the session
+        error = sys.exc_info()[1]  # the error that ends the `with` block of the session
         if error in (None, self._handled_before):
             return
         if not self._is_end_of_data(error):
-            raise _error(error, "which TensorFlow would take for the end of the data")
+            raise _error(error, "which TensorFlow would mistake for the end of the data")
         self.data_have_ended = True
 
     def _is_end_of_data(self, error: Any) -> bool:
@@ -83,7 +77,7 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
             return False
         if error.op is not None:
             return error.op.type not in _PYTHON or error.op.name in self._data
-        # in a branch or a loop; in one of several steps the names of the input are behind others
+        # raised in a branch or a loop; in a loop of steps the names of the input have a prefix
         names = _NODE.findall(error.message)
         of_data = any(f"/{name}".endswith(f"/{op}") for name in names for op in self._data)
         return of_data or "StopIteration" not in error.message
@@ -91,6 +85,6 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
 
 def _error(cause: BaseException | None, which: str) -> RuntimeError:
     name = "an error" if cause is None else type(cause).__name__
-    error = RuntimeError(f"model_fn, host_call or a hook has raised {name}, {which}: {cause}")
+    error = RuntimeError(f"model_fn, host_call or a hook raised {name}, {which}: {cause}")
     error.__cause__ = cause
     return error

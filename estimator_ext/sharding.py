@@ -1,4 +1,4 @@
-"""The part of the data that a rank reads if its input_fn divides nothing by itself."""
+"""Shards the data of an input_fn that does not shard them itself."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.data.experimental.ops import distribute
-from tensorflow.python.data.ops import dataset_ops
 
 import hostopt
 from estimator_ext import _tf_estimator
+from estimator_ext._tf_private import (
+    AutoShardDataset,
+    DatasetV1,
+    DatasetV1Adapter,
+    variant_tensor,
+)
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.graph import walk
 from hostopt.options import shown
@@ -34,13 +38,13 @@ _ALL = (
 
 
 def check_policy(policy: str | None) -> None:
-    """Makes sure that there is such a policy.
+    """Checks the option auto_shard.
 
     Args:
-      policy: the option auto_shard.
+      policy: value of the option.
 
     Raises:
-      hostopt.ConfigError: there is none of this name.
+      hostopt.ConfigError: the value is invalid.
     """
     if policy is not None and not (isinstance(policy, str) and policy in POLICIES):
         policies = ", ".join(map(repr, POLICIES))
@@ -53,26 +57,25 @@ def check_policy(policy: str | None) -> None:
 def dividing(
     communicator: hostopt.Communicator, context: tf.distribute.InputContext, policy: str | None
 ) -> Iterator[Callable[[Any], Any]]:
-    """Divides what an input_fn returns that is called within.
+    """Shards the data of an input_fn that is called within the block.
 
     Args:
-      communicator: of the ranks.
-      context: which part is this rank's.
-      policy: "data" or "file"; "off" if each rank is to read all data. None reads all of it as
-        well, and warns.
+      communicator: the ring.
+      context: number of ranks and index of this one.
+      policy: "data" or "file"; "off" if each rank reads all data. None acts like "off" and warns.
 
     Yields:
-      Function that takes what input_fn returned and returns this rank's part.
+      Function that takes the result of input_fn and returns the shard of this rank.
 
     Raises:
-      UnsupportedError: the data are divided already, or cannot be.
+      UnsupportedError: the data are sharded already, or cannot be sharded.
     """
     if policy in (None, "off"):
         if policy is None and communicator.rank == 0:
             _log.warning(
                 "input_fn has no argument input_context: each of the %d ranks reads the data that "
                 "it returns. Shard them by input_context, or give the HostOffloadStrategy "
-                "auto_shard='data'; auto_shard='off' says that it is meant so",
+                "auto_shard='data'; auto_shard='off' silences this warning",
                 communicator.size,
             )
         yield lambda data: data
@@ -94,22 +97,22 @@ def dividing(
 
 
 def _sharded(data: tf.data.Dataset, context: tf.distribute.InputContext, policy: str) -> Any:
-    """The part of a dataset, as TensorFlow's own strategies divide it."""
-    own = data.options().experimental_distribute.auto_shard_policy
-    if own == _AutoShard.OFF:
+    """Returns the shard of a dataset, as TensorFlow's own strategies make it."""
+    current = data.options().experimental_distribute.auto_shard_policy
+    if current == _AutoShard.OFF:
         return data
-    if any(op.type == "ShardDataset" for op in walk([data._variant_tensor.op])):
+    if any(op.type == "ShardDataset" for op in walk([variant_tensor(data).op])):
         raise UnsupportedError(
             "input_fn has no argument input_context, and shards its dataset by itself: divided "
             f"once more, the ranks would read a part of a part. {_ALL}"
         )
     size, rank = context.num_input_pipelines, context.input_pipeline_id
-    if own == _AutoShard.AUTO:
+    if current == _AutoShard.AUTO:
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = POLICIES[policy]
         data = data.with_options(options)
     with tf.device(HOST_DEVICE):
-        data = distribute._AutoShardDataset(data, size, rank)
+        data = AutoShardDataset(data, size, rank)
     if rank == 0:
         _log.info("TensorFlow divides the data among %d ranks (auto_shard=%r)", size, policy)
     return data
@@ -117,11 +120,11 @@ def _sharded(data: tf.data.Dataset, context: tf.distribute.InputContext, policy:
 
 @contextlib.contextmanager
 def _in_one_order(communicator: hostopt.Communicator) -> Iterator[None]:
-    """Has datasets that are built within shuffle alike on all ranks: parts are disjoint."""
+    """Gives all ranks the same random seed, so that shards of a shuffled dataset are disjoint."""
     graph = tf.compat.v1.get_default_graph()
     seed = graph.seed
     drawn = np.array(secrets.randbits(31) if seed is None else seed)
-    graph.seed = int(communicator.broadcast(drawn, what="the seed of the data's order"))
+    graph.seed = int(communicator.broadcast(drawn, name="the seed of the data's order"))
     try:
         yield
     finally:
@@ -130,40 +133,40 @@ def _in_one_order(communicator: hostopt.Communicator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sharded_iterators(context: tf.distribute.InputContext, policy: str) -> Iterator[list[Any]]:
-    """Has the iterators and queues that an input_fn makes by itself read a rank's part of data.
+    """Makes iterators and queues that are created within the block read the shard of this rank.
 
-    With "data" a queue is divided that holds rows of arrays or of a DataFrame, as those of
-    `tf.compat.v1.estimator.inputs` do: each rank has every N-th row.
+    The policy "data" also shards queues of rows of arrays or of a DataFrame, as
+    `tf.compat.v1.estimator.inputs` makes them: each rank reads every N-th row.
 
     Args:
-      context: which part.
+      context: number of ranks and index of this one.
       policy: "data" or "file".
 
     Yields:
-      What these iterators and queues read.
+      List to which each dataset or array that is sharded is added.
     """
     made: list[Any] = []
     enqueue = _tf_estimator.feeding._enqueue_data
-    kind = dataset_ops.DatasetV1
+    kind = DatasetV1
     names = ("_make_one_shot_iterator", "_make_initializable_iterator")
     stock = {name: getattr(kind, name) for name in names}
 
     def make_by(name: str) -> Callable[..., Any]:
         def make(dataset: Any, *arguments: Any, **options: Any) -> Any:
-            part = dataset_ops.DatasetV1Adapter(_sharded(dataset, context, policy))
-            made.append(part)
-            return stock[name](part, *arguments, **options)
+            shard = DatasetV1Adapter(_sharded(dataset, context, policy))
+            made.append(shard)
+            return stock[name](shard, *arguments, **options)
 
         return make
 
-    def enqueue_part(rows: Any, *arguments: Any, **options: Any) -> Any:
+    def enqueue_shard(rows: Any, *arguments: Any, **options: Any) -> Any:
         if policy == "data" and not isinstance(rows, types.FunctionType):
-            rows = _part_of_rows(rows, context)
+            rows = _shard_of_rows(rows, context)
             made.append(rows)
         return enqueue(rows, *arguments, **options)
 
     try:
-        _tf_estimator.feeding._enqueue_data = enqueue_part
+        _tf_estimator.feeding._enqueue_data = enqueue_shard
         for name in names:
             setattr(kind, name, make_by(name))
         yield made
@@ -173,12 +176,12 @@ def _sharded_iterators(context: tf.distribute.InputContext, policy: str) -> Iter
             setattr(kind, name, method)
 
 
-def _part_of_rows(rows: Any, context: tf.distribute.InputContext) -> Any:
-    """The rows that a rank reads, as many as the others read.
+def _shard_of_rows(rows: Any, context: tf.distribute.InputContext) -> Any:
+    """Returns the rows that a rank reads; all ranks read the same number of rows.
 
     Args:
       rows: an array, an OrderedDict of arrays, or a DataFrame.
-      context: which part.
+      context: number of ranks and index of this one.
 
     Returns:
       The same kind of data.
@@ -192,7 +195,7 @@ def _part_of_rows(rows: Any, context: tf.distribute.InputContext) -> Any:
     if count < size:
         raise hostopt.ConfigError(
             f"input_fn reads {count} rows of data, wanted at least one for each of the {size} "
-            "ranks. Give it more data, or take fewer ranks"
+            "ranks. Give it more data, or use fewer ranks"
         )
     if rank == 0:
         _log.info("each of %d ranks reads every %d-th of %d rows", size, size, count)
@@ -203,7 +206,7 @@ def _part_of_rows(rows: Any, context: tf.distribute.InputContext) -> Any:
                 count,
                 size,
             )
-    mine = slice(rank, count - count % size, size)
+    shard = slice(rank, count - count % size, size)
     if is_dict:
-        return type(rows)((name, array[mine]) for name, array in rows.items())
-    return getattr(rows, "iloc", rows)[mine]
+        return type(rows)((name, array[shard]) for name, array in rows.items())
+    return getattr(rows, "iloc", rows)[shard]

@@ -1,4 +1,4 @@
-"""Trainings that go on where a gradient is not finite, with steps that update nothing."""
+"""Skips the updates of steps whose gradients are not finite."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from estimator_ext._tf_private import add_control_inputs
 from estimator_ext.fingerprint import Updates
 from estimator_ext.gradient_marks import marks_of_graph
 from estimator_ext.graph import BRANCHES, data_before, depends_on, predicates_around, walk
 from hostopt.errors import ConfigError
-from hostopt.nonfinite import NonFiniteCheck
+from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
@@ -21,38 +22,39 @@ _CHECKS = ("IsFinite", "IsNan", "IsInf")
 
 
 class SkippedUpdates:
-    """Puts the updates of a graph under a condition: all sums of the step are finite."""
+    """Makes the updates of a graph conditional: all sums of the step must be finite."""
 
     def __init__(self) -> None:
-        self.checks: list[NonFiniteCheck] = []  # of all reductions of the step, in the end
+        self.checks: list[NonFiniteCheck] = []  # of all reductions, once the step is built
         self._finite: tf.Tensor | None = None
-        self._predicates: dict[tf.Operation, bool] = {}  # and whether they are checks
+        self._predicates: dict[tf.Operation, bool] = {}  # True for checks
 
     def watch(self, sums: Sequence[tf.Tensor]) -> None:
-        """Have the updates depend on these sums too, those that are built already among them.
+        """Makes all updates depend on these sums too, including updates that are built already.
 
         Args:
-          sums: tensors that are there when the checks can say whether they are finite.
+          sums: tensors that are available after the checks of their reductions.
         """
         sources = [tensor.op for tensor in sums]
         if self._finite is None or depends_on(sources, [self._finite.op]):
-            # sums that are made of what has been updated come too late for those updates
+            # these sums depend on updates, which cannot wait for them
             with tf.device(HOST_DEVICE), tf.control_dependencies(sources):
                 self._finite = tf.numpy_function(
                     self._all_finite, [], tf.bool, name="HostAllFinite"
                 )
             self._finite.set_shape([])
         else:
-            self._finite.op._add_control_inputs(sources)
+            add_control_inputs(self._finite.op, sources)
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that builds the same updates, to be made in steps whose sums are finite.
+        """Returns a function that builds updates which run only if all sums are finite.
 
         Args:
           function: builds operations; called once.
 
         Returns:
-          The function itself, where nothing is watched; else one that returns an operation.
+          `function` itself if no sums are watched; otherwise a function that builds the same
+          operations in a branch, and returns an operation.
         """
         finite = self._finite
         if finite is None:
@@ -69,13 +71,13 @@ class SkippedUpdates:
         return guarded
 
     def check(self, updates: Updates) -> None:
-        """Makes sure that the updates can be left out where a gradient is not finite.
+        """Checks that every update with a gradient can be skipped.
 
         Args:
-          updates: what the step does.
+          updates: the updates of the step.
 
         Raises:
-          hostopt.ConfigError: an update uses a gradient, finite or not.
+          hostopt.ConfigError: an update uses a gradient even if it is not finite.
         """
         marks = marks_of_graph()
         trained = {updates.variable_of(mark.source.op) for mark in marks.values()}
@@ -90,7 +92,7 @@ class SkippedUpdates:
                     )
 
     def _guards(self, op: tf.Operation) -> bool:
-        """Whether an operation runs only if a check, also one of the program, finds no NaN."""
+        """Returns True if an operation runs only if a check, also of the program, finds no NaN."""
         predicates = predicates_around(op) + [op.inputs[0]] * (op.type in BRANCHES)
         return any(self._is_check(predicate.op) for predicate in predicates)
 
@@ -107,12 +109,12 @@ class SkippedUpdates:
 
 
 class HooksWithoutNan(list[Any]):
-    """A list of hooks to which the stock Estimator adds none that ends a training at a NaN loss.
+    """A list of hooks to which the stock Estimator cannot add a `NanTensorHook`.
 
-    Those that a user adds stay.
+    That hook would end the training at a NaN loss. Hooks of the user stay.
     """
 
     def append(self, hook: Any) -> None:
-        """Add a hook, but for a `NanTensorHook`."""
+        """Adds a hook, unless it is a `NanTensorHook`."""
         if not isinstance(hook, tf.compat.v1.train.NanTensorHook):
             super().append(hook)

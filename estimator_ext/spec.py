@@ -1,4 +1,4 @@
-"""EstimatorSpec: the stock one, with a host call and metrics that are computed on the host."""
+"""EstimatorSpec: the stock spec with a host call and with metrics computed on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EvalMetrics = tuple[Callable[..., dict[str, Any]], Union[list[Any], dict[str, An
 
 
 class EstimatorSpec(_StockSpec):
-    """What a model_fn returns; has every field of `tf.estimator.EstimatorSpec`, and two more.
+    """Spec that a model_fn returns; extends `tf.estimator.EstimatorSpec` by two fields.
 
     Args:
       mode: a `tf.estimator.ModeKeys`.
@@ -25,19 +25,19 @@ class EstimatorSpec(_StockSpec):
       train_op: operation or tensor of the step on the accelerator, such as `tf.identity(loss)`.
       eval_metric_ops: dict of metrics, as in the stock spec.
       export_outputs: dict of outputs of a SavedModel, as in the stock spec.
-      training_chief_hooks: hooks of rank 0 in training.
-      training_hooks: hooks of all ranks in training.
-      scaffold: initialisers and saver.
+      training_chief_hooks: training hooks of rank 0.
+      training_hooks: training hooks of all ranks.
+      scaffold: initializers and saver.
       evaluation_hooks: hooks of evaluation.
       prediction_hooks: hooks of prediction.
-      host_call: tuple (function, list of tensors). In training, once a step, the tensors are
-        sent to the host and the function builds the rest of the step from them there: it reduces
-        and applies gradients, and returns an operation or tensor.
-      eval_metrics: tuple (function, list or dict of tensors). In evaluation the function gets
-        the tensors on the host and returns what eval_metric_ops would hold.
+      host_call: tuple (function, list of tensors). In each training step the tensors are sent to
+        the host, where the function builds the rest of the step from them: it reduces and applies
+        gradients, and returns an operation or tensor.
+      eval_metrics: tuple (function, list or dict of tensors). In evaluation the function receives
+        the tensors on the host and returns a dict like eval_metric_ops.
 
     Raises:
-      ValueError: host_call or eval_metrics breaks a rule, or a stock field does.
+      ValueError: a field is invalid.
     """
 
     host_call: HostCall | None
@@ -92,14 +92,14 @@ class EstimatorSpec(_StockSpec):
 
 
 def stock_spec(spec: _StockSpec, **changes: Any) -> _StockSpec:
-    """Turn a spec into a plain `tf.estimator.EstimatorSpec`.
+    """Converts a spec to a plain `tf.estimator.EstimatorSpec`.
 
     Args:
       spec: a spec, stock or extended.
       **changes: fields to replace.
 
     Returns:
-      A stock spec with the stock fields of `spec`.
+      A stock spec with the stock fields of `spec` and the changes.
     """
     return _StockSpec(**{**spec._asdict(), **changes})
 

@@ -1,10 +1,10 @@
-"""How the communication of a step went: spans of backward and apply, scalars in the summaries."""
+"""Communication report of a step: scalars in the summaries, spans in the timeline."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Callable, Union
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
@@ -12,29 +12,26 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext.spec import stock_spec
-from hostopt.inline_reducer import InlineReducer
-from hostopt.reducer import Reducer
-from hostopt.skew import SkewReports
-from hostopt.step_stats import StepTimes, together
+from hostopt.gradients.reducers import AnyReducer
+from hostopt.gradients.step_stats import StepTimes, merge
+from hostopt.stragglers import StragglerReports
+from hostopt.telemetry.timeline import Timeline, Track
 from hostopt.tensorflow.background import HOST_DEVICE
-from hostopt.timeline import Timeline, Track
 
 __all__: list[str] = []
 
-AnyReducer = Union[Reducer, InlineReducer]
-
 
 class StepReportHook(tf.compat.v1.train.SessionRunHook):
-    """Writes into rank 0's summaries how much of the communication hides behind backward.
+    """Writes communication times, exposed times and stragglers into rank 0's summaries.
 
-    All ranks must have it. They send their times to rank 0, which collects them one step later,
-    when they have long arrived.
+    Each rank sends its times to rank 0, which receives them one step later, so that it does not
+    wait for them. Collective: all ranks must have it.
 
     Args:
-      communicator: a communicator of its own (a `duplicate`).
-      reducers: those of the graph, of one at least.
-      every_steps: how often to report, 0 for never; rank 0's holds.
-      model_dir: where rank 0 writes.
+      communicator: communicator for this hook alone (a `duplicate`).
+      reducers: reducers of the graph, at least one.
+      every_steps: steps between two reports, 0 for no reports; the value of rank 0 is used.
+      model_dir: directory of the summaries, used on rank 0.
     """
 
     def __init__(
@@ -48,39 +45,23 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._reducers = reducers
         self._every_steps = every_steps
         self._model_dir = model_dir
-        self._reports = SkewReports(communicator)
+        self._reports = StragglerReports(communicator)
         self._step = 0
         self._sent: tuple[int, StepTimes] | None = None
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Agree on the step from which all ranks count, and on how often to report.
-
-        Args:
-          session: the session of this rank.
-          coord: not used.
-
-        Raises:
-          hostopt.HostOptError: a rank failed, left or timed out.
-        """
+        """Broadcasts the first step and the interval of reports from rank 0."""
         del coord
-        # each step counts 1: a global_step that is read while others write it differs by rank
-        own = np.array([session.run(tf.compat.v1.train.get_global_step()), self._every_steps])
-        agreed = self._communicator.broadcast(own, what="the interval of step reports")
-        self._step, self._every_steps = (int(number) for number in agreed)
+        # later steps are counted by the hook: reading global_step during an update is racy
+        local = np.array([session.run(tf.compat.v1.train.get_global_step()), self._every_steps])
+        numbers = self._communicator.broadcast(local, name="the interval of step reports")
+        self._step, self._every_steps = (int(number) for number in numbers)
         self._reports.begin(self._step)
         for reducer in self._reducers:
             reducer.count_from(self._step)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Collect what was sent after the previous step; send, where this step is to be reported.
-
-        Args:
-          run_context: not used.
-          run_values: not used.
-
-        Raises:
-          hostopt.HostOptError: a rank failed, left or timed out.
-        """
+        """Receives the times of the previous report; sends those of this step if it is due."""
         del run_context, run_values
         self._collect()
         self._step += 1
@@ -88,33 +69,26 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
             return
         times = [reducer.last_times for reducer in self._reducers]
         measured = [each for each in times if each is not None]
-        if len(measured) < len(times):  # on all ranks alike: nothing was reduced so far
+        if len(measured) < len(times):  # the same on all ranks: nothing has been reduced yet
             return
-        self._sent = self._step, together(measured)
+        self._sent = self._step, merge(measured)
         self._reports.send(*self._sent)
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """Collect the last report.
-
-        Args:
-          session: not used.
-
-        Raises:
-          hostopt.HostOptError: a rank failed, left or timed out.
-        """
+        """Receives the times of the last report."""
         del session
         self._collect()
 
     def _collect(self) -> None:
-        skew = self._reports.collect()
-        if skew is None or self._sent is None:
+        stragglers = self._reports.collect()
+        if stragglers is None or self._sent is None:
             return
         step, times = self._sent
         scalars = {
             "communication_ms": times.communication_ms,
             "exposed_communication_ms": times.exposed_ms,
             "overlap_percent": times.overlap_percent,
-            **skew._asdict(),
+            **stragglers._asdict(),
         }
         summary = tf.compat.v1.Summary()
         for name, value in scalars.items():
@@ -124,28 +98,28 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
 
 
 def show_steps(spec: StockSpec, reducers: Sequence[AnyReducer], timeline: Timeline) -> StockSpec:
-    """Have each step show its backward and apply in a timeline.
+    """Adds spans of backward and apply to the timeline of each step.
 
-    Backward is taken to last from the loss to the last launch, apply from the first return of a
-    wait to the end of train_op.
+    Backward is measured from the loss to the last launch, apply from the first return of a wait
+    to the end of train_op.
 
     Args:
-      spec: a spec with loss and train_op.
-      reducers: those of the graph, of one at least.
-      timeline: where the spans go.
+      spec: spec with loss and train_op.
+      reducers: reducers of the graph, at least one.
+      timeline: timeline that records the spans.
 
     Returns:
-      A stock spec, whose train_op also records.
+      A stock spec whose train_op also records the spans.
     """
-    marks = _Marks(reducers, timeline)
+    spans = _StepSpans(reducers, timeline)
     with tf.device(HOST_DEVICE), tf.name_scope("timeline"):
         with tf.control_dependencies([spec.loss]):
-            begun = _operation(marks.begin, "begin")
-        with tf.control_dependencies([spec.train_op, begun]):
-            return stock_spec(spec, train_op=_operation(marks.end, "end"))
+            begin = _operation(spans.begin, "begin")
+        with tf.control_dependencies([spec.train_op, begin]):
+            return stock_spec(spec, train_op=_operation(spans.end, "end"))
 
 
-class _Marks:
+class _StepSpans:
     def __init__(self, reducers: Sequence[AnyReducer], timeline: Timeline) -> None:
         self._reducers = reducers
         self._timeline = timeline
@@ -160,18 +134,18 @@ class _Marks:
         measured = [each.last_times for each in self._reducers if each.last_times]
         if not measured or measured[0].step == self._shown_step:  # nothing was reduced
             return
-        times = together(measured)
+        times = merge(measured)
         self._shown_step = times.step
-        # a launch may have been quicker than the mark at the loss
+        # a launch may precede `begin`, which only waits for the loss
         begin_s = min(self._begin_s, times.last_launch_s)
         step = times.step
         self._timeline.span(Track.BACKWARD, "backward", begin_s, times.last_launch_s, step=step)
         self._timeline.span(Track.APPLY, "apply", times.first_return_s, end_s, step=step)
 
 
-def _operation(mark: Callable[[], None], name: str) -> tf.Operation:
+def _operation(function: Callable[[], None], name: str) -> tf.Operation:
     def call() -> Any:
-        mark()
+        function()
         return np.int32(0)
 
     return tf.numpy_function(call, [], tf.int32, name=name).op

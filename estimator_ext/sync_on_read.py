@@ -1,7 +1,7 @@
-"""Variables that each rank changes by itself, such as moving averages of BatchNorm.
+"""Sync-on-read variables, which each rank changes locally, such as BatchNorm's moving averages.
 
-Each rank has its own value (`tf.VariableSynchronization.ON_READ`); a checkpoint holds what they
-are together: the mean or the sum, as the variable says.
+Each rank has a local value (`tf.VariableSynchronization.ON_READ`). A checkpoint holds the mean or
+the sum over the ranks, depending on the variable's aggregation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from hostopt.communicator import DTYPES
+from hostopt.collectives.reduce_op import DTYPES
 
 __all__: list[str] = []
 
@@ -22,27 +22,27 @@ _REDUCED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
 
 
 def is_sync_on_read(variable: Any) -> bool:
-    """Whether each rank has a value of its own, and all of them make one when it is read.
+    """Returns True if each rank has a local value, and reading aggregates the values of all ranks.
 
     Args:
       variable: a variable of the graph.
 
     Returns:
-      True for numbers with a mean or a sum over the ranks.
+      True for an ON_READ variable with the aggregation MEAN or SUM.
     """
     on_read = getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
     return on_read and variable.aggregation in _REDUCED
 
 
 class SyncOnRead:
-    """Those variables of a training, if there are some.
+    """The sync-on-read variables of a training.
 
     Args:
-      communicator: a communicator of its own (a `duplicate`).
-      variables: variables of the graph, the same on all ranks.
+      communicator: a `duplicate` that nothing else uses.
+      variables: all variables of the graph, the same on all ranks.
 
     Raises:
-      hostopt.ConfigError: one is of a dtype that cannot be reduced.
+      hostopt.ConfigError: a sync-on-read variable has a dtype that cannot be reduced.
     """
 
     def __init__(
@@ -50,60 +50,61 @@ class SyncOnRead:
     ) -> None:
         self._communicator = communicator
         self._variables = sorted(filter(is_sync_on_read, variables), key=lambda v: v.op.name)
-        self._own: list[Any] = []
+        self._local_values: list[Any] = []  # of rank 0, while it holds the aggregates
         for variable in self._variables:
             if variable.dtype.base_dtype.name not in DTYPES:
                 raise hostopt.ConfigError(
-                    f"variable {variable.op.name!r} is synchronised when it is read, and is of "
+                    f"variable {variable.op.name!r} is sync-on-read and of dtype "
                     f"{variable.dtype.base_dtype.name}, wanted one of {', '.join(DTYPES)}"
                 )
 
-    def gather(self, session: tf.compat.v1.Session) -> None:
-        """Give rank 0 what the values of all ranks make together; all ranks call this together.
+    def aggregate_to_chief(self, session: tf.compat.v1.Session) -> None:
+        """Assigns the means and sums over all ranks to the variables of rank 0.
+
+        Collective: all ranks must call it.
 
         Args:
           session: the session of this rank.
-
-        Raises:
-          hostopt.HostOptError: a rank failed, left or timed out.
         """
-        own = session.run(self._variables)
-        together = [self._reduce(*pair) for pair in zip(self._variables, own)]
+        local_values = session.run(self._variables)
+        totals = [self._reduce(*pair) for pair in zip(self._variables, local_values)]
         if self._communicator.rank == 0:
-            self._own = own
-            assign(session, self._variables, together)
+            self._local_values = local_values
+            assign(session, self._variables, totals)
 
-    def take_back(self, session: tf.compat.v1.Session) -> None:
-        """Give rank 0 its own values again.
+    def restore_local(self, session: tf.compat.v1.Session) -> None:
+        """Assigns rank 0's local values again, after `aggregate_to_chief`.
 
         Args:
           session: the session of this rank.
         """
-        if self._own:
-            assign(session, self._variables, self._own)
-            self._own = []
+        if self._local_values:
+            assign(session, self._variables, self._local_values)
+            self._local_values = []
 
     def _reduce(self, variable: tf.Variable, value: Any) -> Any:
         mean = variable.aggregation == tf.VariableAggregation.MEAN
-        total = self._communicator.all_reduce(value, what=f"variable {variable.op.name!r}")
+        total = self._communicator.all_reduce(value, name=f"variable {variable.op.name!r}")
         return (total / self._communicator.size).astype(total.dtype) if mean else total
 
 
 def assign(
     session: tf.compat.v1.Session, variables: Sequence[tf.Variable], values: Sequence[Any]
 ) -> None:
-    """Gives variables values without another operation in the graph, which may be final.
+    """Assigns values to variables without new operations, as the graph may be finalized.
+
+    It runs the initializers and feeds their inputs.
 
     Args:
-      session: where.
-      variables: with an initializer each.
-      values: arrays of their shapes.
+      session: the session of this rank.
+      variables: variables with initializers.
+      values: arrays of the variables' shapes.
     """
     left = list(zip(variables, values))
     while left:
         feeds: dict[tf.Tensor, Any] = {}
         now, later = [], []
-        for variable, value in left:  # two may begin with one tensor, which is fed once a run
+        for variable, value in left:  # two initializers may share a tensor: one run for each
             source = variable.initializer.inputs[1]
             (later if source.ref() in feeds else now).append((variable, value))
             feeds.setdefault(source.ref(), value)
@@ -115,16 +116,16 @@ def assign(
 
 
 def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
-    """Divides variables into parts that are read or written in one run of a session each.
+    """Divides variables into parts, each to be read or written in one run of a session.
 
-    A run for each variable would take long, as TensorFlow prepares each one; one run for all would
-    need the memory of the whole model and its slots once more.
+    One run per variable would be slow, as TensorFlow prepares each run. One run for all variables
+    would need memory for a copy of the whole model and its slots.
 
     Args:
-      variables: of static shapes.
+      variables: variables of static shapes.
 
     Yields:
-      Some of them, in their order: one, or several of up to 64 MiB.
+      Consecutive variables: a single one, or several of at most 64 MiB together.
     """
     part: list[tf.Variable] = []
     nbytes = 0
@@ -139,16 +140,16 @@ def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
         yield part
 
 
-def own_part(variable: tf.Variable, value: Any, rank: int) -> Any:
-    """What a rank begins with of a value that was saved.
+def initial_local_value(variable: tf.Variable, value: Any, rank: int) -> Any:
+    """Returns the value that a rank starts with after a checkpoint is restored.
 
     Args:
       variable: the variable.
-      value: what rank 0 has restored or initialised.
+      value: the value that rank 0 has restored or initialized.
       rank: this rank.
 
     Returns:
-      `value`; of a sum, rank 0 has all and the others nothing.
+      `value`. For a sum, rank 0 gets `value` and the other ranks 0.
     """
     is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
     return np.zeros_like(value) if is_sum and rank != 0 else value

@@ -1,7 +1,8 @@
-"""TPUEstimator and its configuration, for programs that were written for it, on CPU and GPU.
+"""TPUEstimator and its configuration on CPU and GPU, for programs that were written for TPUs.
 
-With `use_tpu=False` the stock class is an Estimator that puts batch sizes into params and takes a
-TPUEstimatorSpec. This one is that on every TensorFlow, and on the ranks of a HostOffloadStrategy.
+With `use_tpu=False` the stock class is an Estimator that adds batch sizes to params and accepts a
+TPUEstimatorSpec. This class does the same on every TensorFlow version, and on the ranks of a
+HostOffloadStrategy.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ __all__ = [
     "TPUEstimatorSpec",
 ]
 
-_Call = tuple[Callable[..., Any], Any]  # a function, and a list or dict of its tensors
+_Call = tuple[Callable[..., Any], Any]  # a function, and a list or dict of tensors for it
 _NO_TPU = (
-    "use_tpu is True, and there is no TPU: this TPUEstimator trains on CPU, GPU and ranks. Pass "
-    "use_tpu=False (programs often have a flag --use_tpu=false)"
+    "use_tpu is True, but this TPUEstimator trains on CPU and GPU. Pass use_tpu=False (programs "
+    "often have a flag --use_tpu=false)"
 )
 
 
 class InputPipelineConfig(enum.IntEnum):
-    """How a TPU's hosts would read data; here each rank calls input_fn once."""
+    """Ways in which the hosts of a TPU read data. Here each rank calls input_fn once."""
 
     PER_SHARD_V1 = 1
     PER_HOST_V1 = 2
@@ -47,20 +48,20 @@ class InputPipelineConfig(enum.IntEnum):
 
 @dataclass(frozen=True)
 class TPUConfig:
-    """Configuration of a TPU, which is accepted and has no effect without one.
+    """Configuration of a TPU. It is accepted for compatibility and has no effect.
 
     Args:
-      iterations_per_loop: steps of a TPU's loop; hooks run after each step here.
+      iterations_per_loop: steps of a TPU loop; here hooks run after each step.
       num_shards: number of TPU cores.
-      num_cores_per_replica: of model parallelism.
+      num_cores_per_replica: for model parallelism.
       per_host_input_for_training: an InputPipelineConfig.
-      tpu_job_name: name of the TPU's job.
+      tpu_job_name: name of the job of the TPU.
       initial_infeed_sleep_secs: pause of the infeed.
-      input_partition_dims: of model parallelism.
+      input_partition_dims: for model parallelism.
       eval_training_input_configuration: an InputPipelineConfig.
-      experimental_host_call_every_n_steps: how often host_call runs, in steps.
-      experimental_allow_per_host_v2_parallel_get_next: of the infeed.
-      experimental_feed_hook: of the infeed.
+      experimental_host_call_every_n_steps: steps between runs of host_call.
+      experimental_allow_per_host_v2_parallel_get_next: for the infeed.
+      experimental_feed_hook: for the infeed.
     """
 
     iterations_per_loop: int = 2
@@ -77,17 +78,15 @@ class TPUConfig:
 
 
 class RunConfig(run_config.RunConfig):
-    """Configuration of a TPUEstimator; takes every argument of `estimator_ext.RunConfig`.
+    """Configuration of a TPUEstimator. `evaluation_master` and `master` are ignored.
 
     Args:
       tpu_config: a TPUConfig.
-      evaluation_master: address of a TPU for evaluation; not used.
-      master: address of a TPU; not used.
-      cluster: resolver of a TPU; wanted None.
-      **fields: as for `estimator_ext.RunConfig`.
+      cluster: resolver of a TPU; must be None.
+      **fields: arguments of `estimator_ext.RunConfig`.
 
     Raises:
-      UnsupportedError: cluster is given.
+      UnsupportedError: `cluster` is not None.
     """
 
     def __init__(
@@ -106,30 +105,30 @@ class RunConfig(run_config.RunConfig):
 
     @property
     def tpu_config(self) -> TPUConfig:
-        """The configuration of a TPU, as it was given."""
+        """The TPUConfig that was passed."""
         return self._tpu_config
 
 
 class TPUEstimatorSpec(EstimatorSpec):
-    """What the model_fn of a TPUEstimator returns.
+    """The result of the model_fn of a TPUEstimator.
 
     Args:
       mode: a `tf.estimator.ModeKeys`.
       predictions: dict of tensors.
       loss: scalar tensor.
       train_op: operation of the step.
-      eval_metrics: tuple (function, list or dict of tensors); the function returns what
-        `EstimatorSpec.eval_metric_ops` holds.
+      eval_metrics: tuple (function, list or dict of tensors); the function returns
+        `eval_metric_ops` of an EstimatorSpec.
       export_outputs: dict of outputs of a SavedModel.
       scaffold_fn: function without arguments that returns a `tf.compat.v1.train.Scaffold`.
-      host_call: tuple (function, list or dict of tensors); what the function returns is run in
-        each step, on each rank.
+      host_call: tuple (function, list or dict of tensors). The operations that the function
+        returns run in each step, on each rank.
       training_hooks: hooks of training.
       evaluation_hooks: hooks of evaluation.
       prediction_hooks: hooks of prediction.
 
     Raises:
-      ValueError: as for `tf.estimator.EstimatorSpec`.
+      ValueError: see `tf.estimator.EstimatorSpec`.
     """
 
     eval_metrics: _Call | None
@@ -150,8 +149,8 @@ class TPUEstimatorSpec(EstimatorSpec):
         evaluation_hooks: Sequence[Any] | None = None,
         prediction_hooks: Sequence[Any] | None = None,
     ) -> TPUEstimatorSpec:
-        """Calls the functions of metrics, scaffold and host call, in the graph of model_fn."""
-        own = [] if host_call is None else [_HostCallHook(_call(host_call))]
+        """Calls the functions for metrics, scaffold and host call, in the graph of model_fn."""
+        hooks = [] if host_call is None else [_HostCallHook(_call(host_call))]
         spec = super().__new__(
             cls,
             mode=mode,
@@ -160,49 +159,41 @@ class TPUEstimatorSpec(EstimatorSpec):
             train_op=train_op,
             eval_metric_ops=None if eval_metrics is None else _call(eval_metrics),
             export_outputs=export_outputs,
-            training_hooks=[*(training_hooks or ()), *own],
+            training_hooks=[*(training_hooks or ()), *hooks],
             scaffold=None if scaffold_fn is None else scaffold_fn(),
-            evaluation_hooks=[*(evaluation_hooks or ()), *own],
-            prediction_hooks=[*(prediction_hooks or ()), *own],
+            evaluation_hooks=[*(evaluation_hooks or ()), *hooks],
+            prediction_hooks=[*(prediction_hooks or ()), *hooks],
         )
         spec.eval_metrics, spec.scaffold_fn, spec.host_call = eval_metrics, scaffold_fn, host_call
         return spec
 
     def as_estimator_spec(self) -> EstimatorSpec:
-        """Makes the spec of an Estimator.
-
-        Returns:
-          A `tf.estimator.EstimatorSpec`.
-        """
+        """Returns the equivalent `tf.estimator.EstimatorSpec`."""
         return stock_spec(self)
 
 
 class TPUEstimator(estimator.Estimator):
     """An Estimator with the arguments of `tf.compat.v1.estimator.tpu.TPUEstimator`.
 
-    Batch sizes are global, as for `estimator_ext.Estimator`, and in params["batch_size"].
-    params["use_tpu"] is False.
+    Batch sizes are global, as for `estimator_ext.Estimator`, and passed in params["batch_size"].
+    params["use_tpu"] is False. Arguments that only matter on a TPU are ignored: `batch_axis`,
+    `eval_on_tpu`, `export_to_tpu`, `export_to_cpu`, `export_saved_model_api_version`.
 
     Args:
       model_fn: returns a TPUEstimatorSpec or an EstimatorSpec.
       model_dir: directory of checkpoints and summaries.
       config: a RunConfig.
-      params: dict that model_fn and input_fn receive.
-      use_tpu: wanted False.
-      train_batch_size: number of examples of a step, of all workers together.
+      params: dict for model_fn and input_fn.
+      use_tpu: must be False.
+      train_batch_size: number of examples of a step, over all ranks.
       eval_batch_size: number of examples of a batch in evaluation.
       predict_batch_size: number of examples of a batch in prediction.
-      batch_axis: of a TPU's infeed; not used.
-      eval_on_tpu: not used.
-      export_to_tpu: not used.
-      export_to_cpu: not used.
       warm_start_from: checkpoint or settings.
-      embedding_config_spec: of a TPU's embeddings; wanted None.
-      export_saved_model_api_version: not used.
+      embedding_config_spec: embeddings on a TPU; must be None.
 
     Raises:
-      UnsupportedError: use_tpu is True, or embedding_config_spec is given.
-      ValueError: as for `estimator_ext.Estimator`.
+      UnsupportedError: use_tpu is True, or embedding_config_spec is not None.
+      ValueError: see `estimator_ext.Estimator`.
     """
 
     def __init__(
@@ -230,7 +221,7 @@ class TPUEstimator(estimator.Estimator):
             model_fn,
             model_dir,
             config,
-            {**(params or {}), "use_tpu": False},  # as the stock class tells model_fn
+            {**(params or {}), "use_tpu": False},  # like the stock class
             warm_start_from,
             train_batch_size,
             eval_batch_size,
@@ -239,20 +230,20 @@ class TPUEstimator(estimator.Estimator):
 
     @property
     def _is_strict(self) -> bool:
-        return False  # batch sizes are no sign of an accelerator here
+        return False  # batch sizes do not imply an accelerator here
 
 
 class CrossShardOptimizer(tf.compat.v1.train.Optimizer):
-    """An optimizer whose gradients are the mean of all ranks, as those of every optimizer are.
+    """Wraps an optimizer. As with every optimizer, gradients are averaged over the ranks.
 
     Args:
-      opt: the optimizer that is wrapped.
-      reduction: wanted MEAN, the default.
-      name: of the optimizer.
-      group_assignment: wanted None.
+      opt: the wrapped optimizer.
+      reduction: must be MEAN, the default.
+      name: name of the optimizer.
+      group_assignment: must be None.
 
     Raises:
-      hostopt.ConfigError: another reduction than the mean, or one of groups.
+      hostopt.ConfigError: the reduction is not the mean, or there are groups.
     """
 
     def __init__(
@@ -264,37 +255,37 @@ class CrossShardOptimizer(tf.compat.v1.train.Optimizer):
     ) -> None:
         if reduction != tf.compat.v1.losses.Reduction.MEAN or group_assignment is not None:
             raise hostopt.ConfigError(
-                f"CrossShardOptimizer is to reduce by {reduction!r} in the groups "
-                f"{group_assignment}, wanted 'weighted_mean' of all ranks. Leave both out"
+                f"CrossShardOptimizer has reduction {reduction!r} and group_assignment "
+                f"{group_assignment}, but only the mean over all ranks is supported. Remove both"
             )
         super().__init__(False, name)
         self._opt = opt
 
     def compute_gradients(self, loss: Any, var_list: Any = None, **options: Any) -> Any:
-        """As the wrapped optimizer does."""
+        """Calls the wrapped optimizer."""
         return self._opt.compute_gradients(loss, var_list=var_list, **options)
 
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: Any = None
     ) -> Any:
-        """As the wrapped optimizer does."""
+        """Calls the wrapped optimizer."""
         return self._opt.apply_gradients(grads_and_vars, global_step, name)
 
     def get_slot(self, *arguments: Any, **options: Any) -> Any:
-        """As the wrapped optimizer does."""
+        """Calls the wrapped optimizer."""
         return self._opt.get_slot(*arguments, **options)
 
     def get_slot_names(self) -> Any:
-        """As the wrapped optimizer does."""
+        """Calls the wrapped optimizer."""
         return self._opt.get_slot_names()
 
     def variables(self) -> Any:
-        """As the wrapped optimizer does."""
+        """Calls the wrapped optimizer."""
         return self._opt.variables()
 
 
 class _HostCallHook(tf.compat.v1.train.SessionRunHook):
-    """Runs what a host_call has built."""
+    """Runs the operations of a host_call in each step."""
 
     def __init__(self, fetches: Any) -> None:
         self._fetches = fetches

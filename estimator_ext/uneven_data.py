@@ -1,8 +1,8 @@
-"""Ranks whose data end at different steps: all stay until the last, and each example counts once.
+"""Weights for ranks whose data end at different steps, so that each example counts once.
 
-A rank without data goes on with its last batch and weight zero. Each step the ranks add up how
-many examples they have, and a rank's gradient counts by its part of them. When nobody has any, the
-data have ended for all of them, before the step changes anything.
+All ranks continue until the data of the last one end. A rank without data repeats its last batch
+with weight 0. In each step the ranks sum their numbers of examples, and the gradient of a rank is
+weighted by its share. When no rank has data, all ranks stop before the step changes anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from hostopt.posted_sum import open_posted_sum
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 __all__: list[str] = []
@@ -23,18 +22,20 @@ MODES = ("join", "stop")
 _log = tf.get_logger()
 
 
-def followed(
+def needs_join(
     dataset: Any, communicator: hostopt.Communicator, config: tf.compat.v1.ConfigProto
 ) -> bool:
-    """Whether the ends of the ranks' data are to be followed; all ranks call this together.
+    """Returns True if batches need weights because the data of a rank may end.
+
+    Collective: all ranks must call it.
 
     Args:
-      dataset: what input_fn returned.
+      dataset: the result of input_fn.
       communicator: the ring.
-      config: for a session that asks how long the dataset is.
+      config: configuration of a session that reads the length of the dataset.
 
     Returns:
-      True where the data of a rank may end, and those of all ranks are datasets of plain tensors.
+      True if the data of a rank may end, and all ranks have datasets of plain tensors.
     """
     specs = tf.nest.flatten(dataset.element_spec) if _is_dataset(dataset) else [None]
     can = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
@@ -43,18 +44,18 @@ def followed(
         with tf.compat.v1.Session(config=config) as session:
             length = session.run(tf.data.experimental.cardinality(dataset))
         ends = length != tf.data.experimental.INFINITE_CARDINALITY
-    facts = communicator.all_gather(np.array([can, ends]), "the kinds of the ranks' data")
-    return bool(facts[:, 0].all() and facts[:, 1].any())
+    of_ranks = communicator.all_gather(np.array([can, ends]), "the kinds of the ranks' data")
+    return bool(of_ranks[:, 0].all() and of_ranks[:, 1].any())
 
 
-def endless(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset that goes on with its last element, or with zeros where it has none.
+def repeat_last_batch(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns an endless dataset that repeats the last element, or zeros if there is none.
 
     Args:
-      dataset: elements of plain tensors.
+      dataset: dataset of plain tensors.
 
     Returns:
-      Pairs of an element and whether it is a new one.
+      Dataset of pairs: an element, and a bool that is False for a repeated one.
     """
     spec = dataset.element_spec
     zeros = tf.nest.map_structure(_zeros, spec)
@@ -73,14 +74,14 @@ def endless(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(mark).concatenate(after).scan(zeros, step).prefetch(1)
 
 
-def goes_on(batch: Any) -> tf.Tensor:
-    """Whether there is another batch, as a tensor that fails with the end of the data.
+def has_next(batch: Any) -> tf.Tensor:
+    """Returns a tensor that is True for each batch, and fails at the end of the data.
 
     Args:
-      batch: features and labels, of whatever structure.
+      batch: features and labels, in any structure.
 
     Returns:
-      Scalar of bool, True.
+      Scalar of bool.
     """
     tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
     with tf.device(HOST_DEVICE), tf.control_dependencies(tensors[:1]):
@@ -88,13 +89,16 @@ def goes_on(batch: Any) -> tf.Tensor:
 
 
 class BatchWeights:
-    """How much this rank's batch counts in a step, as operations of the graph.
+    """The weights of this rank's batch in a step, as tensors of the graph.
+
+    Both are scalars of float64: `mean_weight` for a mean over all examples of the step, and
+    `sum_weight`, 1 or 0, for a sum over the ranks.
 
     Args:
-      examples: scalar of float32, how many examples this rank has in the step.
-      batches: scalar of float32, how many new batches.
+      examples: scalar of float32, the number of examples of this rank in the step.
+      batches: scalar of float32, the number of new batches of this rank in the step.
       communicator: the ring.
-      mode: "join" ends with the last rank's data, "stop" with the first's.
+      mode: "join" ends with the last rank's data, "stop" with the first rank's.
     """
 
     def __init__(
@@ -104,41 +108,43 @@ class BatchWeights:
         communicator: hostopt.Communicator,
         mode: str,
     ) -> None:
-        self._posted = open_posted_sum(communicator, "the number of examples")
+        self._scalar_sum = communicator.open_scalar_sum("the number of examples")
         self._communicator = communicator
         self._stops = mode == "stop"
         self._steps = self._idle_steps = 0
         with tf.device(HOST_DEVICE), tf.name_scope("batch_weights"):
-            in_mean, in_sum, goes_on = call_in_background(
+            mean_weight, sum_weight, has_next = call_in_background(
                 abort_on_error(communicator, self._exchange),
                 [examples, batches],
                 [tf.float64, tf.float64, tf.bool],
                 name="HostCollect",
             )
-            # not in the background: there, StopIteration would be an error like others
-            ended = tf.numpy_function(_stop_if_ended, [goes_on], tf.bool, name="HostEndOfData")
+            # not in the background, where StopIteration would not count as the end of the data
+            ended = tf.numpy_function(_stop_if_ended, [has_next], tf.bool, name="HostEndOfData")
             with tf.control_dependencies([ended]):
-                self.in_mean, self.in_sum = tf.identity(in_mean), tf.identity(in_sum)
-        self.in_mean.set_shape([])
-        self.in_sum.set_shape([])
+                self.mean_weight = tf.identity(mean_weight)
+                self.sum_weight = tf.identity(sum_weight)
+        self.mean_weight.set_shape([])
+        self.sum_weight.set_shape([])
 
     def _exchange(self, examples: np.ndarray, batches: np.ndarray) -> list[Any]:
-        own, has_data = float(examples), bool(batches > 0)
-        self._posted.post(own, float(has_data))
-        total, ranks_with_data = self._posted.collect()
+        count, has_data = float(examples), bool(batches > 0)
+        self._scalar_sum.start(count, float(has_data))
+        total, ranks_with_data = self._scalar_sum.wait()
         size = self._communicator.size
         if ranks_with_data < (size if self._stops else 1):
             self._report(has_data)
             return [np.float64(0), np.float64(0), np.False_]
         self._steps += 1
         self._idle_steps += not has_data
-        share = own * size / float(total) if total else 0.0
-        return [np.float64(share), np.float64(has_data), np.True_]
+        # with this weight the mean of the ranks' means is the mean of all examples
+        mean_weight = count * size / float(total) if total else 0.0
+        return [np.float64(mean_weight), np.float64(has_data), np.True_]
 
     def _report(self, has_data: bool) -> None:
         rank = self._communicator.rank
         if self._stops:
-            end = "has ended" if not has_data else "goes on, that of another rank has ended"
+            end = "has ended" if not has_data else "continues, but another rank's has ended"
             _log.info("rank %d: its data %s after %d steps", rank, end, self._steps)
         elif self._idle_steps:
             _log.info(
@@ -151,22 +157,22 @@ class BatchWeights:
             _log.info("rank %d: its data ended after %d steps, the last", rank, self._steps)
 
 
-def _stop_if_ended(goes_on: np.ndarray) -> Any:
-    if not goes_on:
-        raise StopIteration  # to TensorFlow: the data have ended
-    return goes_on
+def _stop_if_ended(has_next: np.ndarray) -> Any:
+    if not has_next:
+        raise StopIteration  # which TensorFlow takes as the end of the data
+    return has_next
 
 
 def count_examples(element: Any, new: tf.Tensor) -> list[tf.Tensor]:
-    """How many examples a batch has, and whether it counts as a batch.
+    """Counts the examples and batches of an element.
 
     Args:
-      element: features and perhaps labels.
-      new: whether it is a new element.
+      element: features, and labels if there are any.
+      new: scalar of bool, False for a repeated element.
 
     Returns:
-      Two scalars of float32: the length of the first tensor, or 1 for a scalar, and 1; both 0 for
-      an old element.
+      Two scalars of float32: the length of the first tensor, or 1 if it is a scalar; and 1. Both
+      are 0 for a repeated element.
     """
     first = tf.nest.flatten(element)[0]
     count = tf.shape(first)[0] if first.shape.rank else 1
@@ -183,5 +189,5 @@ def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
 
 
 def _as_one(element: tuple[Any, ...], spec: Any) -> Any:
-    """The element as the dataset has it, of which `map` has unpacked a tuple."""
+    """Returns an element in the structure of its dataset, as `map` unpacks tuples."""
     return element if type(spec) is tuple else element[0]

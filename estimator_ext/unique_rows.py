@@ -1,9 +1,9 @@
-"""Whether rows of a sparse gradient that have one index may be summed before they are used.
+"""Sums rows of a sparse gradient that have the same index, if its consumers would do so anyway.
 
-Optimizers of TensorFlow sum them by index, with a Unique and an UnsortedSegmentSum for each table.
-If nothing but sums is made of them, they are summed before they travel, and the optimizers' sums
-would only copy what comes. But a norm of the rows, as `tf.clip_by_global_norm` takes it, is
-another one if rows have been summed: then all of them travel, as one worker would see them.
+Optimizers of TensorFlow sum such rows, with a Unique and an UnsortedSegmentSum for each table. If
+all consumers only make sums, the rows are summed before they travel, and the optimizers' sums are
+left out. Any other consumer needs all rows: the norm that `tf.clip_by_global_norm` computes, for
+example, changes if rows are summed.
 """
 
 from __future__ import annotations
@@ -13,30 +13,32 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
+from estimator_ext._tf_private import replace_input
+
 __all__: list[str] = []
 
-# What a sum of rows may take the place of the rows for: sums by index, and what is linear in them.
+# Sums by index, and operations that are linear in each row.
 _SUMS = re.compile(r"UnsortedSegmentSum|(Resource)?Scatter(Nd)?(Add|Sub)")
 _LINEAR = re.compile(r"Neg|Identity|Cast|Reshape|Mul|RealDiv")
 _IRRELEVANT = ("Shape", "IsFinite")
 
 
 def are_only_summed(values: tf.Tensor, indices: tf.Tensor) -> bool:
-    """Whether all that is made of a sparse gradient is sums of its rows by index.
+    """Returns True if the consumers of a sparse gradient only sum its rows by index.
 
     Args:
       values: the rows.
-      indices: one for each row.
+      indices: the index of each row.
 
     Returns:
-      True if sums of rows, and each index once, may be in their place.
+      True if sums of rows, with unique indices, can replace the rows.
     """
     sums: set[tf.Operation] = set()
     return _are_summed(values, sums) and _are_indices_of(indices, sums)
 
 
 def _are_summed(values: tf.Tensor, sums: set[tf.Operation]) -> bool:
-    """Whether rows are only summed; collects the operations that do so."""
+    """Returns True if rows are only summed; adds the operations that sum them to `sums`."""
     for op in values.consumers():
         if _SUMS.fullmatch(op.type):
             sums.add(op)
@@ -46,14 +48,14 @@ def _are_summed(values: tf.Tensor, sums: set[tf.Operation]) -> bool:
         if not _LINEAR.fullmatch(op.type) or op.inputs[0] is not values:
             return False
         if any(each.shape.rank != 0 for each in op.inputs[1:] if op.type in ("Mul", "RealDiv")):
-            return False  # each row has a factor of its own
+            return False  # the rows have different factors
         if not _are_summed(op.outputs[0], sums):
             return False
     return True
 
 
 def _are_indices_of(indices: tf.Tensor, sums: Collection[tf.Operation]) -> bool:
-    """Whether indices only say what is summed, and nobody counts them."""
+    """Returns True if indices are used only by `sums`, and not counted, for example."""
     for op in indices.consumers():
         if op in sums or op.type in _IRRELEVANT:
             continue
@@ -65,10 +67,10 @@ def _are_indices_of(indices: tf.Tensor, sums: Collection[tf.Operation]) -> bool:
 
 
 def skip_deduplication(rows: tf.IndexedSlices) -> None:
-    """Has the consumers of rows use them as they are; call it when the step is built.
+    """Connects the consumers of the optimizers' sums to the rows; call it when the step is built.
 
     Args:
-      rows: a sparse gradient with each index once.
+      rows: sparse gradient with unique indices.
     """
     for unique in rows.indices.consumers():
         if unique.type != "Unique":
@@ -77,18 +79,18 @@ def skip_deduplication(rows: tf.IndexedSlices) -> None:
         for sums in positions.consumers():
             if sums.type == "UnsortedSegmentSum" and sums.inputs[0] is rows.values:
                 replace_tensor(sums.outputs[0], rows.values)
-        # an optimizer asks for the number of indices, too
+        # an optimizer uses the number of indices, too
         replace_tensor(indices, rows.indices)
 
 
 def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
-    """Has every consumer of a tensor use another one.
+    """Connects every consumer of a tensor to another one.
 
     Args:
-      old: no operation uses it in the end.
-      new: of the same dtype.
+      old: the tensor that has no consumers afterwards.
+      new: tensor of the same dtype.
     """
     for consumer in old.consumers():
         for index, tensor in enumerate(consumer.inputs):
             if tensor is old:
-                consumer._update_input(index, new)
+                replace_input(consumer, index, new)

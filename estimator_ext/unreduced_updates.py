@@ -1,19 +1,19 @@
-"""Updates of trained variables that went around the reduction: found, and mended or refused.
+"""Finds updates of trained variables without a reduction, and reduces their gradients.
 
-An optimizer may override `apply_gradients`, and a model_fn may assign to its variables by hand.
-Nothing of ours is called then, and the ranks would drift apart. So the finished step is searched:
+An optimizer may override `apply_gradients`, and a model_fn may assign to its variables itself.
+Then the strategy is not called, and the ranks would drift apart. So the finished step is searched:
 
-    [U1] find each trained variable to which a value is assigned that may differ by rank
-    [U2] go back from there to the gradients on which the value depends, as `gradient_marks` knows
-    [U3] reduce these gradients, and feed the mean over the ranks to all consumers
+    [U1] Find each trained variable to which a value is assigned that may differ by rank.
+    [U2] Go back from there to the marked gradients (`gradient_marks`) that the value depends on.
+    [U3] Reduce these gradients, and connect all consumers to the mean over the ranks.
 
-What lies between the gradient and the variable, such as clipping by the global norm and the
-optimizer's own rule, then sees what one process would see on the data of all ranks. If a value
-depends on this rank's data in any other way, the single-process result is undefined, and the
-program is refused.
+All computations between the gradient and the variable, such as clipping by the global norm and
+the rule of the optimizer, then get the values that one process would get with the data of all
+ranks. If a value depends on this rank's data in any other way, its single-process equivalent is
+undefined, and the program is refused.
 
-A gradient can be reduced if it was computed with respect to something that all ranks have alike.
-Trained are the trainable variables, and those that are updated with a gradient of their own.
+A gradient can be reduced if it was computed with respect to a value that is the same on all ranks.
+A variable is trained if it is trainable, or if it is updated with its own gradient.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from estimator_ext._tf_private import control_flow_context, replace_input
 from estimator_ext.fingerprint import Updates
 from estimator_ext.gradient_marks import Mark, marks_of_graph
+from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.graph import BRANCHES, CALLS, data_before, predicates_around, walk
-from estimator_ext.strategy import HostOffloadStrategy, divided
+from estimator_ext.indexed_slices import map_values, parts_of, slices_of
 from estimator_ext.sync_on_read import is_sync_on_read
 
 __all__: list[str] = []
 
 _log = tf.get_logger()
 
-# Chosen alike on all ranks if seeds and programs are the same; the replica check finds it if not.
+# The same on all ranks if seeds and programs are. The replica consistency check finds the rest.
 _TRUSTED = re.compile(r"PyFunc|EagerPyFunc|.*(Random|Normal|Multinomial)|StatefulUniform")
 _ALL_REDUCE = "tf.distribute.get_replica_context().all_reduce"
 _OF_DATA = (
@@ -50,71 +52,71 @@ _OF_SYNC_ON_READ = f"reduce its value with {_ALL_REDUCE} before it is used"
 
 
 def mend_unreduced_updates(
-    strategy: HostOffloadStrategy, updates: Updates, data: Collection[tf.Operation]
+    reduction: GradientReduction, updates: Updates, data: Collection[tf.Operation]
 ) -> int:
-    """Has every update of a trained variable use reduced gradients, as far as it can be done.
+    """Reduces the gradients of updates that use them unreduced, as far as possible.
 
     Args:
-      strategy: whose training graph is the default graph.
-      updates: what the step does.
+      reduction: reduces the gradients of the default graph.
+      updates: the updates of the step.
       data: operations of this rank's input.
 
     Returns:
-      How many gradients are reduced that were not before; they are part of the graph now.
+      Number of gradients that are reduced now, in the default graph.
     """
-    if strategy.num_replicas_in_sync == 1 and strategy.extended.accumulation is None:
+    if reduction.size == 1 and reduction.accumulation is None:
         return 0  # a gradient is its own sum
-    return _reduce(strategy, _search(updates, data).edges.values())  # [U3]
+    return _reduce(reduction, _search(updates, data).edges.values())  # [U3]
 
 
 def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, str]:
-    """Makes sure that nothing is left to mend.
+    """Checks that no update of a trained variable depends on this rank's data any more.
 
     Args:
-      updates: what the step does now.
+      updates: the updates of the step, after `mend_unreduced_updates`.
       data: operations of this rank's input.
 
     Returns:
-      By name of a trained variable, what its updates use that may differ by rank and that nobody
-      can look into, such as a Python function.
+      By name of a trained variable, an operation whose value may differ by rank and cannot be
+      checked in the graph, such as a Python function.
 
     Raises:
-      hostopt.ConfigError: a trained variable is updated from this rank's data in a way that no
-        reduction can mend.
+      hostopt.ConfigError: a trained variable is updated from this rank's data, and reducing
+        gradients does not help.
     """
     search = _search(updates, data)
     mended = search.suspects.keys() - search.causes.keys()
     for variable in search.trained:
         for update in updates.varying.get(variable, ()):
             if variable not in mended:
-                cause, cure = search.causes.get(variable) or search.describe(update, update)
+                cause, remedy = search.causes.get(variable) or search.describe(update, update)
                 raise hostopt.ConfigError(
                     f"variable {variable!r} is trained, and operation {update.name!r} "
                     f"({update.type}) updates it with a value that differs by rank because of "
-                    f"{cause}. To train it on several ranks, {cure}"
+                    f"{cause}. To train it on several ranks, {remedy}"
                 )
     return search.suspects
 
 
-def warn_of_own_variables(updates: Updates) -> None:
-    """Logs which variables each rank changes by itself, as a checkpoint holds rank 0's alone.
+def warn_of_local_variables(updates: Updates) -> None:
+    """Warns of local variables, of which a checkpoint holds only the value of rank 0.
 
     Args:
-      updates: what the step does.
+      updates: the updates of the step.
     """
-    own = [
+    names = [
         variable.op.name
         for variable in tf.compat.v1.global_variables()
-        if variable.op.name in updates.own & updates.varying.keys()
+        if variable.op.name in updates.local & updates.varying.keys()
         and not is_sync_on_read(variable)
     ]
-    if own:
-        more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         _log.warning(
             "variable %r%s: each rank updates its own value from its own data, and checkpoints "
             "hold that of rank 0. Create it with synchronization=ON_READ and an aggregation, or "
             "reduce what is assigned to it with tf.distribute.get_replica_context().all_reduce",
-            own[0],
+            names[0],
             more,
         )
 
@@ -123,15 +125,17 @@ def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
     marks = marks_of_graph()
     names = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
     others = {updates.variable_of(mark.source.op) for mark in marks.values()} - names
-    names |= {n for n in others & updates.varying.keys() if _has_own_gradient(updates, n, marks)}
+    names |= {n for n in others & updates.varying.keys() if _uses_own_gradient(updates, n, marks)}
     search = _Search(updates, data, sorted(names), marks)
     for name in search.trained:
         search.go_back(name, updates.varying.get(name, ()))  # [U1], [U2]
     return search
 
 
-def _has_own_gradient(updates: Updates, variable: str, marks: Mapping[tf.Operation, Mark]) -> bool:
-    """Whether a variable is updated with a gradient that was computed with respect to it."""
+def _uses_own_gradient(
+    updates: Updates, variable: str, marks: Mapping[tf.Operation, Mark]
+) -> bool:
+    """Returns True if a variable is updated with a gradient with respect to itself."""
 
     def before(op: tf.Operation) -> list[tf.Operation]:
         read = [name for name in _variables_read(updates, op) if name != variable]
@@ -145,7 +149,7 @@ def _has_own_gradient(updates: Updates, variable: str, marks: Mapping[tf.Operati
 
 @dataclass(frozen=True)
 class _Edge:
-    """Where a gradient leaves the backward pass: an input of an operation."""
+    """An input through which a gradient leaves the backward pass."""
 
     variable: str  # whose update depends on it
     mark: Mark
@@ -156,16 +160,16 @@ class _Edge:
 
 @dataclass
 class _Search:
-    """Finds gradients that have not been reduced, and what else makes an update vary.
+    """Finds gradients that are not reduced, and other causes that make an update vary.
 
     Args:
-      updates: what the step does.
+      updates: the updates of the step.
       data: operations of this rank's input.
       trained: names of the trained variables.
       marks: the gradients of the graph.
-      edges: where gradients leave the backward pass, by consumer and input.
-      suspects: by name of a variable, what may make it differ by rank.
-      causes: by name of a variable, what makes it differ, and the cure.
+      edges: inputs through which gradients leave the backward pass, by consumer and index.
+      suspects: by name of a variable, an operation that may make it differ by rank.
+      causes: by name of a variable, the cause that makes it differ, and the remedy.
     """
 
     updates: Updates
@@ -177,18 +181,19 @@ class _Search:
     causes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def go_back(self, variable: str, updates: Sequence[tf.Operation]) -> None:
-        """Notes on what the updates of a variable depend."""
+        """Goes back from the updates of a variable to gradients and other causes: [U2]."""
         seen: set[tf.Operation] = set()
         todo = [(update, update, False) for update in updates]
         while todo:
-            update, op, decides = todo.pop()  # whether a branch or a loop depends on it
+            update, op, decides = todo.pop()  # decides: True if op is before a predicate
             if op in seen:
                 continue
             seen.add(op)
             before = [] if op in self.data else self._before(variable, update, op)
-            # predicates are looked at first: a branch that returns nothing returns its predicate
-            for each, is_predicate in sorted(before, key=lambda found: found[1]):
-                if each is not None:  # which is mended
+            # predicates come last on the stack, so they are visited first: a branch without a
+            # result returns its predicate
+            for each, is_predicate in sorted(before, key=lambda pair: pair[1]):
+                if each is not None:  # None is a gradient that will be reduced
                     todo.append((update, each, decides or is_predicate))
             if not before and op is not update:
                 self._note_leaf(variable, update, op, decides)
@@ -196,11 +201,11 @@ class _Search:
     def _before(
         self, variable: str, update: tf.Operation, op: tf.Operation
     ) -> list[tuple[tf.Operation | None, bool]]:
-        """What varies of that on which an operation depends, and whether it is a predicate.
+        """Returns the varying operations before one, and whether each computes a predicate.
 
-        None stands for a gradient that can be reduced, of which an edge is noted.
+        None stands for a gradient that can be reduced; its edge is noted.
         """
-        found: list[tuple[tf.Operation | None, bool]] = [
+        result: list[tuple[tf.Operation | None, bool]] = [
             (tensor.op, True)
             for tensor in predicates_around(op)
             if not self.updates.is_same(tensor)
@@ -213,35 +218,35 @@ class _Search:
                     self.edges.setdefault((edge.consumer, edge.index), edge)
                 elif tensor.op.type == "IdentityN":
                     source = _without_identities(tensor, op, index)[0].op
-                found.append((source, op.type in BRANCHES and index == 0))
+                result.append((source, op.type in BRANCHES and index == 0))
         for name in _variables_read(self.updates, op, update):
-            if name in self.updates.own:
+            if name in self.updates.local:
                 changes = self.updates.varying.get(name, [])
-                found += [(each, False) for each in changes] or [(None, False)]
+                result += [(each, False) for each in changes] or [(None, False)]
                 if not changes:
-                    self._note_own(variable, name)
-        return found
+                    self._note_local(variable, name)
+        return result
 
     def _edge(
         self, variable: str, tensor: tf.Tensor, consumer: tf.Operation, index: int
     ) -> _Edge | None:
-        """Where a tensor is a gradient that can be reduced, or one of several passed on by one."""
+        """Returns the edge of a gradient that can be reduced; None for any other tensor."""
         if tensor.op not in self.marks:
             tensor, consumer, index = _without_identities(tensor, consumer, index)
         mark = self.marks.get(tensor.op)
-        if mark is None or tensor.op._get_control_flow_context() is not None:
+        if mark is None or control_flow_context(tensor.op) is not None:
             return None
         is_trained = self.updates.variable_of(mark.source.op) in self.trained
         if not is_trained and not self.updates.is_same(mark.source):
             return None
         return _Edge(variable, mark, tensor, consumer, index)
 
-    def _note_own(self, variable: str, read: str) -> None:
+    def _note_local(self, variable: str, read: str) -> None:
         by_name = {v.op.name: v for v in tf.compat.v1.global_variables()}
         is_synced = read in by_name and is_sync_on_read(by_name[read])
-        cure = _OF_SYNC_ON_READ if is_synced else _OF_INITIAL_VALUE
+        remedy = _OF_SYNC_ON_READ if is_synced else _OF_INITIAL_VALUE
         cause = f"variable {read!r}, which each rank has by itself"
-        self.causes.setdefault(variable, (cause, cure))
+        self.causes.setdefault(variable, (cause, remedy))
 
     def _note_leaf(
         self, variable: str, update: tf.Operation, op: tf.Operation, decides: bool
@@ -254,21 +259,21 @@ class _Search:
     def describe(
         self, update: tf.Operation, op: tf.Operation, decides: bool = False
     ) -> tuple[str, str]:
-        """What makes an update differ by rank, and the cure.
+        """Describes why an update differs by rank, and the remedy.
 
         Args:
           update: the operation that changes a variable.
-          op: from which the difference comes.
-          decides: whether it decides on the branches that are taken.
+          op: the operation whose value differs by rank.
+          decides: True if a branch or a loop depends on it.
 
         Returns:
-          Both in words.
+          Two texts.
         """
         kind = "this rank's data" if op in self.data else "operation"
         cause = f"{kind} {op.name!r} ({op.type})"
         if decides:
             return f"a branch or loop that depends on {cause}", _OF_PREDICATE
-        in_branch = update._get_control_flow_context() is not None
+        in_branch = control_flow_context(update) is not None
         is_called = update.type in CALLS or op.type in CALLS
         return cause, _IN_BODY if in_branch or is_called else _OF_DATA
 
@@ -276,7 +281,7 @@ class _Search:
 def _without_identities(
     tensor: tf.Tensor, consumer: tf.Operation, index: int
 ) -> tuple[tf.Tensor, tf.Operation, int]:
-    """Where a tensor goes into operations that pass on several, each by itself."""
+    """Returns the input of the first IdentityN before a tensor, or the given one."""
     while tensor.op.type == "IdentityN":
         consumer, index = tensor.op, tensor.value_index
         tensor = consumer.inputs[index]
@@ -286,48 +291,49 @@ def _without_identities(
 def _variables_read(
     updates: Updates, op: tf.Operation, update: tf.Operation | None = None
 ) -> list[str]:
-    """Names of the variables that an operation, or the function that it calls, may read."""
+    """Returns the names of the variables that an operation, or a function it calls, may read."""
     if not op.inputs:
         name = updates.variable_of(op)
         return [name] if name else []
     handles = [tensor.op for tensor in op.inputs if tensor.dtype == tf.resource]
-    if op is update and op.type not in CALLS:  # the first one is written
+    if op is update and op.type not in CALLS:  # the first handle is written, not read
         handles = handles[1:]
     return [name for handle in handles if (name := updates.variable_of(handle))]
 
 
-def _reduce(strategy: HostOffloadStrategy, edges: Iterable[_Edge]) -> int:
-    """Reduces each gradient once, feeds the mean to its consumers, and counts gradients."""
+def _reduce(reduction: GradientReduction, edges: Iterable[_Edge]) -> int:
+    """Reduces each gradient once, connects its consumers to the mean, and counts gradients."""
     by_mark: dict[Mark, list[_Edge]] = {}
     for edge in edges:
         by_mark.setdefault(edge.mark, []).append(edge)
-    for mark, found in by_mark.items():
-        mean = _mean(strategy, mark, found[0].variable)
-        for edge in found:
-            edge.consumer._update_input(edge.index, mean[edge.tensor.ref()])
+    for mark, edges_of_mark in by_mark.items():
+        mean = _mean(reduction, mark, edges_of_mark[0].variable)
+        for edge in edges_of_mark:
+            replace_input(edge.consumer, edge.index, mean[edge.tensor.ref()])
     if by_mark:
-        text = "the optimizer applies gradients by itself: %d are reduced where they are computed"
+        text = "%d gradients bypass the stock apply_gradients: they are reduced after backward"
         _log.info(text, len(by_mark))
     return len(by_mark)
 
 
-def _mean(strategy: HostOffloadStrategy, mark: Mark, variable: str) -> dict[Any, tf.Tensor]:
-    """The mean over the ranks, or the sum of a sum, by the tensors that it stands for."""
-    gradient, parts = mark.gradient, mark.parts
+def _mean(reduction: GradientReduction, mark: Mark, variable: str) -> dict[Any, tf.Tensor]:
+    """Returns the mean over the ranks, or the sum if the loss is a sum.
+
+    Returns:
+      The results, by the tensors of the gradient that they replace.
+    """
     if not mark.row_shape.is_fully_defined():
         raise hostopt.ConfigError(
             f"variable {variable!r} is updated with the sparse gradient of {mark.name!r}, whose "
             f"rows are of shape {mark.row_shape}, wanted a known one. Give {mark.name!r} a static "
             "shape"
         )
-    of_row = tuple(mark.row_shape.as_list())
-    pairs = [(gradient, mark.name, of_row)]
-    (total,) = strategy.extended.sum_gradients(pairs, of_mean=not mark.is_sum)
+    gradient, parts = mark.gradient, parts_of(mark.gradient)
+    row_shape = tuple(mark.row_shape.as_list())
+    (total,) = reduction.sum_gradients([(gradient, mark.name, row_shape)], not mark.is_sum)
     if not (mark.is_scaled or mark.is_sum):
         with tf.device(parts[0].device):
-            total = divided(total, strategy.num_replicas_in_sync)
+            total = map_values(lambda values: values / reduction.size, total)
     if isinstance(gradient, tf.IndexedSlices) and not isinstance(total, tf.IndexedSlices):
-        rows = tf.range(tf.shape(total)[0])  # was made dense
-        total = tf.IndexedSlices(total, tf.cast(rows, gradient.indices.dtype))
-    results = [total.values, total.indices] if isinstance(total, tf.IndexedSlices) else [total]
-    return {part.ref(): result for part, result in zip(parts, results)}
+        total = slices_of(total, gradient.indices.dtype)  # an option has made it dense
+    return {part.ref(): result for part, result in zip(parts, parts_of(total))}

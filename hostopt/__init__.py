@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hostopt.cluster import Cluster, Task
-from hostopt.communicator import Communicator, ReduceOp
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.communicator import Communicator
 from hostopt.connect import connect
 from hostopt.errors import (
     AuthError,

@@ -1,4 +1,4 @@
-"""Times float32 all-reduces over the ranks of a ring, or of anything else shaped like one."""
+"""Benchmark of float32 all-reduces, over hostopt or any other implementation of `Group`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hostopt.communicator import Communicator, ReduceOp
-from hostopt.compression import new_wire_format
+from hostopt.collectives.call import Array
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.collectives.wire_format import new_wire_format
+from hostopt.communicator import Communicator
 from hostopt.connect import connect
 from hostopt.errors import ConfigError, ProtocolError
 from hostopt.options import shown
-from hostopt.ring import Array
 
 __all__: list[str] = []
 
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_BATCH_S = 0.02  # a repetition lasts at least this long, so that its beginning does not count
-_MAX_CALLS = 1000  # in a repetition
+_BATCH_S = 0.02  # minimum duration of a repetition, so that its start is negligible
+_MAX_CALLS = 1000  # maximum number in a repetition
 _WARM_UP_CALLS = 3
-_DIGITS = 8  # values 0..7: their sums over 36 ranks are whole in bfloat16 too
+_DIGITS = 8  # values 0..7, whose sums over up to 36 ranks are exact even in bfloat16
 _COMPRESSED_TOLERANCE = 2.0**-7
 _MAX_SIZE_BYTES = 64 << 30
 
 
 class Group(Protocol):
-    """What can be timed: ranks that reduce, each with buffers of its own kind."""
+    """Ranks whose all-reduce can be timed, with their own type of buffer."""
 
     @property
     def rank(self) -> int:
@@ -43,26 +44,26 @@ class Group(Protocol):
         """Number of ranks."""
 
     def load(self, array: Array) -> Any:
-        """Turn a float32 array of shape [n] into a buffer."""
+        """Converts a float32 array of shape [n] to a buffer."""
 
     def all_reduce(self, buffer: Any) -> Any:
-        """Sum over the ranks, in place where that is possible, and return the buffer."""
+        """Sums over the ranks, in place if possible, and returns the buffer."""
 
     def read(self, buffer: Any) -> Array:
-        """Turn a buffer into an array of shape [n]."""
+        """Converts a buffer to an array of shape [n]."""
 
     def gather(self, values: Array) -> Array:
-        """Collect float64 values of shape [n] from all ranks, as [size, n]."""
+        """Gathers float64 values of shape [n] from all ranks, as [size, n]."""
 
     def barrier(self) -> None:
-        """Return once every rank has called this, on all ranks at nearly the same time."""
+        """Waits for all ranks; returns on all of them at nearly the same time."""
 
 
-class RingGroup:
-    """The ranks of a communicator.
+class CommunicatorGroup:
+    """Ranks of a communicator.
 
     Args:
-      communicator: whose all-reduce is timed.
+      communicator: communicator whose all-reduce is timed.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -72,36 +73,36 @@ class RingGroup:
         self.size = communicator.size
 
     def load(self, array: Array) -> Array:
-        """Return the array itself."""
+        """Returns the array itself."""
         return array
 
     def all_reduce(self, buffer: Array) -> Array:
-        """Sum in place."""
-        operation = self._communicator.operation("the benchmark")
-        self._communicator.all_reduce_in_place(buffer, ReduceOp.SUM, operation, self._wire_format)
+        """Sums in place."""
+        call = self._communicator.next_call("the benchmark")
+        self._communicator.all_reduce_in_place(buffer, ReduceOp.SUM, call, self._wire_format)
         return buffer
 
     def read(self, buffer: Array) -> Array:
-        """Return the array itself."""
+        """Returns the array itself."""
         return buffer
 
     def gather(self, values: Array) -> Array:
-        """Collect the values of all ranks."""
+        """Gathers the values of all ranks."""
         return self._communicator.all_gather(values, "the times of the benchmark")
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Waits for all ranks."""
         self._communicator.barrier("a barrier of the benchmark")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long all-reduces of one size took.
+    """Times of all-reduces of one size.
 
     Args:
       size_bytes: bytes of float32 that each rank reduces.
-      seconds: of one all-reduce by repetition, on the slowest rank.
-      sent_bytes: payload that the transport counted for one all-reduce, on the busiest rank.
+      seconds: time of one all-reduce on the slowest rank, for each repetition.
+      sent_bytes: payload of one all-reduce that the transport counted, on the busiest rank.
       ring_bytes: bytes of float32 that a rank of a flat ring sends, 2 (size - 1) / size of all.
     """
 
@@ -117,22 +118,24 @@ class Timing:
 
     @property
     def gb_per_s(self) -> float:
-        """Payload, that is bytes reduced by time, in 1e9 bytes a second."""
+        """Reduced bytes per second, in units of 1e9 bytes."""
         return self.size_bytes / self.median_s / 1e9
 
 
 def run(sizes: Sequence[int], repetitions: int) -> tuple[int, list[Timing]]:
-    """Meet the ranks of TF_CONFIG, and time all-reduces of each size.
+    """Connects to the ranks in TF_CONFIG, and times all-reduces of each size.
+
+    Collective: all ranks must call it.
 
     Args:
-      sizes: bytes, each a multiple of 4.
-      repetitions: timed repetitions of each size.
+      sizes: sizes in bytes, each a multiple of 4.
+      repetitions: number of timed repetitions of each size.
 
     Returns:
       This rank, and one timing for each size, the same on all ranks.
 
     Raises:
-      HostOptError: a rank failed, an option cannot be used, or a sum is wrong.
+      HostOptError: a rank failed, an option is not valid, or a sum is wrong.
     """
     with connect() as communicator:
         timings = [_time(communicator, size_bytes, repetitions) for size_bytes in sizes]
@@ -141,16 +144,18 @@ def run(sizes: Sequence[int], repetitions: int) -> tuple[int, list[Timing]]:
 
 
 def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[float, ...], int]:
-    """Time all-reduces of one size, without those that warm up or check the sums.
+    """Times all-reduces of one size, after a warm-up.
+
+    Collective: all ranks must call it.
 
     Args:
-      group: the ranks; all of them call this.
+      group: ranks of the all-reduce.
       size_bytes: bytes of float32, a multiple of 4.
-      repetitions: timed repetitions.
+      repetitions: number of timed repetitions.
 
     Returns:
-      Seconds of one all-reduce by repetition, on the slowest rank, and the number of all-reduces
-      that each repetition made.
+      Seconds of one all-reduce on the slowest rank, for each repetition; and the number of
+      all-reduces in each repetition.
     """
     buffer = group.load(np.zeros(size_bytes // 4, np.float32))  # zeros never overflow
     for _ in range(_WARM_UP_CALLS):
@@ -161,34 +166,36 @@ def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[floa
 
 
 def check_sums(group: Group, size_bytes: int, *, exact: bool = True) -> None:
-    """Reduce known values once.
+    """Reduces known values once, and checks the sums.
+
+    Collective: all ranks must call it.
 
     Args:
-      group: the ranks; all of them call this.
+      group: ranks of the all-reduce.
       size_bytes: bytes of float32, a multiple of 4.
-      exact: False allows for the rounding of compressed values.
+      exact: False allows the rounding of compressed values.
 
     Raises:
       ProtocolError: a sum is wrong.
     """
     digits = np.arange(size_bytes // 4, dtype=np.int64)
     values = ((digits + group.rank) % _DIGITS).astype(np.float32)
-    wanted = sum(((digits + rank) % _DIGITS).astype(np.float32) for rank in range(group.size))
-    found = group.read(group.all_reduce(group.load(values)))
-    if not np.allclose(found, wanted, rtol=0 if exact else _COMPRESSED_TOLERANCE, atol=0):
-        index = int(np.argmax(found != wanted))
+    expected = sum(((digits + rank) % _DIGITS).astype(np.float32) for rank in range(group.size))
+    sums = group.read(group.all_reduce(group.load(values)))
+    if not np.allclose(sums, expected, rtol=0 if exact else _COMPRESSED_TOLERANCE, atol=0):
+        index = int(np.argmax(sums != expected))
         raise ProtocolError(
             f"rank {group.rank} got a wrong sum of {size_bytes} bytes: element {index} is "
-            f"{found[index]}, wanted {np.asarray(wanted)[index]}",
+            f"{sums[index]}, wanted {np.asarray(expected)[index]}",
             rank=group.rank,
         )
 
 
 def format_table(timings: Sequence[Timing]) -> str:
-    """Write timings as a Markdown table.
+    """Formats timings as a Markdown table.
 
     Args:
-      timings: one for each row.
+      timings: one timing for each row.
 
     Returns:
       Lines of text.
@@ -210,11 +217,11 @@ def format_table(timings: Sequence[Timing]) -> str:
 
 
 def save(path: Path, timings: Sequence[Timing]) -> None:
-    """Write timings to a JSON file.
+    """Writes timings to a JSON file.
 
     Args:
-      path: the file; overwritten.
-      timings: what to write.
+      path: path of the file, which is overwritten.
+      timings: timings to write.
 
     Raises:
       ConfigError: the file cannot be written.
@@ -228,29 +235,22 @@ def save(path: Path, timings: Sequence[Timing]) -> None:
 
 
 def load(path: Path) -> list[Timing]:
-    """Read what `save` wrote.
-
-    Args:
-      path: the file.
-
-    Returns:
-      The timings.
-    """
+    """Reads timings from a file that `save` has written."""
     rows = json.loads(path.read_text())
     return [Timing(**{**row, "seconds": tuple(row["seconds"])}) for row in rows]
 
 
 def parse_size(text: str) -> int:
-    """Read a size such as 4096, 64KiB, 1MiB or 2GiB.
+    """Parses a size such as 4096, 64KiB, 1MiB or 2GiB.
 
     Args:
-      text: a whole number of bytes, or a number and a unit.
+      text: a number of bytes, or a number and a unit.
 
     Returns:
-      Bytes.
+      Size in bytes.
 
     Raises:
-      ConfigError: it is no size, or not one of whole float32 values.
+      ConfigError: the text is not a size, or the size is not a multiple of 4 bytes.
     """
     digits = text.strip().rstrip("KMGiBkmgb")
     unit = text.strip()[len(digits) :].upper() or "B"
@@ -264,14 +264,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Write a size with the largest unit that leaves it whole.
-
-    Args:
-      size_bytes: bytes.
-
-    Returns:
-      Text such as ``64 KiB``.
-    """
+    """Formats a size, such as ``64 KiB``, with the largest unit that makes it an integer."""
     for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes % unit == 0:
             return f"{size_bytes // unit} {name}"
@@ -279,7 +272,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def _time(communicator: Communicator, size_bytes: int, repetitions: int) -> Timing:
-    group = RingGroup(communicator)
+    group = CommunicatorGroup(communicator)
     check_sums(group, size_bytes, exact=communicator.transport.options.compression is None)
     sent_bytes = _count_sent(communicator, group, size_bytes)
     seconds, _ = measure(group, size_bytes, repetitions)
@@ -287,7 +280,7 @@ def _time(communicator: Communicator, size_bytes: int, repetitions: int) -> Timi
     return Timing(size_bytes, seconds, sent_bytes, ring_bytes)
 
 
-def _count_sent(communicator: Communicator, group: RingGroup, size_bytes: int) -> float:
+def _count_sent(communicator: Communicator, group: CommunicatorGroup, size_bytes: int) -> float:
     traffic = communicator.transport.traffic
     before = traffic.payload_bytes
     group.all_reduce(np.zeros(size_bytes // 4, np.float32))
@@ -296,8 +289,8 @@ def _count_sent(communicator: Communicator, group: RingGroup, size_bytes: int) -
 
 
 def _time_calls(group: Group, buffer: Any, calls: int) -> list[float]:
-    """Seconds that `calls` all-reduces take on each rank."""
-    group.barrier()  # all begin together
+    """Returns the seconds that `calls` all-reduces take on each rank."""
+    group.barrier()  # all ranks start together
     started_s = time.perf_counter()
     for _ in range(calls):
         buffer = group.all_reduce(buffer)

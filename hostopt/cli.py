@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostopt import bench, descriptors, output
+from hostopt import bench, descriptors
 from hostopt.doctor.checking import WRONG
 from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError, HostOptError
-from hostopt.launch import launch
+from hostopt.launch import output
+from hostopt.launch.launcher import launch
+from hostopt.launch.task_group import start_error
 from hostopt.options import MAX_COUNT, MIN_TIMEOUT_S, YEAR_S
-from hostopt.trace_files import merge
-from hostopt.trace_picture import draw
+from hostopt.telemetry.trace_files import merge
+from hostopt.telemetry.trace_picture import draw
 from hostopt.versions import VERSION
 
 __all__: list[str] = []
@@ -30,26 +32,26 @@ _SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Runs the command line.
 
     Args:
-      argv: arguments without the program's name; None takes those of this process.
+      argv: arguments without the program's name; None takes the arguments of this process.
 
     Returns:
-      Exit code: 0, that of the task or error that ended the run, or 2 for a command that does not
-      exist.
+      Exit code: 0 on success, the code of the task or error that ended the run, or 2 if the
+      command to run does not exist.
 
     Raises:
-      SystemExit: the arguments cannot be used (code 2), or ask for help or the version (code 0).
+      SystemExit: the arguments are invalid (code 2), or ask for help or the version (code 0).
     """
-    output.open_closed_descriptors()
+    descriptors.open_closed_descriptors()
     options = _parser().parse_args(argv)
     stream = output.LogStream(output.ERR)
     logging.basicConfig(stream=stream, level=logging.INFO, format="hostopt: %(message)s")
     try:
         return int(options.run(options) or 0)
     except HostOptError as error:
-        _complain(error)
+        _print_error(error)
         return error.exit_code
     finally:
         output.flush()
@@ -68,52 +70,54 @@ def _parser() -> argparse.ArgumentParser:
         "[--restore-previous] [--] command [args ...]",
         description="Start one command as chief, workers and evaluators, each with its own "
         "TF_CONFIG, and end them together. A command that ends in .py is run with this Python. "
-        "Each rank finds in HOSTOPT_SLOT its place on this machine, 0 to N-1, which stays its own "
-        "when ranks are renumbered.",
+        "HOSTOPT_SLOT is set to the slot of the rank on this machine, 0 to N-1, which does not "
+        "change when ranks are renumbered.",
         allow_abbrev=False,
     )
     run.add_argument(
         "-np",
-        type=_whole(1, _MAX_TASKS),
+        type=_integer(1, _MAX_TASKS),
         required=True,
         metavar="N",
-        help="ranks: 1 chief, N-1 workers",
+        help="number of ranks: 1 chief, N-1 workers",
     )
     run.add_argument(
         "--evaluators",
-        type=_whole(0, _MAX_TASKS),
+        type=_integer(0, _MAX_TASKS),
         default=0,
         metavar="K",
-        help="evaluators (default: 0)",
+        help="number of evaluators (default: 0)",
     )
     run.add_argument(
         "--max-restarts",
-        type=_whole(0, _MAX_TIMES),
+        type=_integer(0, _MAX_TIMES),
         default=0,
         metavar="R",
-        help="start the ring again up to R times, where that may help (default: 0)",
+        help="restart the ranks up to R times after a failure that may be temporary (default: 0)",
     )
     run.add_argument(
         "--min-np",
-        type=_whole(1, _MAX_TASKS),
+        type=_integer(1, _MAX_TASKS),
         metavar="M",
-        help="go on with down to M ranks, without those that fail twice in a row (default: N)",
+        help="restart without ranks that fail twice in a row, with at least M ranks (default: N)",
     )
     run.add_argument(
         "--restore-previous",
         action="store_true",
-        help="where the newest checkpoint cannot be read, go on from the newest that can",
+        help="if the newest checkpoint cannot be read, resume from the newest one that can",
     )
-    run.add_argument("command", nargs=argparse.REMAINDER, help="what every process runs")
+    run.add_argument(
+        "command", nargs=argparse.REMAINDER, help="the command that every process runs"
+    )
     run.set_defaults(run=_run, parser=run)
-    trace = commands.add_parser("trace", help="work with the files that HOSTOPT_TIMELINE names")
+    trace = commands.add_parser("trace", help="process trace files, which HOSTOPT_TIMELINE writes")
     _add_trace_commands(trace.add_subparsers(title="commands", metavar="command", required=True))
     _add_bench(
         commands.add_parser(
             "bench",
             help="time all-reduces",
-            description="Time all-reduces of float32: over N ranks on this machine with -np, else "
-            "over the cluster that TF_CONFIG names, where every rank is started with the same "
+            description="Time all-reduces of float32 over N ranks on this machine with -np, or "
+            "otherwise over the cluster in TF_CONFIG: then start every rank with the same "
             "arguments. Rank 0 prints a table.",
             allow_abbrev=False,
         )
@@ -121,11 +125,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(
         commands.add_parser(
             "doctor",
-            help="check this machine and its place in the cluster",
-            description="Check this machine and, where TF_CONFIG names a cluster, this task's "
-            "place in it. Start it on all ranks at the same time, with the TF_CONFIG and the "
-            "HOSTOPT_* variables of the training, and the ranks also check what is between them. "
-            "Exits with 78 where anything is WRONG.",
+            help="check this machine and the cluster",
+            description="Check this machine and, if TF_CONFIG names a cluster, this task in it. "
+            "Start it on all ranks at the same time, with the TF_CONFIG and the HOSTOPT_* "
+            "variables of the training, and the ranks also check their clocks, versions and "
+            "links. Exits with 78 if anything is WRONG.",
             allow_abbrev=False,
         )
     )
@@ -135,34 +139,34 @@ def _parser() -> argparse.ArgumentParser:
 def _add_trace_commands(commands: Any) -> None:
     merging = commands.add_parser(
         "merge",
-        help="join the files of all ranks into one",
-        description="Join the files of several ranks into one trace, by the clock of rank 0. Open "
-        "it at https://ui.perfetto.dev or chrome://tracing.",
+        help="merge the files of all ranks into one",
+        description="Merge the files of several ranks into one trace, in the time of rank 0's "
+        "clock. Open it at https://ui.perfetto.dev or chrome://tracing.",
         allow_abbrev=False,
     )
-    merging.add_argument("files", nargs="+", help="one file for each rank")
-    merging.add_argument("-o", "--output", required=True, metavar="FILE", help="the joined trace")
+    merging.add_argument("files", nargs="+", help="the trace files, one for each rank")
+    merging.add_argument("-o", "--output", required=True, metavar="FILE", help="the merged trace")
     merging.set_defaults(run=lambda options: merge(options.files, options.output))
     drawing = commands.add_parser(
         "draw",
-        help="draw one step as a picture",
+        help="draw one step",
         description="Draw one step of a trace. Needs matplotlib: pip install 'hostopt[draw]'.",
         allow_abbrev=False,
     )
-    drawing.add_argument("file", help="a trace of one rank or a joined one")
-    drawing.add_argument("-o", "--output", required=True, metavar="FILE", help="the picture")
+    drawing.add_argument("file", help="a trace of one rank, or a merged one")
+    drawing.add_argument("-o", "--output", required=True, metavar="FILE", help="the image file")
     drawing.add_argument(
         "--step",
-        type=_whole(0, MAX_COUNT),
+        type=_integer(0, MAX_COUNT),
         metavar="N",
-        help="which step, from 0 (default: the last)",
+        help="number of the step, from 0 (default: the last)",
     )
     drawing.set_defaults(run=lambda options: draw(options.file, options.output, options.step))
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-np", type=_whole(1, _MAX_TASKS), metavar="N", help="ranks on this machine"
+        "-np", type=_integer(1, _MAX_TASKS), metavar="N", help="number of ranks on this machine"
     )
     parser.add_argument(
         "--sizes",
@@ -170,32 +174,34 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[_size(text) for text in _SIZES],
         metavar="SIZE",
-        help=f"sizes to reduce (default: {' '.join(_SIZES)})",
+        help=f"sizes of the buffers (default: {' '.join(_SIZES)})",
     )
     parser.add_argument(
         "--repetitions",
-        type=_whole(1, _MAX_TIMES),
+        type=_integer(1, _MAX_TIMES),
         default=7,
         metavar="K",
-        help="the table shows the median of K (default: 7)",
+        help="number of runs; the table shows their median (default: 7)",
     )
     parser.add_argument(
-        "--communication", choices=["auto", "grpc", "shm"], help="way between the ranks"
+        "--communication", choices=["auto", "grpc", "shm"], help="transport between the ranks"
     )
-    parser.add_argument("--compression", choices=["none", "fp16", "bf16"], help="on the wire")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the times there as well")
-    parser.add_argument("--quiet", action="store_true", help="print no table")
+    parser.add_argument(
+        "--compression", choices=["none", "fp16", "bf16"], help="wire format of the values"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times to FILE")
+    parser.add_argument("--quiet", action="store_true", help="do not print the table")
     parser.set_defaults(run=_bench, parser=parser)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-dir", metavar="DIR", help="where the training writes")
+    parser.add_argument("--model-dir", metavar="DIR", help="model_dir of the training")
     parser.add_argument(
         "--timeout-s",
         type=_seconds,
         default=10.0,
         metavar="S",
-        help="how long to wait for the other ranks (default: 10)",
+        help="seconds to wait for the other ranks (default: 10)",
     )
     parser.set_defaults(run=_doctor)
 
@@ -209,13 +215,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    for name in ("communication", "compression"):  # where connect() looks for them, on every rank
+    for name in ("communication", "compression"):  # connect() reads these on every rank
         if getattr(options, name) is not None:
             os.environ[f"HOSTOPT_{name.upper()}"] = getattr(options, name)
     if options.np is not None:
         return _bench_here(options)
     if "TF_CONFIG" not in os.environ:
-        options.parser.error("say -np N, or start each rank with its TF_CONFIG")
+        options.parser.error("give -np N, or start each rank with its TF_CONFIG")
     rank, timings = bench.run(options.sizes, options.repetitions)
     if rank == 0 and options.json is not None:
         bench.save(options.json, timings)
@@ -238,12 +244,12 @@ def _bench_here(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        options.parser.error("name the command to run, for example: main.py")
+        options.parser.error("no command to run: append one, for example main.py")
     if options.min_np is not None and options.min_np > options.np:
-        options.parser.error(f"--min-np {options.min_np} is more than -np {options.np}")
+        options.parser.error(f"--min-np {options.min_np} is greater than -np {options.np}")
     if options.min_np is not None and not options.max_restarts:
-        options.parser.error("--min-np takes effect at a restart: give --max-restarts as well")
-    if options.restore_previous:  # where every rank looks for it
+        options.parser.error("--min-np needs --max-restarts: it takes effect at a restart")
+    if options.restore_previous:  # every rank inherits it
         os.environ["HOSTOPT_RESTORE_PREVIOUS"] = "true"
     try:
         return launch(
@@ -254,28 +260,25 @@ def _run(options: argparse.Namespace) -> int:
             min_size=options.min_np,
         )
     except FileNotFoundError as error:
-        _complain(error)
+        _print_error(error)
         return _USAGE_ERROR
     except OSError as error:
-        descriptors.check(error)
-        raise ConfigError(
-            f"not all tasks could be started: {error}. Start fewer, or raise the limit: see "
-            "`ulimit -a`"
-        ) from None
+        descriptors.check(error)  # has better advice if no descriptor is left
+        raise start_error(error) from None
 
 
-def _complain(error: Exception) -> None:
+def _print_error(error: Exception) -> None:
     output.ERR.write(f"hostopt: {error}\n".encode(errors="backslashreplace"))
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
         value = int(text)
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{value} is not from {least} to {most}")
         return value
 
-    return whole_number
+    return integer
 
 
 def _seconds(text: str) -> float:

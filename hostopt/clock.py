@@ -1,4 +1,4 @@
-"""The clocks of all ranks against that of rank 0, by round trips of small messages."""
+"""Offsets between the clocks of the ranks, measured by round trips of small messages."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Callable, NamedTuple
 
 from hostopt.communicator import Communicator
 from hostopt.transport import event_loop
-from hostopt.transport.base import Tag
+from hostopt.transport.message import Tag
 
 __all__: list[str] = []
 
 _TRIPS = 16
-_QUESTION, _ANSWER = 0, 1  # rounds of a tag
+_REQUEST, _RESPONSE = 0, 1  # rounds of a tag
 _SECONDS = struct.Struct("<d")
 
 
 class ClockOffset(NamedTuple):
-    """How this rank's clock differs from rank 0's.
+    """The difference between the clocks of rank 0 and of this rank.
 
     Args:
-      offset_s: what to add to a time of this rank to get that of rank 0, in seconds.
-      round_trip_s: duration of the trip that told; the offset is wrong by half of it at most.
+      offset_s: time to add to a time of this rank to get the time of rank 0, in seconds.
+      round_trip_s: duration of the measuring trip; half of it bounds the error of the offset.
     """
 
     offset_s: float
@@ -32,45 +32,42 @@ class ClockOffset(NamedTuple):
 def measure_offset(
     communicator: Communicator, now: Callable[[], float] = time.monotonic, trips: int = _TRIPS
 ) -> ClockOffset:
-    """Compare the clocks; all ranks call this together.
+    """Measures the offset of this rank's clock. Collective: all ranks must call it.
 
-    Rank 0 answers one rank after the other. Of several trips the shortest counts: the two ways of
-    a slow one may differ much in how long they take.
+    Rank 0 answers one rank after the other. Only the shortest of several trips counts, as the two
+    directions of a slow trip may take very different times.
 
     Args:
-      communicator: a communicator of its own (a `duplicate`).
+      communicator: a duplicate that is used for nothing else.
       now: this rank's clock, in seconds.
       trips: number of round trips of each rank, 1 or more.
 
     Returns:
       The offset of this rank; 0 on rank 0.
-
-    Raises:
-      HostOptError: a rank failed, left or timed out.
     """
     if communicator.rank == 0:
         for peer in range(1, communicator.size):
             for trip in range(trips):
-                event_loop.run(_answer(communicator, peer, trip, now))
+                event_loop.run(_respond(communicator, peer, trip, now))
         return ClockOffset(0.0, 0.0)
-    found = [event_loop.run(_ask(communicator, trip, now)) for trip in range(trips)]
-    return min(found, key=lambda offset: offset.round_trip_s)
+    offsets = [event_loop.run(_measure(communicator, trip, now)) for trip in range(trips)]
+    return min(offsets, key=lambda offset: offset.round_trip_s)
 
 
-async def _answer(
+async def _respond(
     communicator: Communicator, peer: int, trip: int, now: Callable[[], float]
 ) -> None:
-    transport, what = communicator.transport, f"the clock of rank {peer}"
-    await transport.recv(peer, Tag(communicator.channel, peer, trip, _QUESTION), what)
-    tag = Tag(communicator.channel, peer, trip, _ANSWER)
-    await transport.send(peer, tag, _SECONDS.pack(now()), what)
+    transport, name = communicator.transport, f"the clock of rank {peer}"
+    await transport.recv(peer, Tag(communicator.channel, peer, trip, _REQUEST), name)
+    tag = Tag(communicator.channel, peer, trip, _RESPONSE)
+    await transport.send(peer, tag, _SECONDS.pack(now()), name)
 
 
-async def _ask(communicator: Communicator, trip: int, now: Callable[[], float]) -> ClockOffset:
-    transport, what = communicator.transport, "the clock of rank 0"
+async def _measure(communicator: Communicator, trip: int, now: Callable[[], float]) -> ClockOffset:
+    transport, name = communicator.transport, "the clock of rank 0"
     begin_s = now()
-    tag = Tag(communicator.channel, communicator.rank, trip, _QUESTION)
-    await transport.send(0, tag, b"", what)
-    (theirs_s,) = _SECONDS.unpack(await transport.recv(0, tag._replace(round=_ANSWER), what))
+    tag = Tag(communicator.channel, communicator.rank, trip, _REQUEST)
+    await transport.send(0, tag, b"", name)
+    (remote_s,) = _SECONDS.unpack(await transport.recv(0, tag._replace(round=_RESPONSE), name))
     end_s = now()
-    return ClockOffset(theirs_s - (begin_s + end_s) / 2, end_s - begin_s)
+    return ClockOffset(remote_s - (begin_s + end_s) / 2, end_s - begin_s)

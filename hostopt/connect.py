@@ -1,4 +1,4 @@
-"""From a cluster to a communicator, and what happens to the ring when the program fails."""
+"""Connection to the other ranks, and abort of the ring if the program fails."""
 
 from __future__ import annotations
 
@@ -12,73 +12,78 @@ from types import TracebackType
 from hostopt import descriptors
 from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
-from hostopt.communicator import BLOCK_BYTES, Communicator
-from hostopt.error_report import shown_of, tell_launcher, write_details
+from hostopt.collectives.host_memory import BLOCK_BYTES, find_hosts, open_hierarchical
+from hostopt.collectives.hosts import local_host_id
+from hostopt.communicator import Communicator
+from hostopt.error_report import summary_of, write_details, write_report
 from hostopt.errors import HostOptError, ResourceError
-from hostopt.hierarchy import find_hosts, open_hierarchy
-from hostopt.hosts import own_host_id
 from hostopt.options import Options
-from hostopt.output import open_closed_descriptors
-from hostopt.timeline import Timeline
+from hostopt.telemetry.timeline import Timeline
 from hostopt.transport.base import Transport
 from hostopt.transport.inproc import InprocTransport
 
 __all__: list[str] = []
 
-# Communicators whose peers must hear of an exception that ends this program.
+# Communicators whose rings an exception that ends this program must abort.
 _connected: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def connect(cluster: Cluster | None = None, options: Options | None = None) -> Communicator:
-    """Meet the other ranks.
+    """Connects to the other ranks.
 
-    This chains `sys.excepthook`: an exception that ends the program is printed and told to the
-    other ranks, and the exit code is that of the error. If there is a directory for debugging, all
-    of its tracebacks go to a file there, and what is printed is shorter.
+    This chains `sys.excepthook`: an exception that ends the program aborts the ring on all
+    ranks, and the process exits with the code of the error. If the option `debug_dir` is set, the
+    full traceback is written to a file there, and a shorter one is printed.
 
-    This raises the soft limit of open files to the hard one, too.
+    This also raises the soft limit of open files to the hard limit.
+
+    Collective: all ranks must call it.
 
     Args:
-      cluster: the ring; from TF_CONFIG by default.
-      options: deadlines and sizes; HOSTOPT_* variables override them.
+      cluster: the cluster; by default from TF_CONFIG.
+      options: the options; HOSTOPT_* variables override them.
 
     Returns:
-      This rank's communicator; of one rank where there is no cluster.
+      The communicator of this rank. Without a cluster it has one rank.
 
     Raises:
       ConfigError: TF_CONFIG, an option, this task's address or the timeline's file cannot be used.
-      RendezvousTimeoutError: a rank did not appear in time.
+      RendezvousTimeoutError: a rank did not start in time.
     """
     exit_with_error_code()
     cluster = cluster or Cluster.from_tf_config()
-    return meet(cluster, (options or Options()).with_environment())
+    return connect_ring(cluster, (options or Options()).with_environment())
 
 
-def meet(cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> Communicator:
-    """`connect` with these options, whatever the environment says.
+def connect_ring(
+    cluster: Cluster, options: Options, service: str = "hostopt.Ring"
+) -> Communicator:
+    """Connects to the other ranks with these options; the environment does not override them.
+
+    Collective: all ranks must call it.
 
     Args:
-      cluster: the ring.
-      options: deadlines and sizes.
-      service: name under which the ranks call each other; those of another one never meet.
+      cluster: the cluster.
+      options: the options.
+      service: name of the gRPC service. Ranks with different names do not connect.
 
     Returns:
-      This rank's communicator.
+      The communicator of this rank.
 
     Raises:
       ConfigError: this task's address or the timeline's file cannot be used.
-      RendezvousTimeoutError: a rank did not appear in time.
+      RendezvousTimeoutError: a rank did not start in time.
     """
-    open_closed_descriptors()
+    descriptors.open_closed_descriptors()
     descriptors.raise_limit()
     communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
     try:
         if options.timeline is not None:
             _start_timeline(communicator, options.timeline)
-        hosts = find_hosts(communicator, own_host_id())
-        # tried once now, so that an error comes at once and not in the middle of a step
-        if hosts is None or open_hierarchy(communicator, hosts, BLOCK_BYTES) is None:
+        hosts = find_hosts(communicator, local_host_id())
+        # tried now, so that an error is raised here and not in the middle of a step
+        if hosts is None or open_hierarchical(communicator, hosts, BLOCK_BYTES) is None:
             return communicator
     except BaseException as error:
         communicator.abort(error)
@@ -93,7 +98,7 @@ def meet(cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> C
 def _transport(cluster: Cluster, options: Options, service: str) -> Transport:
     if cluster.size == 1:
         return InprocTransport.connect(1, options)[0]
-    from hostopt.transport.grpc import GrpcTransport
+    from hostopt.transport.grpc.transport import GrpcTransport
 
     return GrpcTransport(cluster, options, service)
 
@@ -104,19 +109,22 @@ def _start_timeline(communicator: Communicator, path: str) -> None:
     timeline.clock_offset_s = measure_offset(communicator.duplicate("the clocks")).offset_s
 
 
-_OF_PYTHON = 1  # exit code of any exception
+_DEFAULT_EXIT_CODE = 1  # of Python, after any exception
 _previous_hooks: list[Callable[..., object]] = []
 
 
 def exit_with_error_code() -> None:
-    """Chain `sys.excepthook`, once: a HostOptError that ends the program gives its code."""
+    """Chains `sys.excepthook`, once: a HostOptError that ends the program sets the exit code."""
     if not _previous_hooks:
         _previous_hooks.append(sys.excepthook)
         sys.excepthook = _report_and_exit
 
 
 def _report(error: BaseException) -> bool:
-    """Print an error in short, if all of it can be written to a file; tell the launcher."""
+    """Writes the error to a file and prints a summary; returns False if nothing was printed.
+
+    A report for the launcher is written in both cases.
+    """
     if not isinstance(error, Exception):
         return False
     transport = next((c.transport for c in list(_connected) if c.size > 1), None)
@@ -124,11 +132,10 @@ def _report(error: BaseException) -> bool:
     path = None
     if transport and directory and _previous_hooks[0] is sys.__excepthook__:
         path = write_details(directory, transport.rank, error)
-    tell_launcher(error, _exit_code_of(error), path)
+    write_report(error, _exit_code_of(error), path)
     if transport is None or path is None:
         return False
-    who = f"rank {transport.rank} ({transport.cluster.task})"
-    sys.stderr.write(shown_of(error, who, path))
+    sys.stderr.write(summary_of(error, transport.cluster.describe(transport.rank), path))
     sys.stderr.flush()
     return True
 
@@ -136,7 +143,7 @@ def _report(error: BaseException) -> bool:
 def _exit_code_of(error: BaseException) -> int:
     if descriptors.is_out(error):
         return ResourceError.exit_code
-    return error.exit_code if isinstance(error, HostOptError) else _OF_PYTHON
+    return error.exit_code if isinstance(error, HostOptError) else _DEFAULT_EXIT_CODE
 
 
 def _report_and_exit(
@@ -149,8 +156,8 @@ def _report_and_exit(
         for communicator in list(_connected):
             communicator.abort(error)
     code = _exit_code_of(error)
-    if code != _OF_PYTHON:
-        # an excepthook cannot choose the exit code otherwise; do what a normal exit would do
+    if code != _DEFAULT_EXIT_CODE:
+        # an excepthook cannot set the exit code in another way; do what a normal exit does
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""File descriptors: room for them, and errors of having none left, which no disk is to blame for.
+"""Limit of file descriptors, and errors that occur if none is left.
 
-Many systems start a process with a soft limit of 1024, for programs of the age of `select`, and
-let it have many more.
+Many systems start a process with a soft limit of 1024, for programs that use `select`, and a much
+larger hard limit.
 """
 
 from __future__ import annotations
@@ -9,36 +9,37 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 from collections.abc import Sequence
 
 from hostopt.errors import HostOptError, ResourceError
 
 __all__: list[str] = []
 
-# Enough for any ring. Where the hard limit is a billion, programs that close all that they could
-# have inherited would need minutes.
-MOST_DESCRIPTORS = 1 << 16
+# Enough for any ring. If the hard limit is a billion, a program that closes all descriptors which
+# it may have inherited takes minutes.
+MAX_DESCRIPTORS = 1 << 16
 _OPEN = "/proc/self/fd"
-# EMFILE and ENFILE, in the words of the C library, which TensorFlow repeats.
-_WORDS = os.strerror(errno.EMFILE)
+# Text of EMFILE and ENFILE in the C library, which TensorFlow quotes.
+_MESSAGE = os.strerror(errno.EMFILE)
 
 
 def raise_limit() -> None:
-    """Raise the soft limit of this process to the hard one, or to 65,536 where that is more."""
+    """Raises the soft limit of this process to the hard limit, but to at most 65,536."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if limit() < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def limit() -> int:
-    """The soft limit of this process, 65,536 where it has none."""
+    """Returns the soft limit of this process, or 65,536 if it is unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def open_descriptors() -> Sequence[int]:
-    """The descriptors of this process, and where that cannot be told all that it may have."""
+    """Returns the open descriptors, or all possible ones if they cannot be listed."""
     try:
         return [int(name) for name in os.listdir(_OPEN)]
     except OSError:  # no descriptor is left, or there is no /proc
@@ -46,23 +47,23 @@ def open_descriptors() -> Sequence[int]:
 
 
 def is_out(error: BaseException) -> bool:
-    """Whether an error says that no descriptor was left.
+    """Returns True if an error means that no descriptor was left.
 
     Args:
-      error: of the operating system, or of TensorFlow, which only quotes it; one of hostopt has
-        its cause already.
+      error: error of the operating system, or of TensorFlow, which quotes that one; False for an
+        error of hostopt.
     """
     if isinstance(error, HostOptError):
         return False
     number = error.errno if isinstance(error, OSError) else None
-    return number in (errno.EMFILE, errno.ENFILE) or _WORDS in str(error)
+    return number in (errno.EMFILE, errno.ENFILE) or _MESSAGE in str(error)
 
 
 def check(error: BaseException) -> None:
-    """Refuse to look for another cause of an error where there was no descriptor left.
+    """Raises ResourceError if `is_out`; callers then assume another cause.
 
     Args:
-      error: as for `is_out`.
+      error: error of the operating system, or of TensorFlow.
 
     Raises:
       ResourceError: no descriptor was left.
@@ -72,7 +73,7 @@ def check(error: BaseException) -> None:
 
 
 def advice(error: BaseException) -> str:
-    """What to do about an error that `is_out`.
+    """Returns text that explains an error for which `is_out` is True.
 
     Args:
       error: the error.
@@ -80,18 +81,33 @@ def advice(error: BaseException) -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = " ".join(str(error).split())
     return (
-        f"no file descriptor is left ({text}): this process may have {soft}, and {hard} where its "
-        "limit is raised. Raise the limit, as by `ulimit -n`, or end what holds them open"
+        f"no file descriptor is left ({text}): the soft limit of this process is {soft}, the hard "
+        f"limit {hard}. Raise the limit, for example by `ulimit -n`, or close open files"
     )
 
 
 def check_room() -> None:
-    """Make sure that this process can open one more file.
+    """Checks that this process can open another file.
 
     Raises:
-      ResourceError: it cannot.
+      ResourceError: no descriptor is left.
     """
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
         check(error)
+
+
+def open_closed_descriptors() -> None:
+    """Opens /dev/null as each of the descriptors 0 to 2 that is closed.
+
+    Otherwise the next socket or pipe would get that number, and printed output would go into it.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is fd
+        if getattr(sys, name) is None:  # another file may have the number by now
+            file = open(os.devnull, "w" if fd else "r")  # noqa: SIM115  never closed
+            setattr(sys, name, file)

@@ -1,4 +1,4 @@
-"""What is shown of an error that ends a rank: its cause in one line, and what goes to a file."""
+"""Reports of the error that ends a rank: cause in one line, full traceback in a file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hostopt.errors import HostOptError
 
 __all__: list[str] = []
 
-# Set by `hostopt run`: a file in which a rank leaves the cause of its end, in one line.
+# Set by `hostopt run`: file to which a rank writes its exit code and the cause in one line.
 VARIABLE = "HOSTOPT_ERROR_FILE"
 _WRITE_TIMEOUT_S = 1.0
-_MOST_CHARACTERS = 1000
+_MAX_CHARACTERS = 1000
 
-# Parts of TensorFlow's messages, which repeat each error up to four times.
+# Parts of TensorFlow's messages, which contain each error up to four times.
 _DEFINED_AT = re.compile(
     r"Detected at node [^\n]*\(most recent call last\):\n(?:[ \t]+[^\n]*\n)*(?:Node: [^\n]*\n)?"
 )
@@ -27,84 +27,85 @@ _OTHER_ROOTS = re.compile(r"\n  \(1\) .*?\n\d+ successful operations\.", re.DOTA
 _TRACEBACK = re.compile(
     r"Traceback \(most recent call last\):\n(?:[ \t]*\n|[ \t]+[^\n]*\n)*[^\n]*"
 )
-_WORDS = re.compile(
+_PHRASES = re.compile(
     r"Graph execution error:|\d+ root error\(s\) found\.\s*\(0\) [A-Z_]+: |\[\[.*?\]\]"
     r"|\d+ successful operations\.|\d+ derived errors ignored\.",
     re.DOTALL,
 )
 _NODE = re.compile(r"^Node: ('[^'\n]*')$", re.MULTILINE)
-_OF_PYTHON = "UnknownError"  # what TensorFlow makes of an exception in a Python function
+_PYTHON_FUNCTION_ERROR = "UnknownError"  # TensorFlow's type for exceptions in Python functions
 
 
 def cause_of(error: BaseException) -> str:
-    """An error in one line: its type and what it says, without tracebacks.
+    """Returns type and message of an error in one line, without tracebacks.
 
     Args:
-      error: of hostopt, of TensorFlow or of the user's code.
+      error: error of hostopt, TensorFlow or the user's code.
 
     Returns:
-      The line; at most 1000 characters and dots, unless the error is of hostopt, whose last words
-      say what to do.
+      The line. It is truncated to 1000 characters, unless the error is a HostOptError, which ends
+      with advice.
     """
     kind, text = type(error).__name__, str(error)
     if isinstance(error, HostOptError):
         return f"{kind}: {' '.join(text.split())}"
     node = _NODE.search(text)
-    for part in (_ORIGINAL, _OTHER_ROOTS, _DEFINED_AT, _TRACEBACK, _WORDS):
+    for part in (_ORIGINAL, _OTHER_ROOTS, _DEFINED_AT, _TRACEBACK, _PHRASES):
         text = part.sub(" ", text)
     text = " ".join(text.split())
-    if kind != _OF_PYTHON or not text:
+    if kind != _PYTHON_FUNCTION_ERROR or not text:
         at = f" (operation {node[1]})" if node else ""
         text = f"{kind}: {text}{at}".removesuffix(": ")
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def details_of(error: BaseException) -> str:
-    """All that Python would print of an error."""
+    """Returns the full text that Python prints for an uncaught error."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
-def shown_of(error: BaseException, who: str, details: str) -> str:
-    """What a rank prints of the error that ends it.
+def summary_of(error: BaseException, description: str, details_path: str) -> str:
+    """Returns the text that a rank prints for the error that ends it.
 
     Args:
       error: the error.
-      who: the rank, as messages name it.
-      details: where the rest can be read.
+      description: describes the rank.
+      details_path: file with the full traceback.
 
     Returns:
-      For an error of hostopt, which names the rank to blame and the cure, one line. For any other
-      one, the traceback of the user's code, without the errors before it that were being handled
-      and without what TensorFlow repeats.
+      One line for a HostOptError, which names the rank to blame and the remedy. For other errors,
+      the traceback of the user's code, without the errors that were being handled when it was
+      raised, and without TensorFlow's repetitions.
     """
     if isinstance(error, HostOptError):
-        return f"hostopt: {who}: {cause_of(error)} [traceback: {details}]\n"
-    found = traceback.TracebackException.from_exception(error)
-    _drop_contexts(found)
-    text = _OTHER_ROOTS.sub("", _ORIGINAL.sub("\n", "".join(found.format())))
+        return f"hostopt: {description}: {cause_of(error)} [traceback: {details_path}]\n"
+    trace = traceback.TracebackException.from_exception(error)
+    _drop_contexts(trace)
+    text = _OTHER_ROOTS.sub("", _ORIGINAL.sub("\n", "".join(trace.format())))
     first = _DEFINED_AT.search(text)
     if first is not None:
         text = text[: first.end()] + _DEFINED_AT.sub("", text[first.end() :])
-    return f"{text.rstrip()}\nhostopt: {who} ends with this error [all of it: {details}]\n"
+    last = f"hostopt: {description} ends with this error [full traceback: {details_path}]"
+    return f"{text.rstrip()}\n{last}\n"
 
 
-def _drop_contexts(found: traceback.TracebackException | None) -> None:
-    """Keep what an error was raised `from`, and nothing that was only being handled."""
-    while found is not None:
-        found.__context__ = None
-        found = found.__cause__
+def _drop_contexts(trace: traceback.TracebackException | None) -> None:
+    """Removes the implicit context of each error, but keeps its explicit cause."""
+    while trace is not None:
+        trace.__context__ = None
+        trace = trace.__cause__
 
 
 def write_details(directory: str, rank: int, error: BaseException) -> str | None:
-    """Write all of an error into a directory; a disk that hangs is waited for a second.
+    """Writes the full traceback of an error to a file. Gives up after a second.
 
     Args:
-      directory: where the flight recorder writes, too.
+      directory: directory of the file, which is created if it does not exist.
       rank: this rank.
       error: the error.
 
     Returns:
-      The file; None if it is not written.
+      Path of the file; None if it could not be written in time.
     """
     path = os.path.join(directory, f"rank_{rank}.error.txt")
     text = details_of(error)
@@ -117,7 +118,7 @@ def write_details(directory: str, rank: int, error: BaseException) -> str | None
                 file.write(text)
             written.set()
 
-    with contextlib.suppress(RuntimeError):  # no thread starts while Python ends
+    with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter exits
         writer = threading.Thread(target=write, daemon=True, name="hostopt-error")
         writer.start()
         writer.join(_WRITE_TIMEOUT_S)
@@ -125,36 +126,36 @@ def write_details(directory: str, rank: int, error: BaseException) -> str | None
 
 
 class Report(NamedTuple):
-    """What a rank has left to the launcher.
+    """Report of a rank to the launcher.
 
     Args:
-      code: exit code of the rank, also if it is killed before it has ended; None if it left none.
-      said: the cause of its end, in one line.
+      code: exit code that the rank intends; None without a report.
+      cause: error that ended the rank, in one line.
     """
 
     code: int | None = None
-    said: str = ""
+    cause: str = ""
 
 
-def tell_launcher(error: BaseException, code: int, details: str | None) -> None:
-    """Leave the cause of this rank's end to `hostopt run`, if that has started it.
+def write_report(error: BaseException, code: int, details_path: str | None) -> None:
+    """Writes a report for `hostopt run`, if it started this process.
 
     Args:
-      error: the error.
+      error: the error that ends this rank.
       code: exit code of this rank.
-      details: where the rest can be read, if anywhere.
+      details_path: file with the full traceback, if there is one.
     """
     path = os.environ.get(VARIABLE)
     if path is None:
         return
-    where = f" [traceback: {details}]" if details else ""
+    suffix = f" [traceback: {details_path}]" if details_path else ""
     with contextlib.suppress(OSError), open(path, "wb") as file:
-        file.write(f"{code}\n{cause_of(error)}{where}".encode(errors="backslashreplace"))
+        file.write(f"{code}\n{cause_of(error)}{suffix}".encode(errors="backslashreplace"))
 
 
 def read_report(path: str) -> Report:
-    """What a rank has left to the launcher; nothing if it had no time for it."""
+    """Reads the report of a rank; an empty one if the rank has written none."""
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-        code, _, said = file.read().partition("\n")
-        return Report(int(code), said)
+        code, _, cause = file.read().partition("\n")
+        return Report(int(code), cause)
     return Report()

@@ -1,22 +1,22 @@
-"""Every error that hostopt raises, as one small tree.
+"""All errors that hostopt raises.
 
 ::
 
     RuntimeError
-    └── HostOptError                  exit code 70   a bug of ours, if nothing more precise fits
+    └── HostOptError                  exit code 70   base class; itself only for internal errors
         ├── ConfigError               78   TF_CONFIG, resolver, options or address cannot be used
-        ├── CollectiveMismatchError   65   ranks disagree on what they are going to reduce
-        ├── ProtocolError             76   a frame that does not fit what was agreed
-        ├── AuthError                 77   a peer that may not take part
-        ├── CheckpointError           74   a checkpoint that cannot be written or read
+        ├── CollectiveMismatchError   65   ranks call different collectives
+        ├── ProtocolError             76   a message that violates the protocol
+        ├── AuthError                 77   a peer is not authorized
+        ├── CheckpointError           74   a checkpoint cannot be written or read
         ├── NonFiniteGradientError    79   NaN or Inf in a gradient
-        └── RetryableError           (none raised itself: run the same command again)
+        └── RetryableError           (none) base class of errors after which a retry may succeed
             ├── PeerLostError        200   a rank died, left or was aborted
-            ├── CollectiveTimeoutError  201   a rank is there but makes no progress
-            ├── RendezvousTimeoutError  202   a rank never came
-            └── ResourceError        203   the process is out of file descriptors
+            ├── CollectiveTimeoutError  201   a rank is connected but makes no progress
+            ├── RendezvousTimeoutError  202   a rank did not start in time
+            └── ResourceError        203   the process has no file descriptor left
 
-Codes below 128 are permanent: the same command fails again. Codes from 193 on are worth a retry.
+After exit codes below 128 the same command fails again. After codes from 193 on, retry it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ __all__: list[str] = []
 
 
 class HostOptError(RuntimeError):
-    """Base of all errors of hostopt.
+    """Base class of all errors of hostopt.
+
+    Every collective raises one if a rank failed, left or timed out.
 
     Args:
-      message: what was found, what was wanted and what to do.
-      rank: rank that the error is about (0..size-1), where there is one.
+      message: what happened, and what to do.
+      rank: rank that the error is about (0..size-1), if there is one.
       task: task of that rank, such as ``worker:1``.
       address: ``host:port`` of that rank.
-      step: number of the step that was under way, counted from 0; of a collective outside of
-        training, its number.
-      bucket: index of the gradient bucket that was under way.
-      root_cause: what another rank reported as the first failure.
+      step: number of the current step, from 0; outside of training, number of the collective.
+      bucket: index of the current gradient bucket.
+      root_cause: first failure, as another rank reported it.
       last_checkpoint: path of the newest whole checkpoint.
     """
 
@@ -60,7 +61,7 @@ class HostOptError(RuntimeError):
         last_checkpoint: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message  # as it travels to other ranks
+        self.message = message  # as sent to other ranks
         self.rank = rank
         self.task = task
         self.address = address
@@ -70,17 +71,17 @@ class HostOptError(RuntimeError):
         self.last_checkpoint = last_checkpoint
 
     def resume_from(self, checkpoint: str | None) -> None:
-        """Say in the error's text where the training can go on.
+        """Adds the checkpoint to resume from to the error's text.
 
         Args:
-          checkpoint: path of the newest whole checkpoint; None where this rank knows of none.
+          checkpoint: path of the newest whole checkpoint; None if this rank knows none.
         """
         self.last_checkpoint = checkpoint or self.last_checkpoint
         sentences = [self.message.rstrip(". \n")]
         if self.last_checkpoint is not None:
             step = re.search(r"-(\d+)$", self.last_checkpoint)
-            where = f"step {step[1]}" if step else self.last_checkpoint
-            sentences.append(f"Last whole checkpoint: {where}")
+            name = f"step {step[1]}" if step else self.last_checkpoint
+            sentences.append(f"Last whole checkpoint: {name}")
         if isinstance(self, RetryableError):
             sentences.append("Re-run the same command to resume")
         self.args = (". ".join(sentences) + ".",) if len(sentences) > 1 else (self.message,)
@@ -93,19 +94,19 @@ class ConfigError(HostOptError):
 
 
 class CollectiveMismatchError(HostOptError):
-    """Two ranks disagree on names, shapes, dtypes or the operation to run."""
+    """Ranks call collectives of different names, shapes, dtypes or kinds."""
 
     exit_code = 65
 
 
 class ProtocolError(HostOptError):
-    """A frame arrived that does not fit what the ranks agreed on."""
+    """A message violates the protocol."""
 
     exit_code = 76
 
 
 class AuthError(HostOptError):
-    """A peer has no right to take part."""
+    """A peer is not authorized to join the ring."""
 
     exit_code = 77
 
@@ -123,7 +124,7 @@ class NonFiniteGradientError(HostOptError):
 
 
 class RetryableError(HostOptError):
-    """Base of the errors after which the same command may succeed."""
+    """Base class of errors after which the same command may succeed."""
 
 
 class PeerLostError(RetryableError):
@@ -145,12 +146,12 @@ class RendezvousTimeoutError(RetryableError):
 
 
 class ResourceError(RetryableError):
-    """A process, or its machine, has no file descriptor left."""
+    """The process, or its machine, has no file descriptor left."""
 
     exit_code = 203
 
 
-_FACTS = {
+_ATTRIBUTE_TYPES = {
     "rank": int,
     "task": str,
     "address": str,
@@ -159,7 +160,7 @@ _FACTS = {
     "root_cause": str,
     "last_checkpoint": str,
 }
-_KINDS = {
+_CLASSES = {
     kind.__name__: kind
     for kind in (
         ConfigError,
@@ -174,54 +175,55 @@ _KINDS = {
         ResourceError,
     )
 }
-# Of texts that travel, as JSON writes them: all of them fit into what a rank reads.
-_MOST_MESSAGE_BYTES, _MOST_FACT_BYTES = 20_000, 6_000
+# Sizes of texts as JSON. An error of this size is below the limit of a message to a rank.
+_MAX_MESSAGE_BYTES, _MAX_ATTRIBUTE_BYTES = 20_000, 6_000
 
 
 def error_to_dict(error: HostOptError) -> dict[str, Any]:
-    """Describe an error for another rank.
+    """Converts an error to JSON values, to send it to another rank.
 
     Args:
       error: the error.
 
     Returns:
-      Its kind, message and facts, as JSON can hold them; long texts lose their end.
+      The name of its class, its message and its attributes; long texts are truncated.
     """
-    facts = {name: getattr(error, name) for name in _FACTS}
-    for name, fact in facts.items():
-        if isinstance(fact, str):
-            facts[name] = _cut(fact, _MOST_FACT_BYTES)
-    message = _cut(error.message, _MOST_MESSAGE_BYTES)
-    return {"kind": type(error).__name__, "message": message, "facts": facts}
+    attributes = {name: getattr(error, name) for name in _ATTRIBUTE_TYPES}
+    for name, value in attributes.items():
+        if isinstance(value, str):
+            attributes[name] = _cut(value, _MAX_ATTRIBUTE_BYTES)
+    message = _cut(error.message, _MAX_MESSAGE_BYTES)
+    return {"kind": type(error).__name__, "message": message, "facts": attributes}
 
 
-def _cut(text: str, most_bytes: int) -> str:
-    """The beginning of a text that JSON writes in so many bytes, up to 12 for a character."""
-    text = text[:most_bytes]
-    if len(json.dumps(text)) <= most_bytes:
+def _cut(text: str, max_bytes: int) -> str:
+    """Truncates a text to a number of bytes as JSON, which takes up to 12 per character."""
+    text = text[:max_bytes]
+    if len(json.dumps(text)) <= max_bytes:
         return text
     ends = list(itertools.accumulate(len(json.dumps(each)) - len('""') for each in text))
-    return text[: bisect.bisect_right(ends, most_bytes)]
+    return text[: bisect.bisect_right(ends, max_bytes)]
 
 
-def error_from_dict(note: Any) -> HostOptError:
-    """Rebuild the error that another rank described; an unknown kind is a HostOptError.
+def error_from_dict(value: Any) -> HostOptError:
+    """Converts the result of `error_to_dict` on another rank back to an error.
 
     Args:
-      note: what `error_to_dict` returned there.
+      value: what another rank sent.
 
     Returns:
-      An error of the same kind, message and facts, without those of another type.
+      An error of the same class, message and attributes. An unknown class becomes HostOptError,
+      and attributes of a wrong type become None.
 
     Raises:
-      ValueError: it is no such note.
+      ValueError: the value has no class name, message or attributes.
     """
-    parts = note if isinstance(note, dict) else {}
-    kind, message, facts = (parts.get(key) for key in ("kind", "message", "facts"))
-    if not (isinstance(kind, str) and isinstance(message, str) and isinstance(facts, dict)):
-        raise ValueError("an error has a kind, a message and facts")
+    parts = value if isinstance(value, dict) else {}
+    kind, message, attributes = (parts.get(key) for key in ("kind", "message", "facts"))
+    if not (isinstance(kind, str) and isinstance(message, str) and isinstance(attributes, dict)):
+        raise ValueError("not an error: kind, message or facts are missing")
     known: dict[str, Any] = {
-        name: value if isinstance(value := facts.get(name), type_) else None
-        for name, type_ in _FACTS.items()
+        name: attribute if isinstance(attribute := attributes.get(name), type_) else None
+        for name, type_ in _ATTRIBUTE_TYPES.items()
     }
-    return _KINDS.get(kind, HostOptError)(message, **known)
+    return _CLASSES.get(kind, HostOptError)(message, **known)

@@ -1,11 +1,11 @@
-"""A file that one process holds at a time, and none that has ended, however it ended.
+"""Lock file that one process holds at a time. The lock ends with the process.
 
-The lock is one of an open file description (F_OFD_SETLK): the kernel takes it back with the last
-descriptor of it, so a crash leaves none behind, and NFS hands it to its server. One of the process
-(F_SETLK, `fcntl.lockf`) would be lost as soon as anything in the process opens and closes the
-file, such as a copy of its directory. Descriptors reach children that are forked, so those close
-theirs at once; a program that is started closes it by itself. The file stays when the lock ends:
-to delete it would let two processes lock two files of one name.
+The lock belongs to an open file description (F_OFD_SETLK). The kernel releases it when the last
+descriptor is closed, so a crash leaves no lock behind, and NFS forwards it to the server. A lock
+of the process (F_SETLK, `fcntl.lockf`) would be released as soon as any code in the process opens
+and closes the file, for example to copy its directory. Forked children inherit the descriptor and
+close it at once; programs that are started do not inherit it. The file is not deleted when the
+lock is released: two processes could then lock two files of the same name.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import struct
 import threading
 from dataclasses import asdict, dataclass
 
-from hostopt import hosts
+from hostopt.collectives import hosts
 
 __all__: list[str] = []
 
-# What file systems answer that have no locks, or none of this kind.
+# Errors of file systems without locks, or without locks of this kind.
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _HELD_BY_OTHERS = (errno.EAGAIN, errno.EACCES)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Holder:
     """The process that has locked a file.
 
     Args:
-      host: its host.
-      boot_id: of the kernel there: hosts may have one name, one after another.
-      pid: its process id there.
-      start: when it did so, in UTC.
+      host: name of its host.
+      boot_id: boot id of the kernel of the host, as different hosts may have the same name.
+      pid: process id.
+      start: time when it locked the file, in UTC.
     """
 
     host: str
@@ -50,16 +50,16 @@ class Holder:
     start: str
 
     @classmethod
-    def of_now(cls) -> Holder:
-        """This process."""
+    def this_process(cls) -> Holder:
+        """Returns this process, with the current time."""
         now = datetime.datetime.now(datetime.timezone.utc)
         start = f"{now:%Y-%m-%d %H:%M:%S} UTC"
         return cls(socket.gethostname(), hosts.boot_id(), os.getpid(), start)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it is on another host than this process, or was before this one has booted."""
-        here = Holder.of_now()
+        """True if it runs on another host, or ran before this host was booted."""
+        here = Holder.this_process()
         return (self.host, self.boot_id) != (here.host, here.boot_id)
 
 
@@ -74,16 +74,16 @@ _mutex = threading.RLock()
 
 
 def acquire(path: str) -> bool:
-    """Lock a file and write into it who this is; a process may do so several times.
+    """Locks a file and writes this process to it; a process may do so several times.
 
     Args:
-      path: the file, which is made where there is none; without symbolic links.
+      path: path of the file without symbolic links. The file is created if it does not exist.
 
     Returns:
-      True where this process holds it now, False where another one does.
+      True if this process holds the lock now, False if another process does.
 
     Raises:
-      OSError: the file cannot be written, or, with an errno in NO_LOCKS, not be locked.
+      OSError: the file cannot be written. If errno is in NO_LOCKS, it cannot be locked.
     """
     with _mutex:
         if path in _held:
@@ -91,8 +91,8 @@ def acquire(path: str) -> bool:
             return True
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock_of_all())
-            _write(fd, Holder.of_now(), os.path.dirname(path))
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file_lock())
+            _write(fd, Holder.this_process(), os.path.dirname(path))
         except OSError as error:
             os.close(fd)
             if error.errno in _HELD_BY_OTHERS:
@@ -103,16 +103,16 @@ def acquire(path: str) -> bool:
 
 
 def keep(path: str) -> bool:
-    """Lock a file anew that has been deleted, or replaced, since this process acquired it.
+    """Locks a file again if it was deleted or replaced since this process locked it.
 
     Args:
-      path: as it was acquired; nothing happens where it was not.
+      path: path of the file as given to `acquire`.
 
     Returns:
-      False where another process holds it now, and this one no more.
+      False if another process holds the lock now. True also if this process did not lock the file.
 
     Raises:
-      OSError: as `acquire`; this process holds it no more.
+      OSError: as for `acquire`; this process no longer holds the lock.
     """
     with _mutex:
         held = _held.get(path)
@@ -126,10 +126,10 @@ def keep(path: str) -> bool:
 
 
 def release(path: str) -> None:
-    """Undo one `acquire`; nothing in a forked child, which holds none.
+    """Releases one `acquire`. Does nothing in a forked child, which holds no lock.
 
     Args:
-      path: as it was acquired.
+      path: path of the file as given to `acquire`.
     """
     with _mutex:
         held = _held.get(path)
@@ -142,41 +142,41 @@ def release(path: str) -> None:
 
 
 def is_held(path: str) -> bool:
-    """Whether a process holds a file, as far as that can be known; locks nothing.
+    """Returns True if a process holds the lock. Does not lock the file.
 
     Args:
-      path: the file.
+      path: path of the file.
 
     Returns:
-      False too where there is no such file, or its file system has no locks.
+      False also if there is no such file, or the file system has no locks.
     """
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:
-        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _lock_of_all())
+        flock = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file_lock())
     except OSError:
         return False
     finally:
         os.close(fd)
-    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+    return bool(struct.unpack(_FLOCK, flock)[0] != fcntl.F_UNLCK)
 
 
 def last_holder(path: str) -> Holder | None:
-    """Who has locked a file last.
+    """Returns the process that locked a file last.
 
     Args:
-      path: the file.
+      path: path of the file.
 
     Returns:
-      What it wrote; None where nothing is there that could be read.
+      The process; None if the file cannot be read or has other contents.
     """
     try:
         with open(path, "rb") as file:
-            found = json.loads(file.read(MOST_BYTES))
-        host, boot_id = str(found["host"]), str(found["boot_id"])
-        return Holder(host, boot_id, int(found["pid"]), str(found["start"]))
+            entry = json.loads(file.read(MAX_BYTES))
+        host, boot_id = str(entry["host"]), str(entry["boot_id"])
+        return Holder(host, boot_id, int(entry["pid"]), str(entry["start"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -188,7 +188,7 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-def _lock_of_all() -> bytes:
+def _whole_file_lock() -> bytes:
     return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
@@ -197,7 +197,9 @@ def _write(fd: int, holder: Holder, directory: str) -> None:
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
     os.fsync(fd)  # for readers on other hosts
-    with contextlib.suppress(OSError):  # whoever may write there may hold it after another user
+    with contextlib.suppress(
+        OSError
+    ):  # all users who may write to the directory may lock the file
         os.fchmod(fd, stat.S_IMODE(os.stat(directory).st_mode) & 0o666)
 
 

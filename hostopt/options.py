@@ -1,4 +1,4 @@
-"""The options of a communicator, with their defaults, limits and environment variables."""
+"""Options of a communicator, with their defaults, limits and environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 MIB = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 30
-# What clocks and conditions of Python, and timers of gRPC, count with ease.
+# Range that the clocks and conditions of Python and the timers of gRPC support.
 MIN_TIMEOUT_S, YEAR_S = 0.001, 365.0 * 24 * 3600
 # TensorFlow counts micro-batches, examples and loops in int32.
 MAX_COUNT = (1 << 31) - 1
@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 200
 
 
 class _Range(NamedTuple):
-    """Numbers that an option may have, both ends included."""
+    """Closed range of numbers."""
 
     least: float
     most: float
@@ -33,7 +33,7 @@ class _Range(NamedTuple):
         kinds = (int,) if self.whole else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
-        return self.least <= value <= self.most
+        return bool(self.least <= value <= self.most)
 
     def __str__(self) -> str:
         kind = "whole number" if self.whole else "number"
@@ -59,8 +59,8 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "restore_previous": (True, False),
 }
 _PATHS = ("timeline", "debug_dir", "token_file", "tls_dir")
-# How the environment writes values that are no text.
-_WORDS: dict[str, bool | None] = {
+# Values of environment variables that stand for None and bool.
+_VALUES: dict[str, bool | None] = {
     "": None,
     "none": None,
     "true": True,
@@ -72,38 +72,40 @@ _WORDS: dict[str, bool | None] = {
 
 @dataclass(frozen=True)
 class Options:
-    """How ranks meet, wait and cut their messages.
+    """Options of a communicator.
 
-    Times are 0.001 s to 365 days. A path is a `str` or an `os.PathLike`, which becomes one.
+    Times are 0.001 s to 365 days. A path is a `str`, or an `os.PathLike` that is converted to one.
 
     Args:
-      bucket_mb: size of a gradient bucket in MiB, up to 1 TiB; its bytes are a multiple of 128.
-      segment_bytes: largest message on the wire, up to 1 GiB; a chunk travels as several of them.
-      rendezvous_timeout_s: how long to wait for all ranks to appear.
-      stall_warning_s: a rank that waits longer says for whom; repeated at doubled times.
-      collective_timeout_s: a rank that waits longer without any progress gives up.
+      bucket_mb: size of a gradient bucket in MiB, up to 1 TiB, a multiple of 128 bytes.
+      segment_bytes: largest message on the wire, up to 1 GiB; larger chunks are split.
+      rendezvous_timeout_s: time to wait for all ranks to start.
+      stall_warning_s: time after which a waiting rank logs whom it waits for; doubles each time.
+      collective_timeout_s: time without progress after which a waiting rank raises an error.
       communication: "auto" reduces in shared memory among ranks of one host and over gRPC between
-        hosts; "grpc" uses gRPC alone; "shm" is an error where a host's ranks cannot share memory.
-      compression: "fp16" or "bf16" halves float32 gradients on the wire; None sends them whole.
-      timeline: file for a Chrome trace, one for each rank; None records nothing.
-      checksum: True has a checksum of its data travel with each message, False of its header
-        alone; None is True where a peer is reached over a network without TLS, and False over TLS
-        or where all addresses are loopback ones.
-      nonfinite: what happens where a reduced gradient holds NaN or Inf. "error" ends the training,
-        "skip" leaves the step's update out on all ranks, "warn" says so and goes on.
-      desync_check_steps: every so many steps the ranks compare their variables; 0 for never.
+        hosts; "grpc" uses gRPC only; "shm" raises an error if ranks of a host cannot share memory.
+      compression: "fp16" or "bf16" halves float32 gradients on the wire; None sends float32.
+      timeline: file for a Chrome trace, one per rank; None records none.
+      checksum: True adds a CRC-32 of the payload to each message, False of the header only. None
+        is True if a peer is reached over a network without TLS; it is False over TLS, or if all
+        addresses are loopback addresses.
+      nonfinite: reaction to a reduced gradient with NaN or Inf. "error" ends the training, "skip"
+        skips the update of the step on all ranks, "warn" logs a warning and continues.
+      desync_check_steps: steps between two replica consistency checks, which compare the
+        variables of the ranks; 0 disables them.
       debug_dir: directory for the stacks and the last events of a rank whose ring was aborted;
-        None keeps nothing.
-      token_file: file that holds the token which all ranks share, readable by its owner alone; the
+        None for none.
+      token_file: file with the token that all ranks share, readable by its owner only. The
         variable HOSTOPT_TOKEN may hold the token itself instead.
       tls_dir: directory with ca.pem, cert.pem and key.pem, for mutual TLS between the ranks.
-      insecure: True lets ranks on several machines meet without token and TLS.
-      restore_previous: True has a training go on from the newest checkpoint that can be read,
-        where the newest of all cannot.
-      evaluator_timeout_s: an evaluator that sees nothing of the chief for longer gives up.
+      insecure: True allows ranks on several machines without token and TLS.
+      restore_previous: True resumes from the newest readable checkpoint if the newest one cannot
+        be read.
+      evaluator_timeout_s: time without a sign of the chief after which an evaluator raises an
+        error.
 
     Raises:
-      ConfigError: an option may not have its value.
+      ConfigError: the value of an option is not allowed.
     """
 
     bucket_mb: float = 25.0
@@ -137,35 +139,35 @@ class Options:
         return int(self.bucket_mb * MIB)
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> Options:
-        """Let HOSTOPT_<OPTION> variables, such as HOSTOPT_BUCKET_MB, override these options.
+        """Overrides options by environment variables, such as HOSTOPT_BUCKET_MB.
 
         Args:
-          environ: where to look the variables up; `os.environ` by default.
+          environ: environment variables by name; `os.environ` by default.
 
         Returns:
-          The options that hold.
+          The new options.
 
         Raises:
-          ConfigError: a variable holds no number where one is wanted, or a value out of range.
+          ConfigError: the value of a variable is not allowed.
         """
         environ = os.environ if environ is None else environ
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for field in fields(self):
             variable = _variable(field.name)
             if variable in environ:
-                found[field.name] = _value_of(field.name, environ[variable])
-                _check(variable, field.name, found[field.name])
-        return replace(self, **found)
+                values[field.name] = _value_of(field.name, environ[variable])
+                _check(variable, field.name, values[field.name])
+        return replace(self, **values)
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it, whatever it is.
+    """Returns text for a user's value in an error.
 
     Args:
-      value: given by the user.
+      value: any value.
 
     Returns:
-      Its `repr`, up to 200 characters; its type, if it has none, as integers of many digits.
+      Its `repr`, truncated to 200 characters; its type if `repr` fails, as for huge integers.
     """
     try:
         text = repr(value)
@@ -175,7 +177,7 @@ def shown(value: object) -> str:
 
 
 def _value_of(name: str, text: str) -> Any:
-    """What a variable of the environment says; the text itself if that is no value."""
+    """Converts the text of a variable; returns the text itself if it cannot be converted."""
     if name in _NUMBERS:
         try:
             return int(text) if text.strip().isdigit() else float(text)
@@ -183,19 +185,19 @@ def _value_of(name: str, text: str) -> Any:
             return text
     if name in _PATHS:  # a file may be called "true"
         return None if text in ("", "none") else text
-    return _WORDS.get(text, text)
+    return _VALUES.get(text, text)
 
 
 def _check(label: str, name: str, value: Any) -> None:
-    """Make sure that an option may have a value.
+    """Checks the value of an option.
 
     Args:
-      label: what the user calls it: the option, or its variable.
+      label: name of the option or its variable, for the error.
       name: field of `Options`.
-      value: given by the user.
+      value: the user's value.
 
     Raises:
-      ConfigError: it may not.
+      ConfigError: the value is not allowed.
     """
     wanted = _wanted(name, value)
     if wanted is not None:
@@ -207,7 +209,7 @@ def _check(label: str, name: str, value: Any) -> None:
 
 
 def _wanted(name: str, value: Any) -> str | None:
-    """What an option wants instead of a value; None if it takes it."""
+    """Describes the allowed values of an option; returns None if `value` is allowed."""
     if name in _NUMBERS:
         if value not in _NUMBERS[name]:
             return str(_NUMBERS[name])
@@ -243,9 +245,9 @@ def _variable(name: str) -> str:
     return f"HOSTOPT_{name.upper()}"
 
 
-# `hostopt run` names a file to evaluators, which is there once all ranks have succeeded.
+# Set by `hostopt run` for evaluators: file that exists once all ranks have succeeded.
 RING_ENDED = "HOSTOPT_RING_ENDED"
-# All of ours in the environment: one for each option, the token, and what `hostopt run` sets.
+# All HOSTOPT_* variables: one for each option, the token, and those that `hostopt run` sets.
 VARIABLES = (
     *(_variable(field.name) for field in fields(Options)),
     "HOSTOPT_TOKEN",

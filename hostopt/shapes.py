@@ -1,7 +1,7 @@
-"""What a value that was read as JSON is made of.
+"""Type checks of values that were read as JSON.
 
-A shape is a type, None, or made of shapes: a tuple is a list of as many parts; an object may have
-more than is wanted.
+A shape is a type, None, or a structure of shapes. A tuple describes a list of that length, and a
+dict an object, which may have additional keys.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from typing import Any, NamedTuple
 
 __all__: list[str] = []
 
-_MOST_NUMBER = 1 << 64
+_MAX_NUMBER = 1 << 64
 
 
 class Each(NamedTuple):
-    """A list of parts that all have a shape."""
+    """A list of any length whose elements all have a shape."""
 
     shape: Any
 
 
 class Or(NamedTuple):
-    """One of two shapes."""
+    """Either of two shapes."""
 
     first: Any
     second: Any
 
 
 def has_shape(value: Any, shape: Any) -> bool:
-    """Whether a value that was read as JSON is what it should be.
+    """Returns True if a value that was read as JSON has a shape.
 
     Args:
-      value: what was read.
-      shape: a type, None, or made of such.
+      value: the value.
+      shape: a type, None, or a structure of shapes.
     """
     if isinstance(shape, Or):
         return has_shape(value, shape.first) or has_shape(value, shape.second)
@@ -52,4 +52,4 @@ def has_shape(value: Any, shape: Any) -> bool:
 
 def _is_number(value: Any, kind: type) -> bool:
     is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return is_number and bool(-_MOST_NUMBER <= value <= _MOST_NUMBER)  # NaN is not
+    return is_number and bool(-_MAX_NUMBER <= value <= _MAX_NUMBER)  # NaN is not

@@ -1,4 +1,4 @@
-"""The versions that a rank runs, as the ranks compare them when they meet."""
+"""Versions of the software of a rank, which the ranks compare at the rendezvous."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 __all__: list[str] = []
 
 VERSION = "0.1.0"
-# What must be the same on all ranks; the other versions may differ.
+# Versions that must be the same on all ranks, and versions that may differ.
 MUST_BE_SAME = ("hostopt",)
 MAY_DIFFER = ("python", "tensorflow")
 
 
-def own_versions() -> dict[str, str | None]:
-    """The versions of this process.
+def local_versions() -> dict[str, str | None]:
+    """Returns the versions of this process.
 
     Returns:
-      By name: that of hostopt, major and minor of Python, and that of TensorFlow, None where this
-      process has not imported it.
+      Versions of hostopt, Python (major and minor) and TensorFlow by name. The version of
+      TensorFlow is None unless this process has imported it.
     """
     tensorflow = getattr(sys.modules.get("tensorflow"), "__version__", None)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -20,14 +20,14 @@ def write_tls_dir(
     trusted: trustme.CA | None = None,
     days: float = 365,
 ) -> Path:
-    """Make a certificate.
+    """Creates a certificate.
 
     Args:
-      directory: where the files go; made here.
-      ca: who signs it.
-      names: what it names; `HOST` by default.
-      trusted: whose certificates its owner accepts, if not those of `ca`.
-      days: how long it is valid; less than 0 for one that has expired.
+      directory: directory of the files, which is created.
+      ca: CA that signs the certificate.
+      names: names or IP addresses in the certificate; `HOST` by default.
+      trusted: CA that the rank trusts, if not `ca`.
+      days: validity; negative for an expired certificate.
 
     Returns:
       The directory.
@@ -46,10 +46,10 @@ def write_tls_dir(
 
 
 class Certificates:
-    """Directories with certificates that fit together, and such that do not; a token's file.
+    """Directories with matching and with faulty certificates, and token files.
 
     Args:
-      directory: where they are made.
+      directory: their parent directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -83,7 +83,7 @@ class Certificates:
 
 
 def environ_of(certificates: Certificates, way: str) -> dict[str, str]:
-    """Variables of a rank: its token and certificates, such as "token" or "token+expired"."""
+    """Returns the variables of a rank with a token or certificates, such as "token+expired"."""
     environ: dict[str, str] = {}
     for part in way.split("+"):
         if part in ("token", "other-token"):

@@ -1,7 +1,8 @@
-"""The launcher with tasks, clock and signals that a test moves: no process, no waiting.
+"""The launcher with simulated tasks, clock and signals: no processes and no real waiting.
 
-The launcher runs in a thread and stops wherever it would wait. Then the test has its turn: it lets
-tasks end, time pass or signals come, and gives the turn back. Only one of the two ever runs.
+The launcher runs in a thread, which stops whenever the launcher would wait. Then it is the test's
+turn: it ends tasks, advances the clock or sends signals, and resumes the launcher. Only one of the
+two threads runs at any time.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any, Callable
 
 import pytest
 
-from hostopt import launch, task_group, task_process
+from hostopt.launch import launcher, task_group, task_process
 
-TURN_S = 10.0  # ends a test whose launcher would hang
+TURN_S = 60.0  # limit for a launcher that hangs
 
 
 class FakeTask:
-    """What `task_process.start` returns: a task that ends when the test says so."""
+    """Replaces `TaskProcess`: a task that ends when the test ends it."""
 
     def __init__(self, world: World, task: tuple[str, int], environment: dict[str, str]) -> None:
         self.task = task
@@ -35,7 +36,7 @@ class FakeTask:
         self.code: int | None = None
         self.forced = False
         self.closed = False
-        self.exit_code: int | None = None  # it has ended, and the launcher has not seen it yet
+        self.exit_code: int | None = None  # set when the task ends, before the launcher sees it
         self.received: list[tuple[float, int]] = []
         self.messages: collections.deque[str] = collections.deque(["group"])
         self._world = world
@@ -45,7 +46,7 @@ class FakeTask:
         return "{}:{}".format(*self.task)
 
     def end(self, code: int) -> None:
-        """It ends by itself, or of a signal."""
+        """Ends the task with an exit code."""
         self.exit_code = code
         self.messages.append("end")
 
@@ -67,7 +68,7 @@ class FakeTask:
 
 
 class FakeSelector:
-    """Gives the turn to the test instead of waiting."""
+    """Hands over to the test instead of waiting."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -94,11 +95,11 @@ class World:
     """One run of the launcher.
 
     Args:
-      on_start: called with each task that is started.
-      on_end: called with each task of whose end the launcher learns.
-      on_signal: called with each signal before the launcher passes it on.
-      on_wait: called when the launcher has done all that there was to do.
-      arguments: of `launch.launch`.
+      on_start: called with each started task; may raise OSError.
+      on_end: called with each task when the launcher sees its end.
+      on_signal: called with each signal before the launcher forwards it.
+      on_wait: called when the launcher has nothing left to do but wait.
+      arguments: arguments of `launcher.launch`.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class World:
     ) -> None:
         self.on_end = on_end
         self.now_s = 1000.0
-        self.wait_until_s: float | None = None  # what the launcher waits for at most
+        self.wait_until_s: float | None = None  # None if it waits for events only
         self.code: int | None = None
         self.error: BaseException | None = None
         self.tasks: list[FakeTask] = []
@@ -122,9 +123,9 @@ class World:
         self._signals: list[int] = []
         self._wake_fd, self._writer = os.pipe()
         self._order: Callable[[list[Any]], list[Any]] = list
-        self._of_launcher, self._of_test = threading.Semaphore(0), threading.Semaphore(0)
+        self._launcher_turn, self._test_turn = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(arguments,), daemon=True)
-        self._ends = False
+        self._is_closing = False
 
     @property
     def running(self) -> list[FakeTask]:
@@ -132,71 +133,71 @@ class World:
         return [task for task in self.tasks if task.exit_code is None]
 
     @property
-    def has_news(self) -> bool:
-        """Whether the launcher would not wait."""
+    def has_events(self) -> bool:
+        """True if there are events for the launcher."""
         return bool(self._signals) or any(task.messages for task in self._watched())
 
     def begin(self, patch: pytest.MonkeyPatch) -> None:
-        """Let the launcher run until it waits for the first time."""
+        """Runs the launcher until it waits for the first time."""
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
         selectors = SimpleNamespace(DefaultSelector=lambda: self.selector, EVENT_READ=1)
-        for module in (launch, task_group):
+        for module in (launcher, task_group):
             patch.setattr(module, "time", clock)
-        patch.setattr(launch, "selectors", selectors)
-        patch.setattr(launch, "_signals_caught", lambda: contextlib.nullcontext(self._wake_fd))
+        patch.setattr(launcher, "selectors", selectors)
+        patch.setattr(launcher, "_signals_caught", lambda: contextlib.nullcontext(self._wake_fd))
         patch.setattr(task_process, "start", self._start)
         self._thread.start()
-        self._take_turn()
+        self._wait_for_turn()
 
     def signal(self, signum: int) -> None:
-        """The launcher gets a signal."""
+        """Sends a signal to the launcher."""
         self._signals.append(signum)
         os.write(self._writer, bytes([signum]))
 
-    def go_on(self, order: Callable[[list[Any]], list[Any]] = list) -> None:
-        """Let the launcher go on until it waits again.
+    def resume(self, order: Callable[[list[Any]], list[Any]] = list) -> None:
+        """Runs the launcher until it waits again.
 
         Args:
-          order: puts into an order what the launcher learns at the same time.
+          order: orders the events that the launcher sees at the same time.
         """
         self._order = order
-        self._of_launcher.release()
-        self._take_turn()
+        self._launcher_turn.release()
+        self._wait_for_turn()
 
     def close(self) -> None:
-        """Leave nothing of the run."""
-        self._ends = True
-        self._of_launcher.release()
+        """Ends the thread of the launcher."""
+        self._is_closing = True
+        self._launcher_turn.release()
         self._thread.join(TURN_S)
         assert not self._thread.is_alive()
         os.close(self._wake_fd)
         os.close(self._writer)
 
     def wait(self, timeout_s: float | None) -> list[tuple[Any, int]]:
-        """What the launcher's selector does; see `FakeSelector`."""
+        """Implements `FakeSelector.select`."""
         self._on_wait()
         self.wait_until_s = None if timeout_s is None else self.now_s + timeout_s
-        self._of_test.release()
-        assert self._of_launcher.acquire(timeout=TURN_S)
-        if self._ends:
+        self._test_turn.release()
+        assert self._launcher_turn.acquire(timeout=TURN_S)
+        if self._is_closing:
             raise SystemExit
         ready = [(task.lifeline, None) for task in self._watched() if task.messages]
         if self._signals:
             ready.append((self._wake_fd, self._signals))
         return [
-            (SimpleNamespace(data=self._told(fileobj, signals)), 1)
+            (SimpleNamespace(data=self._event(fileobj, signals)), 1)
             for fileobj, signals in self._order(ready)
         ]
 
-    def _told(self, fileobj: Any, signals: list[int] | None) -> Callable[[], None]:
-        def tell() -> None:
+    def _event(self, fileobj: Any, signals: list[int] | None) -> Callable[[], None]:
+        def handle() -> None:
             if signals is not None:
                 for signum in signals:
                     self._on_signal(signum)
                 self._signals = []
             self.selector.registered[fileobj]()
 
-        return tell
+        return handle
 
     def _watched(self) -> Iterator[FakeTask]:
         return (task for task in self.tasks if task.lifeline in self.selector.registered)
@@ -209,26 +210,26 @@ class World:
         self._on_start(self.tasks[-1])
         return self.tasks[-1]
 
-    def _take_turn(self) -> None:
-        assert self._of_test.acquire(timeout=TURN_S), "the launcher neither waits nor ends"
+    def _wait_for_turn(self) -> None:
+        assert self._test_turn.acquire(timeout=TURN_S), "the launcher neither waits nor ends"
         if self.error is not None:
             raise self.error
 
     def _run(self, arguments: dict[str, Any]) -> None:
         try:
-            self.code = launch.launch(["true"], **arguments)
+            self.code = launcher.launch(["true"], **arguments)
             self._on_wait()
         except SystemExit:
             pass
         except BaseException as error:
             self.error = error
         finally:
-            self._of_test.release()
+            self._test_turn.release()
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Scope in which nothing is logged."""
+    """Disables logging."""
     logging.disable(logging.CRITICAL)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Rings of processes that sum buckets under short deadlines, and what each says in the end."""
+"""Rings of processes that sum buckets under short deadlines, and their reports."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conftest import ROOT, RankProcess, RankProcesses
 from faults import FaultPlan
-from ranks import PROGRAMS
+from harness import PROGRAMS, ROOT
+from rings import RankProcess, RankProcesses
 
 TESTS = Path(__file__).resolve().parent
-# The deadlines of tests: see SHORT for those that are options.
+# Deadlines of tests; SHORT has those that are options.
 PING_S = 2.0
 SHORT = {
     "HOSTOPT_RENDEZVOUS_TIMEOUT_S": "3",
@@ -23,12 +23,12 @@ SHORT = {
 
 
 class FaultRing:
-    """A ring whose ranks run tests/programs/ring_steps.py and meet at the same time.
+    """A ring whose ranks run tests/programs/ring_steps.py and connect at the same time.
 
     Args:
-      processes: where its ranks are started.
+      processes: starts the ranks.
       plan: the fault.
-      environ: options of all ranks, beside those in SHORT.
+      **environ: options of all ranks, in addition to SHORT.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class FaultRing:
         self._environ = {**SHORT, "PYTHONPATH": f"{ROOT}:{TESTS}", "no_proxy": "*", **environ}
 
     def start(self, rank: int, *arguments: object, **options: Any) -> RankProcess:
-        """Start a rank, which says "here" and waits for a line until it meets the others.
+        """Starts a rank, which prints "ready" and waits for a line before it connects.
 
         Args:
-          rank: which one.
-          arguments: of the program.
-          options: of `RankProcesses.start`.
+          rank: rank to start.
+          *arguments: arguments of the program.
+          **options: options of `RankProcesses.start`.
         """
         plan = () if self._plan is None else ("--plan", self._plan.to_json())
         return self._processes.start(
@@ -55,36 +55,38 @@ class FaultRing:
         )
 
     def start_all(
-        self, *arguments: object, own: dict[int, Sequence[object]] | None = None
+        self, *arguments: object, rank_arguments: dict[int, Sequence[object]] | None = None
     ) -> list[RankProcess]:
-        """Start all ranks, and let them meet.
+        """Starts all ranks and lets them connect.
 
         Args:
-          arguments: of all programs.
-          own: more arguments by rank.
+          *arguments: arguments of all ranks.
+          rank_arguments: additional arguments by rank.
         """
         ranks = range(len(self._processes.addresses))
-        started = [self.start(rank, *arguments, *(own or {}).get(rank, ())) for rank in ranks]
-        let_meet(started)
+        started = [
+            self.start(rank, *arguments, *(rank_arguments or {}).get(rank, ())) for rank in ranks
+        ]
+        connect_all(started)
         return started
 
 
-def let_meet(started: Sequence[RankProcess]) -> None:
-    """Let ranks go on from the start, all together."""
+def connect_all(started: Sequence[RankProcess]) -> None:
+    """Lets started ranks connect at the same time."""
     for process in started:
-        process.expect("here")
+        process.expect("ready")
     for process in started:
-        process.tell("meet")
+        process.write_line("connect")
 
 
 def report(process: RankProcess) -> dict[str, Any]:
-    """The last line that a rank prints."""
+    """Parses the last line that a rank prints."""
     line = process.line()
     assert line.startswith("{"), f"{process.task} printed {line!r}, and:\n{process.stderr}"
     return json.loads(line)
 
 
 def assert_exact(process: RankProcess, steps: int = 6) -> None:
-    """The rank ended well, and each of its sums was exact."""
+    """Checks that the rank succeeded and that each of its sums was exact."""
     assert report(process) == {"steps": steps, "exact": True, "unread": 0}, process.stderr
     assert process.exit_code() == 0, process.stderr

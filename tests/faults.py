@@ -1,13 +1,13 @@
-"""Faults that a rank suffers, put upon hostopt from outside: it has no hooks for tests.
+"""Faults of a rank, injected from outside: hostopt has no hooks for tests.
 
-A `FaultPlan` names the rank, the step, the point of the step and what happens there:
+A `FaultPlan` names the rank, the step, the point in the step and the action. Points:
 
-    before-meeting  before the ranks meet
+    before-rendezvous  before the rendezvous
     between-steps   in the program, before the step's first bucket
-    before-send     before the first message of the step, in memory before the first mark
-    mid-chunk       when some of the step's messages have been handed over
-    after-reduce    when the first bucket of the step is reduced, and others are not
-    after-training  when all steps are done, on all ranks
+    before-send     before the first message of the step; in shared memory, the first barrier
+    mid-chunk       after some messages of the step
+    after-reduce    after the first bucket of the step is reduced, before the others are
+    after-training  after all steps, on all ranks
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hostopt import hierarchy
+from hostopt.collectives import host_memory
+from hostopt.collectives.sequence_counters import SequenceCounters
+from hostopt.collectives.shared_file import SharedFile
 from hostopt.communicator import Communicator
-from hostopt.lane import Lane
-from hostopt.shared_file import SharedFile
-from hostopt.transport import grpc, grpc_parts
+from hostopt.transport.grpc import server, timing
+from hostopt.transport.grpc.stream import END_OF_STREAM
 
 STUCK_S = 20  # longer than any test waits
 _MESSAGES_BEFORE = {"before-send": 0, "mid-chunk": 1}
@@ -40,9 +41,9 @@ class FaultPlan:
     """One fault.
 
     Args:
-      rank: who suffers it.
+      rank: rank with the fault.
       step: step of the communicator, from 0.
-      point: where in the step; see the module.
+      point: point in the step; see the module.
       action: one of ACTIONS.
     """
 
@@ -59,24 +60,24 @@ class FaultPlan:
         return cls(**json.loads(text))
 
 
-def strike(point: str, rank: int | None, plan: FaultPlan | None) -> None:
-    """Suffer the fault where it is one of this rank at this point, outside of steps.
+def trigger(point: str, rank: int | None, plan: FaultPlan | None) -> None:
+    """Triggers the fault if the plan has this rank and this point, outside of steps.
 
     Args:
-      point: "before-meeting" or "after-training".
-      rank: this one.
-      plan: what happens, and where.
+      point: "before-rendezvous" or "after-training".
+      rank: this rank.
+      plan: the fault, or None.
     """
     if plan is not None and (plan.point, plan.rank) == (point, rank):
         ACTIONS[plan.action]()
 
 
 def inject(communicator: Communicator, plan: FaultPlan | None) -> None:
-    """Have the fault happen in this process, where it is the rank of the plan.
+    """Prepares the fault in this process if it is the rank of the plan.
 
     Args:
-      communicator: the one whose steps count.
-      plan: what happens, and where.
+      communicator: communicator whose steps are counted.
+      plan: the fault, or None.
     """
     if plan is not None and plan.rank == communicator.rank:
         if plan.point in _MESSAGES_BEFORE:
@@ -87,7 +88,7 @@ def inject(communicator: Communicator, plan: FaultPlan | None) -> None:
 
 def _inject_among_messages(communicator: Communicator, plan: FaultPlan) -> None:
     messages = []
-    send, meet = communicator.transport.send, Lane._meet
+    send, barrier = communicator.transport.send, SequenceCounters.barrier
 
     def count(channel: int, step: int) -> None:
         if (channel, step) == (communicator.channel, plan.step):
@@ -99,22 +100,22 @@ def _inject_among_messages(communicator: Communicator, plan: FaultPlan) -> None:
         count(tag.channel, tag.step)
         await send(peer, tag, *message)
 
-    def count_and_meet(lane: Lane, operation: Any, round_: int) -> None:
-        count(operation.channel, operation.step)
-        meet(lane, operation, round_)
+    def count_and_wait(counters: SequenceCounters, call: Any, round_: int) -> None:
+        count(call.channel, call.step)
+        barrier(counters, call, round_)
 
     communicator.transport.send = count_and_send
-    Lane._meet = count_and_meet  # in this process, which is the test's own
+    SequenceCounters.barrier = count_and_wait  # this process belongs to the test
 
 
 def _inject_around_reduction(communicator: Communicator, plan: FaultPlan) -> None:
     reduce = communicator.all_reduce_in_place
 
-    def reduce_with_fault(flat: Any, op: Any, operation: Any, *rest: Any) -> None:
-        here = (operation.step, operation.bucket) == (plan.step, 0)
+    def reduce_with_fault(flat: Any, op: Any, call: Any, *rest: Any) -> None:
+        here = (call.step, call.bucket) == (plan.step, 0)
         if here and plan.point == "between-steps":
             ACTIONS[plan.action]()
-        reduce(flat, op, operation, *rest)
+        reduce(flat, op, call, *rest)
         if here and plan.point == "after-reduce":
             ACTIONS[plan.action]()
 
@@ -122,18 +123,18 @@ def _inject_around_reduction(communicator: Communicator, plan: FaultPlan) -> Non
 
 
 def send_again(communicator: Communicator, when: str) -> None:
-    """Have each frame to the next rank written once more, below all that could prevent it.
+    """Writes each frame to the next rank twice, below all checks of the sender.
 
     Args:
-      communicator: the rank that does so.
-      when: ``at-once``, or ``later``: when 60 more have been written.
+      communicator: communicator of the sender.
+      when: ``at-once``, or ``later``: after 60 other frames.
     """
-    stream = communicator.transport._streams[(communicator.rank + 1) % communicator.size]
+    stream = communicator.transport._streams.to((communicator.rank + 1) % communicator.size)
     write, written = stream._call.write, []
 
     async def write_again(message: bytes) -> None:
         await write(message)
-        if message != grpc_parts.END_OF_STREAM:
+        if message != END_OF_STREAM:
             written.append(message)
         if len(written) > {"at-once": 0, "later": 60}[when]:
             await write(written.pop(0))
@@ -142,18 +143,18 @@ def send_again(communicator: Communicator, when: str) -> None:
 
 
 def set_ping_times(seconds: float) -> None:
-    """Ask silent peers of this process sooner than after the default times, and wait as long."""
-    grpc_parts.KEEPALIVE_S = grpc_parts.PING_TIMEOUT_S = seconds
+    """Sets the interval and the deadline of pings in this process."""
+    timing.DEFAULT = replace(timing.DEFAULT, keepalive_s=seconds, ping_timeout_s=seconds)
 
 
 def share_memory_in(directory: str) -> None:
-    """Name shared memory there: in /dev/shm are that of others, and what they have left."""
-    hierarchy.SharedFile = functools.partial(SharedFile, directory=directory)
+    """Creates shared memory in this directory; /dev/shm has files of other programs."""
+    host_memory.SharedFile = functools.partial(SharedFile, directory=directory)
 
 
 def listen_at(address: str) -> None:
-    """Listen there, whatever the cluster says: a proxy has the address that all ranks know."""
-    grpc.listen_address = lambda _: address
+    """Listens at this address instead of the one in the cluster, which a proxy has."""
+    server.listen_address = lambda _: address
 
 
 def _stop_for_a_second() -> None:
@@ -167,7 +168,7 @@ def _raise() -> None:
 
 
 def _kill_parent() -> None:
-    """Die, and leave a child behind, whose pid is printed, until standard input ends."""
+    """Kills this process; a child, whose pid is printed, lives until standard input ends."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -178,7 +179,7 @@ def _kill_parent() -> None:
 
 
 def _disconnect() -> None:
-    """Break all connections of this process, and listen no more."""
+    """Shuts down all connections of this process and its listening socket."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6):

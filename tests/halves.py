@@ -1,4 +1,4 @@
-"""Half batches on two ranks against whole batches in the stock Estimator, model by model."""
+"""Compares half batches on two ranks with full batches in the stock Estimator."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from ranks import Ranks, reserved_addresses
+from harness import reserved_addresses
+from ranks import Ranks
 
-LIMIT_S = 480.0  # of all models
-LIMITS = {"HOSTOPT_COLLECTIVE_TIMEOUT_S": "30", "HOSTOPT_RENDEZVOUS_TIMEOUT_S": "60"}
+LIMIT_S = 480.0  # for all models
+LIMITS = {"HOSTOPT_COLLECTIVE_TIMEOUT_S": "120", "HOSTOPT_RENDEZVOUS_TIMEOUT_S": "120"}
 
 Variables = dict[str, np.ndarray]
 
 
 class Halves:
-    """Trains models of a program by name: alone in the stock class, and on two ranks.
+    """Trains models of a program by name: in one process with the stock class, and on two ranks.
 
     Args:
-      directory: where variables, checkpoints and output go.
+      directory: directory of variables, checkpoints and output.
       program: file below tests/programs that ends with `by_name.train_all`.
       names: models to train.
-      steps: of each model.
-      environ: more variables of the processes' environment.
+      steps: number of steps of each model.
+      environ: additional environment variables.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class Halves:
             (directory / str(size)).mkdir()
         self._train(1, program, names, steps)
         for name in names:
-            self._pass_on_first_checkpoint(name)
+            self._copy_first_checkpoint(name)
         self._train(2, program, names, steps)
 
     def _train(self, size: int, program: str, names: Sequence[str], steps: int) -> None:
-        """Train all of `names`; a model that hangs ends its processes, and others come after."""
+        """Trains all of `names`; if a model hangs, new processes train the remaining ones."""
         left = list(names)
         while left and self._start(size, program, left, steps):
             hung = [
@@ -62,7 +63,7 @@ class Halves:
             left = left[left.index(hung[0]) + 1 :] if hung else []
 
     def _start(self, size: int, program: str, names: Sequence[str], steps: int) -> bool:
-        """Start the processes and wait for them; True if one was ended."""
+        """Starts the processes and waits for them; returns True if one failed."""
         directory = self._directory / str(size)
         settings = {"directory": str(directory), "names": list(names), "steps": steps}
         ranks = Ranks(directory)
@@ -82,13 +83,13 @@ class Halves:
         ]
         return any(codes)
 
-    def _pass_on_first_checkpoint(self, name: str) -> None:
-        """Give the ranks what the stock Estimator began with, if it saved that."""
+    def _copy_first_checkpoint(self, name: str) -> None:
+        """Copies the first checkpoint of the stock Estimator to the ranks, if there is one."""
         source, target = (self._directory / size / "models" / name for size in ("1", "2"))
-        found = sorted(source.glob("model.ckpt-0.*"))
-        if found:
+        result = sorted(source.glob("model.ckpt-0.*"))
+        if result:
             target.mkdir(parents=True)
-            for path in found:
+            for path in result:
                 shutil.copy(path, target)
             (target / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-0"\n')
 
@@ -99,7 +100,7 @@ class Halves:
         return self._directory / str(size) / "models" / name
 
     def outcome(self, name: str, rank: int | str) -> dict[str, Any]:
-        """Steps and error of a rank, or of "alone"."""
+        """Returns steps and error of a rank, or of "alone"."""
         size = 1 if rank == "alone" else 2
         path = self._outcome_path(name, rank, size)
         if not path.exists():
@@ -108,42 +109,42 @@ class Halves:
         return json.loads(path.read_text())
 
     def variables(self, name: str, rank: int | str) -> Variables:
-        """Final variables of a rank, or of "alone", by name; fails if its training failed."""
+        """Returns the final variables of a rank, or of "alone"; fails if the training failed."""
         error = self.outcome(name, rank)["error"]
         assert error is None, f"{name} on {rank}:\n{error['text']}"
         size = 1 if rank == "alone" else 2
-        found = dict(np.load(self._directory / str(size) / f"{name}-{rank}.npz"))
-        trainable = np.unique([_without_part(each) for each in found.pop("trainable")])
-        return {**_joined(found), "trainable": trainable}
+        result = dict(np.load(self._directory / str(size) / f"{name}-{rank}.npz"))
+        trainable = np.unique([_without_part(each) for each in result.pop("trainable")])
+        return {**_joined(result), "trainable": trainable}
 
-    def check_alike(self, name: str, own: Sequence[str] = ()) -> None:
-        """The ranks hold the same bits.
+    def check_ranks_equal(self, name: str, per_rank: Sequence[str] = ()) -> None:
+        """Checks that the ranks hold the same bits.
 
         Args:
-          name: of the model.
-          own: names of variables that each rank has by itself.
+          name: name of the model.
+          per_rank: names of variables that may differ between ranks.
         """
         first, second = (self.variables(name, rank) for rank in (0, 1))
         assert set(first) == set(second)
-        for variable in set(first) - set(own):
+        for variable in set(first) - set(per_rank):
             np.testing.assert_array_equal(
                 second[variable], first[variable], err_msg=f"{name}: {variable} of ranks 1 and 0"
             )
 
-    def check_equal(self, name: str, tolerance: float, own: Sequence[str] = ()) -> None:
-        """The ranks hold what the stock Estimator has with the whole batches.
+    def check_equal(self, name: str, tolerance: float, per_rank: Sequence[str] = ()) -> None:
+        """Checks that the ranks hold the values of the stock Estimator with full batches.
 
         Args:
-          name: of the model.
-          tolerance: relative and absolute.
-          own: names of variables that each rank has by itself.
+          name: name of the model.
+          tolerance: relative and absolute tolerance.
+          per_rank: names of variables that may differ between ranks.
         """
-        alone, found = self.variables(name, "alone"), self.variables(name, 0)
-        assert set(alone) <= set(found)
-        np.testing.assert_array_equal(found["trainable"], alone["trainable"])
-        for variable in set(alone) - set(own) - {"trainable"}:
+        alone, result = self.variables(name, "alone"), self.variables(name, 0)
+        assert set(alone) <= set(result)
+        np.testing.assert_array_equal(result["trainable"], alone["trainable"])
+        for variable in set(alone) - set(per_rank) - {"trainable"}:
             np.testing.assert_allclose(
-                found[variable],
+                result[variable],
                 alone[variable],
                 rtol=tolerance,
                 atol=tolerance,
@@ -156,11 +157,11 @@ def _without_part(name: str) -> str:
 
 
 def _joined(variables: Variables) -> Variables:
-    """The variables, those whole that a partitioner has split: under a strategy it splits none."""
+    """Returns the variables with partitions joined; under a strategy there are no partitions."""
     parts: dict[str, list[np.ndarray]] = {}
     for name in sorted(variables):
         parts.setdefault(_without_part(name), []).append(variables[name])
     return {
-        name: found[0] if len(found) == 1 else np.concatenate(found)
-        for name, found in parts.items()
+        name: result[0] if len(result) == 1 else np.concatenate(result)
+        for name, result in parts.items()
     }

@@ -1,43 +1,19 @@
-"""`hostopt run` in a process of its own, for tests; what it runs writes notes into a directory."""
+"""Runs `hostopt run` in a new process. Its tasks leave notes: files in a directory."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
+from harness import ROOT, Process, python, until
 
-ROOT = Path(__file__).resolve().parents[1]
-
-# What a child does to note that it is `name`.
+# Code of tasks: creates a file with a name and the pid of the task.
 NOTE = """
 import os, pathlib, signal, sys, time
 def note(name):
     pathlib.Path(os.environ["NOTES"], f"{name}.{os.getpid()}").touch()
 """
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code)]
-
-
-def until(condition: Callable[[], object], what: str, deadline_s: float = 15.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {deadline_s} s"
-        time.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def lines_of(text: str, task: str) -> list[str]:
@@ -46,11 +22,11 @@ def lines_of(text: str, task: str) -> list[str]:
 
 
 class Launcher:
-    """`hostopt run` in a process of its own, with short times; its tasks write to `notes`."""
+    """Starts `hostopt run` with short times; its tasks write to the directory `notes`."""
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[Process] = []
 
     def run(
         self,
@@ -59,34 +35,35 @@ class Launcher:
         kill_s: float = 30.0,
         delay_s: float = 0.01,
         preemption_s: float = 30.0,
-        patience_s: float = 10.0,
+        reader_timeout_s: float = 10.0,
         **environ: str,
-    ) -> subprocess.Popen[str]:
-        """Start it.
+    ) -> Process:
+        """Starts a launcher.
 
         Args:
-          arguments: of `hostopt run`.
+          arguments: arguments of `hostopt run`.
           grace_s: seconds from a rank's failure to SIGTERM.
-          kill_s: from SIGTERM to SIGKILL.
-          delay_s: before the second attempt.
-          preemption_s: from a signal to SIGKILL.
-          patience_s: with whoever does not read the output.
-          environ: more variables of its environment.
+          kill_s: seconds from SIGTERM to SIGKILL.
+          delay_s: seconds before the second attempt.
+          preemption_s: seconds from a signal to SIGKILL.
+          reader_timeout_s: seconds without a read before lines of output are dropped.
+          environ: additional environment variables.
 
         Returns:
           The launcher's process.
         """
         code = f"""
             import functools, sys
-            from hostopt import cli, launch, output, restarts, task_group
-            output.PATIENCE_S = {patience_s}
+            from hostopt import cli
+            from hostopt.launch import launcher, output, restarts, task_group
+            output.READER_TIMEOUT_S = {reader_timeout_s}
             task_group.KILL_S = {kill_s}
             task_group.PREEMPTION_S = {preemption_s}
             restarts.FIRST_DELAY_S = {delay_s}
-            cli.launch = functools.partial(launch.launch, grace_s={grace_s})
+            cli.launch = functools.partial(launcher.launch, grace_s={grace_s})
             sys.exit(cli.main(sys.argv[1:]))
         """
-        process = subprocess.Popen(
+        process = Process(
             [*python(code), "run", *arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT), "NOTES": str(self.notes), **environ},
             stdout=subprocess.PIPE,
@@ -97,12 +74,12 @@ class Launcher:
         return process
 
     def pids(self, name: str, count: int) -> list[int]:
-        """Wait until `count` processes have noted that they are `name`, and return their pids."""
-        found: list[int] = []
+        """Waits until `count` processes have noted `name`, and returns their pids."""
+        result: list[int] = []
 
         def noted() -> bool:
-            found[:] = [int(path.suffix[1:]) for path in self.notes.glob(f"{name}.*")]
-            return len(found) >= count
+            result[:] = [int(path.suffix[1:]) for path in self.notes.glob(f"{name}.*")]
+            return len(result) >= count
 
         until(noted, f"{count} notes of {name!r}")
-        return found
+        return result

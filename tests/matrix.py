@@ -40,22 +40,22 @@ COUNT = re.compile(r"\d+ (?:passed|failed|skipped|errors?)")
 
 
 def find_python(version: str) -> str | None:
-    """A Python of that version: on the PATH, or one of pyenv's."""
+    """Returns a Python of this version from PATH or pyenv."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     candidates = [shutil.which(f"python{version}") or "", shutil.which("python3") or ""]
     candidates += map(str, sorted(root.glob(f"versions/{version}.*/bin/python")))
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
     for candidate in filter(None, candidates):
-        found = subprocess.run(
+        result = subprocess.run(
             [candidate, "-c", code], capture_output=True, text=True, check=False
         )
-        if found.stdout.strip() == version:
+        if result.stdout.strip() == version:
             return candidate
     return None
 
 
 def run(row: str, scratch: Path) -> str:
-    """Run one row.
+    """Runs one row.
 
     Returns:
       Its line of the table.
@@ -80,13 +80,13 @@ def run(row: str, scratch: Path) -> str:
     if code:
         print(text[-5000:], flush=True)
     query = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
-    found = subprocess.run(
+    result = subprocess.run(
         [str(venv / "bin" / "python"), "-c", query, *PACKAGES],
         capture_output=True,
         text=True,
         check=False,
     ).stdout.split()
-    cells = dict(zip(PACKAGES, [*found, *[""] * len(PACKAGES)]))
+    cells = dict(zip(PACKAGES, [*result, *[""] * len(PACKAGES)]))
     verdict = "; ".join(counts) if code == 0 else f"**failed** ({'; '.join(counts)})"
     shutil.rmtree(venv, ignore_errors=True)
     return (
@@ -96,7 +96,7 @@ def run(row: str, scratch: Path) -> str:
 
 
 def lines_of(text: str) -> dict[str, str]:
-    """The lines of the table as it is, by row."""
+    """Returns the current lines of the table, by row."""
     lines = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split("|")]

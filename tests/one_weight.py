@@ -1,4 +1,4 @@
-"""The smallest model that an Estimator can train, for what does not depend on the model."""
+"""A model with one weight, for tests that do not depend on the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP proxy that stands before a rank and does harm to what passes, once."""
+"""A TCP proxy in front of a rank, which causes one fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLOCK_BYTES = 64 << 10
 _STARTING_S = 10.0
 _PAUSE_S = 1.5
 _DELAY_S = 0.005
-# 64 equal words of eight bytes, and not of zeros: data far inside a message, and no header
+# 64 equal words of eight bytes that are not zero: payload, and no header
 _DATA = re.compile(rb"((?!\x00{8}).{8})\1{63}", re.DOTALL)
 
 
@@ -21,12 +21,11 @@ class Proxy:
     """Forwards all connections to an address; a context manager.
 
     Args:
-      target: where the rank listens.
-      action: what happens to the data. ``delay``: each block comes 5 ms late. The others happen
-        once, in the middle of a message. ``pause``: nothing passes for 1.5 s; ``reset``: the
-        connection ends with RST; ``truncate``: it ends in good order, after a part of the
-        message; ``flip``: one bit is another one.
-      after_bytes: data that pass unharmed before.
+      target: address that the rank listens at.
+      action: the fault. ``delay`` delays each block by 5 ms. The other faults happen once, in the
+        middle of a message: ``pause`` stops all data for 1.5 s, ``reset`` ends the connection
+        with RST, ``truncate`` closes it after a part of the message, ``flip`` flips one bit.
+      after_bytes: number of bytes that are forwarded before the fault.
     """
 
     def __init__(self, target: str, action: str, after_bytes: int = 1 << 20) -> None:
@@ -53,7 +52,7 @@ class Proxy:
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._started.set()
         await self._end.wait()
-        server.close()  # and asyncio.run cancels what is still connected
+        server.close()  # asyncio.run cancels the open connections
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self._target
@@ -66,7 +65,7 @@ class Proxy:
                 [asyncio.ensure_future(way) for way in ways],
                 return_when=asyncio.FIRST_COMPLETED,
             )
-        except OSError:  # the rank does not listen yet, or no more
+        except OSError:  # the rank does not listen yet, or has ended
             pass
         finally:
             for end in ends:
@@ -81,18 +80,20 @@ class Proxy:
         with contextlib.suppress(ConnectionError):
             while block := await reader.read(_BLOCK_BYTES):
                 data = _DATA.search(block)
-                if data is not None and self._is_time(len(block)):
-                    block = await self._harm(block, data.start(), ends)
+                if data is not None and self._is_due(len(block)):
+                    block = await self._apply_fault(block, data.start(), ends)
                 writer.write(block)
                 await writer.drain()
                 if self.acted and self._action == "truncate":
                     return
 
-    def _is_time(self, nbytes: int) -> bool:
+    def _is_due(self, nbytes: int) -> bool:
         self._left_bytes -= nbytes
         return self._left_bytes <= 0 and (not self.acted or self._action == "delay")
 
-    async def _harm(self, block: bytes, start: int, ends: list[asyncio.StreamWriter]) -> bytes:
+    async def _apply_fault(
+        self, block: bytes, start: int, ends: list[asyncio.StreamWriter]
+    ) -> bytes:
         self.acted = True
         if self._action == "reset":
             for end in ends:
@@ -100,7 +101,7 @@ class Proxy:
         elif self._action == "truncate":
             return block[: start + 100]
         elif self._action == "flip":
-            return _with_other_bit(block, start)
+            return _flip_bit(block, start)
         else:
             await asyncio.sleep({"delay": _DELAY_S, "pause": _PAUSE_S}[self._action])
         return block
@@ -112,7 +113,7 @@ def _reset(end: asyncio.StreamWriter) -> None:
     end.transport.abort()
 
 
-def _with_other_bit(block: bytes, start: int) -> bytes:
-    """Flip a high bit of a word that begins at `start` and recurs, in its first byte not 0."""
-    place = next(i for i in range(start + 256, start + 264) if block[i])
-    return block[:place] + bytes([block[place] ^ 0x40]) + block[place + 1 :]
+def _flip_bit(block: bytes, start: int) -> bytes:
+    """Flips a high bit in the first nonzero byte of the repeated word at `start`."""
+    index = next(i for i in range(start + 256, start + 264) if block[i])
+    return block[:index] + bytes([block[index] ^ 0x40]) + block[index + 1 :]

@@ -1,4 +1,4 @@
-"""Runs programs from PyPI as they ship, alone and on two ranks, and reads what they trained."""
+"""Runs unmodified programs from PyPI, alone and on two ranks, and compares their variables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from launcher import ROOT
-from ranks import PROGRAMS, QUIET
+from harness import PROGRAMS, QUIET, ROOT
 
 LIMIT_S = 600.0
 SAVES_VARIABLES = str(PROGRAMS / "saves_variables.py")
@@ -27,17 +26,17 @@ def run(
     options: Sequence[str] = (),
     is_cluster: bool | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program with `python -m estimator_ext`, and keep the variables of each rank.
+    """Runs a program with `python -m estimator_ext`, and saves the variables of each rank.
 
     Args:
-      directory: where the ranks' variables go; the working directory of the program.
+      directory: working directory of the program, and directory of the saved variables.
       size: number of ranks.
       program: a script, or "-m" and a module, with its arguments.
-      options: of `python -m estimator_ext`.
-      is_cluster: whether the processes belong to one; by default several of them do.
+      options: options of `python -m estimator_ext`.
+      is_cluster: runs the program under the launcher; None does so for several ranks.
 
     Returns:
-      The processes that ended, with their output.
+      The completed process, with the output of all ranks.
     """
     directory.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "hostopt.cli", "run", "-np", str(size), "--"]
@@ -62,12 +61,12 @@ def run(
     )
 
 
-def pass_on_first_checkpoints(source: Path, target: Path) -> None:
-    """Have a training begin with what another one began with: initial values are random.
+def copy_first_checkpoints(source: Path, target: Path) -> None:
+    """Makes trainings start with the random initial values of earlier ones.
 
     Args:
-      source: directory of a training that has ended, or of several.
-      target: the same of trainings that are to come.
+      source: directory of one or more completed trainings.
+      target: directory of the next trainings.
     """
     for path in source.rglob("model.ckpt-0.*"):
         directory = target / path.parent.relative_to(source)
@@ -77,14 +76,14 @@ def pass_on_first_checkpoints(source: Path, target: Path) -> None:
 
 
 def trained(directory: Path, rank: int) -> Variables:
-    """The trainable variables of a rank, each after its model's last training.
+    """Reads the trainable variables of a rank, as they were after the last training of each model.
 
     Args:
-      directory: that of `run`.
-      rank: of the process.
+      directory: directory of `run`.
+      rank: rank of the process.
 
     Returns:
-      The variables by model, which is the last part of its model_dir, and name.
+      Variables by "model: name". The model is the last component of its model_dir.
     """
     ending = f".rank-{rank}.npz"
     return {
@@ -94,32 +93,32 @@ def trained(directory: Path, rank: int) -> Variables:
     }
 
 
-def check_alike(directory: Path) -> None:
-    """Two ranks hold the same bits, and have trained."""
+def check_ranks_equal(directory: Path) -> None:
+    """Checks that two ranks have trained and hold the same bits."""
     first, second = trained(directory, 0), trained(directory, 1)
     assert first and set(first) == set(second)
     for name, value in first.items():
         np.testing.assert_array_equal(second[name], value, err_msg=name)
 
 
-def check_equal(
+def check_equals_single(
     directory: Path, alone: Path, tolerance: float = 1e-5, noise: re.Pattern[str] | None = None
 ) -> None:
-    """Two ranks on half batches hold what one process holds after the whole batches.
+    """Checks that two ranks on half batches train the variables of one process on whole batches.
 
     Args:
-      directory: that of `run` with two ranks.
-      alone: that of `run` with one.
+      directory: directory of `run` with two ranks.
+      alone: directory of `run` with one rank.
       tolerance: relative and absolute.
-      noise: names of variables whose gradient is zero but for rounding, of which an optimizer such
-        as Adam makes whole steps; they stay small.
+      noise: names of variables whose gradients are zero except for rounding errors, which Adam
+        scales to full steps. They must stay small.
     """
-    found, wanted = trained(directory, 0), trained(alone, 0)
-    assert wanted and set(found) == set(wanted)
-    for name, value in wanted.items():
+    actual, expected = trained(directory, 0), trained(alone, 0)
+    assert expected and set(actual) == set(expected)
+    for name, value in expected.items():
         if noise is not None and noise.search(name):
-            assert np.abs([found[name], value]).max() < 1e-3, name
+            assert np.abs([actual[name], value]).max() < 1e-3, name
             continue
         np.testing.assert_allclose(
-            found[name], value, rtol=tolerance, atol=tolerance, err_msg=name
+            actual[name], value, rtol=tolerance, atol=tolerance, err_msg=name
         )

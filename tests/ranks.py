@@ -1,35 +1,21 @@
-"""Runs a program as the real processes of one cluster, with what they say and how they end."""
+"""Runs a program as the processes of one cluster, with their output and exit codes."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-PROGRAMS = Path(__file__).parent / "programs"
-
-
-@contextmanager
-def reserved_addresses(count: int) -> Iterator[list[str]]:
-    """Loopback addresses that nobody else gets, and on which a gRPC server can listen."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for holder in sockets:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
-        yield [f"127.0.0.1:{holder.getsockname()[1]}" for holder in sockets]
-    finally:
-        for holder in sockets:
-            holder.close()
+from fork_server import ForkedProcess, ForkServer
+from harness import PROGRAMS, QUIET, Process, deadline_s, reserved_addresses
 
 
 @dataclass
@@ -43,7 +29,7 @@ class Rank:
     """
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process | ForkedProcess
     log: Path
 
     @property
@@ -54,11 +40,12 @@ class Rank:
         return self.process.wait(timeout_s)
 
     def wait_for_output(self, text: str, timeout_s: float = 60.0) -> None:
-        """Return once `text` is in the output; fail where the process ends without it."""
-        deadline = time.monotonic() + timeout_s
+        """Waits until `text` is in the output; fails if the process ends without it."""
+        began_s = time.monotonic()
         while text not in self.output:
             assert self.process.poll() is None, f"{self.name} ended:\n{self.output}"
-            assert time.monotonic() < deadline, f"{self.name} never said {text!r}:\n{self.output}"
+            waited_s = time.monotonic() - began_s
+            assert waited_s < deadline_s(timeout_s), f"{self.name}: no {text!r}:\n{self.output}"
             time.sleep(0.05)
 
     def signal(self, number: signal.Signals) -> None:
@@ -70,7 +57,7 @@ class Ranks:
     """The processes of one cluster.
 
     Args:
-      directory: where their output goes.
+      directory: directory of their output.
     """
 
     directory: Path
@@ -81,22 +68,25 @@ class Ranks:
         program: str,
         jobs: dict[str, list[str]],
         *,
-        own: dict[str, list[str]] | None = None,
+        task_arguments: dict[str, list[str]] | None = None,
         arguments: Sequence[str] = (),
         environ: dict[str, str] | None = None,
         evaluators: int = 0,
         tasks: Sequence[tuple[str, int]] = (),
+        fresh: bool = False,
     ) -> list[Rank]:
-        """Start `program` once for each task of `jobs`, and for evaluators outside of it.
+        """Starts `program` for each task of `jobs`, and for evaluators that are not in `jobs`.
 
         Args:
           program: file below tests/programs, or an absolute path.
           jobs: addresses by job, as in TF_CONFIG.
-          own: more arguments by task name.
-          arguments: arguments of all.
-          environ: more environment of all.
+          task_arguments: additional arguments by task name.
+          arguments: arguments of all tasks.
+          environ: additional environment variables of all tasks.
           evaluators: number of evaluators that the cluster does not list.
-          tasks: those to start, where it is not all of them.
+          tasks: tasks to start; all by default.
+          fresh: starts new interpreters instead of forks of a process that has imported
+            TensorFlow; implied if `environ` has variables that imports may read.
         """
         all_tasks = [(job, i) for job, addresses in jobs.items() for i in range(len(addresses))]
         all_tasks += [("evaluator", i) for i in range(evaluators)]
@@ -105,24 +95,15 @@ class Ranks:
             name = f"{job}:{index}"
             config = {"cluster": jobs, "task": {"type": job, "index": index}}
             log = self.directory / f"{len(self.started)}-{job}-{index}.log"
-            command = [sys.executable, str(PROGRAMS / program), *arguments]
+            command = [str(PROGRAMS / program), *arguments, *(task_arguments or {}).get(name, [])]
+            task = {**(environ or {}), "TF_CONFIG": json.dumps(config)}
             with log.open("wb") as output:
-                process = subprocess.Popen(
-                    command + (own or {}).get(name, []),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={
-                        **QUIET,
-                        **os.environ,
-                        **(environ or {}),
-                        "TF_CONFIG": json.dumps(config),
-                    },
-                )
+                process = _start(command, {**QUIET, **os.environ, **task}, output, fresh)
             self.started.append(Rank(name, process, log))
         return self.started[begin:]
 
     def run(self, program: str, size: int, **options: Any) -> list[Rank]:
-        """Run `program` on `size` workers and wait until all of them have ended well."""
+        """Runs `program` on `size` workers, and waits until all of them have succeeded."""
         with reserved_addresses(size) as addresses:
             ranks = self.start(program, {"worker": addresses}, **options)
             for rank in ranks:
@@ -130,7 +111,7 @@ class Ranks:
         return ranks
 
     def end(self) -> None:
-        """Kill what is left; a test that ends well leaves nothing."""
+        """Kills remaining processes; a test that passes leaves none."""
         left = [rank for rank in self.started if rank.process.poll() is None]
         for rank in left:
             rank.process.kill()
@@ -138,9 +119,30 @@ class Ranks:
 
 
 def caught(rank: Rank) -> list[dict[str, Any] | None]:
-    """How the trainings of a train.py with "catch" have ended: the error, None without one."""
-    parts = rank.output.split("CAUGHT ")[1:]  # what follows may be on the same line
+    """Returns the error of each training of a train.py with "catch"; None without an error."""
+    parts = rank.output.split("CAUGHT ")[1:]  # other output may follow on the same line
     return [json.JSONDecoder().raw_decode(part)[0] for part in parts]
 
 
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_NUM_INTRAOP_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+_fork_server: ForkServer | None = None
+
+
+def _start(
+    command: list[str], environ: dict[str, str], output: BinaryIO, fresh: bool
+) -> Process | ForkedProcess:
+    """Starts a Python program: a fork, unless its environment may change what imports do."""
+    global _fork_server  # noqa: PLW0603
+    if _fork_server is None:
+        _fork_server = ForkServer({**QUIET, **os.environ})
+        atexit.register(_fork_server.close)
+    if fresh or _read_by_imports(environ) != _read_by_imports(_fork_server.environ):
+        return Process(
+            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environ
+        )
+    return _fork_server.start(command, environ, output)
+
+
+def _read_by_imports(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that imports may read."""
+    later = ("HOSTOPT_", "TF_CONFIG", "PYTEST_")
+    return {name: value for name, value in environ.items() if not name.startswith(later)}

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, each with a strategy and a graph of its own."""
+"""Ranks as threads of this process, each with a strategy and a graph."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from typing import Any, Callable
 
 import tensorflow as tf
+from harness import deadline_s
 
 import estimator_ext
 
@@ -17,15 +18,15 @@ def resolver(addresses: list[str], index: int, job: str = "worker") -> Any:
 
 
 def as_ranks(addresses: list[str], work: Callable[[Any], Any]) -> list[Any]:
-    """Run `work(strategy)` for each rank, as threads of this process, and return the results."""
+    """Runs `work(strategy)` for each rank in a thread of this process; returns the results."""
     results: dict[int, Any] = {}
 
     def run(rank: int) -> None:
         strategy = estimator_ext.HostOffloadStrategy(
-            resolver(addresses, rank), collective_timeout_s=30
+            resolver(addresses, rank), collective_timeout_s=deadline_s(30)
         )
         try:
-            with tf.Graph().as_default(), strategy.errors_told():
+            with tf.Graph().as_default(), strategy.propagate_errors():
                 results[rank] = work(strategy)
             strategy.close()
         except BaseException as error:
@@ -35,7 +36,7 @@ def as_ranks(addresses: list[str], work: Callable[[Any], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(deadline_s(60))
     for result in results.values():
         if isinstance(result, BaseException):
             raise result

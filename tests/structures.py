@@ -1,12 +1,16 @@
-"""Structures that JSON can hold, like a given one and not quite, for tests that fuzz a reader."""
+"""JSON documents with small changes, for tests that fuzz a reader."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any, Callable
 
 from hypothesis import strategies as st
+
+# Examples of each fuzz test; `FUZZ_EXAMPLES=100000 make test-faults` runs more.
+FUZZ_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10000"))
 
 NUMBERS = st.sampled_from([0, 1, 2, 3, -1, 7.5, 1e308, float("nan"), 1 << 63, 10**30, 10**400])
 TEXTS = st.sampled_from(["", "77", "0x7", "-7", "\ud800", "\0\n\x1b[2J", "x" * 5000, "chief:0"])
@@ -19,26 +23,26 @@ VALUES = st.one_of(
 )
 
 
-def places(note: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where each part of a note is."""
+def paths_in(note: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the path of each part of a message."""
     parts = note.items() if isinstance(note, dict) else enumerate(note)
     for key, value in parts:
         yield (*path, key)
         if isinstance(value, (dict, list)):
-            yield from places(value, (*path, key))
+            yield from paths_in(value, (*path, key))
 
 
 def changed(note: Any, path: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
-    found = part = json.loads(json.dumps(note))
+    result = part = json.loads(json.dumps(note))
     for key in path[:-1]:
         part = part[key]
     change(part, path[-1])
-    return found
+    return result
 
 
 def texts_like(note: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    """The note without a part, with another one, with more; its bytes damaged; and junk."""
-    paths = st.sampled_from(list(places(note)))
+    """Generates the message with a part removed, changed or added, damaged bytes, and junk."""
+    paths = st.sampled_from(list(paths_in(note)))
     whole = json.dumps(note).encode()
     less = paths.map(lambda path: changed(note, path, lambda part, key: part.__delitem__(key)))
     others = st.tuples(paths, VALUES).map(

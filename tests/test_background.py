@@ -1,4 +1,4 @@
-"""Calls in a graph that wait for each other, in a pool of one thread."""
+"""call_in_background: calls that wait for each other in a pool of one thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE_THREAD = tf.compat.v1.ConfigProto(
 )
 
 
-def test_any_number_of_calls_wait_for_each_other_in_a_pool_of_one_thread() -> None:
+def test_calls_that_wait_for_each_other_finish_in_a_pool_of_one_thread() -> None:
     count = 40
     barrier = threading.Barrier(count)
 
@@ -34,13 +34,13 @@ def test_any_number_of_calls_wait_for_each_other_in_a_pool_of_one_thread() -> No
         ]
         with tf.compat.v1.Session(config=ONE_THREAD) as session:
             for _ in range(2):
-                own, found = session.run([start, results])
-                for i, (array, total) in enumerate(found):
+                own, result = session.run([start, results])
+                for i, (array, total) in enumerate(result):
                     np.testing.assert_array_equal(array, own + i + 1)
                     assert total == own.sum() + 3 * i
 
 
-def test_an_error_of_the_function_ends_the_step_with_its_text() -> None:
+def test_a_step_raises_the_error_of_the_function() -> None:
     def fail(value: np.ndarray) -> Any:
         raise RuntimeError(f"no such value: {value}")
 
@@ -50,12 +50,12 @@ def test_an_error_of_the_function_ends_the_step_with_its_text() -> None:
             session.run(result)
 
 
-def test_a_call_runs_on_the_host_whatever_device_is_chosen_around_it() -> None:
+def test_a_call_runs_on_the_host_in_any_device_scope() -> None:
     config = tf.compat.v1.ConfigProto(device_count={"CPU": 2}, allow_soft_placement=False)
     with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
         with tf.device("/device:CPU:1"):
             value = tf.random.uniform([4])
             (result,) = call_in_background(lambda v: [v * 2], [value], [tf.float32], "Double")
         assert tf.DeviceSpec.from_string(result.device).device_index == 0
-        given, found = session.run([value, result])
-        np.testing.assert_array_equal(found, given * 2)
+        given, actual = session.run([value, result])
+        np.testing.assert_array_equal(actual, given * 2)

@@ -1,4 +1,4 @@
-"""`hostopt bench` over real processes and tiny sizes; nobody asserts how long it took."""
+"""`hostopt bench` with real processes and tiny sizes; times are not checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import reserved_addresses
+from harness import Process, reserved_addresses
 
 from hostopt import bench, cli
 from hostopt.communicator import Communicator
@@ -23,8 +23,8 @@ from hostopt.transport.inproc import InprocTransport
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def bench_command(*arguments: str, **environ: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def bench_command(*arguments: str, **environ: str) -> Process:
+    return Process(
         [sys.executable, "-m", "hostopt.cli", "bench", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
         stdout=subprocess.PIPE,
@@ -33,7 +33,7 @@ def bench_command(*arguments: str, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ranks_of_this_machine_print_one_table(tmp_path: Path) -> None:
+def test_local_ranks_print_one_table(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     arguments = ["-np", "3", "--sizes", "12", "4KiB", "--repetitions", "2", "--json", str(path)]
     process = bench_command(*arguments, "--communication", "grpc")
@@ -63,14 +63,14 @@ def test_each_rank_can_be_started_by_hand(tmp_path: Path) -> None:
     assert outputs[1][0] == ""
 
 
-def test_without_a_cluster_it_says_how_to_start(
+def test_usage_is_printed_without_a_cluster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
     with pytest.raises(SystemExit) as caught:
         cli.main(["bench", "--sizes", "1KiB"])
     assert caught.value.code == 2
-    assert "say -np N, or start each rank with its TF_CONFIG" in capsys.readouterr().err
+    assert "give -np N, or start each rank with its TF_CONFIG" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_sizes_have_units(text: str, size_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-4", "6", "nan", "1TiB", "64 k", "MiB", "1e400"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="wanted a multiple of 4 bytes"):
         bench.parse_size(text)
 
@@ -112,15 +112,15 @@ def in_threads(size: int, function: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_right_sums_pass(size: int) -> None:
+def test_correct_sums_pass(size: int) -> None:
     def check(communicator: Communicator) -> None:
-        bench.check_sums(bench.RingGroup(communicator), 400)
+        bench.check_sums(bench.CommunicatorGroup(communicator), 400)
 
     assert in_threads(size, check) == [None] * size
 
 
-def test_a_wrong_sum_is_found() -> None:
-    class Wrong(bench.RingGroup):
+def test_a_wrong_sum_is_detected() -> None:
+    class Wrong(bench.CommunicatorGroup):
         def all_reduce(self, buffer: np.ndarray) -> np.ndarray:
             super().all_reduce(buffer)[7] += 1
             return buffer
@@ -133,9 +133,9 @@ def test_a_wrong_sum_is_found() -> None:
     assert "element 7 is 8.0, wanted 7.0" in str(errors[0])
 
 
-def test_all_ranks_count_the_time_of_the_slowest() -> None:
+def test_all_ranks_report_the_time_of_the_slowest() -> None:
     def measure(communicator: Communicator) -> Any:
-        return bench.measure(bench.RingGroup(communicator), 64, 3)
+        return bench.measure(bench.CommunicatorGroup(communicator), 64, 3)
 
     times = in_threads(3, measure)
     assert times[0] == times[1] == times[2]

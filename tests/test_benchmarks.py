@@ -1,4 +1,4 @@
-"""What the benchmarks compute from times, and how they run programs; nobody measures here."""
+"""Computations of the benchmarks and their subprocesses; no times are measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def python(code: str) -> list[str]:
 # --- programs ---------------------------------------------------------------------------------
 
 
-def test_a_program_gives_its_results() -> None:
+def test_a_program_returns_its_results() -> None:
     text = common.run(
         python("""
             from benchmarks import common
@@ -49,7 +49,7 @@ def test_a_program_gives_its_results() -> None:
         common.results_in(text, 2)
 
 
-def test_results_may_share_a_line_but_not_their_letters() -> None:
+def test_results_may_share_a_line_but_may_not_be_interleaved() -> None:
     assert common.results_in('x RESULT {"a": 1} ENDRESULT {"a": 2} END\n', 2) == [
         {"a": 1},
         {"a": 2},
@@ -58,12 +58,12 @@ def test_results_may_share_a_line_but_not_their_letters() -> None:
         common.results_in('RESULT {"a": RESULT {"a": 1} END', 1)
 
 
-def test_a_failure_shows_the_last_words() -> None:
+def test_a_failure_shows_the_last_output() -> None:
     with pytest.raises(common.BenchmarkError, match=r"exit code 3\n.*no such thing"):
         common.run(python("import sys; print('no such thing', file=sys.stderr); sys.exit(3)"), 60)
 
 
-def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+def test_a_program_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = f"""
         import pathlib, subprocess, sys
@@ -81,13 +81,13 @@ def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_the_rank_that_failed_is_blamed_not_those_that_were_ended() -> None:
+def test_the_failed_rank_is_named_and_not_the_ranks_that_were_killed() -> None:
     sleeper = python("import time; time.sleep(600)")
     with pytest.raises(common.BenchmarkError, match="exit code 7"):
         common.run_together([(sleeper, {}), (python("raise SystemExit(7)"), {})], 60.0)
 
 
-def test_rounds_are_interleaved_and_a_failure_costs_one_of_them(
+def test_rounds_are_interleaved_and_a_failure_loses_one_round(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls = []
@@ -105,13 +105,13 @@ def test_rounds_are_interleaved_and_a_failure_costs_one_of_them(
     def never() -> int:
         raise common.BenchmarkError("not today")
 
-    found = common.in_rounds({"good": good, "bad": bad, "never": never}, 2)
+    result = common.in_rounds({"good": good, "bad": bad, "never": never}, 2)
     assert calls == ["good", "bad"] * 2
-    assert found == {"good": [1, 3], "bad": [4]}
+    assert result == {"good": [1, 3], "bad": [4]}
     assert "round 1, bad FAILED: too weak" in capsys.readouterr().err
 
 
-def test_what_belongs_to_a_round_is_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_of_a_round_are_stored_separately(capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
 
     def bad() -> int:
@@ -120,12 +120,12 @@ def test_what_belongs_to_a_round_is_kept_apart(capsys: pytest.CaptureFixture[str
             raise common.BenchmarkError("too weak")
         return len(calls)
 
-    found = common.each_round({"good": lambda: 7, "bad": bad}, 3, "DeepFM:")
-    assert found == [{"good": 7}, {"good": 7, "bad": 2}, {"good": 7, "bad": 3}]
+    result = common.each_round({"good": lambda: 7, "bad": bad}, 3, "DeepFM:")
+    assert result == [{"good": 7}, {"good": 7, "bad": 2}, {"good": 7, "bad": 3}]
     assert "DeepFM: round 1, bad FAILED: too weak" in capsys.readouterr().err
 
 
-def test_workers_run_alone_or_two_at_once_with_a_place_to_meet(tmp_path: Path) -> None:
+def test_workers_run_alone_or_as_pairs_with_an_address_for_rendezvous(tmp_path: Path) -> None:
     program = tmp_path / "worker.py"
     program.write_text(
         "import os, sys; from benchmarks import common;"
@@ -138,7 +138,7 @@ def test_workers_run_alone_or_two_at_once_with_a_place_to_meet(tmp_path: Path) -
     assert first["words"][0] == "--meeting"
 
 
-def test_horovod_is_started_with_the_library_that_was_asked_for(tmp_path: Path) -> None:
+def test_horovod_starts_with_the_requested_library(tmp_path: Path) -> None:
     python = tmp_path / "bin/python"
     command, environ = common.horovod("gloo", python, "rank.py")
     assert command[:3] == [python, tmp_path / "bin/horovodrun", "--gloo"]
@@ -148,13 +148,13 @@ def test_horovod_is_started_with_the_library_that_was_asked_for(tmp_path: Path) 
     assert environ == {"HOROVOD_CPU_OPERATIONS": "MPI"}
 
 
-def test_a_peer_that_is_not_there_is_left_out_with_a_message(
+def test_a_missing_peer_is_skipped_with_a_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(common, "PEERS_DIR", tmp_path)
     common.peer_python.cache_clear()
     assert common.peer_python("gloo") is None
-    assert f"Gloo (PyTorch) is left out: no {tmp_path}/gloo/bin/python" in capsys.readouterr().err
+    assert f"Gloo (PyTorch) is skipped: no {tmp_path}/gloo/bin/python" in capsys.readouterr().err
     common.peer_python.cache_clear()
 
 
@@ -165,7 +165,7 @@ def test_namespaces_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_the_installer_is_sound_bash() -> None:
+def test_the_installer_is_valid_bash() -> None:
     script = str(ROOT / "benchmarks/peers/install.sh")
     subprocess.run(["bash", "-n", script], check=True)
 
@@ -179,7 +179,7 @@ def test_ratios_and_tables() -> None:
     assert common.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --: |\n| 1 | 2 |"
 
 
-def test_the_speed_counts_all_steps_and_the_time_of_a_step_is_their_median() -> None:
+def test_speed_uses_all_steps_and_step_time_is_the_median() -> None:
     # steps of 1, 1 and 8 s: one of them was interrupted
     assert training.rates([2.0, 3.0, 4.0, 12.0]) == {"steps_per_s": 0.3, "step_ms": 1000.0}
 
@@ -217,7 +217,7 @@ OVERHEAD = {
 }
 
 
-def test_the_cost_of_a_step_is_above_the_stock_one_of_the_same_round() -> None:
+def test_overhead_is_relative_to_stock_in_the_same_round() -> None:
     text = load("overhead").tables({"step_ms": OVERHEAD})
     assert "| ms a step | dense 24 | sparse 24 |" in text
     assert "| stock, one process | 1.00 | 1.00 |" in text
@@ -250,7 +250,7 @@ EMBEDDING = [
 ]
 
 
-def test_ratios_of_models_and_systems_are_of_the_same_round() -> None:
+def test_ratios_compare_results_of_the_same_round() -> None:
     text = load("embedding").tables({"steps_per_s": EMBEDDING})
     models_in_it = "DeepFM | 100 variables | 100 variables, averaged |"
     assert f"| steps/s of each process | {models_in_it}" in text
@@ -264,23 +264,23 @@ def test_ratios_of_models_and_systems_are_of_the_same_round() -> None:
     assert "wide & deep" not in text
 
 
-def test_horovod_has_the_model_with_its_optimizer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_runs_only_the_model_with_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     embedding = load("embedding")
     monkeypatch.setattr(embedding.common, "peer_python", Path)
     args = SimpleNamespace(models=["deepfm", "ema"], systems=["host", "horovod-mpi"])
-    found = embedding.find_measures(args)
-    assert list(found) == ["deepfm host", "deepfm horovod-mpi", "ema host"]
+    result = embedding.find_measures(args)
+    assert list(result) == ["deepfm host", "deepfm horovod-mpi", "ema host"]
     monkeypatch.setattr(embedding.common, "peer_python", lambda name: None)
     assert list(embedding.find_measures(args)) == ["deepfm host", "ema host"]
 
 
-def test_hidden_is_what_of_the_communication_does_not_lengthen_the_step() -> None:
-    found = {
+def test_hidden_communication_is_the_part_that_does_not_lengthen_the_step() -> None:
+    result = {
         "none": [{"step": 100.0}, {"step": 102.0}, {"step": 98.0}],
         "buckets": [{"step": 110.0, "ring": 50.0}],
         "one bucket": [{"step": 150.0, "ring": 50.0}],
     }
-    rows = load("overlap").evaluate(found, 100.0)
+    rows = load("overlap").evaluate(result, 100.0)
     assert [row["variant"] for row in rows] == ["buckets", "one bucket"]
     assert [row["hidden"] for row in rows] == [pytest.approx(0.8), pytest.approx(0.0)]
 
@@ -291,7 +291,7 @@ def test_latency_and_bandwidth_are_fitted() -> None:
     assert model.fit(seconds) == (pytest.approx(2e-3), pytest.approx(1e-9))
 
 
-def test_the_ring_of_the_model_goes_at_the_pace_of_the_slower_of_rank_and_line() -> None:
+def test_the_modelled_ring_is_limited_by_the_slower_of_rank_and_link() -> None:
     model = load("model")
     byte_s = {"float32": 1e-9, "bf16": 1e-9}
     costs = model.Costs(round_s=1e-3, byte_s=byte_s, line_share=1.0, update_s_per_byte=0.0)
@@ -303,7 +303,7 @@ def test_the_ring_of_the_model_goes_at_the_pace_of_the_slower_of_rank_and_line()
     assert model.ring_s(costs, 4, 8e6, 0.8, "bf16") == pytest.approx(0.006 + 0.06)
 
 
-def test_the_step_of_the_model_hides_all_but_the_last_bucket_where_it_can() -> None:
+def test_the_modelled_step_hides_all_but_the_last_bucket_if_possible() -> None:
     model = load("model")
     costs = model.Costs(0.0, {}, 1.0, update_s_per_byte=1e-9)
     work = model.Workload(4e6, 1e6, forward_s=0.01, backward_s=0.04)
@@ -315,7 +315,7 @@ def test_the_step_of_the_model_hides_all_but_the_last_bucket_where_it_can() -> N
 # --- models -----------------------------------------------------------------------------------
 
 
-def test_a_few_ids_are_frequent_and_all_are_in_the_vocabulary() -> None:
+def test_few_ids_are_frequent_and_all_are_in_the_vocabulary() -> None:
     features, clicks = models.make_clicks(64, seed=0)
     assert features["ids"].shape == (models.BATCHES, 64, models.FIELDS)
     assert set(np.unique(clicks)) == {0.0, 1.0}
@@ -328,7 +328,7 @@ def test_a_few_ids_are_frequent_and_all_are_in_the_vocabulary() -> None:
         assert all(len(np.unique(batch)) < len(batch) for batch in ids)
 
 
-def test_each_rank_has_data_of_its_own() -> None:
+def test_ranks_have_different_data() -> None:
     for make in (models.make_clicks, models.make_census):
         (first, _), (again, _), (other, _) = make(8, 0), make(8, 0), make(8, 1)
         assert all(np.array_equal(first[name], again[name]) for name in first)
@@ -337,7 +337,7 @@ def test_each_rank_has_data_of_its_own() -> None:
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize(("kind", "sparse"), [("dense", 0), ("sparse", 24)])
-def test_tiny_models_have_gradients_of_their_kind(kind: str, sparse: int) -> None:
+def test_tiny_models_have_the_expected_kinds_of_gradients(kind: str, sparse: int) -> None:
     import tensorflow as tf
 
     with tf.Graph().as_default():
@@ -348,7 +348,7 @@ def test_tiny_models_have_gradients_of_their_kind(kind: str, sparse: int) -> Non
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_deepfm_has_sparse_gradients_of_all_its_tables(optimizer: str) -> None:
+def test_deepfm_has_a_sparse_gradient_of_each_table(optimizer: str) -> None:
     import tensorflow as tf
 
     import estimator_ext
@@ -366,9 +366,9 @@ def test_deepfm_has_sparse_gradients_of_all_its_tables(optimizer: str) -> None:
 
 def gradient_kinds(tf: Any, made: Any) -> tuple[int, int]:
     """Numbers of the gradients, and of the sparse ones among them."""
-    found = tf.gradients(made, tf.compat.v1.trainable_variables())
-    assert None not in found
-    return len(found), sum(isinstance(gradient, tf.IndexedSlices) for gradient in found)
+    result = tf.gradients(made, tf.compat.v1.trainable_variables())
+    assert None not in result
+    return len(result), sum(isinstance(gradient, tf.IndexedSlices) for gradient in result)
 
 
 ALLREDUCE = {
@@ -389,14 +389,14 @@ ALLREDUCE = {
 }
 
 
-def test_tables_are_made_from_json() -> None:
+def test_tables_are_generated_from_json() -> None:
     text = load("allreduce").tables(json.loads(json.dumps(ALLREDUCE)))
     assert "| hostopt grpc | 0.50 | 1.00 |" in text
     assert "| **hostopt grpc / TensorFlow RING** | 2.00 | 2.00 |" in text
     assert "| hostopt grpc | 3.00 | 1.50 |" in text
 
 
-def test_the_page_gets_tables_between_its_marks(
+def test_tables_are_written_between_the_markers_of_the_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "docs").mkdir()

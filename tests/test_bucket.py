@@ -1,4 +1,4 @@
-"""Which gradients share a buffer, where they lie in it, and when it is used again."""
+"""Buckets: assignment of gradients, layout of the flat buffer and reuse of buffers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hostopt.bucket import Bucket, BufferPool, TensorSpec, plan_buckets
+from hostopt.gradients.bucket import Bucket, BufferPool, TensorSpec, plan_buckets
 
 
 def spec(name: str, shape: tuple[int, ...], dtype: object = "f4") -> TensorSpec:
@@ -49,22 +49,22 @@ def test_plan_in_reverse_order_by_dtype_and_size() -> None:
     ]
 
 
-def test_everything_of_a_dtype_fits_one_large_bucket() -> None:
+def test_one_large_bucket_per_dtype() -> None:
     plan = plan_buckets(MIXED, bucket_bytes=1 << 20)
     assert [bucket.indices for bucket in plan] == [(6, 2), (7, 5, 4, 3, 1, 0)]
 
 
-def test_a_tensor_larger_than_a_bucket_travels_alone() -> None:
+def test_a_tensor_larger_than_a_bucket_gets_a_separate_bucket() -> None:
     plan = plan_buckets([spec("a", (1,)), spec("b", (999,)), spec("c", (1,))], bucket_bytes=128)
     assert [bucket.indices for bucket in plan] == [(2,), (1,), (0,)]
 
 
-def test_no_gradients_no_buckets() -> None:
+def test_no_gradients_yield_no_buckets() -> None:
     assert plan_buckets([], bucket_bytes=512) == ()
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 512, 1 << 20])
-def test_no_bucket_is_larger_than_asked_unless_one_gradient_is(bucket_bytes: int) -> None:
+def test_a_bucket_exceeds_the_limit_only_for_a_single_gradient(bucket_bytes: int) -> None:
     rng = np.random.default_rng(3)
     specs = [spec(str(i), (int(n),)) for i, n in enumerate(rng.integers(0, 300, 100))]
     plan = plan_buckets(specs, bucket_bytes)
@@ -76,7 +76,7 @@ def test_no_bucket_is_larger_than_asked_unless_one_gradient_is(bucket_bytes: int
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i4", "i8", ml_dtypes.bfloat16])
-def test_pack_and_views_give_the_gradients_back(dtype: object) -> None:
+def test_views_of_a_packed_buffer_equal_the_gradients(dtype: object) -> None:
     shapes = [(3,), (), (2, 5), (0, 4), (33,), (1, 1, 1)]
     (bucket,) = plan_buckets([spec(str(s), s, dtype) for s in shapes], 1 << 20)
     rng = np.random.default_rng(5)
@@ -91,7 +91,7 @@ def test_pack_and_views_give_the_gradients_back(dtype: object) -> None:
         np.testing.assert_array_equal(view.astype("f8"), array.astype("f8"))
 
 
-def test_each_view_is_aligned_and_on_its_own() -> None:
+def test_views_are_aligned_and_do_not_overlap() -> None:
     specs = [spec(str(n), (n,), "f2") for n in (1, 31, 32, 33, 100, 0, 7)]
     (bucket,) = plan_buckets(specs, 1 << 20)
     buffers = [bucket.new_buffer() for _ in range(20)]  # malloc aligns to 16 bytes only
@@ -114,7 +114,7 @@ def bucket() -> Bucket:
     return plan_buckets([spec("a", (3, 4)), spec("b", ())], 1 << 20)[0]
 
 
-def test_a_buffer_that_nobody_holds_is_used_again(bucket: Bucket) -> None:
+def test_a_free_buffer_is_reused(bucket: Bucket) -> None:
     pool = BufferPool(bucket)
     addresses = set()
     for _ in range(5):
@@ -137,7 +137,7 @@ def test_a_buffer_that_nobody_holds_is_used_again(bucket: Bucket) -> None:
     ],
     ids=["buffer", "view", "slice", "reshaped", "memoryview", "frombuffer"],
 )
-def test_a_buffer_is_not_used_again_while_anything_of_it_lives(bucket, hold) -> None:
+def test_a_buffer_is_not_reused_while_a_view_is_alive(bucket, hold) -> None:
     pool = BufferPool(bucket)
     buffer = pool.take()
     address = buffer.ctypes.data

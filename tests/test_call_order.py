@@ -1,4 +1,4 @@
-"""Ranks that make different calls: an error on all of them, with both calls and both ranks."""
+"""Ranks that make different calls: all of them raise an error that names both calls and ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import NewRing, Spawn
+from rings import NewRing, Spawn
 
-from hostopt.bucket import TensorSpec, plan_buckets
-from hostopt.communicator import Communicator, ReduceOp
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError
-from hostopt.reducer import Reducer
+from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.reducer import Reducer
 from hostopt.transport.signature import signature_of
 
 Call = Callable[[Communicator], Any]
@@ -29,11 +30,11 @@ def shown(communicator: Communicator, rank: int) -> str:
 
 
 def disagree(spawn: Spawn, calls: list[Call], texts: list[str], **options: Any) -> None:
-    """Each rank makes its call, and all of them raise the same error, which names all calls."""
+    """Checks that all ranks raise the same error, which names all calls."""
     met = threading.Barrier(len(calls))
 
     def work(communicator: Communicator) -> str:
-        communicator.all_reduce(f32(3), what="the start")
+        communicator.all_reduce(f32(3), name="the start")
         met.wait(30)  # what one rank has yet to say would be an error of its own
         with pytest.raises(CollectiveMismatchError) as caught:
             calls[communicator.rank](communicator)
@@ -49,67 +50,67 @@ def disagree(spawn: Spawn, calls: list[Call], texts: list[str], **options: Any) 
 
 
 KINDS: dict[str, tuple[Call, str]] = {
-    "reduce a": (lambda c: c.all_reduce(f32(2), what="a"), "all_reduce(sum) of 'a' float32[2]"),
-    "reduce b": (lambda c: c.all_reduce(f32(2), what="b"), "all_reduce(sum) of 'b' float32[2]"),
+    "reduce a": (lambda c: c.all_reduce(f32(2), name="a"), "all_reduce(sum) of 'a' float32[2]"),
+    "reduce b": (lambda c: c.all_reduce(f32(2), name="b"), "all_reduce(sum) of 'b' float32[2]"),
     "reduce [2, 3]": (
-        lambda c: c.all_reduce(f32(2, 3), what="a"),
+        lambda c: c.all_reduce(f32(2, 3), name="a"),
         "all_reduce(sum) of 'a' float32[2, 3]",
     ),
     "reduce [3, 2]": (
-        lambda c: c.all_reduce(f32(3, 2), what="a"),
+        lambda c: c.all_reduce(f32(3, 2), name="a"),
         "all_reduce(sum) of 'a' float32[3, 2]",
     ),
     "reduce large": (
-        lambda c: c.all_reduce(f32(40_000), what="large"),
+        lambda c: c.all_reduce(f32(40_000), name="large"),
         "all_reduce(sum) of 'large' float32[40000]",
     ),
     "reduce int32": (
-        lambda c: c.all_reduce(np.ones(2, np.int32), what="a"),
+        lambda c: c.all_reduce(np.ones(2, np.int32), name="a"),
         "all_reduce(sum) of 'a' int32[2]",
     ),
     "reduce max": (
         lambda c: c.all_reduce(f32(2), ReduceOp.MAX, "a"),
         "all_reduce(max) of 'a' float32[2]",
     ),
-    "reduce none": (lambda c: c.all_reduce(f32(0), what="a"), "all_reduce(sum) of 'a' float32[0]"),
-    "reduce one": (lambda c: c.all_reduce(f32(1), what="a"), "all_reduce(sum) of 'a' float32[1]"),
+    "reduce none": (lambda c: c.all_reduce(f32(0), name="a"), "all_reduce(sum) of 'a' float32[0]"),
+    "reduce one": (lambda c: c.all_reduce(f32(1), name="a"), "all_reduce(sum) of 'a' float32[1]"),
     "scatter none": (
-        lambda c: c.reduce_scatter(f32(0), what="a"),
+        lambda c: c.reduce_scatter(f32(0), name="a"),
         "reduce_scatter(sum) of 'a' float32[0]",
     ),
     "scatter one": (
-        lambda c: c.reduce_scatter(f32(1), what="a"),
+        lambda c: c.reduce_scatter(f32(1), name="a"),
         "reduce_scatter(sum) of 'a' float32[1]",
     ),
-    "gather a": (lambda c: c.all_gather(f32(2), what="a"), "all_gather of 'a' float32[2]"),
-    "gather b": (lambda c: c.all_gather(f32(2), what="b"), "all_gather of 'b' float32[2]"),
+    "gather a": (lambda c: c.all_gather(f32(2), name="a"), "all_gather of 'a' float32[2]"),
+    "gather b": (lambda c: c.all_gather(f32(2), name="b"), "all_gather of 'b' float32[2]"),
     "gather [2, 3]": (
-        lambda c: c.all_gather(f32(2, 3), what="a"),
+        lambda c: c.all_gather(f32(2, 3), name="a"),
         "all_gather of 'a' float32[2, 3]",
     ),
     "gather [3, 2]": (
-        lambda c: c.all_gather(f32(3, 2), what="a"),
+        lambda c: c.all_gather(f32(3, 2), name="a"),
         "all_gather of 'a' float32[3, 2]",
     ),
-    "gather none": (lambda c: c.all_gather(f32(0), what="a"), "all_gather of 'a' float32[0]"),
+    "gather none": (lambda c: c.all_gather(f32(0), name="a"), "all_gather of 'a' float32[0]"),
     "broadcast a": (
-        lambda c: c.broadcast(f32(2), what="a"),
+        lambda c: c.broadcast(f32(2), name="a"),
         "broadcast from rank 0 of 'a' float32[2]",
     ),
     "broadcast b": (
-        lambda c: c.broadcast(f32(2), what="b"),
+        lambda c: c.broadcast(f32(2), name="b"),
         "broadcast from rank 0 of 'b' float32[2]",
     ),
     "broadcast [2, 3]": (
-        lambda c: c.broadcast(f32(2, 3), what="a"),
+        lambda c: c.broadcast(f32(2, 3), name="a"),
         "broadcast from rank 0 of 'a' float32[2, 3]",
     ),
     "broadcast [3, 2]": (
-        lambda c: c.broadcast(f32(3, 2), what="a"),
+        lambda c: c.broadcast(f32(3, 2), name="a"),
         "broadcast from rank 0 of 'a' float32[3, 2]",
     ),
     "broadcast none": (
-        lambda c: c.broadcast(f32(0), what="a"),
+        lambda c: c.broadcast(f32(0), name="a"),
         "broadcast from rank 0 of 'a' float32[0]",
     ),
     "broadcast from 1": (
@@ -162,7 +163,7 @@ def test_all_ranks_name_both_calls(
     disagree(spawn, calls, [KINDS[name][1] for name in names])
 
 
-def test_every_call_of_three_is_named(spawn: Spawn) -> None:
+def test_three_different_calls_are_named(spawn: Spawn) -> None:
     names = ["reduce a", "reduce b", "broadcast a"]
     disagree(spawn, [KINDS[name][0] for name in names], [KINDS[name][1] for name in names])
 
@@ -170,19 +171,19 @@ def test_every_call_of_three_is_named(spawn: Spawn) -> None:
 @pytest.mark.parametrize("lengths", [(10, 20), (8, 16)])
 def test_arrays_of_several_segments(spawn: Spawn, lengths: tuple[int, int]) -> None:
     # chunks of 16 and of 32 bytes: equal as far as the first segment goes
-    calls = [lambda c: c.all_reduce(f32(lengths[c.rank]), what="the flour")] * 2
+    calls = [lambda c: c.all_reduce(f32(lengths[c.rank]), name="the flour")] * 2
     texts = [f"all_reduce(sum) of 'the flour' float32[{length}]" for length in lengths]
     disagree(spawn, calls, texts, segment_bytes=16)
 
 
-def test_tensors_in_another_order(spawn: Spawn) -> None:
-    """Equal in dtype and length: they would be added up crosswise."""
+def test_tensors_in_different_order(spawn: Spawn) -> None:
+    """The tensors have equal dtypes and lengths, and would be added crosswise."""
 
     def work(communicator: Communicator) -> str:
         names = ["one", "two"] if communicator.rank else ["two", "one"]
         with pytest.raises(CollectiveMismatchError) as caught:
             for name in names:
-                communicator.all_reduce(f32(2), what=name)
+                communicator.all_reduce(f32(2), name=name)
         return str(caught.value)
 
     (text,) = {*spawn(2, work)}
@@ -190,20 +191,20 @@ def test_tensors_in_another_order(spawn: Spawn) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_named_duplicates_in_another_order(spawn: Spawn, size: int) -> None:
+def test_named_duplicates_in_different_order(spawn: Spawn, size: int) -> None:
     def work(communicator: Communicator) -> dict[str, list[float]]:
         names = ["a", "b", "c"]
         if communicator.rank == 1:
             names.reverse()
         channels = {name: communicator.duplicate(name) for name in names}
-        found: dict[str, list[float]] = {}
+        result: dict[str, list[float]] = {}
 
-        def use(name: str, mine: float) -> None:
+        def use(name: str, local: float) -> None:
             channel = channels[name]
-            found[name] = [
-                float(channel.all_reduce(np.full(2, mine))[0]),
-                float(channel.broadcast(np.full(2, mine * channel.rank), size - 1)[0]),
-                float(channel.all_gather(np.full(2, mine))[0, 0]),
+            result[name] = [
+                float(channel.all_reduce(np.full(2, local))[0]),
+                float(channel.broadcast(np.full(2, local * channel.rank), size - 1)[0]),
+                float(channel.all_gather(np.full(2, local))[0, 0]),
             ]
 
         threads = [threading.Thread(target=use, args=(n, 10.0 ** "abc".index(n))) for n in names]
@@ -211,16 +212,16 @@ def test_named_duplicates_in_another_order(spawn: Spawn, size: int) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        return found
+        return result
 
-    wanted = {
+    expected = {
         name: [size * 10.0**index, (size - 1) * 10.0**index, 10.0**index]
         for index, name in enumerate("abc")
     }
-    assert spawn(size, work) == [wanted] * size
+    assert spawn(size, work) == [expected] * size
 
 
-def test_buckets_that_differ(spawn_ring: Spawn) -> None:
+def test_different_buckets(spawn_ring: Spawn) -> None:
     def work(communicator: Communicator) -> str:
         name = "bread" if communicator.rank else "flour"
         specs = [TensorSpec(name, (3,), np.dtype(np.float32))]
@@ -244,13 +245,13 @@ PROGRAM = """
     with hostopt.connect() as communicator:
         names = ["a", "b"] if communicator.rank else ["b", "a"]
         for name in names:
-            getattr(communicator, sys.argv[1])(np.ones(2, np.float32), what=name)
+            getattr(communicator, sys.argv[1])(np.ones(2, np.float32), name=name)
 """
 
 
 @pytest.mark.parametrize("communication", ["grpc", "shm"])
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast"])
-def test_processes_that_call_in_another_order(
+def test_processes_with_calls_in_different_order(
     processes: NewRing, kind: str, communication: str
 ) -> None:
     ring = processes(2)
@@ -263,7 +264,7 @@ def test_processes_that_call_in_another_order(
             assert re.search(f"{re.escape(ring.name(rank))} {called}", process.stderr)
 
 
-def test_a_signature_in_words() -> None:
+def test_signature_text() -> None:
     float32 = np.dtype(np.float32)
     texts = [
         signature_of("all_reduce(sum)", "dense/kernel", float32, (2, 3), "fp16").text,

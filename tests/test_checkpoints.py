@@ -1,4 +1,4 @@
-"""Damaged checkpoints are found and named, and no failed save harms what was saved before."""
+"""Damaged checkpoints are detected and named; a failed save keeps earlier checkpoints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from one_weight import model_fn
 
 import estimator_ext
 import hostopt
-from estimator_ext import checkpoints, input_state_file
-from estimator_ext.checkpoints import check, check_newest, is_whole, saving_well
-from estimator_ext.file_errors import errors_of_files
+from estimator_ext import checkpoint_reading, input_state_file
+from estimator_ext.checkpoint_reading import check, check_newest, is_intact
+from estimator_ext.checkpoint_saving import checked_saver
+from estimator_ext.file_errors import translate_io_errors
 
 estimator_ext.install()
 
@@ -28,7 +29,7 @@ DATA = "data-00000-of-00001"
 
 
 def save(directory: Path, steps: tuple[int, ...] = STEPS, name: str = "model.ckpt") -> None:
-    """Checkpoints of a few variables, as Estimator saves them."""
+    """Saves checkpoints of a few variables, as Estimator does."""
     with tf.Graph().as_default():
         numbers = tf.random.stateless_uniform([300, 7], [1, 2])
         tf.compat.v1.get_variable("kernel", initializer=numbers)
@@ -40,8 +41,8 @@ def save(directory: Path, steps: tuple[int, ...] = STEPS, name: str = "model.ckp
             for number in steps:
                 session.run(step.assign(number))
                 state = input_state_file.pack({"pipelines": [1], "parts": [1]}, [bytes(1000)])
-                facts = {"process": "another", "step": str(number)}
-                input_state_file.write(str(directory / f"{name}-{number}"), facts, [state])
+                attributes = {"process": "another", "step": str(number)}
+                input_state_file.write(str(directory / f"{name}-{number}"), attributes, [state])
                 saver.save(session, str(directory / name), global_step=number)
 
 
@@ -50,7 +51,7 @@ def prefix(directory: Path, step: int = STEPS[-1]) -> str:
 
 
 def flip(path: Path, place: float = 0.5) -> None:
-    """Change one bit of a file."""
+    """Flips one bit of a file."""
     content = bytearray(path.read_bytes())
     content[int(len(content) * place)] ^= 1
     path.write_bytes(content)
@@ -61,7 +62,7 @@ def cut(path: Path, length: float = 0.5) -> None:
     path.write_bytes(content[: int(len(content) * length)])
 
 
-# what is damaged, how, and what the error says of it
+# file, damage, and a part of the error message
 DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("model.ckpt-15.index", flip, "model.ckpt-15.index: "),
     ("model.ckpt-15.index", cut, "model.ckpt-15.index: not an sstable"),
@@ -82,15 +83,15 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
 IDS = [f"{number}-{file}" for number, (file, _, _) in enumerate(DAMAGES)]
 
 
-@pytest.mark.parametrize(("file", "damage", "said"), DAMAGES, ids=IDS)
-def test_damage_is_named_with_the_newest_whole_checkpoint(
-    tmp_path: Path, file: str, damage: Callable[[Path], Any], said: str
+@pytest.mark.parametrize(("file", "damage", "message"), DAMAGES, ids=IDS)
+def test_damage_is_reported_with_the_newest_intact_checkpoint(
+    tmp_path: Path, file: str, damage: Callable[[Path], Any], message: str
 ) -> None:
     save(tmp_path)
     check_newest(str(tmp_path), restore_previous=False)
     damage(tmp_path / file)
     whole = prefix(tmp_path, 15 if file == "checkpoint" else 10)
-    with pytest.raises(hostopt.CheckpointError, match=said) as caught:
+    with pytest.raises(hostopt.CheckpointError, match=message) as caught:
         check_newest(str(tmp_path), restore_previous=False)
     assert file.partition(DATA)[0] in str(caught.value)
     assert whole in str(caught.value)
@@ -98,9 +99,9 @@ def test_damage_is_named_with_the_newest_whole_checkpoint(
     assert caught.value.last_checkpoint == whole
 
 
-@pytest.mark.parametrize(("file", "damage", "said"), DAMAGES, ids=IDS)
-def test_training_goes_on_from_the_newest_whole_checkpoint(
-    tmp_path: Path, file: str, damage: Callable[[Path], Any], said: str
+@pytest.mark.parametrize(("file", "damage", "message"), DAMAGES, ids=IDS)
+def test_training_resumes_from_the_newest_intact_checkpoint(
+    tmp_path: Path, file: str, damage: Callable[[Path], Any], message: str
 ) -> None:
     save(tmp_path)
     damage(tmp_path / file)
@@ -109,7 +110,7 @@ def test_training_goes_on_from_the_newest_whole_checkpoint(
     whole = 15 if file == "checkpoint" else 10
     state = tf.train.get_checkpoint_state(str(tmp_path))
     assert state.model_checkpoint_path == prefix(tmp_path, whole)
-    # so that keep_checkpoint_max counts those that were kept before
+    # so that keep_checkpoint_max counts earlier checkpoints
     kept = [prefix(tmp_path, step) for step in STEPS if step <= whole]
     assert list(state.all_model_checkpoint_paths) == kept
     assert tf.train.load_variable(str(tmp_path), "global_step") == whole
@@ -117,27 +118,27 @@ def test_training_goes_on_from_the_newest_whole_checkpoint(
     check_newest(str(tmp_path), restore_previous=False)
 
 
-def test_ranks_wait_however_long_the_newest_is_read(
+def test_ranks_wait_while_rank_0_reads_the_newest_checkpoint(
     spawn_grpc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check_slowly(model_dir: str, restore_previous: bool) -> None:
-        time.sleep(3.0)  # three times as long as the others wait for anything
+        time.sleep(3.0)  # three times the timeout of the other rank
         raise hostopt.CheckpointError("it is damaged")
 
-    monkeypatch.setattr(checkpoints, "check_newest", check_slowly)
+    monkeypatch.setattr(checkpoint_reading, "check_newest", check_slowly)
 
-    def check_and_say(communicator: hostopt.Communicator) -> str:
+    def check_and_return_error(communicator: hostopt.Communicator) -> str:
         try:
-            checkpoints.check_on_rank_0(communicator, str(tmp_path), restore_previous=False)
+            checkpoint_reading.check_on_rank_0(communicator, str(tmp_path), restore_previous=False)
         except hostopt.CheckpointError as error:
             return str(error)
         return "read"
 
-    said = spawn_grpc(2, check_and_say, collective_timeout_s=1.0)
-    assert said == ["it is damaged", "read"]
+    message = spawn_grpc(2, check_and_return_error, collective_timeout_s=1.0)
+    assert message == ["it is damaged", "read"]
 
 
-def test_several_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
+def test_several_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
     save(tmp_path)
     flip(tmp_path / f"model.ckpt-15.{DATA}")
     cut(tmp_path / "model.ckpt-10.index")
@@ -146,7 +147,7 @@ def test_several_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
 
 
 def save_averages(directory: Path, step: int) -> None:
-    """What a saver of the user's own leaves: no model from which a training could go on."""
+    """Saves a checkpoint with a saver of the user, from which no training can resume."""
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         average = tf.compat.v1.get_variable("average", initializer=1.0)
         session.run(average.initializer)
@@ -154,8 +155,8 @@ def save_averages(directory: Path, step: int) -> None:
         saver.save(session, str(directory / "ema"), step, latest_filename="of_averages")
 
 
-def test_checkpoints_of_other_savers_are_left_alone(tmp_path: Path) -> None:
-    save(tmp_path, (10, 20), "other")  # of a model, too
+def test_checkpoints_of_other_savers_are_ignored(tmp_path: Path) -> None:
+    save(tmp_path, (10, 20), "other")  # also of a model
     save(tmp_path, (5, 15))
     save_averages(tmp_path, 14)
     flip(tmp_path / f"model.ckpt-15.{DATA}")
@@ -163,7 +164,9 @@ def test_checkpoints_of_other_savers_are_left_alone(tmp_path: Path) -> None:
     assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path, 5)
 
 
-def test_where_it_is_not_known_which_is_the_newest_it_is_one_with_a_step(tmp_path: Path) -> None:
+def test_with_an_empty_checkpoint_file_the_newest_checkpoint_has_a_global_step(
+    tmp_path: Path,
+) -> None:
     save(tmp_path)
     save_averages(tmp_path, 20)
     (tmp_path / "checkpoint").write_text("")
@@ -171,39 +174,39 @@ def test_where_it_is_not_known_which_is_the_newest_it_is_one_with_a_step(tmp_pat
     assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path)
 
 
-def test_where_none_is_whole_training_does_not_begin_anew(tmp_path: Path) -> None:
+def test_training_does_not_start_over_without_an_intact_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, (5,))
     flip(tmp_path / f"model.ckpt-5.{DATA}")
     with pytest.raises(hostopt.CheckpointError, match="No other checkpoint in "):
         check_newest(str(tmp_path), restore_previous=True)
 
 
-def test_a_training_whose_file_checkpoint_is_gone_does_not_begin_anew(tmp_path: Path) -> None:
+def test_training_does_not_start_over_if_the_checkpoint_file_is_deleted(tmp_path: Path) -> None:
     save(tmp_path, (5, 10, 15, 20, 25))
     save_averages(tmp_path, 30)
     (tmp_path / "checkpoint").unlink()
-    said = (
-        f"{tmp_path} has no file `checkpoint`, which says where a training goes on, but "
-        "model.ckpt-25, model.ckpt-20, model.ckpt-15 and 2 more. The newest whole checkpoint is "
-        f"{prefix(tmp_path, 25)}: to go on from there, use `hostopt run --restore-previous`"
+    message = (
+        f"{tmp_path} has no file `checkpoint`, which names the checkpoint to resume from, but "
+        "model.ckpt-25, model.ckpt-20, model.ckpt-15 and 2 more. The newest intact checkpoint is "
+        f"{prefix(tmp_path, 25)}: to resume from it, use `hostopt run --restore-previous`"
     )
     with pytest.raises(hostopt.CheckpointError) as error:
         check_newest(str(tmp_path), restore_previous=False)
-    assert str(error.value).startswith(said)
-    assert str(error.value).endswith("to begin anew, give another model_dir, or empty this one")
+    assert str(error.value).startswith(message)
+    assert str(error.value).endswith("to start over, give another model_dir, or empty this one")
     check_newest(str(tmp_path), restore_previous=True)
     assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path, 25)
 
 
-def test_where_nothing_was_trained_a_training_begins(tmp_path: Path) -> None:
-    """One that was killed while it saved its first checkpoint; and what other savers leave."""
+def test_training_starts_if_nothing_was_trained(tmp_path: Path) -> None:
+    """The training was killed during its first save; checkpoints of other savers exist."""
     save(tmp_path, (0,))
     (tmp_path / "checkpoint").unlink()
     save_averages(tmp_path, 20)
     check_newest(str(tmp_path), restore_previous=False)
 
 
-def test_damaged_checkpoints_without_a_file_checkpoint_are_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_without_a_checkpoint_file_are_named(tmp_path: Path) -> None:
     save(tmp_path, (5,))
     (tmp_path / "checkpoint").unlink()
     flip(tmp_path / "model.ckpt-5.index")
@@ -211,13 +214,13 @@ def test_damaged_checkpoints_without_a_file_checkpoint_are_named(tmp_path: Path)
         check_newest(str(tmp_path), restore_previous=True)
 
 
-def test_an_empty_or_missing_model_dir_is_where_a_training_begins(tmp_path: Path) -> None:
+def test_training_starts_in_an_empty_or_missing_model_dir(tmp_path: Path) -> None:
     check_newest(str(tmp_path), restore_previous=False)
     check_newest(str(tmp_path / "none"), restore_previous=False)
 
 
-def test_every_flipped_bit_that_changes_a_value_is_found(tmp_path: Path) -> None:
-    """Also in an index of several blocks, each of which has a checksum."""
+def test_each_flipped_bit_that_changes_a_value_is_detected(tmp_path: Path) -> None:
+    """The index has several blocks, each with a checksum."""
     path = str(tmp_path / "many-1")
     names = [
         f"a/rather/long/name/of/a/variable/in/some/deeply/nested/scope/{i}" for i in range(5000)
@@ -231,7 +234,7 @@ def test_every_flipped_bit_that_changes_a_value_is_found(tmp_path: Path) -> None
     good = index.read_bytes()
     for place in np.linspace(0.0, 0.99, 40):
         flip(index, place)
-        assert not is_whole(path), f"at {place} of {len(good)} bytes"
+        assert not is_intact(path), f"at {place} of {len(good)} bytes"
         index.write_bytes(good)
     check(path)
 
@@ -240,7 +243,7 @@ def test_every_flipped_bit_that_changes_a_value_is_found(tmp_path: Path) -> None
 
 
 class FailingSaver:
-    """A saver that leaves half a checkpoint on a full disk."""
+    """Saver that writes an incomplete checkpoint, as on a full disk."""
 
     saver_def = "what else a saver has"
 
@@ -251,7 +254,7 @@ class FailingSaver:
         for file in self._files:
             file.parent.mkdir(exist_ok=True)
             file.write_text("half")
-        # which TensorFlow's sessions take for the end of the data
+        # sessions of TensorFlow treat this error as the end of the data
         raise tf.errors.OutOfRangeError(None, None, f"{path}-{global_step}; File too large\n\t[[")
 
 
@@ -261,13 +264,13 @@ def failed_save(directory: Path, step: int, names: list[str]) -> hostopt.Checkpo
         hook = tf.compat.v1.train.CheckpointSaverHook(
             str(directory), save_steps=1, saver=FailingSaver(directory, names)
         )
-        with saving_well(hook, None), pytest.raises(hostopt.CheckpointError) as caught:
+        with checked_saver(hook, None), pytest.raises(hostopt.CheckpointError) as caught:
             assert hook._get_saver().saver_def == FailingSaver.saver_def
             hook._get_saver().save(session, str(directory / "model.ckpt"), global_step=step)
         return caught.value
 
 
-def test_a_failed_save_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_and_keeps_existing_files(tmp_path: Path) -> None:
     save(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     error = failed_save(
@@ -286,7 +289,7 @@ def test_a_failed_save_is_told_and_leaves_what_was_there(tmp_path: Path) -> None
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_newest_checkpoint_that_cannot_be_saved_again_is_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_kept_if_saving_it_again_fails(tmp_path: Path) -> None:
     save(tmp_path)
     before = {path.name for path in tmp_path.iterdir()}
     failed_save(tmp_path, 15, ["model.ckpt-15_temp/part-00000-of-00001"])
@@ -294,30 +297,30 @@ def test_a_newest_checkpoint_that_cannot_be_saved_again_is_kept(tmp_path: Path) 
     check(prefix(tmp_path))
 
 
-def test_a_checkpoint_that_was_there_before_is_kept_while_it_is_whole(tmp_path: Path) -> None:
-    """One that a training reaches again, having gone back to an older one."""
+def test_an_earlier_checkpoint_of_the_step_is_kept_while_it_is_intact(tmp_path: Path) -> None:
+    """A training that resumed from an older checkpoint reaches the step again."""
     save(tmp_path, (5, 10))
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-5"\n')
     before = {path.name for path in tmp_path.iterdir()}
     failed_save(tmp_path, 10, ["model.ckpt-10_temp/part-00000-of-00001"])
     assert {path.name for path in tmp_path.iterdir()} == before
-    failed_save(tmp_path, 10, [f"model.ckpt-10.{DATA}"])  # no longer whole
+    failed_save(tmp_path, 10, [f"model.ckpt-10.{DATA}"])  # no longer intact
     assert not list(tmp_path.glob("model.ckpt-10*"))
     check(prefix(tmp_path, 5))
 
 
-def test_a_folder_with_the_name_of_a_file_is_kept(tmp_path: Path) -> None:
+def test_a_directory_with_the_name_of_a_file_is_kept(tmp_path: Path) -> None:
     save(tmp_path)
     failed_save(tmp_path, 20, [f"model.ckpt-20.{DATA}/notes"])
     assert (tmp_path / f"model.ckpt-20.{DATA}" / "notes").exists()
 
 
-def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+def test_other_files_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     (tmp_path / "plugins").write_text("no directory")
-    wanted = pytest.raises(hostopt.CheckpointError, match="cannot write or read a file of ")
-    with wanted, errors_of_files(str(tmp_path)):
+    expected = pytest.raises(hostopt.CheckpointError, match="cannot write or read a file of ")
+    with expected, translate_io_errors(str(tmp_path)):
         tf.io.gfile.makedirs(str(tmp_path / "plugins" / "profile"))
-    with pytest.raises(tf.errors.NotFoundError), errors_of_files(str(tmp_path)):
+    with pytest.raises(tf.errors.NotFoundError), translate_io_errors(str(tmp_path)):
         tf.io.gfile.GFile(str(tmp_path / "vocabulary")).read()
 
 
@@ -333,17 +336,17 @@ def test_other_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
         ("output/file; Permission denied", False),
     ],
 )
-def test_errors_of_files_elsewhere_are_left_alone(text: str, is_of_model_dir: bool) -> None:
-    wanted = hostopt.CheckpointError if is_of_model_dir else tf.errors.PermissionDeniedError
-    with pytest.raises(wanted), errors_of_files("out"):
+def test_errors_of_files_outside_model_dir_are_unchanged(text: str, is_of_model_dir: bool) -> None:
+    expected = hostopt.CheckpointError if is_of_model_dir else tf.errors.PermissionDeniedError
+    with pytest.raises(expected), translate_io_errors("out"):
         raise tf.errors.PermissionDeniedError(None, None, text)
 
 
-# -- a training that goes on ---------------------------------------------------------------
+# -- resumed trainings ---------------------------------------------------------------------
 
 
 class Listener(tf.compat.v1.train.CheckpointSaverListener):
-    """Notes after which steps a checkpoint was there."""
+    """Records the steps whose checkpoints were saved."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -354,7 +357,7 @@ class Listener(tf.compat.v1.train.CheckpointSaverListener):
 
 @pytest.mark.faults
 def test_a_restored_checkpoint_is_not_written_again(tmp_path: Path) -> None:
-    """And one hook serves several trainings."""
+    """The same hook is used by several trainings."""
     listener = Listener()
     hook = tf.compat.v1.train.CheckpointSaverHook(
         str(tmp_path), save_steps=3, listeners=[listener]
@@ -364,8 +367,8 @@ def test_a_restored_checkpoint_is_not_written_again(tmp_path: Path) -> None:
         return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
 
     def files(step: int) -> dict[str, tuple[int, int]]:
-        found = [p for p in tmp_path.glob(f"model.ckpt-{step}.*") if p.suffix != ".input"]
-        return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in found}
+        result = [p for p in tmp_path.glob(f"model.ckpt-{step}.*") if p.suffix != ".input"]
+        return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in result}
 
     def train(max_steps: int) -> None:
         with contextlib.closing(estimator_ext.HostOffloadStrategy()) as strategy:
@@ -382,3 +385,30 @@ def test_a_restored_checkpoint_is_not_written_again(tmp_path: Path) -> None:
     assert listener.steps == [0, 3, 5, 5, 7]
     assert tf.train.latest_checkpoint(str(tmp_path)) == prefix(tmp_path, 7)
     assert int(tf.train.load_variable(str(tmp_path), "global_step")) == 7
+
+
+def test_a_model_with_other_shapes_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    """TensorFlow restores it without an error, and trains with the shapes of the checkpoint."""
+
+    def data() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
+
+    def train(units: int) -> None:
+        def wide_model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+            kernel = tf.compat.v1.get_variable("kernel", [1, units])
+            loss = tf.reduce_mean(tf.square(tf.matmul(features, kernel) - labels))
+            optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+            train_op = optimizer.minimize(loss, tf.compat.v1.train.get_global_step())
+            return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+        with contextlib.closing(estimator_ext.HostOffloadStrategy()) as strategy:
+            config = estimator_ext.RunConfig(train_distribute=strategy)
+            estimator = estimator_ext.Estimator(wide_model_fn, str(tmp_path), config)
+            estimator.train(data, steps=1)
+
+    train(3)
+    message = r"ckpt-1 has 'kernel' of shape \[1, 3\], the model has it of shape \[1, 4\]\. Give"
+    with pytest.raises(hostopt.CheckpointError, match=message):
+        train(4)
+    train(3)
+    assert int(tf.train.load_variable(str(tmp_path), "global_step")) == 2

@@ -1,4 +1,4 @@
-"""The offset of a shifted clock, found over every transport."""
+"""Clock offsets, over every transport."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import time
 
 import pytest
-from conftest import Spawn
+from rings import Spawn
 
 from hostopt.clock import ClockOffset, measure_offset
 from hostopt.communicator import Communicator
@@ -15,19 +15,19 @@ SHIFT_S = [0.0, -1000.0, 250.0, 1e6]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_shifted_clock_is_found_to_within_the_round_trip(spawn: Spawn, size: int) -> None:
+def test_offset_of_a_shifted_clock(spawn: Spawn, size: int) -> None:
     def work(communicator: Communicator) -> ClockOffset:
         shift_s = SHIFT_S[communicator.rank]
         return measure_offset(communicator.duplicate(), lambda: time.monotonic() + shift_s)
 
-    found = spawn(size, work)
-    assert found[0] == ClockOffset(0.0, 0.0)
+    result = spawn(size, work)
+    assert result[0] == ClockOffset(0.0, 0.0)
     for rank in range(1, size):
-        assert abs(found[rank].offset_s + SHIFT_S[rank]) <= found[rank].round_trip_s
+        assert abs(result[rank].offset_s + SHIFT_S[rank]) <= result[rank].round_trip_s
 
 
-def test_the_shortest_trip_counts(spawn_inproc: Spawn) -> None:
-    # rank 1 asks at 0, 10, 20 and hears at 5, 11, 28; rank 0 answers at 102, 110.25, 123
+def test_the_shortest_round_trip_determines_the_offset(spawn_inproc: Spawn) -> None:
+    # rank 1 sends at 0, 10, 20 and receives at 5, 11, 28; rank 0 answers at 102, 110.25, 123
     clocks = [iter([102.0, 110.25, 123.0]), iter([0.0, 5.0, 10.0, 11.0, 20.0, 28.0])]
 
     def work(communicator: Communicator) -> ClockOffset:
@@ -37,7 +37,7 @@ def test_the_shortest_trip_counts(spawn_inproc: Spawn) -> None:
     assert spawn_inproc(2, work)[1] == ClockOffset(99.75, 1.0)
 
 
-def test_the_channel_can_be_used_beside_others(spawn_inproc: Spawn) -> None:
+def test_other_channels_can_be_used_at_the_same_time(spawn_inproc: Spawn) -> None:
     ticks = itertools.count()
 
     def work(communicator: Communicator) -> list[float]:

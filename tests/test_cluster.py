@@ -1,4 +1,4 @@
-"""TF_CONFIG and cluster resolvers: who is which rank, and what is said of a mistake."""
+"""Clusters from TF_CONFIG and cluster resolvers: ranks, roles and error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def task(type_: Any, index: Any = 0) -> dict[str, Any]:
 
 
 def resolver(jobs: Any, task_type: Any = None, task_id: Any = None) -> Any:
-    """What hostopt uses of `tf.distribute.cluster_resolver.ClusterResolver`."""
+    """Creates the part of a `ClusterResolver` that hostopt uses."""
     spec = SimpleNamespace(as_dict=lambda: jobs) if jobs is not None else None
     return SimpleNamespace(cluster_spec=lambda: spec, task_type=task_type, task_id=task_id)
 
@@ -58,16 +58,19 @@ def test_the_chief_is_rank_0_and_the_workers_follow(
     assert cluster.task is not None
     assert cluster.task.name == name
     assert str(cluster.task) == f"{name}, {[A, B, C][rank]}"
+    assert cluster.describe(rank) == f"rank {rank} ({cluster.task})"
+    attributes = {"rank": rank, "task": name, "address": [A, B, C][rank]}
+    assert cluster.attributes(rank) == attributes
 
 
 @pytest.mark.parametrize(("me", "rank"), [(task("master"), 0), (task("worker", 1), 2)])
-def test_master_is_an_old_name_of_the_chief(me: dict[str, Any], rank: int) -> None:
+def test_master_is_another_name_of_the_chief(me: dict[str, Any], rank: int) -> None:
     cluster = read({"worker": [B, C], "master": [A]}, me)
     assert [member.name for member in cluster.ring] == ["master:0", "worker:0", "worker:1"]
     assert (cluster.rank, cluster.size, cluster.is_chief) == (rank, 3, rank == 0)
     assert cluster.role == me["type"]
-    found = Cluster.from_resolver(resolver({"master": [A], "worker": [B, C]}, **keywords(me)), {})
-    assert found == cluster
+    result = Cluster.from_resolver(resolver({"master": [A], "worker": [B, C]}, **keywords(me)), {})
+    assert result == cluster
 
 
 def keywords(me: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def test_an_evaluator_that_the_cluster_lists_is_not_in_the_ring_either(index: in
     assert cluster.task.address == [C, D, ""][index]
 
 
-def test_evaluators_have_a_ring_of_their_own() -> None:
+def test_evaluators_have_a_separate_ring() -> None:
     jobs = {"chief": [A], "worker": [B], "evaluator": [C, D]}
     ring = read(jobs, task("evaluator", 1)).evaluator_ring()
     assert (ring.rank, ring.size, ring.role) == (1, 2, "evaluator")
@@ -109,8 +112,8 @@ def test_evaluators_have_a_ring_of_their_own() -> None:
     [
         ([], 0, r'"evaluator" lists 0 addresses .*none of this task \(evaluator:0\)'),
         ([C], 1, r'"evaluator" lists 1 addresses .*none of this task \(evaluator:1\)'),
-        ([C, C], 0, "more than once. Give every evaluator a port"),
-        ([A, C], 0, "more than once. Give every evaluator a port"),
+        ([C, C], 0, "more than once. Give every evaluator its own port"),
+        ([A, C], 0, "more than once. Give every evaluator its own port"),
         (["no.such.host.invalid:1", C], 0, "does not resolve"),
     ],
 )
@@ -122,7 +125,7 @@ def test_evaluators_that_cannot_reach_each_other(
         cluster.evaluator_ring()
 
 
-def test_only_an_evaluator_has_that_ring() -> None:
+def test_only_evaluators_have_the_evaluator_ring() -> None:
     with pytest.raises(ConfigError, match=r"none of this task \(local\)"):
         Cluster.local().evaluator_ring()
 
@@ -138,14 +141,14 @@ def test_only_an_evaluator_has_that_ring() -> None:
         {"TF_CONFIG": '{"model_dir": "/tmp/x"}'},
     ],
 )
-def test_no_cluster_is_a_rank_alone(environ: dict[str, str]) -> None:
+def test_without_a_cluster_there_is_a_single_rank(environ: dict[str, str]) -> None:
     for cluster in (Cluster.from_tf_config(environ), Cluster.from_resolver(None, environ)):
         assert cluster == Cluster.local()
         assert (cluster.rank, cluster.size, cluster.role) == (0, 1, "local")
         assert cluster.is_chief
 
 
-def test_a_peer_whose_host_does_not_resolve_yet_is_fine() -> None:
+def test_a_peer_whose_host_does_not_resolve_yet_is_accepted() -> None:
     cluster = read({"chief": [A], "worker": ["later.invalid:2222"]}, task("chief"))
     assert cluster.ring[1].address == "later.invalid:2222"
 
@@ -262,13 +265,13 @@ def test_a_mistake_is_quoted(case: str) -> None:
         assert words in str(caught.value)
 
 
-def test_the_error_of_an_own_host_that_does_not_resolve_has_facts() -> None:
+def test_the_error_of_an_unresolved_local_host_has_attributes() -> None:
     with pytest.raises(ConfigError) as caught:
         read({"worker": ["here.invalid:2222"]}, task("worker"))
     assert (caught.value.task, caught.value.address) == ("worker:0", "here.invalid:2222")
 
 
-def test_the_environment_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", environ(RING, task("worker", 1)))
     assert Cluster.from_tf_config() == read(RING, task("worker", 1))
     assert Cluster.from_resolver(None) == read(RING, task("worker", 1))
@@ -286,31 +289,33 @@ def test_a_resolver_without_tf_config() -> None:
     assert cluster == read(RING, task("worker", 1))
 
 
-def test_a_resolver_that_says_what_tf_config_says() -> None:
-    wanted = read(RING, task("worker", 1))
-    found = Cluster.from_resolver(resolver(RING, "worker", 1), environ(RING, task("worker", 1)))
-    assert found == wanted
+def test_a_resolver_that_agrees_with_tf_config() -> None:
+    expected = read(RING, task("worker", 1))
+    result = Cluster.from_resolver(resolver(RING, "worker", 1), environ(RING, task("worker", 1)))
+    assert result == expected
     as_tuples = {job: tuple(addresses) for job, addresses in RING.items()}
-    assert wanted == Cluster.from_resolver(
+    assert expected == Cluster.from_resolver(
         resolver(as_tuples, "worker", "1"), environ(RING, task("worker", 1))
     )
 
 
-def test_a_resolver_without_a_task_takes_that_of_tf_config() -> None:
-    found = Cluster.from_resolver(resolver(RING), environ(RING, task("worker", 1)))
-    assert found == read(RING, task("worker", 1))
+def test_a_resolver_without_a_task_uses_the_task_of_tf_config() -> None:
+    result = Cluster.from_resolver(resolver(RING), environ(RING, task("worker", 1)))
+    assert result == read(RING, task("worker", 1))
 
 
 @pytest.mark.parametrize("jobs", [None, {}])
-def test_a_resolver_without_a_cluster_leaves_it_to_tf_config(jobs: Any) -> None:
+def test_a_resolver_without_a_cluster_uses_the_cluster_of_tf_config(jobs: Any) -> None:
     assert Cluster.from_resolver(resolver(jobs), {}) == Cluster.local()
-    found = Cluster.from_resolver(resolver(jobs), environ(RING, task("chief")))
-    assert found == read(RING, task("chief"))
+    result = Cluster.from_resolver(resolver(jobs), environ(RING, task("chief")))
+    assert result == read(RING, task("chief"))
 
 
 def test_a_resolver_of_an_evaluator() -> None:
-    found = Cluster.from_resolver(resolver(RING, "evaluator", 0), environ(RING, task("evaluator")))
-    assert (found.role, found.rank) == ("evaluator", None)
+    result = Cluster.from_resolver(
+        resolver(RING, "evaluator", 0), environ(RING, task("evaluator"))
+    )
+    assert (result.role, result.rank) == ("evaluator", None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""File descriptors: room for them, and what is said where none is left."""
+"""File descriptors: the raised limit, and errors if none is left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import resource
 
 import pytest
-from conftest import NewRing
+from rings import NewRing
 
 from hostopt import descriptors
 from hostopt.errors import CheckpointError, ResourceError
@@ -34,29 +34,29 @@ def test_the_limit_is_raised_and_a_rank_without_descriptors_may_be_started_again
     started = ring.start_all(SCRIPT)
     for process in started:
         process.expect("777 777")
-        process.tell("go on")
+        process.write_line("continue")
     for process in started:
         assert process.exit_code() == ResourceError.exit_code, process.stderr
     assert f"ResourceError: {ring.name(1)} stopped with an error" in started[0].stderr
     assert "no file descriptor is left ([Errno 24] Too many open files" in started[0].stderr
-    assert "Raise the limit, as by `ulimit -n`" in started[0].stderr
+    assert "Raise the limit, for example by `ulimit -n`" in started[0].stderr
 
 
 @pytest.mark.parametrize("hard", [3000, 1 << 20, resource.RLIM_INFINITY])
-def test_a_limit_is_raised_to_the_hard_one_but_never_to_a_million(
+def test_the_limit_is_raised_to_the_hard_limit_but_never_to_a_million(
     monkeypatch: pytest.MonkeyPatch, hard: int
 ) -> None:
     limits = [1024, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
     descriptors.raise_limit()
-    wanted = 3000 if hard == 3000 else descriptors.MOST_DESCRIPTORS
-    assert limits == [wanted, hard]
-    assert descriptors.limit() == wanted
+    expected = 3000 if hard == 3000 else descriptors.MAX_DESCRIPTORS
+    assert limits == [expected, hard]
+    assert descriptors.limit() == expected
     limits[0] = resource.RLIM_INFINITY
     descriptors.raise_limit()
     assert limits[0] == resource.RLIM_INFINITY
-    assert descriptors.limit() == descriptors.MOST_DESCRIPTORS
+    assert descriptors.limit() == descriptors.MAX_DESCRIPTORS
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_limit_is_raised_to_the_hard_one_but_never_to_a_million(
         (CheckpointError("cannot save: Too many open files"), False),
     ],
 )
-def test_which_errors_are_of_descriptors(error: Exception, is_out: bool) -> None:
+def test_errors_caused_by_missing_descriptors(error: Exception, is_out: bool) -> None:
     assert descriptors.is_out(error) == is_out
     if is_out:
         with pytest.raises(ResourceError, match="no file descriptor is left"):

@@ -1,4 +1,4 @@
-"""The check of variables over ranks by itself: when it compares, and what it says."""
+"""Replica consistency check: compared steps, and named differences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import Spawn
+from rings import Spawn
 
 import hostopt
 from estimator_ext.desync import DesyncCheckHook
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.tensorflow]
 
 
 class Values:
-    """A session in which variables have given values, and global_step counts."""
+    """A session with variables of given values and a global_step that counts."""
 
     def __init__(self, step: int, values: dict[str, Any]) -> None:
         self.step, self.values = step, values
@@ -32,7 +32,7 @@ class Values:
 def checked_steps(
     communicator: hostopt.Communicator, start: int, every: int, per_run: int, values: Any
 ) -> list[int]:
-    """The steps up to 12 after which the variables have been compared, to the first difference."""
+    """Returns the steps up to 12 after which variables were compared, until they differ."""
     with tf.Graph().as_default():
         variables = [tf.compat.v1.get_variable(n, v.shape, v.dtype) for n, v in values(0).items()]
         words = tf.compat.v1.get_variable("words", initializer=tf.constant(["a"]))
@@ -40,14 +40,14 @@ def checked_steps(
         session = Values(start, values(start))
         hook = DesyncCheckHook(communicator, [*variables, words], every, per_run, {})
         hook.after_create_session(session, None)
-        found = []
+        result = []
         for step in range(start + per_run, 13, per_run):
             session.values = values(step)
             before = next(communicator._steps)
             hook.after_run(types.SimpleNamespace(session=session), None)
             if next(communicator._steps) > before + 1:
-                found.append(step)
-        return found
+                result.append(step)
+        return result
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_first_variable_and_the_ranks_that_differ_are_named(spawn_inproc: Sp
     assert {(error.rank, error.step) for error in errors} == {(1, 6)}
 
 
-def test_what_changes_after_the_last_comparison_is_found_at_the_end(spawn_inproc: Spawn) -> None:
+def test_a_change_after_the_last_comparison_is_found_at_the_end(spawn_inproc: Spawn) -> None:
     def work(communicator: hostopt.Communicator) -> Any:
         with tf.Graph().as_default():
             variable = tf.compat.v1.get_variable("a", [3])
@@ -113,4 +113,4 @@ def test_what_changes_after_the_last_comparison_is_found_at_the_end(spawn_inproc
     messages = spawn_inproc(2, work)
     assert len(set(messages)) == 1
     assert "after step 4 variable 'a' differs between rank 0 " in messages[0]
-    assert "No likely cause is in the step's graph" in messages[0]
+    assert "The step's graph shows no likely cause" in messages[0]

@@ -1,6 +1,6 @@
-"""Ranks that do not do the same: what differs is found and named, and healthy ones are left alone.
+"""Ranks with different updates or variables: the difference is detected and named.
 
-Two processes train with many settings, one after the other, and say how each training ended.
+Two processes train with many settings, one after the other, and report how each training ended.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import pytest
 import tensorflow as tf
 from ranks import Ranks, caught
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
-# Settings of both ranks; "own" are those of one of them.
+# Settings of both ranks; "rank_settings" apply to one of them.
 RUNS: dict[str, dict[str, Any]] = {
-    "learning rate": {"own": {"1": {"learning_rate": 0.02}}},
-    "optimizer": {"own": {"1": {"optimizers": ["sgd"]}}},
-    "clip norm": {"clip": 1.0, "own": {"1": {"clip": 5.0}}},
-    "changed": {"checkpoint_steps": 2, "own": {"1": {"change_at": 4}}},
-    # and those in which nothing is wrong
-    "mlp": {"own": {"1": {"rotated": True}}},
+    "learning rate": {"rank_settings": {"1": {"learning_rate": 0.02}}},
+    "optimizer": {"rank_settings": {"1": {"optimizers": ["sgd"]}}},
+    "clip norm": {"clip": 1.0, "rank_settings": {"1": {"clip": 5.0}}},
+    "changed": {"checkpoint_steps": 2, "rank_settings": {"1": {"change_at": 4}}},
+    # trainings without a difference
+    "mlp": {"rank_settings": {"1": {"rotated": True}}},
     "uneven batch_norm": {"model": "batch_norm", "lengths": [[4, 4, 4, 2], [4, 3]]},
     "micro-batches": {"lengths": [[4] * 6] * 2, "accumulate_steps": 3},
     "embedding": {"model": "embedding", "clip": 0.05},
@@ -36,10 +36,10 @@ HEALTHY = list(RUNS)[4:]
 
 
 class Ends:
-    """How the trainings ended.
+    """Results of the trainings.
 
     Args:
-      directory: where checkpoints and output go.
+      directory: directory of checkpoints and output.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,8 +54,8 @@ class Ends:
         self._ends = [caught(rank) for rank in started]
 
     def of(self, name: str) -> list[dict[str, Any] | None]:
-        """The error of each rank, None where it has ended well."""
-        return [found[list(RUNS).index(name)] for found in self._ends]
+        """Returns the error of each rank; None if it succeeded."""
+        return [result[list(RUNS).index(name)] for result in self._ends]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
         ("clip norm", ["Mul(1.0, ", "Mul(5.0, "]),
     ],
 )
-def test_another_update_on_one_rank_is_named_before_the_first_step(
+def test_a_different_update_on_one_rank_is_reported_before_the_first_step(
     ends: Ends, name: str, values: list[str]
 ) -> None:
     for error in ends.of(name):
@@ -85,7 +85,7 @@ def test_another_update_on_one_rank_is_named_before_the_first_step(
     assert not list((ends.directory / name).glob("*/checkpoint"))
 
 
-def test_a_variable_that_one_rank_has_changed_is_found_and_not_saved(ends: Ends) -> None:
+def test_a_variable_changed_on_one_rank_is_detected_and_not_saved(ends: Ends) -> None:
     for error in ends.of("changed"):
         assert error is not None
         assert error["code"] == 65, error["text"]

@@ -1,4 +1,4 @@
-"""`hostopt doctor`: each thing that can be wrong, provoked, and doctors that meet."""
+"""`hostopt doctor`: every kind of finding, and checks between ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pathlib import Path
 import pytest
 import trustme
 from certificates import write_tls_dir
-from conftest import DEADLINE_S, NewRing, Spawn, jobs_of, listens, task_of
-from ranks import reserved_addresses
+from harness import DEADLINE_S, Process, deadline_s, jobs_of, listens, reserved_addresses, task_of
+from rings import NewRing, Spawn
 
 from hostopt import cli
 from hostopt.communicator import Communicator
-from hostopt.doctor import machine, meeting, network, software
+from hostopt.doctor import all_ranks, machine, network, software
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, run
 from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCTOR = [sys.executable, "-m", "hostopt.cli", "doctor"]
-ALONE_S = 0.3  # how long a doctor waits here who is to stay alone
+ALONE_S = 0.3  # timeout of a doctor whose peers are missing
 
 
 def tf_config(addresses: list[str], rank: int = 0) -> str:
@@ -37,13 +37,15 @@ def tf_config(addresses: list[str], rank: int = 0) -> str:
     return json.dumps({"cluster": jobs_of(addresses), "task": {"type": type_, "index": index}})
 
 
-def look(environ: dict[str, str] | None = None, model_dir: Path | None = None) -> list[Finding]:
-    """What a doctor finds who is alone."""
+def examine_alone(
+    environ: dict[str, str] | None = None, model_dir: Path | None = None
+) -> list[Finding]:
+    """Returns the findings of a doctor without peers."""
     return list(examine(environ or {}, str(model_dir) if model_dir else None, ALONE_S))
 
 
 def texts(findings: list[Finding], verdict: str) -> list[str]:
-    return [text for found, text in findings if found == verdict]
+    return [text for each, text in findings if each == verdict]
 
 
 def the_only(verdict: str, findings: list[Finding]) -> str:
@@ -51,9 +53,9 @@ def the_only(verdict: str, findings: list[Finding]) -> str:
     return text
 
 
-def start(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+def start(*arguments: str, **environ: str) -> Process:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HOSTOPT_", "TF_"))}
-    return subprocess.Popen(
+    return Process(
         [sys.executable, "-m", "hostopt.cli", *arguments],
         env={**clean, "PYTHONPATH": str(ROOT), **environ},
         stdout=subprocess.PIPE,
@@ -65,10 +67,10 @@ def start(*arguments: str, **environ: str) -> subprocess.Popen[str]:
 def start_all(
     addresses: list[str], *environs: dict[str, str], arguments: list[list[str]] | None = None
 ) -> list[tuple[int, str]]:
-    """Exit code and output of a doctor on each rank, all started at once."""
-    given = arguments or [[] for _ in addresses]
+    """Runs a doctor on each rank at the same time; returns their exit codes and outputs."""
+    arguments = arguments or [[] for _ in addresses]
     doctors = [
-        start("doctor", *given[rank], **{"TF_CONFIG": tf_config(addresses, rank), **environ})
+        start("doctor", *arguments[rank], **{"TF_CONFIG": tf_config(addresses, rank), **environ})
         for rank, environ in enumerate(environs)
     ]
     outputs = [doctor.communicate(timeout=60) for doctor in doctors]
@@ -76,18 +78,18 @@ def start_all(
 
 
 def install(directory: Path, name: str, version: str, *requires: str) -> None:
-    """What pip would leave of a package."""
-    found = directory / f"{name}-{version}.dist-info"
-    found.mkdir(parents=True)
+    """Creates the metadata of an installed package."""
+    info = directory / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     lines += [f"Requires-Dist: {text}" for text in requires]
-    (found / "METADATA").write_text("\n".join(lines) + "\n")
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
 
 
 # --- the command ------------------------------------------------------------------------------
 
 
-def test_a_healthy_machine_is_told_so_line_by_line(tmp_path: Path) -> None:
+def test_findings_of_a_healthy_machine(tmp_path: Path) -> None:
     doctor = start("doctor", "--model-dir", str(tmp_path), TF_USE_LEGACY_KERAS="1")
     out, err = doctor.communicate(timeout=60)
     assert (doctor.returncode, err) == (0, "")
@@ -96,63 +98,66 @@ def test_a_healthy_machine_is_told_so_line_by_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_wrong_gives_the_exit_code_of_a_configuration_that_is() -> None:
+def test_a_wrong_finding_exits_with_the_code_of_a_config_error() -> None:
     doctor = start("doctor", HOSTOPT_BUKET_MB="3")
     out, _ = doctor.communicate(timeout=60)
     assert doctor.returncode == ConfigError.exit_code
-    assert "WRONG HOSTOPT_BUKET_MB" in out
+    assert "WRONG hostopt does not read HOSTOPT_BUKET_MB" in out
 
 
 @pytest.mark.parametrize("time_", ["0", "-1", "nan", "soon"])
-def test_a_time_to_wait_must_be_one(time_: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_timeouts_are_refused(time_: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["doctor", "--timeout-s", time_])
     assert "--timeout-s" in capsys.readouterr().err
 
 
-# --- what a check may do ----------------------------------------------------------------------
+# --- running a check ----------------------------------------------------------------------
 
 
 def test_an_error_in_a_check_is_a_finding() -> None:
-    def of_stones() -> Iterator[Finding]:
+    def stones() -> Iterator[Finding]:
         yield Finding(OK, "one")
         raise LookupError("two")
 
-    assert run(of_stones, timeout_s=30) == [
+    assert run(stones, timeout_s=30) == [
         Finding(OK, "one"),
-        Finding(WRONG, "the check of of stones failed: LookupError('two')"),
+        Finding(WRONG, "the check of stones failed: LookupError('two')"),
     ]
 
 
 def test_a_check_that_hangs_is_a_finding() -> None:
-    ours, theirs = socket.socketpair()
+    disk, peer = socket.socketpair()
 
-    def of_a_disk() -> Iterator[Finding]:
+    def a_disk() -> Iterator[Finding]:
         yield Finding(OK, "one")
-        ours.recv(1)
+        disk.recv(1)
 
-    with ours, theirs:
-        found = run(of_a_disk, timeout_s=0.1)
-        theirs.send(b"!")
-    assert found[0] == Finding(OK, "one")
-    assert "did not end within 0.1 s" in the_only(WRONG, found)
+    with disk, peer:
+        result = run(a_disk, timeout_s=0.1)
+        peer.send(b"!")
+    assert result[0] == Finding(OK, "one")
+    assert "did not finish within 0.1 s" in the_only(WRONG, result)
 
 
 # --- software ---------------------------------------------------------------------------------
 
 
-def test_a_package_that_another_cannot_work_with_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incompatible_package_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "tensorflow", "2.15.9", "protobuf (<5.0.0dev,>=3.20.3)", "numpy<9", "absent")
     install(tmp_path, "protobuf", "5.29.6")
     monkeypatch.syspath_prepend(tmp_path)
     wrong = texts(list(software.versions()), WRONG)
     assert any(
-        re.fullmatch(r"protobuf is 5.29.6, tensorflow 2.15.9 wants .*<5.*: pip install .*", text)
+        re.fullmatch(
+            r"protobuf is 5.29.6, but tensorflow 2.15.9 requires .*<5.*: pip install .*", text
+        )
         for text in wrong
     )
-    assert any(text.startswith("absent is not installed, tensorflow 2.15.9") for text in wrong)
+    assert any(
+        text.startswith("absent is not installed, but tensorflow 2.15.9 requires it")
+        for text in wrong
+    )
     assert not [text for text in wrong if text.startswith("numpy is")]
 
 
@@ -162,14 +167,16 @@ def test_a_tensorflow_that_is_too_new_is_wrong(
     install(tmp_path, "tensorflow", "2.99.0")
     monkeypatch.syspath_prepend(tmp_path)
     wrong = texts(list(software.versions()), WRONG)
-    assert any(re.match("tensorflow is 2.99.0, hostopt .* wants .*<2.22", text) for text in wrong)
+    assert any(
+        re.match("tensorflow is 2.99.0, but hostopt .* requires .*<2.22", text) for text in wrong
+    )
 
 
 @pytest.mark.parametrize(
     ("release", "value", "verdict"),
     [("2.15.1", None, OK), ("2.16.2", None, NOTE), ("2.21.0", "1", OK), ("2.21.0", "0", WRONG)],
 )
-def test_keras_3_is_wrong_where_there_is_one(
+def test_keras_3_is_wrong(
     release: str,
     value: str | None,
     verdict: str,
@@ -182,28 +189,31 @@ def test_keras_3_is_wrong_where_there_is_one(
     assert [finding.verdict for finding in software.keras(environ)] == [verdict]
 
 
-def test_a_misspelt_variable_is_told_the_name_that_is_meant() -> None:
-    found = look({"HOSTOPT_BUKET_MB": "3", "HOSTOPT_TOKEN": "secret"})
-    assert the_only(WRONG, found).endswith("did you mean HOSTOPT_BUCKET_MB?")
-    assert not any("secret" in text for _, text in found)
+def test_a_misspelt_variable_gets_a_suggestion() -> None:
+    result = examine_alone({"HOSTOPT_BUKET_MB": "3", "HOSTOPT_TOKEN": "secret"})
+    assert the_only(WRONG, result).endswith("did you mean HOSTOPT_BUCKET_MB?")
+    assert not any("secret" in text for _, text in result)
 
 
-def test_a_variable_of_somebody_else_is_a_note() -> None:
+def test_an_unknown_variable_is_a_note() -> None:
     assert any(
-        "HOSTOPT_ELSEWHERE" in text for text in texts(look({"HOSTOPT_ELSEWHERE": ""}), NOTE)
+        "HOSTOPT_ELSEWHERE" in text
+        for text in texts(examine_alone({"HOSTOPT_ELSEWHERE": ""}), NOTE)
     )
 
 
-def test_a_value_that_is_refused_is_wrong() -> None:
+def test_an_invalid_value_is_wrong() -> None:
     assert "HOSTOPT_STALL_WARNING_S is 'long'" in the_only(
-        WRONG, look({"HOSTOPT_STALL_WARNING_S": "long"})
+        WRONG, examine_alone({"HOSTOPT_STALL_WARNING_S": "long"})
     )
 
 
 def test_proxies_are_a_note() -> None:
     assert any(
         text.startswith("HTTP_PROXY, https_proxy: ")
-        for text in texts(look({"https_proxy": "http://p:3128", "HTTP_PROXY": "http://p"}), NOTE)
+        for text in texts(
+            examine_alone({"https_proxy": "http://p:3128", "HTTP_PROXY": "http://p"}), NOTE
+        )
     )
 
 
@@ -220,17 +230,17 @@ def test_little_shared_memory_is_a_note(tmp_path: Path, monkeypatch: pytest.Monk
     assert "--shm-size" in the_only(NOTE, list(machine.shared_memory(str(tmp_path))))
 
 
-def test_memory_of_ranks_that_were_killed_is_a_note(tmp_path: Path) -> None:
+def test_shared_memory_of_killed_ranks_is_a_note(tmp_path: Path) -> None:
     for name, age_s in (("hostopt-old", 1000), ("hostopt-new", 0), ("other-old", 1000)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
-    left = [each for each in machine.shared_memory(str(tmp_path)) if "are left" in each.text]
+    left = [each for each in machine.shared_memory(str(tmp_path)) if "remain of" in each.text]
     assert [finding.text.split()[0] for finding in left] == ["1"]
 
 
-def test_a_model_dir_that_does_not_exist_yet_is_left_so(tmp_path: Path) -> None:
-    found = list(machine.model_dir(str(tmp_path / "a" / "b")))
-    assert f"{tmp_path} can be written to" in the_only(OK, found)
+def test_a_missing_model_dir_is_not_created(tmp_path: Path) -> None:
+    result = list(machine.model_dir(str(tmp_path / "a" / "b")))
+    assert f"{tmp_path} can be written to" in the_only(OK, result)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -240,11 +250,11 @@ def test_a_model_dir_that_cannot_be_written_to_is_wrong(tmp_path: Path) -> None:
     assert f"{tmp_path / 'file'} cannot be written to (Not a directory)" in wrong
 
 
-def test_a_model_dir_that_is_no_local_path_is_a_note() -> None:
+def test_a_remote_model_dir_is_a_note() -> None:
     assert "gs://bucket/model" in the_only(NOTE, list(machine.model_dir("gs://bucket/model")))
 
 
-def test_the_newest_checkpoint_is_named_if_it_is_whole(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_named_if_it_is_complete(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_text(
         'model_checkpoint_path: "model.ckpt-7"\nall_model_checkpoint_paths: "model.ckpt-3"\n'
     )
@@ -269,56 +279,58 @@ def test_the_newest_checkpoint_is_named_if_it_is_whole(tmp_path: Path) -> None:
         b"x" * 9999,
     ],
 )
-def test_a_file_checkpoint_with_other_contents_names_none(tmp_path: Path, content: bytes) -> None:
+def test_a_checkpoint_file_with_other_contents_is_wrong(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "checkpoint").write_bytes(content)
     assert "names no checkpoint: correct" in the_only(
         WRONG, list(machine.model_dir(str(tmp_path)))
     )
 
 
-def test_a_file_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_file_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
-    found = the_only(WRONG, list(machine.model_dir(str(tmp_path))))
-    assert found.endswith("checkpoint cannot be read (Is a directory): correct or remove it")
+    result = the_only(WRONG, list(machine.model_dir(str(tmp_path))))
+    assert result.endswith("checkpoint cannot be read (Is a directory): correct or remove it")
 
 
-def test_a_shard_that_is_none_is_not_counted(tmp_path: Path) -> None:
+def test_only_files_with_names_of_shards_are_counted(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-7"\n')
     for name in ("index", "data-00000-of-abcde", "data-00000-of-00001.tmp"):
         (tmp_path / f"model.ckpt-7.{name}").touch()
-    assert "are not all there" in the_only(WRONG, list(machine.model_dir(str(tmp_path))))
+    assert "of which files are missing" in the_only(WRONG, list(machine.model_dir(str(tmp_path))))
 
 
 # --- the cluster ------------------------------------------------------------------------------
 
 
-def test_a_tf_config_that_cannot_be_used_is_wrong_as_a_training_would_say() -> None:
-    assert "TF_CONFIG is not JSON" in the_only(WRONG, look({"TF_CONFIG": "{"}))
+def test_an_invalid_tf_config_is_wrong_with_the_message_of_a_training() -> None:
+    assert "TF_CONFIG is not JSON" in the_only(WRONG, examine_alone({"TF_CONFIG": "{"}))
     lonely = {"TF_CONFIG": tf_config(["no-such-host.invalid:1"])}
-    assert "does not resolve" in the_only(WRONG, look(lonely))
+    assert "does not resolve" in the_only(WRONG, examine_alone(lonely))
 
 
-def test_a_peer_whose_name_is_not_known_is_wrong() -> None:
+def test_a_host_that_does_not_resolve_is_wrong() -> None:
     with reserved_addresses(1) as addresses:
         config = tf_config([*addresses, "no-such-host.invalid:2222"])
-        wrong = the_only(WRONG, look({"TF_CONFIG": config, "HOSTOPT_INSECURE": "1"}))
+        wrong = the_only(WRONG, examine_alone({"TF_CONFIG": config, "HOSTOPT_INSECURE": "1"}))
     assert "'no-such-host.invalid' of worker:0 does not resolve" in wrong
 
 
-def test_a_port_that_is_taken_is_wrong_and_its_process_is_named() -> None:
+def test_a_port_in_use_is_wrong_and_its_process_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, reserved_addresses(1) as addresses:
         port = taken.getsockname()[1]
-        found = look({"TF_CONFIG": tf_config([f"127.0.0.1:{port}", *addresses])})
-    assert f"port {port} of this task" in the_only(WRONG, found)
-    assert f"is in use by process {os.getpid()} (" in the_only(WRONG, found)
+        result = examine_alone({"TF_CONFIG": tf_config([f"127.0.0.1:{port}", *addresses])})
+    assert f"port {port} of this task" in the_only(WRONG, result)
+    assert f"is in use by process {os.getpid()} (" in the_only(WRONG, result)
 
 
 def test_an_address_of_another_machine_is_a_note() -> None:
-    found = look({"TF_CONFIG": tf_config(["192.0.2.1:1", "127.0.0.1:1"]), "HOSTOPT_INSECURE": "1"})
-    assert any("192.0.2.1" in text and "NAT" in text for text in texts(found, NOTE))
+    result = examine_alone(
+        {"TF_CONFIG": tf_config(["192.0.2.1:1", "127.0.0.1:1"]), "HOSTOPT_INSECURE": "1"}
+    )
+    assert any("192.0.2.1" in text and "NAT" in text for text in texts(result, NOTE))
 
 
-def test_a_doctor_who_is_alone_says_what_was_skipped_and_who_can_be_called(
+def test_a_doctor_without_peers_reports_skipped_checks_and_reachable_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(network, "_CONNECT_TIMEOUT_S", 0.3)
@@ -327,7 +339,7 @@ def test_a_doctor_who_is_alone_says_what_was_skipped_and_who_can_be_called(
         silent = stack.enter_context(socket.socket())
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)
-        held = []  # fill its queue: further calls get no answer
+        held = []  # fill its backlog, so that further connects get no answer
         while True:
             held.append(stack.enter_context(socket.socket()))
             held[-1].settimeout(0.2)
@@ -336,21 +348,21 @@ def test_a_doctor_who_is_alone_says_what_was_skipped_and_who_can_be_called(
             except socket.timeout:  # in Python 3.9 no TimeoutError
                 break
         addresses.append(f"127.0.0.1:{silent.getsockname()[1]}")
-        found = look({"TF_CONFIG": tf_config(addresses)})
-    notes = texts(found, NOTE)
+        result = examine_alone({"TF_CONFIG": tf_config(addresses)})
+    notes = texts(result, NOTE)
     assert any(f"missing: worker:0 ({addresses[1]}), worker:1" in text for text in notes)
     assert any(f"{addresses[1]}: its machine answers" in text for text in notes)
-    assert f"{addresses[2]} cannot be reached" in the_only(WRONG, found)
+    assert f"{addresses[2]} cannot be reached" in the_only(WRONG, result)
 
 
-def test_an_evaluator_alone_meets_nobody(tmp_path: Path) -> None:
+def test_a_single_evaluator_skips_the_rendezvous(tmp_path: Path) -> None:
     config = {
         "cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]},
         "task": {"type": "evaluator", "index": 0},
     }
-    found = look({"TF_CONFIG": json.dumps(config)}, tmp_path)
-    assert found[-1].text == "TF_CONFIG: evaluator:0 evaluates for 2 ranks"
-    assert not texts(found, WRONG)
+    result = examine_alone({"TF_CONFIG": json.dumps(config)}, tmp_path)
+    assert result[-1].text == "TF_CONFIG: evaluator:0 evaluates for 2 ranks"
+    assert not texts(result, WRONG)
 
 
 # --- token and certificates -------------------------------------------------------------------
@@ -363,58 +375,60 @@ def loopback() -> Iterator[dict[str, str]]:
         yield {"TF_CONFIG": tf_config(addresses)}
 
 
-def test_addresses_that_others_reach_need_a_token() -> None:
+def test_addresses_other_than_loopback_need_a_token() -> None:
     environ = {"TF_CONFIG": tf_config(["0.0.0.0:1", "127.0.0.1:1"])}
-    assert "neither a token nor certificates" in the_only(WRONG, look(environ))
-    found = look({**environ, "HOSTOPT_TOKEN": "secret"})
-    assert "the ranks prove to know a token" in texts(found, OK)
-    assert not any("secret" in text for _, text in found)
-    found = look({**environ, "HOSTOPT_INSECURE": "true"})
-    assert any("no token and no certificates" in text for text in texts(found, NOTE))
+    assert "neither a token nor certificates" in the_only(WRONG, examine_alone(environ))
+    result = examine_alone({**environ, "HOSTOPT_TOKEN": "secret"})
+    assert "the ranks authenticate with a token" in texts(result, OK)
+    assert not any("secret" in text for _, text in result)
+    result = examine_alone({**environ, "HOSTOPT_INSECURE": "true"})
+    assert any("no token and no certificates" in text for text in texts(result, NOTE))
 
 
 def test_a_token_that_others_may_read_is_wrong(tmp_path: Path, loopback: dict[str, str]) -> None:
     (tmp_path / "token").write_text("secret")
     (tmp_path / "token").chmod(0o640)
-    found = look({**loopback, "HOSTOPT_TOKEN_FILE": str(tmp_path / "token")})
-    assert "has the mode 0640" in the_only(WRONG, found)
+    result = examine_alone({**loopback, "HOSTOPT_TOKEN_FILE": str(tmp_path / "token")})
+    assert "has mode 0640" in the_only(WRONG, result)
 
 
 @pytest.mark.parametrize(("days", "verdict"), [(-1, WRONG), (3, NOTE), (300, OK)])
-def test_a_certificate_that_expires_is_told_in_time(
+def test_a_certificate_that_expires_soon_is_a_note(
     days: float, verdict: str, tmp_path: Path, loopback: dict[str, str]
 ) -> None:
-    found = look(
+    result = examine_alone(
         {
             **loopback,
             "HOSTOPT_TLS_DIR": str(write_tls_dir(tmp_path / "tls", trustme.CA(), days=days)),
         }
     )
-    wanted = "certificate has expired" if verdict == WRONG else "certificate of this rank holds"
-    assert any(wanted in text for text in texts(found, verdict))
+    expected = (
+        "certificate has expired" if verdict == WRONG else "certificate of this rank is valid"
+    )
+    assert any(expected in text for text in texts(result, verdict))
 
 
-# --- together ---------------------------------------------------------------------------------
+# --- between ranks ----------------------------------------------------------------------------
 
 
-def test_doctors_who_meet_find_what_is_between_them(tmp_path: Path) -> None:
+def test_checks_between_connected_doctors(tmp_path: Path) -> None:
     doctor = start("run", "-np", "3", "--", *DOCTOR, "--model-dir", str(tmp_path / "model"))
     out, err = doctor.communicate(timeout=60)
     assert doctor.returncode == 0, out + err
     for task in ("chief:0", "worker:0", "worker:1"):
-        said = re.findall(rf"^\[{task}\] (.*)$", out, re.MULTILINE)
-        assert {line.split()[0] for line in said} <= {OK, NOTE}
-        assert "ok    all 3 ranks have met, with the same options" in said
-        assert "ok    the same versions on all ranks" in said
-        assert any(re.match(r"ok .* this clock is rank 0's", line) for line in said) == (
+        lines = re.findall(rf"^\[{task}\] (.*)$", out, re.MULTILINE)
+        assert {line.split()[0] for line in lines} <= {OK, NOTE}
+        assert "ok    all 3 ranks are connected, with the same options" in lines
+        assert "ok    all ranks have the same versions" in lines
+        assert any(re.match(r"ok .* this clock agrees with rank 0's", line) for line in lines) == (
             task != "chief:0"
         )
-        assert any("MB/s over gRPC" in line for line in said)
+        assert any("MB/s over gRPC" in line for line in lines)
     assert "[chief:0] ok    model_dir is shared by all ranks" in out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctors_who_meet_name_what_differs(tmp_path: Path) -> None:
+def test_connected_doctors_name_differences(tmp_path: Path) -> None:
     install(tmp_path / "other", "tensorflow", "2.20.99")
     (tmp_path / "0").mkdir()
     (tmp_path / "1").mkdir()
@@ -425,56 +439,56 @@ def test_doctors_who_meet_name_what_differs(tmp_path: Path) -> None:
             {"PYTHONPATH": f"{ROOT}:{tmp_path / 'other'}"},
             arguments=[["--model-dir", str(tmp_path / rank)] for rank in "01"],
         )
-    for code, said in (chief, worker):
+    for code, output in (chief, worker):
         assert code == ConfigError.exit_code
-        assert re.search("^WRONG tensorflow differs: rank 0 .*, rank 1 2.20.99", said, re.M)
+        assert re.search("^WRONG tensorflow differs: rank 0 .*, rank 1 2.20.99", output, re.M)
     assert re.search("^note  model_dir is not shared: rank 1 cannot see rank 0's", chief[1], re.M)
 
 
-def test_several_evaluators_meet_each_other() -> None:
+def test_several_evaluators_connect_to_each_other() -> None:
     with reserved_addresses(3) as addresses:
         config = {"cluster": {"chief": addresses[:1], "evaluator": addresses[1:]}}
         doctors = [
             {"TF_CONFIG": json.dumps({**config, "task": {"type": "evaluator", "index": index}})}
             for index in range(2)
         ]
-        found = start_all(addresses, *doctors)
-    for code, said in found:
+        result = start_all(addresses, *doctors)
+    for code, output in result:
         assert code == 0
-        assert "ok    all 2 ranks have met, with the same options" in said
+        assert "ok    all 2 ranks are connected, with the same options" in output
 
 
-def test_doctors_with_different_options_do_not_meet() -> None:
+def test_doctors_with_different_options_do_not_connect() -> None:
     with reserved_addresses(2) as addresses:
-        found = start_all(addresses, {}, {"HOSTOPT_COMPRESSION": "fp16"})
-    for code, said in found:
+        result = start_all(addresses, {}, {"HOSTOPT_COMPRESSION": "fp16"})
+    for code, output in result:
         assert code == ConfigError.exit_code
         assert re.search(
-            "^WRONG rank 0 .* has compression None, rank 1 .*'fp16'", said, re.MULTILINE
+            "^WRONG rank 0 .* has compression None, rank 1 .*'fp16'", output, re.MULTILINE
         )
 
 
-def test_a_doctor_with_another_token_is_told_so() -> None:
+def test_a_doctor_with_another_token_is_refused() -> None:
     with reserved_addresses(2) as addresses:
-        found = start_all(addresses, {"HOSTOPT_TOKEN": "ours"}, {"HOSTOPT_TOKEN": "theirs"})
-    for code, said in found:
+        result = start_all(addresses, {"HOSTOPT_TOKEN": "one"}, {"HOSTOPT_TOKEN": "another"})
+    for code, output in result:
         assert code == ConfigError.exit_code
-        assert re.search("^WRONG .*token", said, re.MULTILINE)
+        assert re.search("^WRONG .*token", output, re.MULTILINE)
 
 
-def test_doctors_meet_over_tls(tmp_path: Path) -> None:
+def test_doctors_connect_over_tls(tmp_path: Path) -> None:
     environ = {"HOSTOPT_TLS_DIR": str(write_tls_dir(tmp_path / "tls", trustme.CA()))}
     with reserved_addresses(2) as addresses:
-        found = start_all(addresses, environ, environ)
-    for code, said in found:
+        result = start_all(addresses, environ, environ)
+    for code, output in result:
         assert code == 0
-        assert "ok    all 2 ranks have met, with the same options" in said
+        assert "ok    all 2 ranks are connected, with the same options" in output
 
 
-def test_a_clock_that_is_wrong_is_named_by_its_rank(spawn_inproc: Spawn) -> None:
+def test_a_rank_reports_its_wrong_clock(spawn_inproc: Spawn) -> None:
     def work(communicator: Communicator) -> list[Finding]:
         shift_s = [0.0, 0.5, -7200.0][communicator.rank]
-        return list(meeting.clocks(communicator, lambda: time.time() + shift_s))
+        return list(all_ranks.clocks(communicator, lambda: time.time() + shift_s))
 
     first, second, third = spawn_inproc(3, work)
     assert first == []
@@ -483,34 +497,34 @@ def test_a_clock_that_is_wrong_is_named_by_its_rank(spawn_inproc: Spawn) -> None
 
 
 def test_a_slow_link_is_a_note(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_SLOW_BYTES_PER_S", 1e15)
-    found = spawn_grpc(3, lambda communicator: list(meeting.links(communicator)))
-    for rank, findings in enumerate(found):
+    monkeypatch.setattr(all_ranks, "_SLOW_BYTES_PER_S", 1e15)
+    result = spawn_grpc(3, lambda communicator: list(all_ranks.links(communicator)))
+    for rank, findings in enumerate(result):
         assert the_only(NOTE, findings).startswith(f"rank {(rank - 1) % 3} sends this rank ")
 
 
-def test_a_doctor_whose_peer_dies_says_so(processes: NewRing) -> None:
+def test_a_doctor_reports_the_loss_of_its_peer(processes: NewRing) -> None:
     ring = processes(2)
     worker = ring.start(
         1,
         """
         import os
         from hostopt.cluster import Cluster
-        from hostopt.connect import meet
+        from hostopt.connect import connect_ring
         from hostopt.options import Options
         options = Options(communication="grpc")
-        communicator = meet(Cluster.from_tf_config(), options, "hostopt.Doctor")
-        communicator.all_gather_bytes(b"{}", "the versions of the doctors")
+        communicator = connect_ring(Cluster.from_tf_config(), options, "hostopt.Doctor")
+        communicator.all_gather_bytes(b"{}", "versions of the doctors")
         os._exit(9)
         """,
     )
     environ = {"HOSTOPT_COMMUNICATION": "grpc", "TF_CONFIG": tf_config(ring.addresses)}
-    found = list(examine(environ, None, timeout_s=DEADLINE_S))
-    assert any(f"{ring.name(1)} lost" in text for text in texts(found, WRONG))
+    result = list(examine(environ, None, timeout_s=deadline_s(DEADLINE_S)))
+    assert any(f"{ring.name(1)} lost" in text for text in texts(result, WRONG))
     assert worker.exit_code() == 9
 
 
-def test_a_training_that_waits_for_its_ranks_takes_no_doctor_for_one(processes: NewRing) -> None:
+def test_a_training_that_waits_for_ranks_does_not_accept_a_doctor(processes: NewRing) -> None:
     ring = processes(2)
     script = """
         import hostopt
@@ -521,9 +535,9 @@ def test_a_training_that_waits_for_its_ranks_takes_no_doctor_for_one(processes: 
     while not listens(ring.addresses[1]):
         assert worker.process.poll() is None, worker.stderr
     environ = {"HOSTOPT_COMMUNICATION": "grpc", "TF_CONFIG": tf_config(ring.addresses)}
-    notes = texts(look(environ), NOTE)
+    notes = texts(examine_alone(environ), NOTE)
     assert any(f"({ring.addresses[1]}), which runs another program" in text for text in notes)
-    assert any(f"{ring.addresses[1]}: something listens there" in text for text in notes)
+    assert any(f"{ring.addresses[1]}: the port is open" in text for text in notes)
     chief = ring.start(0, script)
     for rank in (chief, worker):
         rank.expect("2.0")

@@ -1,4 +1,4 @@
-"""Every way in which a rank or an evaluator can end that nobody launched: who ends with it."""
+"""Every way in which a rank or an evaluator that was started by hand can end."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import NewRing, RankProcess, RankProcesses
 from fault_ring import FaultRing, report
 from faults import FaultPlan
-from launcher import until
-from ranks import Rank, Ranks, reserved_addresses
+from harness import reserved_addresses, until
+from ranks import Rank, Ranks
+from rings import NewRing, RankProcess, RankProcesses
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.faults]
 
 VICTIM = 1
-# How a rank ends, and with which code; None does not end by itself.
+# Exit code for each way to end a rank; None if it does not exit by itself.
 ENDS: dict[str, int | None] = {
     "kill": -9,
     "stop": None,
@@ -33,7 +33,7 @@ every_end = pytest.mark.parametrize("action", ENDS)
 
 
 def ring_with(ring: RankProcesses, point: str, action: str, step: int = 0) -> FaultRing:
-    # longer than this test waits: a frozen rank is found by ping
+    # longer than this test waits: pings detect a frozen rank
     deadlines = {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "2", "HOSTOPT_COLLECTIVE_TIMEOUT_S": "100"}
     return FaultRing(ring, FaultPlan(VICTIM, step, point, action), **deadlines)
 
@@ -44,7 +44,7 @@ def is_stopped(process: RankProcess | Rank) -> bool:
 
 
 def assert_ended(victim: RankProcess, action: str, alive: int) -> None:
-    """The victim has ended as it was told; with the code `alive` where that was no end."""
+    """Checks the exit code of the victim, which is `alive` if the action did not end it."""
     if action == "stop":
         until(lambda: is_stopped(victim), "stop")
         victim.process.send_signal(signal.SIGCONT)
@@ -53,16 +53,16 @@ def assert_ended(victim: RankProcess, action: str, alive: int) -> None:
 
 
 @every_end
-def test_a_rank_that_ends_before_all_have_met(processes: NewRing, action: str) -> None:
+def test_a_rank_ends_before_the_rendezvous(processes: NewRing, action: str) -> None:
     ring = processes(2)
     with reserved_addresses(2) as elsewhere:
         jobs = {"chief": elsewhere[:1], "worker": elsewhere[1:]}
-        faults = ring_with(ring, "before-meeting", action)
+        faults = ring_with(ring, "before-rendezvous", action)
         own = {"jobs": jobs} if action == "disconnect" else {}
         started = [faults.start(0), faults.start(VICTIM, **own)]
         for process in started:
-            process.expect("here")
-            process.tell("meet")
+            process.expect("ready")
+            process.write_line("connect")
         survivor, victim = started
         assert survivor.exit_code() == 202, survivor.stderr
         error = report(survivor)["error"]
@@ -71,29 +71,29 @@ def test_a_rank_that_ends_before_all_have_met(processes: NewRing, action: str) -
 
 
 @every_end
-def test_a_rank_that_ends_in_training(processes: NewRing, action: str) -> None:
+def test_a_rank_ends_in_training(processes: NewRing, action: str) -> None:
     ring = processes(2)
     survivor, victim = ring_with(ring, "between-steps", action, step=3).start_all()
     assert survivor.exit_code() == 200, survivor.stderr
-    found = report(survivor)
-    assert found["exact"], found
-    assert found["steps"] in (2, 3), found  # what a killed rank has sent last may die with it
-    assert found["error"]["facts"]["rank"] == VICTIM, found
+    result = report(survivor)
+    assert result["exact"], result
+    assert result["steps"] in (2, 3), result  # the last message of a killed rank may be lost
+    assert result["error"]["facts"]["rank"] == VICTIM, result
     assert_ended(victim, action, alive=200)
 
 
 @every_end
-def test_a_rank_that_ends_after_training(processes: NewRing, action: str) -> None:
+def test_a_rank_ends_after_training(processes: NewRing, action: str) -> None:
     ring = processes(2)
     survivor, victim = ring_with(ring, "after-training", action).start_all("--ask-at-end")
     for process in (survivor, victim):
         process.expect("done")
-    victim.tell("end")
+    victim.write_line("end")
     if action == "stop":
         until(lambda: is_stopped(victim), "stop")
     elif action != "disconnect":
         assert victim.exit_code() == ENDS[action], victim.stderr
-    survivor.tell("end")
+    survivor.write_line("end")
     assert survivor.exit_code() == 0, survivor.stderr
     assert "error" not in report(survivor)
     assert_ended(victim, action, alive=0)
@@ -104,19 +104,19 @@ def test_a_rank_that_ends_after_training(processes: NewRing, action: str) -> Non
 
 @pytest.fixture
 def start(tmp_path: Path, ranks: Ranks) -> Iterator[Callable[..., Rank]]:
-    """`start(task, **settings)`: a chief, or an evaluator of its model_dir."""
+    """Starts a chief or an evaluator: `start(task, **settings)`."""
     with reserved_addresses(1) as addresses:
 
         def start_one(task: str, **settings: Any) -> Rank:
             small = {"images": 300, "metric": "accuracy", "model_dir": str(tmp_path / "model")}
-            (begun,) = ranks.start(
+            (process,) = ranks.start(
                 "evaluate.py",
                 {"chief": addresses},
                 tasks=[(task, 0)],
                 arguments=[json.dumps({**small, **settings})],
                 environ={"HOSTOPT_EVALUATOR_TIMEOUT_S": "4", "HOSTOPT_STALL_WARNING_S": "1"},
             )
-            return begun
+            return process
 
         yield start_one
     left = [rank.name for rank in ranks.started if rank.process.poll() is None]
@@ -124,7 +124,7 @@ def start(tmp_path: Path, ranks: Ranks) -> Iterator[Callable[..., Rank]]:
 
 
 def start_stopped(start: Callable[..., Rank], then: str = "") -> Rank:
-    """A chief that is stopped in training: what is started now finds its lock and a checkpoint."""
+    """Starts a chief and stops it in training, so that its lock and a checkpoint exist."""
     chief = start("chief", end=f"SIGSTOP {then}")
     chief.wait_for_output("ends\n")
     until(lambda: is_stopped(chief), "stop")
@@ -140,7 +140,7 @@ def start_stopped(start: Callable[..., Rank], then: str = "") -> Rank:
         ("kill", 200, "PeerLostError"),
     ],
 )
-def test_an_evaluator_whose_chief_ends_without_a_word(
+def test_an_evaluator_ends_after_its_chief_has_vanished(
     start: Callable[..., Rank], end: str, code: int, kind: str
 ) -> None:
     if end == "before":

@@ -1,4 +1,4 @@
-"""What is shown of an error that ends a rank, and what goes to a file."""
+"""Error reports: the printed summary, the file with the traceback and the launcher's report."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from hostopt import error_report
-from hostopt.error_report import cause_of, read_report, shown_of, tell_launcher, write_details
+from hostopt.error_report import cause_of, read_report, summary_of, write_details, write_report
 from hostopt.errors import CollectiveMismatchError, PeerLostError
 
 
 def raised(function: Callable[[], object]) -> BaseException:
-    with pytest.raises(BaseException) as found:
+    with pytest.raises(BaseException) as result:
         function()
-    return found.value
+    return result.value
 
 
 # -- one line ------------------------------------------------------------------------------
@@ -100,24 +100,24 @@ def fail_from_a_cause() -> None:
 def test_an_error_of_hostopt_is_one_line() -> None:
     error = PeerLostError("rank 1\nhas left", rank=1)
     error.resume_from(None)
-    assert shown_of(error, "rank 0 (chief:0)", "dir/rank_0.error.txt") == (
+    assert summary_of(error, "rank 0 (chief:0)", "dir/rank_0.error.txt") == (
         "hostopt: rank 0 (chief:0): PeerLostError: rank 1 has left. Re-run the same command to "
         "resume. [traceback: dir/rank_0.error.txt]\n"
     )
 
 
-def test_of_another_error_its_own_traceback_is_shown() -> None:
-    shown = shown_of(raised(fail_in_a_handler), "rank 1", "a file")
+def test_other_errors_are_shown_with_their_traceback() -> None:
+    shown = summary_of(raised(fail_in_a_handler), "rank 1", "a file")
     assert shown.startswith("Traceback (most recent call last):\n")
     assert shown.count("Traceback") == 1
     assert 'in fail_in_a_handler\n    int("no number")' in shown
     *_, error, last = shown.splitlines()
     assert error == "ValueError: invalid literal for int() with base 10: 'no number'"
-    assert last == "hostopt: rank 1 ends with this error [all of it: a file]"
+    assert last == "hostopt: rank 1 ends with this error [full traceback: a file]"
 
 
-def test_what_it_was_raised_from_is_shown_too() -> None:
-    shown = shown_of(raised(fail_from_a_cause), "rank 1", "a file")
+def test_the_cause_of_an_error_is_shown() -> None:
+    shown = summary_of(raised(fail_from_a_cause), "rank 1", "a file")
     assert shown.count("Traceback") == 2
     assert "The above exception was the direct cause" in shown
     assert "KeyError" not in shown
@@ -125,9 +125,9 @@ def test_what_it_was_raised_from_is_shown_too() -> None:
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("where", ["python", "twice", "shapes"])
-def test_tensorflow_does_not_repeat_itself(where: str) -> None:
+def test_messages_of_tensorflow_are_not_repeated(where: str) -> None:
     error = raised(lambda: fail_in_tensorflow(where))
-    shown = shown_of(error, "rank 1", "a file")
+    shown = summary_of(error, "rank 1", "a file")
     assert "Original stack trace" not in shown
     assert "During handling" not in shown
     assert shown.count("Detected at node") == 1
@@ -142,7 +142,7 @@ def test_tensorflow_does_not_repeat_itself(where: str) -> None:
 # -- files ---------------------------------------------------------------------------------
 
 
-def test_all_of_it_is_in_the_file(tmp_path: Path) -> None:
+def test_the_file_contains_the_complete_error(tmp_path: Path) -> None:
     path = write_details(str(tmp_path / "new"), 3, raised(fail_in_a_handler))
     assert path == str(tmp_path / "new" / "rank_3.error.txt")
     text = Path(path).read_text()
@@ -155,7 +155,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     assert write_details(str(tmp_path / "file"), 0, ValueError()) is None
 
 
-def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_hanging_disk_does_not_delay_the_exit(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank_0.error.txt")  # which nobody reads
     assert write_details(str(tmp_path), 0, ValueError()) is None
 
@@ -163,9 +163,9 @@ def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
 def test_the_launcher_learns_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "report")
     assert read_report(path) == (None, "")
-    tell_launcher(ValueError("nobody asks"), 1, None)
+    write_report(ValueError("nobody asks"), 1, None)
     monkeypatch.setenv(error_report.VARIABLE, path)
-    tell_launcher(ValueError("a\nb"), 1, "there")
+    write_report(ValueError("a\nb"), 1, "there")
     assert read_report(path) == (1, "ValueError: a b [traceback: there]")
-    tell_launcher(ValueError("c"), 74, None)
+    write_report(ValueError("c"), 74, None)
     assert read_report(path) == (74, "ValueError: c")

@@ -1,4 +1,4 @@
-"""The tree of errors: its codes are a contract, its drawing is the truth."""
+"""Error classes: exit codes, the tree in the docstring and the conversion to JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import re
 
 import pytest
-from conftest import Spawn
+from rings import Spawn
 
 from hostopt import errors
 from hostopt.communicator import Communicator
 from hostopt.errors import HostOptError
-from hostopt.transport.limits import most_note_bytes
+from hostopt.transport.grpc.limits import most_note_bytes
 
 CLASSES = {
     name: class_
@@ -43,23 +43,23 @@ def test_exit_codes() -> None:
     }
 
 
-def test_only_what_is_worth_a_retry_says_so() -> None:
+def test_only_retryable_errors_have_retryable_codes() -> None:
     for name, code in EXIT_CODES.items():
         retryable = issubclass(CLASSES[name], errors.RetryableError)
         assert retryable == (code >= 193), name
         assert retryable or code < 128, name
 
 
-def test_the_drawing() -> None:
+def test_the_tree_in_the_docstring() -> None:
     assert errors.__doc__ is not None
     drawn: dict[str, tuple[str, int | None]] = {}
     above: list[tuple[int, str]] = [(-1, "RuntimeError")]
     for line in errors.__doc__.splitlines():
-        found = re.match(r"(.*)[├└]── (\w+) +(?:exit code )?(\d+|\(none)", line)
-        if found is None:
+        result = re.match(r"(.*)[├└]── (\w+) +(?:exit code )?(\d+|\(none)", line)
+        if result is None:
             assert "──" not in line, line
             continue
-        indent, name, code = len(found[1]), found[2], found[3]
+        indent, name, code = len(result[1]), result[2], result[3]
         while above[-1][0] >= indent:
             above.pop()
         drawn[name] = (above[-1][1], int(code) if code.isdigit() else None)
@@ -73,18 +73,18 @@ def test_the_drawing() -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_attributes(name: str) -> None:
-    facts = {attribute: object() for attribute in ATTRIBUTES}
-    error = CLASSES[name]("what to do", **facts)
+    attributes = {attribute: object() for attribute in ATTRIBUTES}
+    error = CLASSES[name]("what to do", **attributes)
     assert isinstance(error, HostOptError)
     assert isinstance(error, RuntimeError)
     assert str(error) == "what to do"
-    assert {attribute: getattr(error, attribute) for attribute in ATTRIBUTES} == facts
+    assert {attribute: getattr(error, attribute) for attribute in ATTRIBUTES} == attributes
     bare = CLASSES[name]("what to do")
     assert {getattr(bare, attribute) for attribute in ATTRIBUTES} == {None}
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_text_says_once_from_which_checkpoint_to_go_on(name: str) -> None:
+def test_the_message_names_the_checkpoint_to_resume_from_once(name: str) -> None:
     error = CLASSES[name]("rank 1 is lost")
     again = "Re-run the same command to resume." if name in RETRYABLE else ""
     error.resume_from(None)
@@ -96,7 +96,7 @@ def test_the_text_says_once_from_which_checkpoint_to_go_on(name: str) -> None:
     assert error.last_checkpoint == "/models/model.ckpt-4"
 
 
-def test_what_travels_to_other_ranks_is_the_error_without_that() -> None:
+def test_the_error_sent_to_other_ranks_does_not_name_the_checkpoint() -> None:
     error = errors.PeerLostError("rank 1 is lost", rank=1)
     error.resume_from("/models/model.ckpt-4")
     there = errors.error_from_dict(errors.error_to_dict(error))
@@ -108,27 +108,29 @@ LONG = 20_000
 
 
 @pytest.mark.parametrize("character", ["a", "ä", "漢", "😀", '"', "\0", "\ud800"])
-def test_the_longest_error_fits_into_a_note(character: str) -> None:
+def test_the_longest_error_fits_into_a_message(character: str) -> None:
     text = LONG * character
-    facts = dict.fromkeys(("task", "address", "root_cause", "last_checkpoint"), text)
-    note = errors.error_to_dict(errors.PeerLostError(text, rank=1, step=1, bucket=1, **facts))
-    assert len(json.dumps(note)) < most_note_bytes(2) * 3 // 4  # a status says more than that
+    attributes = dict.fromkeys(("task", "address", "root_cause", "last_checkpoint"), text)
+    note = errors.error_to_dict(errors.PeerLostError(text, rank=1, step=1, bucket=1, **attributes))
+    assert (
+        len(json.dumps(note)) < most_note_bytes(2) * 3 // 4
+    )  # a Status message has additional fields
     there = errors.error_from_dict(json.loads(json.dumps(note)))
     assert text.startswith(there.message)
-    for name in facts:
+    for name in attributes:
         assert text.startswith(getattr(there, name))
         assert 12 * len(getattr(there, name)) >= 5_900
     assert 12 * len(there.message) >= 19_900
 
 
-def test_a_text_that_fits_travels_whole() -> None:
+def test_a_short_text_is_sent_unchanged() -> None:
     error = HostOptError("a" * 10_000, root_cause="漢" * 900, task="")
     there = errors.error_from_dict(errors.error_to_dict(error))
     assert (there.message, there.root_cause) == (error.message, error.root_cause)
     assert (there.task, there.address) == ("", None)
 
 
-def test_peers_hear_of_the_longest_error(spawn_grpc: Spawn) -> None:
+def test_peers_receive_the_longest_error(spawn_grpc: Spawn) -> None:
     def fn(communicator: Communicator) -> str:
         if communicator.rank == 0:
             communicator.abort(errors.ConfigError("漢" * LONG, root_cause="漢" * LONG))
@@ -137,5 +139,5 @@ def test_peers_hear_of_the_longest_error(spawn_grpc: Spawn) -> None:
             communicator.barrier()
         return str(caught.value.root_cause)
 
-    told, heard = spawn_grpc(2, fn)
-    assert heard.startswith(told)
+    sent, received = spawn_grpc(2, fn)
+    assert received.startswith(sent)

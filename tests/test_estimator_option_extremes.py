@@ -1,4 +1,4 @@
-"""Options of the Estimator at the extremes of their types: refused in two sentences, or taken."""
+"""Extreme values of options of the Estimator: refused in two sentences, or accepted."""
 
 from __future__ import annotations
 
@@ -104,19 +104,19 @@ TAKEN: list[tuple[Callable[[str, Any], Any], str, list[Any]]] = [
 @pytest.mark.parametrize(
     ("make", "name", "values"), TAKEN, ids=[f"{make.__name__}-{name}" for make, name, _ in TAKEN]
 )
-def test_an_option_takes(make: Callable[[str, Any], Any], name: str, values: list[Any]) -> None:
+def test_an_option_accepts(make: Callable[[str, Any], Any], name: str, values: list[Any]) -> None:
     for value in values:
         make(name, value)
 
 
 @pytest.mark.parametrize("value", ["x", 3, [], {}, object(), True])
-def test_a_resolver_that_is_none(value: Any) -> None:
+def test_a_resolver_may_be_none(value: Any) -> None:
     with pytest.raises(hostopt.ConfigError, match=r"resolver is of type .*, wanted .*\. Give one"):
         strategy("cluster_resolver", value)
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", {}, [None], [[]], np.array([1])])
-def test_an_eval_spec_that_is_none_is_refused_as_by_stock(value: Any) -> None:
+def test_a_missing_eval_spec_is_refused_like_stock(value: Any) -> None:
     import estimator_ext
     from estimator_ext._tf_estimator import TrainSpec
 
@@ -127,7 +127,7 @@ def test_an_eval_spec_that_is_none_is_refused_as_by_stock(value: Any) -> None:
 
 
 @pytest.mark.parametrize("names", [[], [None, None], ["a", "a"], ["a", None], ["", "b"]])
-def test_eval_specs_want_names_of_their_own(names: list[Any]) -> None:
+def test_eval_specs_need_unique_names(names: list[Any]) -> None:
     import estimator_ext
     from estimator_ext._tf_estimator import EvalSpec, TrainSpec
 
@@ -139,8 +139,8 @@ def test_eval_specs_want_names_of_their_own(names: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("pairs", [[], [(None, None)]])
-def test_no_gradients_are_refused_as_by_stock(pairs: Any) -> None:
+def test_missing_gradients_are_refused_like_stock(pairs: Any) -> None:
     import estimator_ext
 
-    with pytest.raises(ValueError, match=r"no gradients provided .*\. Look whether"):
+    with pytest.raises(ValueError, match=r"no gradients provided .*\. Check whether"):
         estimator_ext.reduce_gradients(pairs)

@@ -10,7 +10,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import reserved_addresses
+from harness import deadline_s, reserved_addresses
 
 import estimator_ext
 import hostopt
@@ -25,7 +25,7 @@ Y = X.sum(-1, keepdims=True) + 1.0
 
 
 def data(batches: int, features_only: bool = False) -> Callable[[], tf.data.Dataset]:
-    """An input_fn of so many batches of the same examples, in order."""
+    """Returns an input_fn with batches of the same examples, in order."""
 
     def input_fn() -> tf.data.Dataset:
         arrays = X if features_only else (X, Y)
@@ -35,7 +35,7 @@ def data(batches: int, features_only: bool = False) -> Callable[[], tf.data.Data
 
 
 def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
-    """A network with variables of Keras and of TensorFlow, dropout and a moving average."""
+    """Builds a network with variables of Keras and of TensorFlow, dropout and a moving average."""
     hidden = tf.keras.layers.Dense(5, activation="tanh", dtype="float64")(features)
     hidden = tf.nn.dropout(hidden, 0.2) if mode == MODES.TRAIN else hidden
     kernel = tf.compat.v1.get_variable(
@@ -49,11 +49,11 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
         mean = tf.compat.v1.metrics.mean(outputs)
         return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops={"mean": mean})
     tf.compat.v1.summary.scalar("size", tf.reduce_mean(tf.abs(features)))
-    seen = tf.compat.v1.get_variable(
+    observed = tf.compat.v1.get_variable(
         "seen", [], tf.int64, tf.compat.v1.zeros_initializer(), trainable=False
     )
     step = tf.compat.v1.train.get_global_step()
-    with tf.control_dependencies([seen.assign_add(tf.shape(features, tf.int64)[0])]):
+    with tf.control_dependencies([observed.assign_add(tf.shape(features, tf.int64)[0])]):
         train_op = tf.compat.v1.train.AdamOptimizer(0.05).minimize(loss, step)
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
@@ -61,7 +61,7 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
 def make_estimator(
     model_dir: Path, build: Any = model_fn, strict: bool = True, **options: Any
 ) -> Any:
-    """An estimator; `options` are those of RunConfig and Estimator."""
+    """Creates an estimator; `options` are those of RunConfig and Estimator."""
     own = ("params", "train_batch_size", "eval_batch_size", "predict_batch_size")
     arguments = {name: options.pop(name) for name in own if name in options}
     config = estimator_ext.RunConfig(tf_random_seed=1, strict=strict, **options)
@@ -73,7 +73,7 @@ def variables_of(estimator: Any) -> dict[str, Any]:
 
 
 class Losses(tf.estimator.SessionRunHook):
-    """Notes the reported loss of each run of the session."""
+    """Records the reported loss of each run of the session."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -94,13 +94,14 @@ class Losses(tf.estimator.SessionRunHook):
 
 @pytest.fixture
 def two_workers() -> Iterator[list[Any]]:
-    """The strategies of two workers, which have not met yet."""
+    """The strategies of two workers that have not connected yet."""
     with reserved_addresses(2) as addresses:
         cluster = tf.train.ClusterSpec({"worker": addresses})
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver
         yield [
             estimator_ext.HostOffloadStrategy(
-                resolver(cluster, task_type="worker", task_id=rank), collective_timeout_s=30
+                resolver(cluster, task_type="worker", task_id=rank),
+                collective_timeout_s=deadline_s(30),
             )
             for rank in range(2)
         ]
@@ -109,23 +110,23 @@ def two_workers() -> Iterator[list[Any]]:
 # -- global batch sizes --------------------------------------------------------------------
 
 
-def note_batch_sizes(seen: list[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A model_fn and an input_fn that note the batch size of each mode."""
+def note_batch_sizes(observed: list[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns a model_fn and an input_fn that record the batch size of each mode."""
 
     def noting_model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
-        seen.append(("model_fn", mode, params.get("batch_size")))
+        observed.append(("model_fn", mode, params.get("batch_size")))
         return model_fn(features, labels, mode)
 
     def input_fn(mode: str, params: Any) -> tf.data.Dataset:
-        seen.append(("input_fn", mode, params.get("batch_size")))
+        observed.append(("input_fn", mode, params.get("batch_size")))
         return data(2)()
 
     return noting_model_fn, input_fn
 
 
 def test_each_mode_has_its_batch_size_in_params(tmp_path: Path) -> None:
-    seen: list[Any] = []
-    build, input_fn = note_batch_sizes(seen)
+    observed: list[Any] = []
+    build, input_fn = note_batch_sizes(observed)
     params = {"rate": 0.1}
     estimator = make_estimator(
         tmp_path, build, params=params, train_batch_size=8, eval_batch_size=6, predict_batch_size=5
@@ -134,30 +135,30 @@ def test_each_mode_has_its_batch_size_in_params(tmp_path: Path) -> None:
     estimator.evaluate(input_fn)
     list(estimator.predict(input_fn))
     sizes = {MODES.TRAIN: 8, MODES.EVAL: 6, MODES.PREDICT: 5}
-    assert seen == [
+    assert observed == [
         (place, mode, size) for mode, size in sizes.items() for place in ("input_fn", "model_fn")
     ]
     assert params == estimator.params == {"rate": 0.1}
 
 
-def test_without_a_batch_size_params_are_as_they_were(tmp_path: Path) -> None:
-    seen: list[Any] = []
-    build, input_fn = note_batch_sizes(seen)
+def test_params_are_unchanged_without_a_batch_size(tmp_path: Path) -> None:
+    observed: list[Any] = []
+    build, input_fn = note_batch_sizes(observed)
     make_estimator(tmp_path, build, params={"batch_size": 3}).train(input_fn)
-    assert {size for _, _, size in seen} == {3}
+    assert {size for _, _, size in observed} == {3}
 
 
 def test_workers_share_the_training_batch_and_one_evaluates(
     tmp_path: Path, two_workers: list[Any]
 ) -> None:
-    seen: list[list[Any]] = [[], []]
-    # two workers in one process, each with threads of its own to wait for the other
+    observed: list[list[Any]] = [[], []]
+    # two workers in one process; each needs threads to wait for the other
     threads_each = tf.compat.v1.ConfigProto(
         inter_op_parallelism_threads=8, use_per_session_threads=True
     )
 
     def run(rank: int) -> None:
-        build, input_fn = note_batch_sizes(seen[rank])
+        build, input_fn = note_batch_sizes(observed[rank])
         estimator = make_estimator(
             tmp_path,
             build,
@@ -174,7 +175,7 @@ def test_workers_share_the_training_batch_and_one_evaluates(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(deadline_s(60))
     for strategy in two_workers:
         strategy.close()
     one = [
@@ -182,7 +183,7 @@ def test_workers_share_the_training_batch_and_one_evaluates(
         for mode, size in ((MODES.TRAIN, 4), (MODES.EVAL, 6))
         for place in ("input_fn", "model_fn")
     ]
-    assert seen == [one, one]
+    assert observed == [one, one]
 
 
 @pytest.mark.parametrize(
@@ -196,31 +197,33 @@ def test_workers_share_the_training_batch_and_one_evaluates(
         ({"params": {"input_fn": 1}}, "'input_fn' is reserved"),
     ],
 )
-def test_batch_sizes_and_params_that_cannot_be(
+def test_invalid_batch_sizes_and_params(
     tmp_path: Path, options: dict[str, Any], rule: str
 ) -> None:
     def build(features: Any, labels: Any, mode: str, params: Any) -> None:
-        """Never called."""
+        """Must not be called."""
 
     with pytest.raises(ValueError, match=rule):
         make_estimator(tmp_path, build, **options)
 
 
-def test_a_batch_that_workers_cannot_share(tmp_path: Path, two_workers: list[Any]) -> None:
+def test_a_batch_that_cannot_be_divided_among_workers(
+    tmp_path: Path, two_workers: list[Any]
+) -> None:
     options = {"train_distribute": two_workers[0], "eval_batch_size": 7}
     with pytest.raises(ValueError, match="is 7, wanted a multiple of the number of workers, 2"):
         make_estimator(tmp_path, train_batch_size=7, **options)
     make_estimator(tmp_path, train_batch_size=8, **options)
 
 
-def test_an_input_fn_that_would_not_learn_its_batch_size(tmp_path: Path) -> None:
+def test_an_input_fn_without_params_is_refused(tmp_path: Path) -> None:
     estimator = make_estimator(tmp_path, train_batch_size=8)
     with pytest.raises(ValueError, match=r"no argument params.*train_batch_size is given"):
         estimator.train(data(1))
     estimator.evaluate(data(1))  # no batch size in this mode
 
 
-# -- what input_fn returns -----------------------------------------------------------------
+# -- results of input_fn -------------------------------------------------------------------
 
 
 def tensors() -> Any:
@@ -244,7 +247,7 @@ ASKED_FOR = [
 
 
 @pytest.mark.parametrize("options", ASKED_FOR)
-def test_the_strict_rules_are_asked_for(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_strict_rules_must_be_enabled(tmp_path: Path, options: dict[str, Any]) -> None:
     options = {"strict": False, **options}
     with pytest.raises(ValueError, match="'input_fn' is reserved"):
         make_estimator(tmp_path, build_with_params, params={"input_fn": 1}, **options)
@@ -264,7 +267,7 @@ def build_with_params(features: Any, labels: Any, mode: str, params: Any) -> Any
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=step.assign_add(1))
 
 
-def test_without_them_the_stock_rules_apply(tmp_path: Path) -> None:
+def test_stock_rules_apply_by_default(tmp_path: Path) -> None:
     def results_of(estimator: Any) -> list[Any]:
         tf.keras.utils.set_random_seed(1)
         estimator.train(tensors, steps=3)
@@ -272,12 +275,12 @@ def test_without_them_the_stock_rules_apply(tmp_path: Path) -> None:
         predictions = estimator.predict(lambda: tensors()[0])
         return [metrics, *[next(predictions)["y"] for _ in range(BATCH + 1)]]
 
-    found = results_of(make_estimator(tmp_path / "ours", strict=False))
+    result = results_of(make_estimator(tmp_path / "ours", strict=False))
     config = tf.estimator.RunConfig(tf_random_seed=1)
     stock = tf.estimator.Estimator(model_fn, str(tmp_path / "stock"), config)
-    wanted = results_of(stock)
-    assert found[0] == wanted[0]
-    np.testing.assert_array_equal(found[1:], wanted[1:])
+    expected = results_of(stock)
+    assert result[0] == expected[0]
+    np.testing.assert_array_equal(result[1:], expected[1:])
     # no metrics, and a reserved name
     loose = make_estimator(
         tmp_path / "loose", build_with_params, strict=False, params={"input_fn": 1}
@@ -311,7 +314,7 @@ def test_a_dataset_of_triples(tmp_path: Path) -> None:
 def test_datasets_of_features_and_labels(
     tmp_path: Path, element: Any, features: str, labels: str
 ) -> None:
-    found = []
+    result = []
 
     def describe(value: Any) -> str:
         if isinstance(value, dict):
@@ -319,18 +322,18 @@ def test_datasets_of_features_and_labels(
         return "None" if value is None else "array"
 
     def build(features: Any, labels: Any, mode: str) -> Any:
-        found.append((describe(features), describe(labels)))
+        result.append((describe(features), describe(labels)))
         loss = tf.reduce_mean(tf.nest.flatten(features)[0])
         metrics = {"mean": tf.compat.v1.metrics.mean(loss)}
         return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
 
     make_estimator(tmp_path, build).evaluate(lambda: tf.data.Dataset.from_tensors(element))
-    assert found == [(features, labels)]
+    assert result == [(features, labels)]
 
 
-def test_labels_that_model_fn_does_not_take(tmp_path: Path) -> None:
+def test_labels_that_model_fn_does_not_accept(tmp_path: Path) -> None:
     def build(features: tf.Tensor, mode: str) -> None:
-        """Never called."""
+        """Must not be called."""
 
     rule = "model_fn does not take labels, but input_fn returns labels"
     for run in (make_estimator(tmp_path, build).train, make_estimator(tmp_path, build).evaluate):
@@ -338,7 +341,7 @@ def test_labels_that_model_fn_does_not_take(tmp_path: Path) -> None:
             run(data(1))
 
 
-def test_a_stock_configuration_keeps_the_stock_rules(tmp_path: Path) -> None:
+def test_stock_rules_apply_to_a_stock_configuration(tmp_path: Path) -> None:
     def build(features: Any, labels: Any, mode: str, params: Any) -> Any:
         assert params == {"input_fn": 1}
         step = tf.compat.v1.train.get_global_step()
@@ -366,7 +369,7 @@ def evaluate(tmp_path: Path, spec: Callable[..., Any], batches: int = 3) -> Any:
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
-def test_eval_metrics_are_over_all_batches(tmp_path: Path, as_dict: bool) -> None:
+def test_eval_metrics_cover_all_batches(tmp_path: Path, as_dict: bool) -> None:
     def metrics(features: tf.Tensor, labels: tf.Tensor) -> dict[str, Any]:
         positive = features[:, :1] > 0
         return {
@@ -379,11 +382,11 @@ def test_eval_metrics_are_over_all_batches(tmp_path: Path, as_dict: bool) -> Non
         call = (metrics, named if as_dict else [features, labels])
         return estimator_ext.EstimatorSpec(mode, loss=loss, eval_metrics=call)
 
-    found = evaluate(tmp_path, spec)
+    result = evaluate(tmp_path, spec)
     rows = slice(3 * BATCH - 1)
-    np.testing.assert_allclose(found["mean"], Y[rows].mean(), rtol=1e-6)
+    np.testing.assert_allclose(result["mean"], Y[rows].mean(), rtol=1e-6)
     right = ((Y[rows] > 1) == (X[rows, :1] > 0)).mean()
-    np.testing.assert_allclose(found["accuracy"], right, rtol=1e-6)
+    np.testing.assert_allclose(result["accuracy"], right, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [estimator_ext.EstimatorSpec, tf.estimator.EstimatorSpec])
@@ -405,11 +408,11 @@ def test_an_evaluation_with_both_kinds_of_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["loss", "train_op", "predictions"])
 @pytest.mark.parametrize("wrong_mode", [False, True])
-def test_a_field_that_is_missing_is_named(tmp_path: Path, missing: str, wrong_mode: bool) -> None:
+def test_a_missing_field_is_named(tmp_path: Path, missing: str, wrong_mode: bool) -> None:
     def build(features: tf.Tensor, mode: str) -> Any:
         loss = tf.reduce_mean(features)
         fields = {"loss": loss, "train_op": loss, "predictions": loss}
-        if wrong_mode:  # one in which the field may be missing
+        if wrong_mode:  # a mode in which the field may be missing
             mode = MODES.TRAIN if missing == "predictions" else MODES.PREDICT
         return estimator_ext.EstimatorSpec(
             mode, **{name: value for name, value in fields.items() if name != missing}
@@ -427,22 +430,22 @@ def test_a_field_that_is_missing_is_named(tmp_path: Path, missing: str, wrong_mo
 
 
 def trained(estimator: Any, batches: int, **options: Any) -> tuple[dict[str, Any], list[float]]:
-    """Final variables, and the losses of each run of the session."""
+    """Returns the final variables, and the losses of each run of the session."""
     tf.keras.utils.set_random_seed(1)
     losses = Losses()
     estimator.train(data(batches), hooks=[losses, *options.pop("hooks", ())], **options)
     return variables_of(estimator), losses.found
 
 
-def check_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert set(found) == set(wanted)
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
+def check_equal(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(result) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(result[name], value, rtol=0, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("with_strategy", [False, True])
 @pytest.mark.parametrize("batches", [12, 10])  # 10: the data end within a loop
-def test_a_loop_of_steps_equals_the_steps(
+def test_a_loop_of_steps_equals_single_steps(
     tmp_path: Path, with_strategy: bool, batches: int
 ) -> None:
     options: dict[str, Any] = {}
@@ -453,18 +456,18 @@ def test_a_loop_of_steps_equals_the_steps(
     else:
         config = tf.estimator.RunConfig(tf_random_seed=1)
         stepwise = tf.estimator.Estimator(model_fn, str(tmp_path / "steps"), config)
-    wanted, step_losses = trained(stepwise, batches)
+    expected, step_losses = trained(stepwise, batches)
     estimator = make_estimator(tmp_path / "loops", iterations_per_loop=4, **options)
-    found, losses = trained(estimator, batches)
-    check_equal(found, wanted)
-    assert found["global_step"] == batches == found["seen"] / BATCH
+    result, losses = trained(estimator, batches)
+    check_equal(result, expected)
+    assert result["global_step"] == batches == result["seen"] / BATCH
     loops = batches // 4  # the runs of the session
     means = np.reshape(step_losses[: loops * 4], (loops, 4)).mean(-1)
     np.testing.assert_allclose(losses, means, rtol=1e-12)
 
 
-def test_a_loop_runs_where_a_step_would(tmp_path: Path) -> None:
-    found: dict[str, list[str]] = {}
+def test_a_loop_runs_on_the_devices_of_a_step(tmp_path: Path) -> None:
+    result: dict[str, list[str]] = {}
 
     class Trace(tf.estimator.SessionRunHook):
         def before_run(self, run_context: Any) -> Any:
@@ -473,20 +476,20 @@ def test_a_loop_runs_where_a_step_would(tmp_path: Path) -> None:
 
         def after_run(self, run_context: Any, run_values: Any) -> None:
             for device in run_values.run_metadata.step_stats.dev_stats:
-                found[device.device[-5:]] = [node.node_name for node in device.node_stats]
+                result[device.device[-5:]] = [node.node_name for node in device.node_stats]
 
     strategy = estimator_ext.HostOffloadStrategy(accelerator="/device:CPU:1")
     estimator = make_estimator(tmp_path, iterations_per_loop=6, train_distribute=strategy)
     estimator.train(data(6), hooks=[Trace()])
-    products = [name for name in found["CPU:1"] if name.endswith("dense/MatMul")]
-    updates = [name for name in found["CPU:0"] if name.endswith("/ResourceApplyAdam")]
+    products = [name for name in result["CPU:1"] if name.endswith("dense/MatMul")]
+    updates = [name for name in result["CPU:0"] if name.endswith("/ResourceApplyAdam")]
     assert len(products) == 6
     assert len(updates) == 6 * 3  # variables
-    assert not [name for name in found["CPU:0"] if "MatMul" in name]
+    assert not [name for name in result["CPU:0"] if "MatMul" in name]
 
 
 class Parts(tf.keras.layers.Layer):
-    """A layer with a weight of its own, and control flow."""
+    """A layer with a weight and control flow."""
 
     def build(self, shape: Any) -> None:
         self.scale = self.add_weight(name="scale", shape=[], initializer="ones", dtype="float64")
@@ -519,14 +522,14 @@ def model_fn_of_many_parts(features: tf.Tensor, labels: tf.Tensor, mode: str) ->
 def test_a_model_of_many_parts_in_a_loop(tmp_path: Path) -> None:
     config = tf.estimator.RunConfig(tf_random_seed=1)
     stock = tf.estimator.Estimator(model_fn_of_many_parts, str(tmp_path / "steps"), config)
-    wanted, _ = trained(stock, 12)
+    expected, _ = trained(stock, 12)
     loops = make_estimator(tmp_path / "loops", model_fn_of_many_parts, iterations_per_loop=6)
-    found, losses = trained(loops, 12)
-    check_equal(found, wanted)
+    result, losses = trained(loops, 12)
+    check_equal(result, expected)
     assert len(losses) == 2
 
 
-def test_steps_that_are_no_whole_loops(tmp_path: Path) -> None:
+def test_numbers_of_steps_that_are_not_multiples_of_the_loop(tmp_path: Path) -> None:
     estimator = make_estimator(tmp_path, iterations_per_loop=4)
     rule = "steps is 10, wanted a multiple of iterations_per_loop=4.*Give steps=12"
     for run in (estimator.train, estimator.evaluate):
@@ -536,17 +539,17 @@ def test_steps_that_are_no_whole_loops(tmp_path: Path) -> None:
     assert estimator.evaluate(data(20), steps=8)["global_step"] == 8
 
 
-def test_max_steps_is_rounded_up_to_whole_loops(tmp_path: Path) -> None:
+def test_max_steps_is_rounded_up_to_a_multiple_of_the_loop(tmp_path: Path) -> None:
     estimator = make_estimator(tmp_path, iterations_per_loop=4)
-    found, _ = trained(estimator, 100, max_steps=10)
-    assert found["global_step"] == 12
+    result, _ = trained(estimator, 100, max_steps=10)
+    assert result["global_step"] == 12
     again, losses = trained(estimator, 100, max_steps=11)
     assert again["global_step"] == 12
     assert not losses
 
 
 def test_hooks_between_loops(tmp_path: Path) -> None:
-    """Savers save where they are due, and a stop comes with the loop that reaches it."""
+    """Savers save after the loop in which they are due, and a stop happens after a loop."""
     saved = []
 
     class Listener(tf.compat.v1.train.CheckpointSaverListener):
@@ -588,7 +591,7 @@ def summaries(directory: Path, tag: str) -> list[float]:
     return [value.simple_value for e in events for value in e.summary.value if value.tag == tag]
 
 
-def test_a_hook_that_looks_into_a_loop(tmp_path: Path) -> None:
+def test_a_hook_that_fetches_a_tensor_of_a_loop(tmp_path: Path) -> None:
     def build(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
         spec = model_fn(features, labels, mode)
         hook = tf.compat.v1.train.LoggingTensorHook({"x": features}, every_n_iter=1)
@@ -622,7 +625,7 @@ def test_a_reference_variable_in_a_loop(tmp_path: Path) -> None:
         make_estimator(tmp_path, build, iterations_per_loop=2).train(data(4))
 
 
-def test_loops_that_cannot_be(two_workers: list[Any]) -> None:
+def test_invalid_numbers_of_iterations(two_workers: list[Any]) -> None:
     with pytest.raises(hostopt.ConfigError, match="per_loop is 3, wanted 1 with 2 workers"):
         estimator_ext.RunConfig(train_distribute=two_workers[0], iterations_per_loop=3)
     with pytest.raises(hostopt.ConfigError, match="wanted 1 with accumulate_steps=2"):
@@ -639,42 +642,42 @@ def test_loops_that_cannot_be(two_workers: list[Any]) -> None:
 # -- num_predictions -----------------------------------------------------------------------
 
 
-def test_a_number_of_predictions(tmp_path: Path) -> None:
+def test_the_number_of_predictions_is_limited(tmp_path: Path) -> None:
     estimator = make_estimator(tmp_path)
     hook = Losses()
     hook.begin = hook.before_run = hook.after_run = lambda *_: None  # type: ignore[method-assign]
-    endless = lambda: data(50, features_only=True)().repeat()  # noqa: E731
-    found = list(estimator.predict(endless, hooks=[hook], num_predictions=6))
-    np.testing.assert_array_equal([each["x"] for each in found], X[:6])
+    repeat_last_batch = lambda: data(50, features_only=True)().repeat()  # noqa: E731
+    result = list(estimator.predict(repeat_last_batch, hooks=[hook], num_predictions=6))
+    np.testing.assert_array_equal([each["x"] for each in result], X[:6])
     assert hook.ended == 1
-    keyed = estimator.predict(endless, ["x"], num_predictions=BATCH)
+    keyed = estimator.predict(repeat_last_batch, ["x"], num_predictions=BATCH)
     np.testing.assert_array_equal([each["x"] for each in keyed], X[:BATCH])
 
 
-def test_more_predictions_than_there_are(tmp_path: Path) -> None:
+def test_a_limit_larger_than_the_number_of_predictions(tmp_path: Path) -> None:
     input_fn = data(2, features_only=True)
     assert len(list(make_estimator(tmp_path).predict(input_fn, num_predictions=100))) == 2 * BATCH
 
 
 @pytest.mark.parametrize(("number", "batches"), [(1, 1), (4, 1), (5, 2), (8, 2), (100, 3)])
-def test_batches_of_so_many_predictions(tmp_path: Path, number: int, batches: int) -> None:
-    found = make_estimator(tmp_path).predict(
+def test_predictions_are_limited_in_batches(tmp_path: Path, number: int, batches: int) -> None:
+    result = make_estimator(tmp_path).predict(
         data(3, features_only=True), yield_single_examples=False, num_predictions=number
     )
     np.testing.assert_array_equal(
-        [batch["x"] for batch in found], X.reshape(-1, BATCH, 3)[:batches]
+        [batch["x"] for batch in result], X.reshape(-1, BATCH, 3)[:batches]
     )
 
 
-def test_the_last_prediction_has_closed_the_session(tmp_path: Path) -> None:
+def test_the_session_is_closed_after_the_last_prediction(tmp_path: Path) -> None:
     estimator = make_estimator(tmp_path)
-    for _ in range(2):  # whoever takes just so many can predict again
-        found = estimator.predict(data(9, features_only=True), num_predictions=2)
-        np.testing.assert_array_equal([next(found)["x"], next(found)["x"]], X[:2])
+    for _ in range(2):  # after exactly that many predictions, predict can be called again
+        result = estimator.predict(data(9, features_only=True), num_predictions=2)
+        np.testing.assert_array_equal([next(result)["x"], next(result)["x"]], X[:2])
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True])
-def test_numbers_of_predictions_that_cannot_be(tmp_path: Path, number: Any) -> None:
+def test_invalid_numbers_of_predictions(tmp_path: Path, number: Any) -> None:
     with pytest.raises(ValueError, match=r"num_predictions is .*, wanted a whole number above 0"):
         make_estimator(tmp_path).predict(data(1, features_only=True), num_predictions=number)
 
@@ -682,7 +685,7 @@ def test_numbers_of_predictions_that_cannot_be(tmp_path: Path, number: Any) -> N
 # -- prefetch_depth ------------------------------------------------------------------------
 
 
-def test_batches_are_prepared_beforehand(tmp_path: Path) -> None:
+def test_batches_are_prefetched(tmp_path: Path) -> None:
     made, enough = [], threading.Event()
 
     def batches() -> Iterator[Any]:
@@ -703,16 +706,16 @@ def test_batches_are_prepared_beforehand(tmp_path: Path) -> None:
     make_estimator(tmp_path, strict=False, prefetch_depth=3).train(
         input_fn, steps=1, hooks=[Wait()]
     )
-    assert len(made) <= 1 + 3 + 1  # one that was used, and one in the making
+    assert len(made) <= 1 + 3 + 1  # one that was used, and one being computed
 
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5, True])
-def test_depths_that_cannot_be(depth: Any) -> None:
+def test_invalid_prefetch_depths(depth: Any) -> None:
     with pytest.raises(ValueError, match=r"prefetch_depth is .*, wanted a whole number above 0"):
         estimator_ext.RunConfig(prefetch_depth=depth)
 
 
-def test_the_configuration_tells_what_it_was_given() -> None:
+def test_the_configuration_returns_its_arguments() -> None:
     config = estimator_ext.RunConfig(iterations_per_loop=5, prefetch_depth=2)
     assert (config.iterations_per_loop, config.prefetch_depth) == (5, 2)
     config = estimator_ext.RunConfig(strict=True).replace(model_dir="somewhere")

@@ -1,4 +1,4 @@
-"""Several evaluators: what they measure together, and what they refuse."""
+"""Several evaluators: their common metrics, and refused configurations."""
 
 from __future__ import annotations
 
@@ -11,44 +11,47 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import Spawn
-from ranks import Rank, Ranks, reserved_addresses
+from harness import reserved_addresses
+from ranks import Rank, Ranks
+from rings import Spawn
 
 import estimator_ext
 import hostopt
+from estimator_ext.evaluation import CheckpointEvaluation
 from estimator_ext.evaluators import Evaluators, with_evaluators
 from estimator_ext.metric_sums import find_summable
-from estimator_ext.training import _Evaluation
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow]
 
 COUNTS = ("confusion", "true_positives", "global_step")
 
 
 @pytest.fixture
 def started(tmp_path: Path, ranks: Ranks) -> Iterator[Any]:
-    """`started(count, **settings)`: a chief and `count` evaluators, which the cluster lists."""
+    """`started(count, **settings)` starts a chief and `count` evaluators of its cluster."""
     with reserved_addresses(4) as addresses:
 
-        def start(count: int, own: dict[str, Any] | None = None, **settings: Any) -> list[Rank]:
+        def start(
+            count: int, task_settings: dict[str, Any] | None = None, **settings: Any
+        ) -> list[Rank]:
             jobs = {"chief": addresses[:1], "evaluator": addresses[1 : 1 + count]}
             arguments = [json.dumps({"model_dir": str(tmp_path / "model"), **settings})]
-            more = {name: [json.dumps(value)] for name, value in (own or {}).items()}
-            return ranks.start("evaluate.py", jobs, arguments=arguments, own=more)
+            more = {name: [json.dumps(value)] for name, value in (task_settings or {}).items()}
+            return ranks.start("evaluate.py", jobs, arguments=arguments, task_arguments=more)
 
         yield start
 
 
 def result_of(rank: Rank) -> Any:
-    """What train_and_evaluate returned in a process."""
+    """Returns the result of train_and_evaluate in a process."""
     (line,) = [line for line in rank.output.splitlines() if line.startswith("RESULT ")]
     return json.loads(line[len("RESULT") :])
 
 
 def evaluated_steps(eval_dir: Path) -> list[int]:
-    """Steps for which an evaluation wrote an accuracy, once for each writer."""
+    """Returns the steps for which an evaluation wrote an accuracy, once for each writer."""
     return [
         event.step
         for path in eval_dir.glob("events.*")
@@ -58,25 +61,25 @@ def evaluated_steps(eval_dir: Path) -> list[int]:
     ]
 
 
-def test_three_evaluators_measure_what_one_measures(tmp_path: Path, started: Any) -> None:
+def test_three_evaluators_compute_the_metrics_of_one(tmp_path: Path, started: Any) -> None:
     chief, *evaluators = started(3)
     for rank in (chief, *evaluators):
         assert rank.wait() == 0, rank.output
-    found = [result_of(rank) for rank in evaluators]
-    (alone,) = found[0][1]  # by an exporter, which evaluator 0 alone has called
-    assert [exports for _, exports in found[1:]] == [[], []]
+    result = [result_of(rank) for rank in evaluators]
+    (alone,) = result[0][1]  # from an exporter, which only evaluator 0 calls
+    assert [exports for _, exports in result[1:]] == [[], []]
     assert np.sum(alone["confusion"]) == 10_000
-    for together, _ in found:
-        assert set(together) == set(alone)
+    for metrics, _ in result:
+        assert set(metrics) == set(alone)
         for name, value in alone.items():
             tolerance = 0 if name in COUNTS else 1e-6
-            np.testing.assert_allclose(together[name], value, 0, tolerance, err_msg=name)
-    # one writer
+            np.testing.assert_allclose(metrics[name], value, 0, tolerance, err_msg=name)
+    # a single writer
     assert evaluated_steps(tmp_path / "model" / "eval").count(20) == 1
     assert len(list((tmp_path / "model" / "eval").glob("events.*"))) == 1
 
 
-def test_each_evaluator_has_an_eval_spec_of_its_own(tmp_path: Path, started: Any) -> None:
+def test_each_evaluator_has_a_different_eval_spec(tmp_path: Path, started: Any) -> None:
     chief, few, everything = started(2, specs="named", metric="largest")
     for rank, count in ((few, 300), (everything, 10_000)):
         assert rank.wait() == 0, rank.output
@@ -88,7 +91,7 @@ def test_each_evaluator_has_an_eval_spec_of_its_own(tmp_path: Path, started: Any
 
 
 def test_a_killed_evaluator_ends_the_others_but_not_the_training(started: Any) -> None:
-    chief, first, second, third = started(3, own={"evaluator:1": {"stop": True}})
+    chief, first, second, third = started(3, task_settings={"evaluator:1": {"stop": True}})
     second.wait_for_output("stopped here")
     second.signal(signal.SIGKILL)
     for rank in (first, third):
@@ -101,19 +104,19 @@ def test_a_killed_evaluator_ends_the_others_but_not_the_training(started: Any) -
 def test_one_process_evaluates_all_eval_specs(tmp_path: Path) -> None:
     specs = [tf.estimator.EvalSpec(blind_data, name=name) for name in ("day", "night")]
     metrics, exports = evaluate(estimator_ext, None, tmp_path, *specs)
-    assert [(name, found["global_step"]) for name, found in metrics.items()] == [
+    assert [(name, result["global_step"]) for name, result in metrics.items()] == [
         ("day", 1),
         ("night", 1),
     ]
     assert exports == {"day": [], "night": []}
 
 
-def test_a_damaged_checkpoint_is_left_out_and_the_next_one_evaluated(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_the_next_one_evaluated(tmp_path: Path) -> None:
     estimator = estimator_ext.Estimator(one_metric_model_fn, str(tmp_path))
-    evaluation = _Evaluation(
+    evaluation = CheckpointEvaluation(
         estimator, tf.estimator.TrainSpec(data, 9), tf.estimator.EvalSpec(data)
     )
-    assert evaluation.run() == (None, [])  # nothing yet
+    assert evaluation.run() == (None, [])  # no checkpoint yet
     for step, damaged in enumerate(["", "checkpoint", "model.ckpt-3.index", "model.ckpt-4.data"]):
         estimator.train(data, steps=1)
         if not damaged:
@@ -131,7 +134,7 @@ def test_a_damaged_checkpoint_is_left_out_and_the_next_one_evaluated(tmp_path: P
         assert metrics["global_step"] == step + 1
 
 
-def test_an_error_of_the_model_is_no_damage(tmp_path: Path) -> None:
+def test_an_error_of_the_model_is_not_reported_as_damage(tmp_path: Path) -> None:
     def failing(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
         if mode == tf.estimator.ModeKeys.EVAL:
             raise ValueError("of the user")
@@ -140,16 +143,16 @@ def test_an_error_of_the_model_is_no_damage(tmp_path: Path) -> None:
     estimator = estimator_ext.Estimator(failing, str(tmp_path)).train(data, steps=1)
     spec = tf.estimator.TrainSpec(data, 9)
     with pytest.raises(ValueError, match="of the user"):
-        _Evaluation(estimator, spec, tf.estimator.EvalSpec(data)).run()
+        CheckpointEvaluation(estimator, spec, tf.estimator.EvalSpec(data)).run()
 
 
-# -- what is refused -----------------------------------------------------------------------
+# -- refused -------------------------------------------------------------------------------
 
 
 def as_evaluator(
     monkeypatch: pytest.MonkeyPatch, index: int, listed: int
 ) -> estimator_ext.HostOffloadStrategy:
-    """The strategy of an evaluator of a cluster that lists so many."""
+    """Returns the strategy of an evaluator whose cluster lists `listed` evaluators."""
     addresses = [f"127.0.0.1:{2000 + i}" for i in range(listed)]
     cluster = {"chief": ["127.0.0.1:1999"], "evaluator": addresses}
     config = {"cluster": cluster, "task": {"type": "evaluator", "index": index}}
@@ -200,7 +203,7 @@ def test_the_stock_function_refuses_a_second_evaluator(
 @pytest.mark.parametrize(
     ("index", "listed", "input_fn", "message"),
     [
-        (0, 2, blind_data, "no argument input_context, so 2 evaluators would count each example"),
+        (0, 2, blind_data, "no argument input_context, so each example would be counted 2 times"),
         (2, 2, data, r"lists 2 addresses .*none of this task \(evaluator:2\)"),
         (1, 0, data, r"lists 0 addresses .*none of this task \(evaluator:1\)"),
     ],
@@ -223,7 +226,9 @@ def test_eval_specs_and_evaluators_that_do_not_match(
 ) -> None:
     strategy = as_evaluator(monkeypatch, 0, 3)
     day, night = (tf.estimator.EvalSpec(data, name=name) for name in ("day", "night"))
-    with pytest.raises(hostopt.ConfigError, match=r"evaluator 0 of 3 finds .*'day', 'night'"):
+    with pytest.raises(
+        hostopt.ConfigError, match=r"evaluator 0 of 3 has the EvalSpecs \['day', 'night'\]"
+    ):
         evaluate(estimator_ext, strategy, tmp_path, day, night)
     with pytest.raises(hostopt.ConfigError, match=r"named \['day', 'day'\]"):
         evaluate(estimator_ext, strategy, tmp_path, day, day)
@@ -292,14 +297,14 @@ def counted_in_python(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
     ("metric", "why"),
     [
         (largest, "its variable 'largest' changes by AssignVariableOp"),
-        (moving_average, "its variable 'average' grows by what such variables hold"),
+        (moving_average, "its variable 'average' grows by the values of variables"),
         (was_there, "its variable 'there' is of dtype bool"),
         (largest_of_a_reference, "its variable 'reference' changes by Assign "),
-        (of_the_last_batch, "it is made of the last batch"),
-        (counted_in_python, "PyFunc keeps what it has counted"),
+        (of_the_last_batch, "its result is computed from the last batch"),
+        (counted_in_python, "PyFunc keeps its own state"),
     ],
 )
-def test_what_cannot_be_summed(metric: Any, why: str) -> None:
+def test_metrics_that_cannot_be_summed(metric: Any, why: str) -> None:
     with tf.Graph().as_default():
         value, _ = metric(tf.constant(1.0))
         with pytest.raises(hostopt.ConfigError, match=f"metric 'name' cannot .*: {why}"):
@@ -307,20 +312,20 @@ def test_what_cannot_be_summed(metric: Any, why: str) -> None:
 
 
 @pytest.mark.parametrize("use_resource", [True, False])
-def test_what_can_be_summed(use_resource: bool) -> None:
+def test_metrics_that_can_be_summed(use_resource: bool) -> None:
     with tf.Graph().as_default():
         counted = local("counted", use_resource=use_resource)
-        factor = local("factor", use_resource=use_resource)  # which never changes
+        factor = local("factor", use_resource=use_resource)  # never changes
         tf.compat.v1.assign_add(counted, factor * 2.0)
         assert find_summable({"product": counted * factor}) == [counted]
 
 
-def test_metrics_of_tensorflow_can_be_summed() -> None:
+def test_tensorflow_metrics_can_be_summed() -> None:
     metrics = tf.compat.v1.metrics
     with tf.Graph().as_default():
         labels, values = tf.constant([0, 1, 1]), tf.constant([0.1, 0.6, 0.4])
         digits = tf.cast(values > 0.5, tf.int32)
-        found = {
+        result = {
             "auc": metrics.auc(labels, values),
             "false_negatives": metrics.false_negatives(labels, digits),
             "iou": metrics.mean_iou(labels, digits, 2),
@@ -335,23 +340,23 @@ def test_metrics_of_tensorflow_can_be_summed() -> None:
             "rmse": metrics.root_mean_squared_error(values, 1 - values),
             "specificity": metrics.specificity_at_sensitivity(labels, values, 0.5),
         }
-        variables = find_summable({name: value for name, (value, _) in found.items()})
+        variables = find_summable({name: value for name, (value, _) in result.items()})
         kept = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.METRIC_VARIABLES)
         assert [v.op.name for v in variables] == sorted(v.op.name for v in kept)
 
 
-# -- rounds --------------------------------------------------------------------------------
+# -- evaluations ---------------------------------------------------------------------------
 
 
-def hear_or_say(evaluators: Evaluators, **note: Any) -> list[str | None]:
-    """Begin a round as evaluator 0, or what the others hear of it."""
+def announce_or_wait(evaluators: Evaluators, **note: Any) -> list[str | None]:
+    """Starts an evaluation as evaluator 0; returns the checkpoint as another evaluator."""
     if evaluators.index > 0:
-        return [evaluators.hear()]
-    evaluators.say(**note)
+        return [evaluators.wait_for_checkpoint()]
+    evaluators.announce(**note)
     return []
 
 
-def test_a_round_in_which_one_finds_the_checkpoint_deleted(
+def test_an_evaluation_whose_checkpoint_is_deleted_on_one_evaluator(
     spawn_inproc: Spawn, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "model.ckpt-1")
@@ -359,53 +364,56 @@ def test_a_round_in_which_one_finds_the_checkpoint_deleted(
     def run(communicator: hostopt.Communicator) -> list[str | None]:
         evaluators = Evaluators(communicator)
         if evaluators.index == 0:
-            evaluators.say()  # nothing yet
-        heard = [] if evaluators.index == 0 else [evaluators.hear()]
+            evaluators.announce()  # no checkpoint yet
+        received = [] if evaluators.index == 0 else [evaluators.wait_for_checkpoint()]
         with (
             pytest.raises(hostopt.CheckpointError, match=r"worker:1 could not read .*ckpt-1"),
-            evaluators.round(path, str(tmp_path)),
+            evaluators.evaluation(path, str(tmp_path)),
         ):
             if evaluators.index == 1:
                 raise tf.errors.NotFoundError(None, None, path)
-            evaluators.have_read()
-        return heard + hear_or_say(evaluators, ended=True)
+            evaluators.confirm_restored()
+        return received + announce_or_wait(evaluators, ended=True)
 
-    heard = ["model.ckpt-1", None]
-    assert spawn_inproc(3, run) == [[], heard, heard]
+    received = ["model.ckpt-1", None]
+    assert spawn_inproc(3, run) == [[], received, received]
 
 
-def test_a_round_in_which_one_fails(spawn_inproc: Spawn, tmp_path: Path) -> None:
+def test_an_evaluation_that_fails_on_one_evaluator(spawn_inproc: Spawn, tmp_path: Path) -> None:
     path = str(tmp_path / "model.ckpt-1")
 
     def run(communicator: hostopt.Communicator) -> None:
         evaluators = Evaluators(communicator)
         if evaluators.index > 0:
-            evaluators.hear()
+            evaluators.wait_for_checkpoint()
         failure = ValueError("of the user") if evaluators.index == 0 else None
-        wanted = ValueError if failure else hostopt.PeerLostError
-        with pytest.raises(wanted, match="of the user"), evaluators.round(path, str(tmp_path)):
-            evaluators.have_read()
-            if failure:  # though the checkpoint is gone meanwhile
+        expected = ValueError if failure else hostopt.PeerLostError
+        with (
+            pytest.raises(expected, match="of the user"),
+            evaluators.evaluation(path, str(tmp_path)),
+        ):
+            evaluators.confirm_restored()
+            if failure:  # although the checkpoint has been deleted
                 raise failure
             communicator.barrier()
         with pytest.raises(hostopt.PeerLostError, match="of the user"):
-            hear_or_say(evaluators)
+            announce_or_wait(evaluators)
 
     spawn_inproc(3, run)
 
 
-def test_a_round_in_which_one_cannot_write(spawn_inproc: Spawn, tmp_path: Path) -> None:
-    """All raise the same, typed."""
+def test_an_evaluation_whose_result_cannot_be_written(spawn_inproc: Spawn, tmp_path: Path) -> None:
+    """All evaluators raise the same CheckpointError."""
 
     def run(communicator: hostopt.Communicator) -> None:
         evaluators = Evaluators(communicator)
         if evaluators.index > 0:
-            evaluators.hear()
-        wanted = pytest.raises(
+            evaluators.wait_for_checkpoint()
+        expected = pytest.raises(
             hostopt.CheckpointError, match=r"cannot write or read a file of .*No space"
         )
-        with wanted, evaluators.round(str(tmp_path / "model.ckpt-1"), str(tmp_path)):
-            evaluators.have_read()
+        with expected, evaluators.evaluation(str(tmp_path / "model.ckpt-1"), str(tmp_path)):
+            evaluators.confirm_restored()
             if evaluators.index == 0:
                 text = f"{tmp_path}/eval/events; No space left on device"
                 raise tf.errors.ResourceExhaustedError(None, None, text)
@@ -414,11 +422,11 @@ def test_a_round_in_which_one_cannot_write(spawn_inproc: Spawn, tmp_path: Path) 
     spawn_inproc(3, run)
 
 
-def test_steps_are_divided(spawn_inproc: Spawn) -> None:
+def test_steps_are_divided_among_evaluators(spawn_inproc: Spawn) -> None:
     def run(communicator: hostopt.Communicator) -> tuple[int | None, int | None]:
         evaluators = Evaluators(communicator)
         with pytest.raises(hostopt.ConfigError, match=r"EvalSpec\.steps is 2 for 3 evaluators"):
-            evaluators.share(2)
-        return evaluators.share(None), evaluators.share(8)
+            evaluators.local_steps(2)
+        return evaluators.local_steps(None), evaluators.local_steps(8)
 
     assert spawn_inproc(3, run) == [(None, 3), (None, 3), (None, 2)]

@@ -1,4 +1,4 @@
-"""Faults in a ring of processes, under short deadlines: who is named, how soon, what is summed."""
+"""Faults in a ring of processes with short deadlines: the named rank, the time, the sums."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from conftest import NewRing, RankProcess, RankProcesses, listens, split_address
-from fault_ring import PING_S, FaultRing, assert_exact, let_meet, report
+from fault_ring import PING_S, FaultRing, assert_exact, connect_all, report
 from faults import FaultPlan
-from launcher import is_gone, until
+from harness import is_gone, listens, reserved_addresses, split_address, until
 from proxy import Proxy
-from ranks import reserved_addresses
+from rings import NewRing, RankProcess, RankProcesses
 
-from hostopt.transport.base import Tag
-from hostopt.transport.frame import FrameWriter, Origin
+from hostopt.transport.grpc.frame import FrameWriter, Origin
+from hostopt.transport.message import Tag
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.timeout(60),
     pytest.mark.usefixtures("no_thread_left"),
 ]
 
 over_both = pytest.mark.parametrize("communication", ["grpc", "shm"])
-# What the deadline of a fault leaves for the end of a process, on a machine that is busy.
+# Time for the end of a process after the deadline of a fault, on a busy machine.
 END_S = 4.0
 VICTIM = 1
 
@@ -38,7 +36,7 @@ def others(started: Sequence[RankProcess]) -> list[RankProcess]:
 
 
 def end(process: RankProcess) -> None:
-    """Kill a rank that would not end by itself for long."""
+    """Kills a rank that would not end soon by itself."""
     process.kill()
     assert process.exit_code() == -9
 
@@ -50,7 +48,7 @@ def assert_all_blame(
     within_s: float,
     blamed: int = VICTIM,
 ) -> list[dict[str, Any]]:
-    """All survivors end with this error, which names one rank and one cause.
+    """Checks that all survivors end with this error, which names one rank and one cause.
 
     Args:
       ring: the ring.
@@ -65,13 +63,13 @@ def assert_all_blame(
     code = {"ProtocolError": 76, "PeerLostError": 200, "CollectiveTimeoutError": 201}[kind]
     assert {process.exit_code(within_s + END_S) for process in survivors} == {code}
     reports = [report(process) for process in survivors]
-    for found in reports:
-        assert found["exact"] and found["only_sums"], found
-        error = found["error"]
+    for result in reports:
+        assert result["exact"] and result["only_sums"], result
+        error = result["error"]
         assert error["kind"] == kind, error
         assert error["facts"]["rank"] == blamed, error
         assert ring.name(blamed) in error["message"]
-    assert len({found["error"]["facts"]["root_cause"] for found in reports}) == 1, reports
+    assert len({result["error"]["facts"]["root_cause"] for result in reports}) == 1, reports
     return reports
 
 
@@ -79,7 +77,7 @@ def assert_all_blame(
 
 
 @over_both
-def test_no_alarm_where_all_is_well(processes: NewRing, communication: str) -> None:
+def test_a_healthy_ring_raises_no_error(processes: NewRing, communication: str) -> None:
     ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
     for process in ring.start_all("--pause-s", 0.3):
         assert_exact(process)
@@ -87,17 +85,15 @@ def test_no_alarm_where_all_is_well(processes: NewRing, communication: str) -> N
 
 
 @over_both
-def test_no_alarm_for_a_rank_that_is_ten_times_slower(
-    processes: NewRing, communication: str
-) -> None:
+def test_a_slow_rank_raises_no_error(processes: NewRing, communication: str) -> None:
     ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
-    for process in ring.start_all("--pause-s", 0.03, own={VICTIM: ("--pause-s", 0.3)}):
+    for process in ring.start_all("--pause-s", 0.03, rank_arguments={VICTIM: ("--pause-s", 0.3)}):
         assert_exact(process)
         assert not process.stderr
 
 
-def test_no_proxy_of_the_environment_is_asked(processes: NewRing) -> None:
-    with reserved_addresses(1) as dead:  # nobody listens there
+def test_proxies_of_the_environment_are_ignored(processes: NewRing) -> None:
+    with reserved_addresses(1) as dead:  # no server listens there
         environ = {f"{name}_proxy": f"http://{dead[0]}" for name in ("http", "https", "grpc")}
         environ |= {name.upper(): value for name, value in environ.items()}
         ring = FaultRing(processes(3), **environ, no_proxy="", NO_PROXY="")
@@ -116,57 +112,57 @@ def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: 
     ring = processes(3)
     started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
     assert started[VICTIM].exit_code() == -9
-    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
-        assert found["steps"] <= 3  # what the victim had sent of step 2 may be lost as well
-        facts = found["error"]["facts"]
-        assert facts["step"] in (2, 3), facts  # where the one was that found it
-        assert facts["bucket"] in (0, 1), facts
+    for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
+        assert result["steps"] <= 3  # messages of the victim in step 2 may be lost as well
+        attributes = result["error"]["facts"]
+        assert attributes["step"] in (2, 3), attributes  # step of the rank that detected it
+        assert attributes["bucket"] in (0, 1), attributes
 
 
 @over_both
-def test_a_killed_rank_whose_forked_child_lives(processes: NewRing, communication: str) -> None:
+def test_a_killed_rank_with_a_live_forked_child(processes: NewRing, communication: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="kill-parent")
     ring = processes(3)
-    # no ping will find it
+    # pings do not detect it
     started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all(
         "--ping-s", 1000
     )
     assert started[VICTIM].exit_code() == -9
-    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
-        assert "connection reset, process gone" in found["error"]["message"]
+    for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
+        assert "connection reset, process gone" in result["error"]["message"]
     assert not listens(ring.addresses[VICTIM])
     child = int(started[VICTIM].line())
     assert not is_gone(child)
-    started[VICTIM].go_on()
+    started[VICTIM].close_stdin()
     until(lambda: is_gone(child), "end of the child")
 
 
 @over_both
 @pytest.mark.parametrize(("action", "code"), [("raise", 1), ("exit", 0)])
-def test_a_rank_that_gives_up(
+def test_a_rank_that_stops_with_an_error(
     processes: NewRing, communication: str, action: str, code: int
 ) -> None:
     plan = FaultPlan(VICTIM, step=3, point="between-steps", action=action)
     ring = processes(3)
     started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
     assert started[VICTIM].exit_code() == code
-    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
-        assert ("no more flour" in found["error"]["message"]) == (action == "raise")
+    for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
+        assert ("no more flour" in result["error"]["message"]) == (action == "raise")
 
 
-# --- a rank that is there, and does nothing ---------------------------------------------------
+# --- a rank that makes no progress ------------------------------------------------------------
 
 
 @over_both
-def test_a_frozen_rank_is_found_by_ping(processes: NewRing, communication: str) -> None:
+def test_a_frozen_rank_is_detected_by_ping(processes: NewRing, communication: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="stop")
     ring = processes(3)
-    # a timeout of the collective comes long after the ping, as by default
+    # the collective times out long after the ping, as by default
     started = FaultRing(
         ring, plan, HOSTOPT_COMMUNICATION=communication, HOSTOPT_COLLECTIVE_TIMEOUT_S="20"
     ).start_all()
-    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=5.0):
-        assert found["waited_s"] >= PING_S
+    for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=5.0):
+        assert result["waited_s"] >= PING_S
     end(started[VICTIM])
 
 
@@ -185,17 +181,15 @@ def test_a_rank_frozen_for_a_second(processes: NewRing, communication: str) -> N
 
 
 @over_both
-def test_a_rank_stuck_in_its_program_is_named_by_all(
-    processes: NewRing, communication: str
-) -> None:
+def test_a_rank_stuck_in_user_code_is_named_by_all(processes: NewRing, communication: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point="between-steps", action="sleep")
     ring = processes(3)
     started = FaultRing(ring, plan, HOSTOPT_COMMUNICATION=communication).start_all()
     survivors = others(started)
-    for found in assert_all_blame(ring, survivors, "CollectiveTimeoutError", within_s=5.0):
-        assert found["steps"] == 3
-        facts = found["error"]["facts"]
-        assert (facts["step"], facts["bucket"]) == (3, 0), facts
+    for result in assert_all_blame(ring, survivors, "CollectiveTimeoutError", within_s=5.0):
+        assert result["steps"] == 3
+        attributes = result["error"]["facts"]
+        assert (attributes["step"], attributes["bucket"]) == (3, 0), attributes
     for process in survivors:
         assert process.stderr.startswith("WARNING "), process.stderr
         assert ring.name(VICTIM) in process.stderr.splitlines()[0]
@@ -215,13 +209,13 @@ def test_a_rank_that_holds_the_gil(processes: NewRing, communication: str) -> No
     end(started[VICTIM])
 
 
-# --- a connection that does harm --------------------------------------------------------------
+# --- faulty connections -----------------------------------------------------------------------
 
 
 def start_behind(ring: RankProcesses, proxy: Proxy, **environ: str) -> list[RankProcess]:
-    """Start all ranks; data for the victim pass the proxy, whose address all ranks know."""
+    """Starts all ranks; they know the proxy's address as that of the victim."""
     listen, ring.addresses[VICTIM] = ring.addresses[VICTIM], proxy.address
-    return FaultRing(ring, **environ).start_all(own={VICTIM: ("--listen", listen)})
+    return FaultRing(ring, **environ).start_all(rank_arguments={VICTIM: ("--listen", listen)})
 
 
 @pytest.mark.parametrize("action", ["reset", "truncate"])
@@ -234,17 +228,17 @@ def test_a_connection_that_breaks_in_the_middle_of_a_message(
         assert [process.exit_code() for process in started] == [200, 200, 200]
         assert proxy.acted
     reports = [report(process) for process in started]
-    for found in reports:
-        assert found["exact"] and found["only_sums"], found
-    if action == "truncate":  # nobody reaches the victim any more, to tell it
+    for result in reports:
+        assert result["exact"] and result["only_sums"], result
+    if action == "truncate":  # the victim cannot be reached any more
         del reports[VICTIM]
-    # each end would blame the other, and all ranks agree on one of them
-    assert {found["error"]["facts"]["rank"] for found in reports} == {VICTIM}, reports
-    assert len({found["error"]["facts"]["root_cause"] for found in reports}) == 1, reports
+    # each end could blame the other, but all ranks must name the same rank
+    assert {result["error"]["facts"]["rank"] for result in reports} == {VICTIM}, reports
+    assert len({result["error"]["facts"]["root_cause"] for result in reports}) == 1, reports
 
 
 @pytest.mark.parametrize("action", ["delay", "pause"])
-def test_a_connection_that_is_slow_for_a_time(processes: NewRing, action: str) -> None:
+def test_a_temporarily_slow_connection(processes: NewRing, action: str) -> None:
     ring = processes(3)
     with Proxy(ring.addresses[VICTIM], action) as proxy:
         for process in start_behind(ring, proxy):
@@ -252,7 +246,7 @@ def test_a_connection_that_is_slow_for_a_time(processes: NewRing, action: str) -
         assert proxy.acted
 
 
-def test_a_flipped_bit_goes_into_the_sum_without_checksums(processes: NewRing) -> None:
+def test_without_checksums_a_flipped_bit_changes_the_sum(processes: NewRing) -> None:
     ring = processes(3)
     with Proxy(ring.addresses[VICTIM], "flip") as proxy:
         started = start_behind(ring, proxy, HOSTOPT_CHECKSUM="false")
@@ -261,21 +255,21 @@ def test_a_flipped_bit_goes_into_the_sum_without_checksums(processes: NewRing) -
     assert [report(process)["exact"] for process in started] == [False, False, False]
 
 
-def test_a_flipped_bit_is_found_with_checksums_and_reaches_no_sum(processes: NewRing) -> None:
+def test_checksums_detect_a_flipped_bit(processes: NewRing) -> None:
     ring = processes(3)
     with Proxy(ring.addresses[VICTIM], "flip") as proxy:
         started = start_behind(ring, proxy, HOSTOPT_CHECKSUM="true")
-        # its sender is named
-        found = assert_all_blame(ring, started, "ProtocolError", 10.0, blamed=VICTIM - 1)
+        # the sender is named
+        result = assert_all_blame(ring, started, "ProtocolError", 10.0, blamed=VICTIM - 1)
         assert proxy.acted
-    for each in found:
+    for each in result:
         assert "checksum" in each["error"]["message"]
 
 
 @pytest.mark.parametrize("when", ["at-once", "later"])
-def test_frames_that_arrive_once_more(processes: NewRing, when: str) -> None:
+def test_repeated_frames(processes: NewRing, when: str) -> None:
     ring = FaultRing(processes(3))
-    for process in ring.start_all(own={VICTIM: ("--send-again", when)}):
+    for process in ring.start_all(rank_arguments={VICTIM: ("--send-again", when)}):
         assert_exact(process)
         assert not process.stderr
 
@@ -286,7 +280,7 @@ FLOOD_FRAMES = 10_000
 
 
 def flood_of_frames(address: str) -> None:
-    """Frames of all kinds in many streams, from one who has not met the ring."""
+    """Sends frames of all kinds in many streams."""
     chance = random.Random(7)
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         stream = channel.stream_unary("/hostopt.Ring/Stream")
@@ -300,7 +294,7 @@ def flood_of_frames(address: str) -> None:
 
 
 def random_frame(chance: random.Random) -> bytes:
-    """A frame, one that ends too early, or no frame."""
+    """Returns a frame, a truncated frame, or random bytes."""
     step, channel = chance.randrange(100), chance.randrange(4)
     writer = FrameWriter(Origin(chance.getrandbits(32), chance.getrandbits(64)), checksum=True)
     good = writer.write(Tag(channel, step), chance.randbytes(chance.randrange(2000)))
@@ -308,7 +302,7 @@ def random_frame(chance: random.Random) -> bytes:
 
 
 def flood_of_calls(address: str) -> None:
-    """Notes that are none, to all methods and to those that there are not."""
+    """Sends malformed messages to all methods, and to methods that do not exist."""
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         for method in ("Hello", "Leave", "Other"):
             call = channel.unary_unary(f"/hostopt.Ring/{method}")
@@ -317,7 +311,7 @@ def flood_of_calls(address: str) -> None:
 
 
 def stream_in_the_name_of_a_rank(address: str) -> None:
-    """Frames from one who asks for the incarnation that a peer would know."""
+    """Sends frames with the incarnation that a peer would know."""
     chance = random.Random(7)
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         status = channel.unary_unary("/hostopt.Ring/Status")(b"", timeout=30)
@@ -329,7 +323,7 @@ def stream_in_the_name_of_a_rank(address: str) -> None:
 
 
 def goodbye_of_a_stranger(address: str) -> None:
-    """A note that a rank ends, to nobody in particular."""
+    """Sends a Leave message that names no incarnation."""
     error = {"kind": "PeerLostError", "message": "no more flour", "facts": {}}
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         leave = channel.unary_unary("/hostopt.Ring/Leave")
@@ -338,7 +332,7 @@ def goodbye_of_a_stranger(address: str) -> None:
 
 
 def flood_of_bytes(address: str) -> None:
-    """Bytes that are no HTTP/2."""
+    """Sends bytes that are not HTTP/2."""
     chance = random.Random(7)
     for _ in range(100):
         with socket.create_connection(split_address(address)) as garbage:
@@ -346,7 +340,7 @@ def flood_of_bytes(address: str) -> None:
 
 
 def message_that_is_too_long(address: str) -> None:
-    """128 MiB at once."""
+    """Sends a message of 128 MiB."""
     limits = [("grpc.enable_http_proxy", 0), ("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(address, limits) as channel:
         call = channel.stream_unary("/hostopt.Ring/Stream")
@@ -356,7 +350,7 @@ def message_that_is_too_long(address: str) -> None:
 
 
 def length_that_is_a_lie(address: str) -> None:
-    """A call by hand whose message says that it has 4 GiB - 1, of which little follows."""
+    """Sends a message whose length field says 4 GiB - 1, followed by little data."""
 
     def field(name: bytes, value: bytes) -> bytes:
         return bytes([0, len(name)]) + name + bytes([len(value)]) + value
@@ -396,31 +390,33 @@ def length_that_is_a_lie(address: str) -> None:
         length_that_is_a_lie,
     ],
 )
-def test_strangers_disturb_nobody(processes: NewRing, disturb: Callable[[str], None]) -> None:
+def test_strangers_do_not_affect_the_ring(
+    processes: NewRing, disturb: Callable[[str], None]
+) -> None:
     ring = processes(3)
     started = FaultRing(ring).start_all("--steps", 20, "--ask-after", 10)
     for process in started:
-        process.expect("go on?")
+        process.expect("continue?")
     memory = psutil.Process(started[VICTIM].process.pid)
     before = memory.memory_info().rss
     disturb(ring.addresses[VICTIM])
     grown = memory.memory_info().rss - before
     for process in started:
-        process.tell("go on")
+        process.write_line("continue")
     for process in started:
         assert_exact(process, steps=20)
     assert grown < 10 << 20
 
 
-# --- who may take part ------------------------------------------------------------------------
+# --- membership -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("present", [(0, 2), (1,)])
-def test_ranks_that_never_come_are_named(processes: NewRing, present: tuple[int, ...]) -> None:
+def test_missing_ranks_are_named(processes: NewRing, present: tuple[int, ...]) -> None:
     ring = processes(3)
     runner = FaultRing(ring)
     started = [runner.start(rank) for rank in present]
-    let_meet(started)
+    connect_all(started)
     names = ["chief:0", "worker:0", "worker:1"]
     missing = [f"{names[i]} ({ring.addresses[i]})" for i in range(3) if i not in present]
     for process in started:
@@ -435,32 +431,32 @@ def test_the_same_task_twice(processes: NewRing) -> None:
     runner = FaultRing(ring)
     started = runner.start_all("--ask-after", 3)
     for process in started:
-        process.expect("go on?")
+        process.expect("continue?")
     again = runner.start(VICTIM)
-    let_meet([again])
+    connect_all([again])
     assert again.exit_code(2.0 + END_S) == 78
     assert f"{ring.addresses[VICTIM]} of this task (worker:0) is in use" in again.stderr
-    for process in started:  # and these are not disturbed
-        process.tell("go on")
+    for process in started:  # the other ranks are not affected
+        process.write_line("continue")
     for process in started:
         assert_exact(process)
         assert not process.stderr
 
 
 @over_both
-def test_a_rank_started_again_joins_no_old_ring(processes: NewRing, communication: str) -> None:
+def test_a_restarted_rank_cannot_join_the_old_ring(processes: NewRing, communication: str) -> None:
     ring = processes(3)
     runner = FaultRing(ring, HOSTOPT_COMMUNICATION=communication)
     started = runner.start_all("--ask-after", 3)
     for process in started:
-        process.expect("go on?")
+        process.expect("continue?")
     end(started[VICTIM])
     again = runner.start(VICTIM)
-    let_meet([again])
+    connect_all([again])
     assert again.exit_code(3.0 + END_S) == 202, again.stderr
-    for process in others(started):  # they were in their programs meanwhile
-        process.tell("go on")
-    for found in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
-        assert found["steps"] == 3
-    for process in runner.start_all():  # and all together can
+    for process in others(started):  # in the meantime they were in their programs
+        process.write_line("continue")
+    for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=2.0):
+        assert result["steps"] == 3
+    for process in runner.start_all():  # all ranks together can
         assert_exact(process)

@@ -1,4 +1,4 @@
-"""What a step does to variables, in words: equal where ranks do the same, different where not."""
+"""Descriptions of updates: equal if ranks do the same, different if not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Apply = Callable[[Any, Any], Any]
 
 
 def reduced(gradient: tf.Tensor) -> tf.Tensor:
-    """A gradient as it comes from the other ranks."""
+    """Builds a reduced gradient."""
     result = tf.numpy_function(lambda x: x, [gradient], gradient.dtype, name="HostAllReduce")
     assert ops.is_same_on_all_ranks(result.op)
     result.set_shape(gradient.shape)
@@ -30,10 +30,10 @@ def reduced(gradient: tf.Tensor) -> tf.Tensor:
 
 
 def built(apply: Apply, seed: int = 1, first: str = "") -> Updates:
-    """The updates of a small model, whose gradients `apply` applies to its variables."""
+    """Returns the updates of a small model; `apply` applies its gradients to its variables."""
     with tf.Graph().as_default():
         v1.set_random_seed(seed)
-        for _ in range(seed):  # names that are made up differ
+        for _ in range(seed):  # so that generated names differ
             tf.constant(1.0, name=first or None)
         dataset = tf.data.Dataset.from_tensors(np.full([2, 3], seed, np.float32))
         x = v1.data.make_one_shot_iterator(dataset).get_next()
@@ -82,7 +82,7 @@ def clipped(norm: float) -> Apply:
 
 
 def scaled(rate: float, growth_steps: int = 10) -> Apply:
-    """Updates in a branch, as of a step that is left out where a gradient is not finite."""
+    """Applies updates in a branch, as a step that is skipped if a gradient is not finite."""
 
     def apply(pairs: Any, step: Any) -> Any:
         optimizer = v1.train.AdamOptimizer(rate)
@@ -93,7 +93,7 @@ def scaled(rate: float, growth_steps: int = 10) -> Apply:
 
 
 def looped(times: int) -> Apply:
-    """A rate that a loop computes."""
+    """Computes a learning rate in a loop."""
 
     def rate(step: Any) -> Any:
         del step
@@ -139,7 +139,7 @@ KINDS: dict[str, tuple[Apply, Apply, list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_update_has_another_text_which_shows_the_difference(kind: str) -> None:
+def test_a_different_update_has_a_different_description(kind: str) -> None:
     *pair, shown = KINDS[kind]
     first, second = (built(apply).texts["kernel"] for apply in pair)
     assert first != second
@@ -150,12 +150,12 @@ def test_another_update_has_another_text_which_shows_the_difference(kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_seeds_and_data_do_not_count(kind: str) -> None:
+def test_names_seeds_and_data_are_not_described(kind: str) -> None:
     apply = KINDS[kind][0]
     assert built(apply).texts == built(apply, seed=7, first="more").texts
 
 
-def test_a_text_says_what_is_done_with_which_numbers() -> None:
+def test_a_description_contains_operations_and_numbers() -> None:
     update = (
         "ResourceApplyAdam(beta1_power='beta1_power', beta2_power='beta2_power', lr=0.001, "
         "beta1=0.9, beta2=0.999, epsilon=1e-08, grad=reduced)"
@@ -171,7 +171,7 @@ def test_a_text_says_what_is_done_with_which_numbers() -> None:
     }
 
 
-def test_a_long_text_is_shortened_and_still_tells_the_difference() -> None:
+def test_a_long_description_is_shortened_and_still_differs() -> None:
     def rate(last: float) -> Apply:
         factors = [0.5] * 200 + [last]
         return sgd(lambda step: tf.add_n([tf.cast(step, tf.float32) * f for f in factors]))
@@ -181,7 +181,7 @@ def test_a_long_text_is_shortened_and_still_tells_the_difference() -> None:
     assert max(len(first), len(second)) < 600
 
 
-def test_variables_that_take_in_data_may_differ_by_rank_and_others_may_not() -> None:
+def test_variables_that_depend_on_data_may_differ_by_rank_and_others_not() -> None:
     def unreduced(pairs: Any, step: Any) -> Any:
         local = [(gradient.op.inputs[0], variable) for gradient, variable in pairs]
         return adam()(local, step)
@@ -202,7 +202,7 @@ def names(variables: Any) -> list[str]:
 
 @pytest.fixture(params=["v2", "v1"])
 def control_flow(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Branches and loops as functions, and as operations of the graph itself."""
+    """Enables control flow v2, with functions, or v1, with operations of the graph itself."""
     before = v1.control_flow_v2_enabled()
     (v1.enable_control_flow_v2 if request.param == "v2" else v1.disable_control_flow_v2)()
     yield request.param
@@ -213,7 +213,7 @@ Value = Callable[[tf.Tensor, tf.Tensor], Any]
 
 
 def varies(update: Value) -> bool:
-    """Whether an update of `weights` counts as one that differs by rank.
+    """Returns True if an update of `weights` counts as one that differs by rank.
 
     Args:
       update: builds it, from this rank's data and from what is the same on all ranks.
@@ -268,7 +268,7 @@ def in_case(data: tf.Tensor, same: tf.Tensor) -> Any:
 
 
 def in_loop(data: tf.Tensor, same: tf.Tensor) -> Any:
-    """As many updates as the data say."""
+    """Updates as often as the data say."""
 
     def body(i: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([assign(same)]):
@@ -278,7 +278,7 @@ def in_loop(data: tf.Tensor, same: tf.Tensor) -> Any:
 
 
 def later_in_loop(data: tf.Tensor, same: tf.Tensor) -> Any:
-    """What is assigned are zeros at first, and data from the second time on."""
+    """Assigns zeros in the first iteration, and data in all later ones."""
 
     def body(i: tf.Tensor, value: tf.Tensor) -> Any:
         with tf.control_dependencies([assign(value)]):
@@ -430,7 +430,7 @@ def test_queues_tables_and_local_variables(name: str) -> None:
 
 
 @pytest.mark.parametrize("first", [1.0, 2.0])
-def test_the_first_value_of_a_local_variable_is_compared(first: float) -> None:
+def test_the_initial_value_of_a_local_variable_is_compared(first: float) -> None:
     with tf.Graph().as_default():
         local = v1.get_variable(
             "local", initializer=first, collections=["local_variables"], trainable=False
@@ -450,5 +450,5 @@ def test_slots_of_a_variable_that_varies_vary_too() -> None:
             var=weights.handle, accum=slot.handle, lr=0.1, grad=data, momentum=0.9
         )
         updates = read_updates([update], {data.op})
-    assert updates.own >= {"weights", "slot"}
+    assert updates.local >= {"weights", "slot"}
     assert not updates.mirrored

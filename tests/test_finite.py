@@ -1,75 +1,21 @@
-"""Gradients that are not finite, on every transport: the same bucket, the same ranks to blame."""
+"""Scans of arrays for NaN and Inf."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import RankProcesses, Spawn
 
-from hostopt.bucket import TensorSpec, plan_buckets
-from hostopt.communicator import Communicator
-from hostopt.errors import NonFiniteGradientError
-from hostopt.finite import all_finite, all_within, safe_limit, troubles
-from hostopt.inline_reducer import InlineReducer
-from hostopt.nonfinite import ALLOW, NonFiniteCheck
-from hostopt.reducer import Reducer
+from hostopt.collectives.finite import all_finite, all_within, safe_limit
 
 NAN, INF = float("nan"), float("inf")
-LARGEST = float(np.finfo(np.float32).max)
-SHAPES = [(3,), (2, 5), (), (40,)]
-# three buckets: v3; v2 and v1; v0
-BUCKETS = plan_buckets(
-    [TensorSpec(f"v{i}", shape, np.dtype("f4")) for i, shape in enumerate(SHAPES)], 128
-)
-Change = tuple[int, str, float]  # rank, variable and a value in its gradient
-
-
-@pytest.fixture
-def spawn_shm() -> Spawn:
-    return Spawn("shm")
-
-
-class Sums:
-    """What a graph does with one reducer, on one rank."""
-
-    def __init__(self, communicator: Communicator, check: NonFiniteCheck | None = None) -> None:
-        kind = InlineReducer if communicator.on_one_host else Reducer
-        self._rank = communicator.rank
-        self._reducer: Any = kind(communicator.duplicate("gradients"), BUCKETS, check)
-
-    def step(self, *changes: Change) -> dict[str, Any]:
-        """The sums by variable; a rank's gradients are full of its number, but for changes."""
-        gradients = {f"v{i}": np.full(s, self._rank, np.float32) for i, s in enumerate(SHAPES)}
-        for rank, name, value in changes:
-            if rank == self._rank:
-                gradients[name].reshape(-1)[-1] = value
-        arrays = [[gradients[name] for name in bucket.names] for bucket in BUCKETS]
-        sums: dict[str, Any] = {}
-        if isinstance(self._reducer, InlineReducer):
-            for number, bucket in enumerate(BUCKETS):
-                sums.update(zip(bucket.names, self._reducer.reduce(number, arrays[number])))
-            return sums
-        for number in range(len(BUCKETS)):
-            self._reducer.launch(number, arrays[number])
-        for number, bucket in enumerate(BUCKETS):
-            sums.update(zip(bucket.names, self._reducer.wait(number)))
-        return sums
-
-    def close(self) -> None:
-        self._reducer.close()
-
-
-# -- arrays --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
-def test_one_value_among_many_is_found_wherever_it_is(dtype: Any, bad: float) -> None:
+def test_a_single_nonfinite_value_is_found_at_any_index(dtype: Any, bad: float) -> None:
     for length in (1, 7, 1 << 16, (1 << 17) + 3):
         for place in {0, length // 2, length - 1}:
             values = np.ones(length, dtype)
@@ -79,24 +25,19 @@ def test_one_value_among_many_is_found_wherever_it_is(dtype: Any, bad: float) ->
 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
-def test_large_values_are_finite_though_their_sum_is_not(dtype: Any) -> None:
+def test_large_values_with_an_infinite_sum_are_finite(dtype: Any) -> None:
     largest = ml_dtypes.finfo(dtype).max
     for value in (largest, -largest):
         assert all_finite(np.full(1000, value, dtype))
 
 
 @pytest.mark.parametrize("values", [np.empty(0, "f4"), np.empty(0, "f2"), np.ones(3, "i4")])
-def test_nothing_and_whole_numbers_are_finite(values: Any) -> None:
+def test_empty_arrays_and_integers_are_finite(values: Any) -> None:
     assert all_finite(values)
 
 
-def test_a_nan_among_infinities_is_named() -> None:
-    arrays = [np.array([1.0, INF]), np.array([INF, NAN]), np.array(2.0), np.array([[-INF]])]
-    assert troubles(list("abcd"), arrays) == {"a": "Inf", "b": "NaN", "d": "Inf"}
-
-
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
-def test_a_value_above_a_limit_is_found_whatever_its_sign(dtype: Any) -> None:
+def test_values_above_a_limit_are_found_for_both_signs(dtype: Any) -> None:
     for sign in (1, -1):
         values = np.full(100, -sign, dtype)
         values[50] = 2 * sign
@@ -114,197 +55,3 @@ def test_sums_of_values_within_the_safe_limit_are_finite(dtype: Any, size: int) 
     for _ in range(size - 1):
         total += values
     assert all_finite(total)
-
-
-# -- error ---------------------------------------------------------------------------------
-
-
-def errors_of(
-    spawn: Spawn, size: int, changes: Sequence[Change], **options: Any
-) -> list[NonFiniteGradientError]:
-    """The error of each rank, in the second step."""
-
-    def work(communicator: Communicator) -> NonFiniteGradientError:
-        sums = Sums(communicator)
-        assert (sums.step()["v1"] == sum(range(size))).all()
-        with pytest.raises(NonFiniteGradientError) as caught:
-            sums.step(*changes)
-        sums.close()
-        return caught.value
-
-    errors = spawn(size, work, **options)
-    assert len({str(error) for error in errors}) == 1
-    return errors
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("bad", "kind"), [(NAN, "NaN"), (-INF, "Inf")])
-def test_all_ranks_raise_the_same_error(spawn: Spawn, size: int, bad: float, kind: str) -> None:
-    last = size - 1
-    for error in errors_of(spawn, size, [(last, "v1", bad)]):
-        assert f"rank {last} (" in str(error)
-        assert f"has {kind} for 'v1'. " in str(error)
-        assert "in step 1 (counted from 0" in str(error)
-        assert "(bucket 2/3)" in str(error)
-        assert "rank 0" not in str(error)
-        assert (error.rank, error.step, error.bucket) == (last, 1, 1)
-        assert error.exit_code == 79
-
-
-def test_every_rank_and_variable_to_blame_is_named(spawn: Spawn) -> None:
-    changes = [(0, "v1", INF), (2, "v1", -INF), (2, "v2", NAN)]
-    text = str(errors_of(spawn, 3, changes)[0])
-    first, second = text.split("; ")
-    assert "rank 0 (" in first
-    assert first.endswith("has Inf for 'v1'")
-    assert "rank 2 (" in second
-    assert "has NaN for 'v2', Inf for 'v1'" in second
-    assert "rank 1" not in text
-
-
-def test_an_overflow_of_the_sum_blames_no_rank(spawn: Spawn) -> None:
-    for error in errors_of(spawn, 2, [(0, "v0", LARGEST), (1, "v0", LARGEST)]):
-        assert "the gradients of every rank are finite, but their sum has overflowed" in str(error)
-        assert "Inf for 'v0'" in str(error)
-        assert error.rank is None
-
-
-@pytest.mark.parametrize(("transport", "size"), [("inproc", 2), ("grpc", 3), ("hosts", 4)])
-def test_an_overflow_on_the_wire_blames_no_rank(transport: str, size: int) -> None:
-    # 70,000 is finite in float32, and not in fp16
-    spawn = Spawn(transport)
-    for error in errors_of(spawn, size, [(1, "v3", 70_000.0)], compression="fp16"):
-        assert "their sum, or their fp16 form on the wire, has overflowed" in str(error)
-        assert "Inf for 'v3'" in str(error)
-
-
-def test_without_memory_to_share_the_error_is_the_same(
-    spawn_shm: Spawn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Communicator, "share_memory", lambda self, nbytes: None)
-    for error in errors_of(spawn_shm, 2, [(1, "v1", NAN)]):
-        assert "has NaN for 'v1'. " in str(error)
-
-
-def test_of_two_reducers_the_one_that_is_to_blame_raises(spawn: Spawn) -> None:
-    def work(communicator: Communicator) -> None:
-        healthy, broken = Sums(communicator), Sums(communicator)
-        for _ in range(3):
-            healthy.step()
-            broken.step()
-        healthy.step()
-        with pytest.raises(NonFiniteGradientError, match=r"step 3 .*has NaN for 'v0'"):
-            broken.step((1, "v0", NAN))
-        healthy.close()
-        broken.close()
-
-    spawn(2, work)
-
-
-SCRIPT = """
-    import numpy as np
-    import hostopt
-    from hostopt.bucket import TensorSpec, plan_buckets
-    from hostopt.inline_reducer import InlineReducer
-    from hostopt.reducer import Reducer
-
-    communicator = hostopt.connect()
-    buckets = plan_buckets([TensorSpec("v0", (300_000,), np.dtype("f4"))], 1 << 20)
-    kind = InlineReducer if communicator.on_one_host else Reducer
-    reducer = kind(communicator.duplicate("gradients"), buckets)
-    for step in range(5):
-        gradient = np.full(300_000, step, np.float32)
-        if step == 3 and communicator.rank == 1:
-            gradient[7] = np.nan
-        if kind is Reducer:
-            reducer.launch(0, [gradient])
-            (total,) = reducer.wait(0)
-        else:
-            (total,) = reducer.reduce(0, [gradient])
-        assert (total == step * communicator.size).all()
-        print("step", step, flush=True)
-"""
-
-
-@pytest.mark.parametrize("communication", ["grpc", "shm"])
-def test_every_process_exits_with_the_code_and_the_cause(
-    processes: Callable[[int], RankProcesses], communication: str
-) -> None:
-    ring = processes(3)
-    started = ring.start_all(SCRIPT, HOSTOPT_COMMUNICATION=communication)
-    for process in started:
-        for step in range(3):
-            process.expect(f"step {step}")
-        process.expect("")
-    assert [process.exit_code() for process in started] == [79] * 3
-    cause = f"{ring.name(1)} has NaN for 'v0'. "
-    for process in started:
-        assert "NonFiniteGradientError: not finite in step 3" in process.stderr
-        assert cause in process.stderr
-
-
-# -- skip, warn, and neither ---------------------------------------------------------------
-
-STEPS: dict[str, list[Change]] = {
-    "rank 1": [(1, "v0", NAN)],
-    "nobody": [],
-    "both": [(0, "v3", INF), (1, "v3", -INF)],
-    "rank 0": [(0, "v2", -INF)],
-    "overflow": [(0, "v1", LARGEST), (1, "v1", LARGEST)],
-    "large": [(0, "v1", LARGEST), (1, "v1", -LARGEST), (0, "v3", -LARGEST)],
-}
-BROKEN = {"rank 1": "v0", "both": "v3", "rank 0": "v2", "overflow": "v1"}
-
-
-@pytest.mark.parametrize("nonfinite", ["skip", "warn"])
-def test_each_rank_goes_on_and_says_what_it_found(
-    spawn: Spawn, nonfinite: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def work(communicator: Communicator) -> None:
-        check = NonFiniteCheck(communicator)
-        sums = Sums(communicator, check)
-        for name, changes in STEPS.items():
-            found = sums.step(*changes)
-            broken = {v for v, total in found.items() if not np.isfinite(total).all()}
-            assert broken == ({BROKEN[name]} if name in BROKEN else set())
-            assert check.finite == (name not in BROKEN)
-        sums.close()
-
-    with caplog.at_level(logging.WARNING, "hostopt.nonfinite"):
-        spawn(2, work, nonfinite=nonfinite)
-    said = [r.getMessage() for r in caplog.records if r.name == "hostopt.nonfinite"]
-    by_step = {step: [text for text in said if f"in step {step} " in text] for step in range(6)}
-    assert [len(texts) for texts in by_step.values()] == [2, 0, 2, 2, 2, 0]
-    assert all(len(set(texts)) <= 1 for texts in by_step.values())
-    assert "rank 1" in by_step[0][0]
-    assert "rank 0" not in by_step[0][0]
-    assert "has Inf for 'v3'; rank 1" in by_step[2][0]
-    assert "rank 0" in by_step[3][0]
-    assert "their sum has overflowed: Inf for 'v1'" in by_step[4][0]
-    end = {"skip": "No variable is updated in this step", "warn": "The update is made"}
-    assert all(end[nonfinite] in text for text in said)
-
-
-def test_a_reducer_whose_user_looks_himself_says_nothing(
-    spawn: Spawn, caplog: pytest.LogCaptureFixture
-) -> None:
-    def work(communicator: Communicator) -> None:
-        sums = Sums(communicator, NonFiniteCheck(communicator, ALLOW))
-        for changes in STEPS.values():
-            sums.step(*changes)
-        assert np.isnan(sums.step((1, "v0", NAN))["v0"][-1])
-        sums.close()
-
-    spawn(2, work)
-    assert not caplog.records
-
-
-def test_large_values_and_fp16_raise_no_false_alarm(spawn: Spawn) -> None:
-    def work(communicator: Communicator) -> None:
-        sums = Sums(communicator)
-        for _ in range(3):
-            found = sums.step((0, "v3", 60_000.0), (1, "v1", -65_504.0), (2, "v3", 2_000.0))
-            assert abs(found["v3"][-1] - 62_001) <= 64  # fp16 has steps of 32 there
-        sums.close()
-
-    spawn(3, work, compression="fp16")

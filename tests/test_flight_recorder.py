@@ -1,4 +1,4 @@
-"""What a rank leaves behind when its ring is aborted: stacks, and its last events."""
+"""The dump of an aborted ring: stacks, and the last events of each rank."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Spawn
+from rings import Spawn
 
 from hostopt.communicator import Communicator
 from hostopt.errors import HostOptError
 
 
 def stand_still_in_user_code(communicator: Communicator) -> None:
-    told = threading.Event()
-    communicator.transport.mailbox.on_failure(lambda error: told.set())  # after the records' own
-    assert told.wait(30)
-    communicator.transport._finish_record()
+    aborted = threading.Event()
+    communicator.transport.mailbox.on_failure(
+        lambda error: aborted.set()
+    )  # called after the listener of the recorder
+    assert aborted.wait(30)
+    communicator.transport._wait_for_dump()
 
 
 def fail(communicator: Communicator) -> HostOptError | None:
-    """100 steps, then rank 1 is stuck and the others give up."""
+    """Runs 100 steps; then rank 1 is stuck and the others time out."""
     for step in range(100):
-        communicator.all_reduce(np.ones(9), what=f"step {step}")
+        communicator.all_reduce(np.ones(9), name=f"step {step}")
     try:
         if communicator.rank == 1:
             stand_still_in_user_code(communicator)
             return None
-        communicator.all_reduce(np.ones(9), what="the last")
+        communicator.all_reduce(np.ones(9), name="the last")
     except HostOptError as error:
         return error
     raise AssertionError("this is not reached")
 
 
-def test_stacks_and_events_of_every_rank(spawn: Spawn, tmp_path: Path) -> None:
+def test_every_rank_dumps_stacks_and_events(spawn: Spawn, tmp_path: Path) -> None:
     directory = tmp_path / "model" / "hostopt-debug"
     errors = spawn(3, fail, debug_dir=str(directory), collective_timeout_s=1.0)
     assert {path.name for path in directory.iterdir()} == {
@@ -55,20 +57,20 @@ def test_stacks_and_events_of_every_rank(spawn: Spawn, tmp_path: Path) -> None:
         assert ages_s == sorted(ages_s, reverse=True)
         assert "step 99" in {event["what"].partition(" (")[0] for event in events}
         waits = [wait["what"] for wait in record["waits"]]
-        assert [what.startswith("the last (") for what in waits] == [True] * (rank != 1)
+        assert [name.startswith("the last (") for name in waits] == [True] * (rank != 1)
     assert [error is None for error in errors] == [False, True, False]
 
 
-def test_a_directory_that_hangs_keeps_the_error_from_nobody(spawn: Spawn, tmp_path: Path) -> None:
+def test_a_hanging_directory_does_not_delay_the_error(spawn: Spawn, tmp_path: Path) -> None:
     for rank in range(3):
-        os.mkfifo(tmp_path / f"rank_{rank}.stacks.txt")  # to open it waits for a reader
+        os.mkfifo(tmp_path / f"rank_{rank}.stacks.txt")  # opening the pipe waits for a reader
     errors = spawn(3, fail, debug_dir=str(tmp_path), collective_timeout_s=1.0)
     assert [error is None for error in errors] == [False, True, False]
     for rank in range(3):  # let the threads end
         os.close(os.open(tmp_path / f"rank_{rank}.stacks.txt", os.O_RDONLY | os.O_NONBLOCK))
 
 
-def test_nothing_is_left_where_all_goes_well(spawn: Spawn, tmp_path: Path) -> None:
+def test_no_dump_without_an_error(spawn: Spawn, tmp_path: Path) -> None:
     def work(communicator: Communicator) -> None:
         communicator.all_reduce(np.ones(9))
 
@@ -76,7 +78,7 @@ def test_nothing_is_left_where_all_goes_well(spawn: Spawn, tmp_path: Path) -> No
     assert not (tmp_path / "debug").exists()
 
 
-def test_a_directory_that_cannot_be_made_hides_no_error(
+def test_an_unwritable_directory_does_not_replace_the_error(
     spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

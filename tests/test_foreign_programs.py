@@ -12,17 +12,17 @@ import tensorflow as tf
 from halves import Halves
 from programs.foreign import MODELS
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 STEPS = 20
 TOLERANCE = 1e-5
-STOPPED = "early_stop"  # the only one that is to end before its last step
+STOPPED = "early_stop"  # the only model that stops before its last step
 TRAINED = [name for name in MODELS if name != STOPPED]
 
 
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Halves:
-    """The models that are asked for, in one pair of processes."""
+    """Trains all selected models in one pair of processes."""
     items = [item for item in request.session.items if item.module is request.module]
     asked = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
     chosen = [name for name in MODELS if name in asked | {STOPPED}]
@@ -31,14 +31,14 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_the_stock_estimator_trains_it(trained: Halves, name: str) -> None:
-    """So what fails below is ours."""
+def test_the_stock_estimator_trains_the_model(trained: Halves, name: str) -> None:
+    """A failure of another test is therefore a failure of hostopt."""
     assert trained.variables(name, "alone")["global_step"] == STEPS
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_two_ranks_hold_the_same_bits(trained: Halves, name: str) -> None:
-    trained.check_alike(name)
+    trained.check_ranks_equal(name)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -48,7 +48,7 @@ def test_two_ranks_on_half_batches_equal_one_process(trained: Halves, name: str)
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_moves_most_variables(trained: Halves, name: str) -> None:
-    """But for a bias that a softmax ignores, and weights of what the data do not contain."""
+    """Exceptions: a bias that softmax ignores, and weights of features not in the data."""
     after = trained.variables(name, "alone")
     before = tf.train.load_checkpoint(str(trained.model_dir(1, name) / "model.ckpt-0"))
     changes = [abs(after[key] - before.get_tensor(key)).max() for key in after["trainable"]]
@@ -58,7 +58,7 @@ def test_training_moves_most_variables(trained: Halves, name: str) -> None:
 def test_a_stock_hook_with_its_defaults_stops_all_ranks_after_the_same_step(
     trained: Halves,
 ) -> None:
-    trained.check_alike(STOPPED)
+    trained.check_ranks_equal(STOPPED)
     assert 1 <= trained.variables(STOPPED, 0)["global_step"] < STEPS
 
 

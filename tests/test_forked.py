@@ -1,4 +1,4 @@
-"""Children that are forked: which sockets of a rank they keep."""
+"""Sockets of a rank in forked children."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from hostopt import descriptors
-from hostopt.transport import forked
+from hostopt.transport.grpc import forked
 
 
 def in_child(look: Callable[[], bool]) -> bool:
-    """What a function finds in a forked child."""
+    """Returns the result of a function in a forked child."""
     child = os.fork()
     if child == 0:
         try:
@@ -34,7 +34,7 @@ def is_socket(end: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_the_server_and_what_it_has_accepted_are_closed(host: str) -> None:
+def test_server_and_accepted_connections_are_closed(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
         socket.create_server((host, 0), family=family) as server,
@@ -57,7 +57,7 @@ def test_the_server_and_what_it_has_accepted_are_closed(host: str) -> None:
         assert accepted.recv(10) == b"still here"
 
 
-def test_without_proc_nothing_is_kept_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_are_closed_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "_OPEN", "/nothing/here")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as other:
         port = server.getsockname()[1]
@@ -68,7 +68,7 @@ def test_without_proc_nothing_is_kept_either(monkeypatch: pytest.MonkeyPatch) ->
             forked.forget(port)
 
 
-def test_where_no_descriptor_is_left_the_server_is_closed() -> None:
+def test_sockets_are_closed_without_free_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,

@@ -1,4 +1,4 @@
-"""Frames: what goes in comes out, once and in order, and nothing else is let in."""
+"""Frames are read once, in order and unchanged; everything else is refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostopt.errors import ProtocolError
-from hostopt.transport.base import FINISH_CHANNEL, Tag
-from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter, Origin
+from hostopt.transport.grpc.frame import HEADER_BYTES, FrameReader, FrameWriter, Origin
+from hostopt.transport.message import FINISH_CHANNEL, Tag
 
-TAG = Tag(channel=1, step=2, bucket=3, round=4, chunk=5, segment=6, layout=7)
+TAG = Tag(channel=1, step=2, bucket=3, round=4, chunk=5, segment=6, signature=7)
 LARGEST = Tag(FINISH_CHANNEL, 2**64 - 1, *[2**32 - 1] * 5)
 ORIGIN = Origin(job=8, incarnation=9)
 
@@ -28,7 +28,7 @@ def frame_of(payload: bytes, checksum: bool = True, tag: Tag = TAG) -> bytes:
 
 
 def read(message: bytes) -> tuple[Tag, memoryview] | None:
-    """What a reader makes of the first frame of a stream."""
+    """Reads the first frame of a stream."""
     return FrameReader(ORIGIN).read(message)
 
 
@@ -38,22 +38,22 @@ def test_round_trip(tag: Tag, payload: bytes, checksum: bool) -> None:
     assert len(message) == 64 + len(payload)
     read_back = read(message)
     assert read_back is not None
-    found_tag, found = read_back
+    found_tag, result = read_back
     assert isinstance(found_tag, Tag)
     assert found_tag == tag
-    assert found == payload
-    assert found.readonly
+    assert result == payload
+    assert result.readonly
 
 
 @pytest.mark.parametrize("tag", [Tag(0, 0), LARGEST])
-def test_the_least_and_the_largest_tag(tag: Tag) -> None:
-    found = read(frame_of(b"", tag=tag))
-    assert found is not None
-    assert found[0] == tag
+def test_smallest_and_largest_tag(tag: Tag) -> None:
+    result = read(frame_of(b"", tag=tag))
+    assert result is not None
+    assert result[0] == tag
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_the_bytes_of_a_frame(checksum: bool) -> None:
+def test_frame_layout(checksum: bool) -> None:
     header = b"HO" + bytes([4, checksum]) + struct.pack("<IQIIIIIQ", 1, 2, 3, 4, 5, 6, 7, 3)
     writer = FrameWriter(ORIGIN, checksum)
     for number in range(3):
@@ -66,14 +66,14 @@ def test_the_bytes_of_a_frame(checksum: bool) -> None:
 def test_the_payload_is_aligned_for_numpy(dtype: str) -> None:
     assert HEADER_BYTES % 64 == 0
     array = np.arange(100, dtype=dtype)
-    found = read(frame_of(array.view(np.uint8).data))
-    assert found is not None
-    values = np.frombuffer(found[1], dtype)
+    result = read(frame_of(array.view(np.uint8).data))
+    assert result is not None
+    values = np.frombuffer(result[1], dtype)
     assert values.flags.aligned
     np.testing.assert_array_equal(values, array)
 
 
-# --- what is not let in -----------------------------------------------------------------------
+# --- refused frames ---------------------------------------------------------------------------
 
 
 def changed(position: int, value: bytes) -> bytes:
@@ -108,7 +108,7 @@ def changed(position: int, value: bytes) -> bytes:
         "http",
     ],
 )
-def test_what_is_not_a_frame(bad: bytes, message: str) -> None:
+def test_malformed_frames_are_refused(bad: bytes, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         read(bad)
 
@@ -120,7 +120,7 @@ def test_random_bytes_are_refused(message: bytes) -> None:
 
 
 @given(st.binary(max_size=100), st.data())
-def test_a_flipped_bit_anywhere_is_found(payload: bytes, data: st.DataObject) -> None:
+def test_a_flipped_bit_anywhere_is_detected(payload: bytes, data: st.DataObject) -> None:
     message = bytearray(frame_of(payload))
     bit = data.draw(st.integers(0, 8 * len(message) - 1))
     message[bit // 8] ^= 1 << bit % 8
@@ -129,7 +129,7 @@ def test_a_flipped_bit_anywhere_is_found(payload: bytes, data: st.DataObject) ->
 
 
 @given(st.integers(0, 8 * HEADER_BYTES - 1))
-def test_a_flipped_bit_of_the_header_is_found_without_a_checksum_of_the_data(bit: int) -> None:
+def test_a_flipped_header_bit_is_detected_without_payload_checksum(bit: int) -> None:
     message = bytearray(frame_of(bytes(100), checksum=False))
     message[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError):
@@ -137,7 +137,7 @@ def test_a_flipped_bit_of_the_header_is_found_without_a_checksum_of_the_data(bit
 
 
 @given(st.binary(max_size=100), st.data())
-def test_a_frame_that_is_cut_or_has_more_is_found(payload: bytes, data: st.DataObject) -> None:
+def test_a_truncated_or_extended_frame_is_detected(payload: bytes, data: st.DataObject) -> None:
     message = frame_of(payload, checksum=False)
     length = data.draw(st.integers(0, 2 * len(message)).filter(lambda n: n != len(message)))
     with pytest.raises(ProtocolError):
@@ -145,29 +145,29 @@ def test_a_frame_that_is_cut_or_has_more_is_found(payload: bytes, data: st.DataO
 
 
 @pytest.mark.parametrize("origin", [Origin(8, 10), Origin(7, 9)])
-def test_a_frame_of_another_job_or_life_is_refused(origin: Origin) -> None:
+def test_a_frame_of_another_job_or_incarnation_is_refused(origin: Origin) -> None:
     with pytest.raises(ProtocolError, match=r"job 00000008, incarnation 0+9, expected"):
         FrameReader(origin).read(frame_of(b"abc"))
 
 
-# --- each once, in order ----------------------------------------------------------------------
+# --- order of frames --------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
-def test_frames_that_come_again_are_ignored(again: list[int]) -> None:
+def test_repeated_frames_are_ignored(again: list[int]) -> None:
     writer, reader = FrameWriter(ORIGIN, False), FrameReader(ORIGIN)
     frames = [writer.write(TAG, bytes([n])) for n in range(10)]
     taken = []
     for number, message in enumerate(frames):
         for repeated in [n for n in again if n < number]:
             assert reader.read(frames[repeated]) is None
-        found = reader.read(message)
-        assert found is not None
-        taken.append(found[1][0])
+        result = reader.read(message)
+        assert result is not None
+        taken.append(result[1][0])
     assert taken == list(range(10))
 
 
-def test_a_missing_frame_is_found() -> None:
+def test_a_missing_frame_is_detected() -> None:
     writer, reader = FrameWriter(ORIGIN, False), FrameReader(ORIGIN)
     frames = [writer.write(TAG, b"") for _ in range(4)]
     assert reader.read(frames[0]) is not None
@@ -175,11 +175,11 @@ def test_a_missing_frame_is_found() -> None:
         reader.read(frames[3])
 
 
-def test_numbers_go_round() -> None:
+def test_sequence_numbers_wrap_around() -> None:
     writer, reader = FrameWriter(ORIGIN, False), FrameReader(ORIGIN)
     writer._next = reader._next = 2**32 - 2
     frames = [writer.write(TAG, bytes([n])) for n in range(4)]
     for message in frames:
-        found = reader.read(message)
-        assert found is not None
+        result = reader.read(message)
+        assert result is not None
         assert reader.read(message) is None

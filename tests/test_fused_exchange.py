@@ -1,4 +1,4 @@
-"""Small arrays and sparse gradients in one exchange, compared with numpy on all data."""
+"""FusedExchange: small arrays and sparse gradients, compared with numpy on all data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import Spawn
+from rings import Spawn
 
-from hostopt.bucket import TensorSpec
-from hostopt.communicator import Communicator, ReduceOp
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, NonFiniteGradientError
-from hostopt.fused_exchange import DenseValue, FusedExchange, Rows, Table
+from hostopt.gradients.bucket import TensorSpec
+from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table
+from hostopt.gradients.fused_exchange import FusedExchange
 
 FLOAT32, FLOAT64, INT64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -37,7 +39,7 @@ TABLES = [
 
 
 def values_of(rank: int, step: int) -> tuple[list[np.ndarray], list[tuple[np.ndarray, ...]]]:
-    """What a rank has: whole numbers, so that sums are exact in any order and dtype."""
+    """Returns the values of a rank: integers, so that sums are exact in any order and dtype."""
     random = np.random.RandomState(10 * step + rank)
     dense = [random.randint(-9, 9, value.spec.shape).astype(value.spec.dtype) for value in DENSE]
     rows = []
@@ -56,7 +58,7 @@ Pairs = Sequence[tuple[np.ndarray, ...]]  # indices and values of each table
 def run_exchange(
     exchange: FusedExchange, dense: list[np.ndarray], pairs: Pairs, weight: float = 1.0
 ) -> tuple[list[np.ndarray], list[tuple[np.ndarray, ...]]]:
-    """Gives the exchange the rows table by table, and takes them back so."""
+    """Runs an exchange with the rows of each table, and returns the sums by table."""
     rows = []
     for kind in exchange.kinds:
         own = [pairs[table] for table in kind]
@@ -80,7 +82,7 @@ def as_dense(table: Table, rows: tuple[np.ndarray, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_an_exchange_gives_what_numpy_makes_of_all_ranks(spawn: Spawn, size: int) -> None:
+def test_an_exchange_equals_numpy(spawn: Spawn, size: int) -> None:
     def run(communicator: Communicator) -> Any:
         exchange = FusedExchange(communicator.duplicate("exchange"), DENSE, TABLES)
         return [run_exchange(exchange, *values_of(communicator.rank, step)) for step in range(4)]
@@ -103,13 +105,13 @@ def test_an_exchange_gives_what_numpy_makes_of_all_ranks(spawn: Spawn, size: int
                 assert values.dtype == table.dtype
                 if not table.is_summed:
                     of_ranks = zip(*(own[number] for _, own in everything))
-                    for found, parts in zip(rows[number], of_ranks):
+                    for result, parts in zip(rows[number], of_ranks):
                         all_parts = np.concatenate(parts)  # in rank order
-                        np.testing.assert_array_equal(found.reshape(all_parts.shape), all_parts)
+                        np.testing.assert_array_equal(result.reshape(all_parts.shape), all_parts)
                     continue
                 assert np.all(np.diff(indices) > 0), "each index once, ascending"
-                wanted = sum(as_dense(table, own[number]) for _, own in everything)
-                np.testing.assert_array_equal(as_dense(table, rows[number]), wanted)
+                expected = sum(as_dense(table, own[number]) for _, own in everything)
+                np.testing.assert_array_equal(as_dense(table, rows[number]), expected)
                 touched = {int(i) for _, own in everything for i in own[number][0]}
                 assert set(indices.tolist()) == touched
 
@@ -130,7 +132,7 @@ def test_all_ranks_get_the_same_bits(spawn: Spawn) -> None:
     assert all(other == first for other in others)
 
 
-def test_gradients_count_by_the_weight_of_their_rank_and_other_values_do_not(
+def test_only_gradients_are_weighted_by_rank(
     spawn_inproc: Spawn,
 ) -> None:
     table = Table("t", (1,), FLOAT32, INT64)
@@ -150,7 +152,7 @@ def test_gradients_count_by_the_weight_of_their_rank_and_other_values_do_not(
         np.testing.assert_array_equal(values, [[3.0]])
 
 
-def test_rows_that_are_not_finite_name_the_rank_and_the_variable(spawn: Spawn) -> None:
+def test_nonfinite_rows_are_reported_with_rank_and_variable(spawn: Spawn) -> None:
     def run(communicator: Communicator) -> Any:
         tables = [Table("good", (1,), FLOAT32, INT64), Table("bad", (1,), FLOAT32, INT64)]
         exchange = FusedExchange(communicator.duplicate("exchange"), [], tables)
@@ -167,7 +169,7 @@ def test_rows_that_are_not_finite_name_the_rank_and_the_variable(spawn: Spawn) -
 
 
 @pytest.mark.parametrize("index", [-1, 1 << 40])
-def test_an_index_that_no_table_has_is_refused(spawn_inproc: Spawn, index: int) -> None:
+def test_an_index_outside_of_the_table_is_refused(spawn_inproc: Spawn, index: int) -> None:
     def run(communicator: Communicator) -> Any:
         tables = [Table("good", (1,), FLOAT32, INT64), Table("bad", (1,), FLOAT32, INT64)]
         exchange = FusedExchange(communicator.duplicate("exchange"), [], tables)

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from conftest import FUZZ_EXAMPLES
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from structures import FUZZ_EXAMPLES
 
 import estimator_ext
 import hostopt
-from estimator_ext import checkpoints, input_state, input_state_file
+from estimator_ext import checkpoint_reading, input_state_file
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.faults]
 
 MOST_MORE_KB = 200 << 10  # of memory, for files of a kilobyte
 fuzz = settings(
@@ -38,16 +38,16 @@ fuzz = settings(
 # -- mutations -----------------------------------------------------------------------------
 
 KINDS = ("flip", "cut", "insert", "overwrite", "move", "double", "splice")
-NOTE_BYTES = 8  # of one change: its kind, where it begins and ends, and what is put there
+NOTE_BYTES = 8  # of one change: kind, begin, end and new bytes
 notes = st.binary(min_size=NOTE_BYTES, max_size=4 * NOTE_BYTES)
 
 
 def mutated(content: bytes, other: bytes, note: bytes) -> bytes:
-    """Content after some changes, each at a place or over a range of it.
+    """Applies changes to the content, each at an offset or to a range.
 
     Args:
-      content: of a whole file.
-      other: of another one of this kind, from which parts are taken.
+      content: content of a file.
+      other: content of another file of this kind, from which parts are copied.
       note: NOTE_BYTES for each change.
     """
     for k in range(0, len(note) - NOTE_BYTES + 1, NOTE_BYTES):
@@ -64,7 +64,7 @@ def mutated(content: bytes, other: bytes, note: bytes) -> bytes:
             content = head + data + part + tail
         elif kind == "overwrite":
             content = head + data + content[begin + len(data) :]
-        elif kind == "move":  # such as one field to the place of another one
+        elif kind == "move":  # such as one field to the offset of another one
             content = head + tail + part
         elif kind == "double":
             content = head + part + part + tail
@@ -82,7 +82,7 @@ def no_huge_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def directory() -> Iterator[Path]:
-    """In memory: a file is written for each example."""
+    """A directory in memory, because each example writes a file."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         yield Path(name)
 
@@ -91,26 +91,26 @@ def directory() -> Iterator[Path]:
 
 
 def states(number: int, ranks: int) -> list[bytes]:
-    facts = {"pipelines": [number, 7], "parts": [2, 1]}
+    attributes = {"pipelines": [number, 7], "parts": [2, 1]}
     parts = [b"first iterator", bytes(20), f"second of {number}".encode()]
-    return [input_state_file.pack(facts, parts)] * ranks
+    return [input_state_file.pack(attributes, parts)] * ranks
 
 
 def write_states(checkpoint: str, number: int, ranks: int) -> Path:
-    facts = {"process": f"process {number}", "step": checkpoint.rpartition("-")[2]}
-    input_state_file.write(checkpoint, facts, states(number, ranks))
+    attributes = {"process": f"process {number}", "step": checkpoint.rpartition("-")[2]}
+    input_state_file.write(checkpoint, attributes, states(number, ranks))
     return Path(f"{checkpoint}.input")
 
 
 def read_states(checkpoint: str) -> Any:
     try:
-        return input_state._load(checkpoint)
+        return input_state_file.read(checkpoint)
     except hostopt.CheckpointError as error:
-        assert "Remove it to have the data begin anew" in str(error)
+        assert "Remove it to read the data from the beginning" in str(error)
         return None
 
 
-def test_states_of_the_data(directory: Path) -> None:
+def test_mutated_input_states(directory: Path) -> None:
     checkpoint = str(directory / "model.ckpt-7")
     other = write_states(str(directory / "model.ckpt-8"), 5, 3).read_bytes()
     path = write_states(checkpoint, 3, 2)
@@ -136,8 +136,8 @@ fields = st.dictionaries(
 )
 
 
-def test_states_with_a_right_checksum_and_wrong_fields(directory: Path) -> None:
-    """What no accident makes: the checksum is that of the content."""
+def test_input_states_with_a_correct_checksum_and_wrong_fields(directory: Path) -> None:
+    """The checksum is that of the content, as after a deliberate change."""
     checkpoint = str(directory / "model.ckpt-9")
 
     @fuzz
@@ -146,14 +146,14 @@ def test_states_with_a_right_checksum_and_wrong_fields(directory: Path) -> None:
         state = input_state_file.pack({"pipelines": [1], "parts": [1], **inner}, [b"some bytes"])
         state = mutated(state, state, note)
         input_state_file.write(checkpoint, {"process": "x", "step": "9", **outer}, [state])
-        found = read_states(checkpoint)
-        assert found is None or found.parts == [state]
+        result = read_states(checkpoint)
+        assert result is None or result.parts == [state]
 
     check()
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "append"])
-def test_every_single_change_of_a_state_is_found(directory: Path, change: str) -> None:
+def test_each_changed_byte_of_an_input_state_is_detected(directory: Path, change: str) -> None:
     checkpoint = str(directory / "model.ckpt-1")
     path = write_states(checkpoint, 3, 2)
     content = path.read_bytes()
@@ -179,7 +179,7 @@ def flipped(content: bytes, bit: int) -> bytes:
 
 
 def save(directory: Path, number: int) -> str:
-    """A small checkpoint of a few kinds of tensors."""
+    """Saves a small checkpoint with several kinds of tensors."""
     path = str(directory / f"model.ckpt-{number}")
     tensors = {
         "global_step": tf.constant(number, tf.int64),
@@ -197,9 +197,9 @@ def save(directory: Path, number: int) -> str:
 
 
 def read_checkpoint(path: str) -> dict[str, Any] | None:
-    """What a checkpoint holds, if `check` finds no fault in it."""
+    """Returns the tensors of a checkpoint, if `check` accepts it."""
     try:
-        checkpoints.check(path)
+        checkpoint_reading.check(path)
     except hostopt.CheckpointError:
         return None
     reader = tf.compat.v1.train.NewCheckpointReader(path)
@@ -208,7 +208,7 @@ def read_checkpoint(path: str) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("part", ["index", "data-00000-of-00001"])
-def test_checkpoints(directory: Path, part: str) -> None:
+def test_mutated_checkpoints(directory: Path, part: str) -> None:
     other = Path(f"{save(directory, 4)}.{part}").read_bytes()
     path = save(directory, 5)
     file, whole = Path(f"{path}.{part}"), read_checkpoint(path)
@@ -223,8 +223,8 @@ def test_checkpoints(directory: Path, part: str) -> None:
     check()
 
 
-def test_the_file_checkpoint(directory: Path) -> None:
-    """It names a checkpoint that is whole, or is refused; where it names none, too."""
+def test_mutated_checkpoint_files(directory: Path) -> None:
+    """A file that does not name an intact checkpoint is refused."""
     path = save(directory, 4), save(directory, 5)
     file = directory / "checkpoint"
     content = file.read_bytes()
@@ -234,9 +234,9 @@ def test_the_file_checkpoint(directory: Path) -> None:
     def check(note: bytes) -> None:
         file.write_bytes(mutated(content, content.replace(b"5", b"4"), note))
         try:
-            checkpoints.check_newest(str(directory), restore_previous=False)
+            checkpoint_reading.check_newest(str(directory), restore_previous=False)
         except hostopt.CheckpointError:
             return
-        assert os.path.normpath(checkpoints.newest(str(directory))) in path
+        assert os.path.normpath(checkpoint_reading.newest(str(directory))) in path
 
     check()

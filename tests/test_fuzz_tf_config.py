@@ -1,4 +1,4 @@
-"""TF_CONFIG of any structure: a cluster that makes sense, or an error that says what to do."""
+"""TF_CONFIG of any structure gives a consistent cluster, or an error with advice."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from collections.abc import Iterator
 from typing import Any, Callable
 
 import pytest
-from conftest import FUZZ_EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structures import places
+from structures import FUZZ_EXAMPLES, paths_in
 
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(600)  # it takes minutes to make a failure small
-
 JOBS = ["chief", "master", "worker", "evaluator", "ps", "Chief", "wroker", "", "worker\0"]
-# Hosts that nobody has to ask a name server for, and texts that are none.
+# Hosts that need no name server, and texts that are not hosts.
 HOSTS = ["127.0.0.1", "localhost", "[::1]", "::1", "0.0.0.0", "256.1.1.1", "", " ", "a" * 300, "é"]
 HOSTS += ["\0", "\ud800", "127.0.0.1:1", "http://127.0.0.1", "-", "[", "%s", "{}", "xn--", "."]
 PORTS = ["2222", "0", "1", "65535", "65536", "-1", "٣", "²", "1e3", "", " 2222", "2222 ", "0x1"]
@@ -51,7 +48,7 @@ ADDRESSES = st.one_of(
 
 
 def mostly(usual: st.SearchStrategy[Any], other: st.SearchStrategy[Any]) -> Any:
-    """The usual in 7 of 8 cases."""
+    """Generates the usual value in 7 of 8 cases."""
     return st.integers(0, 7).flatmap(lambda n: usual if n else other)
 
 
@@ -86,7 +83,7 @@ CONFIGS = st.fixed_dictionaries(
 
 @st.composite
 def right(draw: Callable[[Any], Any]) -> Any:
-    """A configuration with which a training starts."""
+    """Generates a valid configuration."""
     first = draw(st.sampled_from([None, "chief", "master"]))
     workers = draw(st.integers(0 if first else 1, 4))
     evaluators = 0 if first == "master" else draw(st.integers(0, 3))
@@ -107,9 +104,9 @@ def right(draw: Callable[[Any], Any]) -> Any:
 
 @st.composite
 def broken(draw: Callable[[Any], Any]) -> Any:
-    """A configuration in which one value is another, missing, or there twice."""
+    """Generates a configuration in which one value is changed, missing or duplicated."""
     config = copy.deepcopy(draw(right() | CONFIGS))
-    *path, last = draw(st.sampled_from(list(places(config))))
+    *path, last = draw(st.sampled_from(list(paths_in(config))))
     inner = config
     for key in path:
         inner = inner[key]
@@ -130,7 +127,7 @@ STRUCTURES = right() | broken() | CONFIGS | ANYTHING
 
 
 def check_cluster(cluster: Cluster, config: Any) -> None:
-    """What holds of each cluster, and that it is the one which was named."""
+    """Checks the invariants of a cluster, and that it equals the configuration."""
     if cluster.task is None:
         assert (cluster.ring, cluster.evaluators, cluster.role) == ((), (), "local")
         assert (cluster.rank, cluster.size, cluster.is_chief) == (0, 1, True)
@@ -176,7 +173,7 @@ def check_ring_of_evaluators(cluster: Cluster) -> None:
 
 
 def check_message(error: ConfigError) -> None:
-    """It says what is wrong and what to do, and one can read it."""
+    """Checks that the message names the error and the remedy, and is printable."""
     text = str(error)
     assert "TF_CONFIG" in text
     assert len(text) < 2000
@@ -186,7 +183,7 @@ def check_message(error: ConfigError) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_name_server() -> Iterator[None]:
-    """No host but localhost has a name: nobody else is asked."""
+    """Resolves localhost only, without a name server."""
     find = socket.getaddrinfo
 
     def find_here(host: Any, *arguments: Any) -> Any:
@@ -221,25 +218,25 @@ def read(text: str, config: Any) -> None:
     ],
     ids=range(8),
 )
-def test_texts_that_are_large_or_deep(text: str) -> None:
+def test_large_or_deep_texts(text: str) -> None:
     read(text, json.loads("{}"))
 
 
 @given(right())
-def test_what_is_right_is_a_cluster(config: Any) -> None:
+def test_a_valid_configuration_yields_a_cluster(config: Any) -> None:
     check_cluster(Cluster.from_tf_config({"TF_CONFIG": json.dumps(config)}), config)
 
 
 @settings(max_examples=300)
 @given(STRUCTURES)
-def test_any_structure_is_a_cluster_or_an_error(config: Any) -> None:
+def test_any_structure_yields_a_cluster_or_an_error(config: Any) -> None:
     read(json.dumps(config), config)
 
 
 @pytest.mark.faults
 @settings(max_examples=FUZZ_EXAMPLES)
 @given(STRUCTURES)
-def test_many_structures_are_clusters_or_errors(config: Any) -> None:
+def test_many_structures_yield_clusters_or_errors(config: Any) -> None:
     read(json.dumps(config), config)
 
 
@@ -247,7 +244,7 @@ def test_many_structures_are_clusters_or_errors(config: Any) -> None:
 @settings(max_examples=200)
 @given(STRUCTURES)
 def test_a_run_config_of_any_structure(config: Any) -> None:
-    """With a strategy, the stock class reads TF_CONFIG too, and the two agree."""
+    """The stock RunConfig also reads TF_CONFIG, and must agree with the strategy."""
     import estimator_ext
 
     with pytest.MonkeyPatch.context() as patch:
@@ -258,14 +255,14 @@ def test_a_run_config_of_any_structure(config: Any) -> None:
             check_message(error)
             return
         try:
-            found = estimator_ext.RunConfig(train_distribute=strategy)
+            result = estimator_ext.RunConfig(train_distribute=strategy)
         except (TypeError, ValueError) as error:
             assert str(error).startswith(WORDS_OF_STOCK)
             return
     cluster = strategy.cluster
     check_cluster(cluster, config)
     if cluster.task is not None:
-        assert (found.task_type, found.task_id) == (cluster.task.type, cluster.task.index)
-        assert found.num_worker_replicas == (0 if cluster.rank is None else cluster.size)
-        assert found.global_id_in_cluster == cluster.rank
-    assert found.is_chief == cluster.is_chief
+        assert (result.task_type, result.task_id) == (cluster.task.type, cluster.task.index)
+        assert result.num_worker_replicas == (0 if cluster.rank is None else cluster.size)
+        assert result.global_id_in_cluster == cluster.rank
+    assert result.is_chief == cluster.is_chief

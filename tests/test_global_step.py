@@ -1,4 +1,4 @@
-"""Who changes global_step in a graph, wherever in it."""
+"""Changes of global_step, anywhere in a graph."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ READING: dict[str, Callable[[Any], Any]] = {
 
 
 def changes_of(build: Callable[[Any], Any], resource: bool, control_flow_v2: bool) -> list[str]:
-    """Types of what changes global_step in a graph that was built so."""
+    """Returns the types of the operations that change global_step in a graph."""
     switch = v1.enable_control_flow_v2 if control_flow_v2 else v1.disable_control_flow_v2
     with tf.Graph().as_default():
         had_v2 = v1.control_flow_v2_enabled()
@@ -82,17 +82,17 @@ def changes_of(build: Callable[[Any], Any], resource: bool, control_flow_v2: boo
 
 @pytest.mark.parametrize("name", CHANGING)
 @pytest.mark.parametrize(("resource", "v2"), [(True, True), (True, False), (False, False)])
-def test_what_changes_it_is_found(name: str, resource: bool, v2: bool) -> None:
+def test_changes_are_found(name: str, resource: bool, v2: bool) -> None:
     if name == "functions" and not resource:  # functions take no reference variables
         return
-    found = changes_of(CHANGING[name], resource, v2)
-    assert found
-    assert all("Assign" in each or "CountUpTo" in each for each in found)
+    result = changes_of(CHANGING[name], resource, v2)
+    assert result
+    assert all("Assign" in each or "CountUpTo" in each for each in result)
 
 
 @pytest.mark.parametrize("name", READING)
 @pytest.mark.parametrize(("resource", "v2"), [(True, True), (True, False), (False, False)])
-def test_what_reads_or_restores_it_is_no_change(name: str, resource: bool, v2: bool) -> None:
+def test_reading_and_restoring_are_not_changes(name: str, resource: bool, v2: bool) -> None:
     assert changes_of(READING[name], resource, v2) == []
 
 
@@ -104,7 +104,7 @@ def input_fn() -> tf.data.Dataset:
 
 
 def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: dict[str, Any]) -> Any:
-    """Without global_step, as for an IPU estimator that counts by itself."""
+    """Minimizes without global_step, as programs for an IPU estimator do, which counts itself."""
     loss = tf.reduce_mean((features * v1.get_variable("w", [1, 1]) - labels) ** 2)
     train_op = v1.train.GradientDescentOptimizer(0.1).minimize(loss)
     hooks = [params["hook"]] if "hook" in params else []
@@ -131,7 +131,7 @@ def test_a_training_that_would_never_end_is_refused(
 
 @pytest.mark.parametrize("with_strategy", [False, True])
 def test_one_process_trains_to_the_end_of_its_data(tmp_path: Path, with_strategy: bool) -> None:
-    """As the stock Estimator does, which takes the last step for one that is saved already."""
+    """The stock Estimator does so too; it takes the last step as saved already."""
     hook = Losses()
     make(tmp_path, with_strategy).train(input_fn, hooks=[hook])
     assert len(hook.found) == 50
@@ -139,7 +139,7 @@ def test_one_process_trains_to_the_end_of_its_data(tmp_path: Path, with_strategy
 
 
 class Losses(tf.estimator.SessionRunHook):
-    """Notes the loss of each step."""
+    """Records the loss of each step."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -170,8 +170,8 @@ def test_a_hook_may_count_the_steps(tmp_path: Path, with_strategy: bool, where: 
     assert estimator.get_variable_value("global_step") in (5, 6)
 
 
-def test_what_reads_global_step_in_a_step_sees_it_before_it_changes() -> None:
-    """As in BERT's program, which groups the change with an update that reads the step."""
+def test_reads_of_global_step_come_before_its_change() -> None:
+    """BERT's program groups the change with an update that reads the step."""
     with tf.Graph().as_default():
         step = v1.train.create_global_step()
         change = step.assign(step + 1, read_value=False)
@@ -220,17 +220,17 @@ READ_WITHIN: dict[str, Callable[[Any], tf.Tensor]] = {
 @pytest.mark.parametrize("name", READ_WITHIN)
 @pytest.mark.parametrize("control_flow_v2", [True, False])
 @pytest.mark.parametrize("changed_in", ["the step", "a branch"])
-def test_what_reads_it_within_a_branch_or_loop_runs_before_it_changes(
+def test_reads_in_a_branch_or_loop_come_before_its_change(
     name: str, control_flow_v2: bool, changed_in: str
 ) -> None:
-    """Whatever happens first by chance, the graph says that the change waits for the reader."""
+    """The change must depend on the read in the graph; the order of one run proves nothing."""
     switch = v1.enable_control_flow_v2 if control_flow_v2 else v1.disable_control_flow_v2
     had_v2 = v1.control_flow_v2_enabled()
     with tf.Graph().as_default():
         switch()
         try:
             step = v1.train.create_global_step()
-            found = READ_WITHIN[name](step)
+            result = READ_WITHIN[name](step)
             v1.enable_control_flow_v2()  # a change within a branch of TensorFlow 1 cannot wait
             if changed_in == "a branch":
                 three = v1.placeholder_with_default(3, [])
@@ -240,22 +240,22 @@ def test_what_reads_it_within_a_branch_or_loop_runs_before_it_changes(
                 change = changed = step.assign_add(1, read_value=False)
         finally:
             (v1.enable_control_flow_v2 if had_v2 else v1.disable_control_flow_v2)()
-        train_op = tf.group(changed, found)
+        train_op = tf.group(changed, result)
         read_before_changes([train_op])
-        assert runs_before(found.op, change)
+        assert runs_before(result.op, change)
         with v1.Session() as session:
             session.run(v1.global_variables_initializer())
-            assert [session.run([found, train_op])[0] for _ in range(20)] == [*range(20)]
+            assert [session.run([result, train_op])[0] for _ in range(20)] == [*range(20)]
 
 
 def runs_before(op: tf.Operation, other: tf.Operation) -> bool:
-    """Whether an operation, or the one that computes it, is among what another one waits for."""
-    found, todo = set(), [other]
+    """Returns True if an operation waits for another one, or for its input."""
+    result, todo = set(), [other]
     while todo:
         each = todo.pop()
-        found.add(each)
-        todo += [before for before in each.control_inputs if before not in found]
-        todo += [tensor.op for tensor in each.inputs if tensor.op not in found]
-    while op.type == "Identity" and op not in found:
+        result.add(each)
+        todo += [before for before in each.control_inputs if before not in result]
+        todo += [tensor.op for tensor in each.inputs if tensor.op not in result]
+    while op.type == "Identity" and op not in result:
         op = op.inputs[0].op
-    return op in found
+    return op in result

@@ -1,4 +1,4 @@
-"""Gradients that are not plain, uneven data, agreed stops: as one worker on the whole batch."""
+"""Special gradients, uneven data and coordinated stops: equal to one worker on full batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 from programs import train
 from ranks import Ranks
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tensorflow]
 
 EMBEDDING = {"model": "embedding", "steps": 15}
 CLIPPED = {"optimizers": ["sgd"], "learning_rate": 0.5, "steps": 10, "clip": 0.05}
@@ -26,7 +26,7 @@ UNEVEN = {
     "even": [[4, 4, 4], [4, 4, 4]],
     "long": [[4] * 36 + [3], [4] * 49 + [1]],
 }
-# What is trained, by number of ranks and name; one process of each rank does all of it in turn.
+# Trainings by number of ranks and name; one process of each rank runs them in turn.
 RUNS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "embedding": EMBEDDING,
@@ -62,7 +62,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "embedding in buckets": {**EMBEDDING, "bucket_mb": 128 / 2**20},
         "batch_norm, data that end": {"model": "batch_norm", "batches": 6, "steps": 60},
         "averages": AVERAGES,
-        # after 7 steps the data, too, are where they began
+        # the data repeat after 7 steps
         "averages, 7 steps": {**AVERAGES, "steps": 7, "model_dir": "resumed"},
         "averages, resumed": {**AVERAGES, "steps": 14, "model_dir": "resumed"},
         "batch_norm": {"model": "batch_norm", "checkpoint_steps": 5, "summary_steps": 1},
@@ -84,10 +84,10 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
 
 
 class Trainings:
-    """What has been trained.
+    """Trains all models.
 
     Args:
-      directory: where variables, checkpoints and output go.
+      directory: directory of variables, checkpoints and output.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -112,17 +112,17 @@ class Trainings:
         return self._directory / str(size) / name
 
     def variables(self, size: int, name: str) -> list[dict[str, np.ndarray]]:
-        """Final variables of each rank, and its losses, by name."""
+        """Returns the final variables and the losses of each rank, by name."""
         dump_dir = self._dump_dir(size, name)
         return [dict(np.load(*dump_dir.glob(f"*-{rank}.npz"))) for rank in range(size)]
 
     def checkpoint(self, size: int, name: str, step: int) -> Any:
-        """What rank 0 saved after a step."""
+        """Returns the checkpoint of rank 0 after a step."""
         model_dir = self._directory / str(size) / RUNS[size][name].get("model_dir", name)
         return tf.train.load_checkpoint(str(model_dir / "model" / "adam" / f"model.ckpt-{step}"))
 
-    def said(self, size: int, text: str) -> list[int]:
-        """How often each rank has logged a text, in all of its runs."""
+    def log_counts(self, size: int, text: str) -> list[int]:
+        """Counts how often each rank has logged a text, in all of its runs."""
         return [output.count(text) for output in self._outputs[size]]
 
 
@@ -132,33 +132,31 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
 
 
 def check_equal(many: list[dict[str, np.ndarray]], one: list[dict[str, np.ndarray]]) -> None:
-    """Many workers have what one has, and all of them have the same bits."""
-    for found in many:
-        assert set(found) == set(one[0])
+    """Checks that many workers equal one, and that all of them hold the same bits."""
+    for result in many:
+        assert set(result) == set(one[0])
         for name, expected in one[0].items():
-            np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-10, err_msg=name)
-            np.testing.assert_array_equal(found[name], many[0][name], err_msg=name)
+            np.testing.assert_allclose(result[name], expected, rtol=0, atol=1e-10, err_msg=name)
+            np.testing.assert_array_equal(result[name], many[0][name], err_msg=name)
 
 
 # -- sparse gradients ----------------------------------------------------------------------
 
 
 def test_sparse_gradients_and_several_buckets(trainings: Trainings) -> None:
-    found = trainings.variables(2, "embedding in buckets")
-    check_equal(found, trainings.variables(1, "embedding"))
+    result = trainings.variables(2, "embedding in buckets")
+    check_equal(result, trainings.variables(1, "embedding"))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["embedding", "embedding as dense"])
-def test_an_embedding_trains_like_on_one_worker(
-    trainings: Trainings, size: int, name: str
-) -> None:
+def test_an_embedding_trains_as_on_one_worker(trainings: Trainings, size: int, name: str) -> None:
     check_equal(trainings.variables(size, name), trainings.variables(1, "embedding"))
 
 
-def test_ranks_may_pass_their_gradients_in_other_orders(trainings: Trainings) -> None:
-    found = trainings.variables(3, "embedding in other orders")
-    check_equal(found, trainings.variables(1, "embedding"))
+def test_ranks_may_pass_their_gradients_in_different_orders(trainings: Trainings) -> None:
+    result = trainings.variables(3, "embedding in other orders")
+    check_equal(result, trainings.variables(1, "embedding"))
 
 
 # -- gradients that are reduced before they are applied --------------------------------------
@@ -187,8 +185,8 @@ def test_gradients_that_are_none_stay_none(trainings: Trainings, name: str) -> N
 def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(trainings: Trainings) -> None:
     one, two = trainings.variables(1, "scaled loss"), trainings.variables(2, "scaled loss")
     for ranks in (one, two):
-        for found in ranks:
-            del found["losses"]  # one of them is infinite
+        for result in ranks:
+            del result["losses"]  # one of them is infinite
     check_equal(two, one)
     # 11 steps update the moments: Adam's power of beta says so
     np.testing.assert_allclose(two[0]["beta1_power"], 0.9**12, rtol=1e-6)
@@ -207,71 +205,69 @@ def test_micro_batches_equal_one_large_batch(trainings: Trainings, size: int, wh
     check_equal(trainings.variables(size, "micro-batches"), one)
 
 
-def test_micro_batches_that_make_no_step_are_left_out(trainings: Trainings) -> None:
+def test_incomplete_micro_batches_are_skipped(trainings: Trainings) -> None:
     micro = trainings.variables(1, "micro-batches left over")
     check_equal(micro, trainings.variables(1, "large batches, none left over"))
-    assert trainings.said(1, "ended after 2 of 3 micro-batches") == [1]
+    assert trainings.log_counts(1, "ended after 2 of 3 micro-batches") == [1]
 
 
 # -- uneven data ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_uneven_data_train_like_all_data_on_one_worker(trainings: Trainings, name: str) -> None:
+def test_uneven_data_train_as_all_data_on_one_worker(trainings: Trainings, name: str) -> None:
     lengths = UNEVEN[name]
     one = trainings.variables(1, name)
     assert one[0]["global_step"] == max(len(each) for each in lengths)
     check_equal(trainings.variables(len(lengths), name), one)
 
 
-def test_each_rank_says_once_when_its_data_ended(trainings: Trainings) -> None:
+def test_each_rank_logs_the_end_of_its_data_once(trainings: Trainings) -> None:
     part = "its data ended after {} steps; it took part in {} more with weight zero"
-    assert trainings.said(2, part.format(2, 2)) == [0, 1]
-    assert trainings.said(3, part.format(2, 2)) == [1, 0, 0]
-    assert trainings.said(3, part.format(0, 4)) == [0, 0, 1]
-    assert trainings.said(3, "its data ended after 4 steps, the last") == [0, 1, 0]
+    assert trainings.log_counts(2, part.format(2, 2)) == [0, 1]
+    assert trainings.log_counts(3, part.format(2, 2)) == [1, 0, 0]
+    assert trainings.log_counts(3, part.format(0, 4)) == [0, 0, 1]
+    assert trainings.log_counts(3, "its data ended after 4 steps, the last") == [0, 1, 0]
 
 
-def test_uneven_micro_batches_train_like_all_data_on_one_worker(trainings: Trainings) -> None:
+def test_uneven_micro_batches_train_as_all_data_on_one_worker(trainings: Trainings) -> None:
     one = trainings.variables(1, "large uneven batches")
     assert one[0]["global_step"] == 2
     check_equal(trainings.variables(2, "uneven micro-batches"), one)
 
 
-def test_all_ranks_stop_with_the_first_that_has_no_data(trainings: Trainings) -> None:
+def test_all_ranks_stop_with_the_first_rank_without_data(trainings: Trainings) -> None:
     one = trainings.variables(1, "three batches")
     assert one[0]["global_step"] == 3
     check_equal(trainings.variables(2, "stop"), one)
-    assert trainings.said(2, "its data has ended after 3 steps") == [0, 1]
+    assert trainings.log_counts(2, "its data has ended after 3 steps") == [0, 1]
 
 
 # -- variables that each rank changes by itself ----------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_checkpoint_holds_what_the_ranks_make_together(
-    trainings: Trainings, size: int
-) -> None:
+def test_every_checkpoint_holds_aggregated_variables(trainings: Trainings, size: int) -> None:
     for step in (4, 8, 10):
         for name in ("moving", "seen"):
-            found, wanted = (
+            result, expected = (
                 trainings.checkpoint(s, "averages", step).get_tensor(name) for s in (size, 1)
             )
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12, err_msg=name)
+            np.testing.assert_allclose(result, expected, rtol=0, atol=1e-12, err_msg=name)
 
 
-def test_each_rank_has_values_of_its_own(trainings: Trainings) -> None:
+def test_per_rank_variables_differ_between_ranks(trainings: Trainings) -> None:
     many = trainings.variables(3, "averages")
-    assert many[1]["seen"] == many[2]["seen"] == 10 * 12 // 3  # of its part of the data
+    assert many[1]["seen"] == many[2]["seen"] == 10 * 12 // 3  # in its part of the data
     assert np.abs(many[1]["moving"] - many[2]["moving"]).max() > 1e-3
 
 
-def test_a_resumed_training_goes_on_with_the_sum_and_the_mean(trainings: Trainings) -> None:
-    found = trainings.checkpoint(2, "averages, resumed", 14)
-    wanted = trainings.checkpoint(1, "averages, 14 steps", 14)
+def test_a_resumed_training_restores_the_sum_and_the_mean(trainings: Trainings) -> None:
+    result = trainings.checkpoint(2, "averages, resumed", 14)
+    expected = trainings.checkpoint(1, "averages, 14 steps", 14)
     for name in ("moving", "seen"):
         np.testing.assert_allclose(
-            found.get_tensor(name), wanted.get_tensor(name), rtol=0, atol=1e-12, err_msg=name
+            result.get_tensor(name), expected.get_tensor(name), rtol=0, atol=1e-12, err_msg=name
         )
 
 
@@ -291,11 +287,11 @@ def test_moving_averages_of_batch_norm_are_the_mean_over_the_ranks(
         if step in steps:
             saved = trainings.checkpoint(2, name, step)
             for moment, values in (("mean", mean), ("variance", variance)):
-                found = saved.get_tensor(f"batch_normalization/moving_{moment}")
-                np.testing.assert_allclose(found, values.mean(0), rtol=0, atol=1e-12)
+                result = saved.get_tensor(f"batch_normalization/moving_{moment}")
+                np.testing.assert_allclose(result, values.mean(0), rtol=0, atol=1e-12)
 
 
-def test_variables_that_are_partitioned_shared_or_whole_numbers(trainings: Trainings) -> None:
+def test_partitioned_shared_and_integer_variables(trainings: Trainings) -> None:
     one, two = trainings.variables(1, "variables"), trainings.variables(2, "variables")
     # TensorFlow does not partition under a strategy
     assert {"kinds/parts", "kinds/shared", "kinds/runs"} < set(one[0])
@@ -308,7 +304,7 @@ def test_variables_that_are_partitioned_shared_or_whole_numbers(trainings: Train
 
 
 @pytest.mark.parametrize("name", ["rank 0 asks", "rank 1 asks"])
-def test_a_rank_that_asks_to_stop_stops_all_after_the_same_step(
+def test_a_stop_request_stops_all_ranks_after_the_same_step(
     trainings: Trainings, name: str
 ) -> None:
     many = trainings.variables(2, name)
@@ -321,6 +317,6 @@ def test_early_stopping_of_tensorflow_stops_all_ranks(trainings: Trainings) -> N
     assert 6 <= first == second <= 9
 
 
-def test_max_steps_is_met_exactly(trainings: Trainings) -> None:
+def test_training_ends_exactly_at_max_steps(trainings: Trainings) -> None:
     many = trainings.variables(2, "max_steps")
     assert [int(each["global_step"]) for each in many] == [7, 7]

@@ -1,4 +1,4 @@
-"""Ranks as real processes: what each one says, and its exit code, when something breaks."""
+"""Rings of real processes over gRPC: output and exit codes with and without faults."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from conftest import NewRing, Spawn, jobs_of, reserved_addresses, task_of
+from harness import deadline_s, jobs_of, reserved_addresses, task_of
+from rings import NewRing, Spawn
 
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, PeerLostError, ProtocolError
 from hostopt.options import Options
-from hostopt.transport import event_loop, grpc_calls
-from hostopt.transport.base import Tag
-from hostopt.transport.frame import FrameWriter, Origin
-from hostopt.transport.grpc import GrpcTransport
-from hostopt.transport.meeting import Meeting
+from hostopt.transport import event_loop
+from hostopt.transport.grpc import client
+from hostopt.transport.grpc.frame import FrameWriter, Origin
+from hostopt.transport.grpc.hello import HelloMessages
+from hostopt.transport.grpc.transport import GrpcTransport
+from hostopt.transport.message import Tag
 
-pytestmark = pytest.mark.timeout(60)
-
-# What a script begins with: rank 0..size-1 of the ring in TF_CONFIG.
+# First lines of each script.
 MEET = """
-import logging, os, signal, sys
+import dataclasses, logging, os, signal, sys
 import numpy as np
 import hostopt
-from hostopt.transport import grpc as transport
+from hostopt.transport.grpc import timing
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 if "PROGRESS_EVERY_S" in os.environ:
-    transport._PROGRESS_EVERY_S = float(os.environ["PROGRESS_EVERY_S"])
+    interval_s = float(os.environ["PROGRESS_EVERY_S"])
+    timing.DEFAULT = dataclasses.replace(timing.DEFAULT, progress_every_s=interval_s)
 communicator = hostopt.connect()
 rank, size = communicator.rank, communicator.size
 def say(line):
@@ -50,7 +51,7 @@ assert communicator.all_reduce(np.ones(1000))[0] == size
 """
 
 
-# --- how a run goes well ----------------------------------------------------------------------
+# --- runs without faults ----------------------------------------------------------------------
 
 
 def test_a_run_without_faults(processes: NewRing) -> None:
@@ -84,39 +85,39 @@ def test_a_rank_may_end_long_before_the_others(processes: NewRing) -> None:
     assert first.exit_code() == 0, first.stderr
     for process in (second, third):
         process.expect("has them")
-        process.go_on()
+        process.close_stdin()
         assert process.exit_code() == 0, process.stderr
         assert "Traceback" not in process.stderr
 
 
-def test_a_rank_that_ends_as_soon_as_it_has_met_the_others(processes: NewRing) -> None:
+def test_a_rank_may_end_right_after_the_rendezvous(processes: NewRing) -> None:
     ring = processes(2)
     script = MEET + "assert communicator.broadcast(np.full(3, rank + 7.0))[0] == 7"
     early = ring.start(1, script, PROGRESS_EVERY_S="0.1")
-    assert "missing: chief:0" in early.line()  # it looks for rank 0 from time to time only
+    assert "missing: chief:0" in early.line()  # it polls rank 0 at intervals
     late = ring.start(0, script)
     assert late.exit_code() == 0, late.stderr
     assert early.exit_code() == 0, early.stderr
 
 
-def test_a_rank_that_comes_again_waits_until_the_others_do(
+def test_a_restarted_rank_waits_for_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answered = threading.Event()
-    say_hello, others = Meeting.hello, Options(compression="fp16")
+    build, others = HelloMessages.build, Options(compression="fp16")
 
-    def hello(meeting: Meeting, to: int | None = None) -> dict[str, Any]:
-        if to is not None and meeting is old[1]._meeting:
+    def build_hello(messages: HelloMessages, to: int | None = None) -> dict[str, Any]:
+        if to is not None and messages is old[1]._rendezvous.messages:
             answered.set()
-        return say_hello(meeting, to)
+        return build(messages, to)
 
     with reserved_addresses(2) as addresses, ThreadPoolExecutor() as threads:
         clusters = [Cluster.from_dict(jobs_of(addresses), *task_of(rank)) for rank in range(2)]
         old = list(threads.map(lambda cluster: GrpcTransport(cluster, Options()), clusters))
-        monkeypatch.setattr(Meeting, "hello", hello)
+        monkeypatch.setattr(HelloMessages, "build", build_hello)
         old[0].close()
         again = threads.submit(GrpcTransport, clusters[0], others)
-        assert answered.wait(30)  # by the old rank 1, which has not left yet
+        assert answered.wait(30)  # from the old rank 1, which has not left yet
         assert not again.done()
         old[1].close()
         other = threads.submit(GrpcTransport, clusters[1], others)
@@ -126,12 +127,12 @@ def test_a_rank_that_comes_again_waits_until_the_others_do(
         list(threads.map(Communicator.close, ring))
 
 
-def test_a_rank_that_dies_and_comes_again_before_all_have_met(processes: NewRing) -> None:
+def test_a_rank_may_restart_during_the_rendezvous(processes: NewRing) -> None:
     ring = processes(3)
     script = MEET + SUM + "say('done')"
     waiting = [ring.start(rank, script, PROGRESS_EVERY_S="0.1") for rank in (0, 2)]
     while f"missing: worker:0 ({ring.addresses[1]})" not in waiting[1].line():
-        pass  # the two have met
+        pass  # the two ranks have connected
     waiting[1].kill()
     while not waiting[0].line().endswith(f"worker:1 ({ring.addresses[2]})"):
         pass  # it is missing again
@@ -142,11 +143,11 @@ def test_a_rank_that_dies_and_comes_again_before_all_have_met(processes: NewRing
     assert waiting[0].exit_code() == 0, waiting[0].stderr
 
 
-def test_a_late_goodbye_is_not_for_the_next_ring(spawn_grpc: Spawn) -> None:
+def test_a_late_leave_message_does_not_affect_the_next_ring(spawn_grpc: Spawn) -> None:
     def work(communicator: Communicator) -> None:
         communicator.barrier()
         if communicator.rank == 1:
-            channel = communicator.transport._to_peer[0]
+            channel = communicator.transport._client.channels[0]
             leave = channel.unary_unary("/hostopt.Ring/Leave")
             for note in ({}, {"error": {"kind": "PeerLostError", "message": "m", "facts": {}}}):
                 data = json.dumps({"sender": 1, "from": "x", "to": "former", **note}).encode()
@@ -160,11 +161,11 @@ def test_a_late_goodbye_is_not_for_the_next_ring(spawn_grpc: Spawn) -> None:
     spawn_grpc(2, work)
 
 
-def test_grpc_is_imported_in_a_mode_that_only_it_knows() -> None:
+def test_grpc_settings_stay_out_of_the_environment() -> None:
     script = """
         import os
         given = os.environ.get("GRPC_EXPERIMENTS")
-        from hostopt.transport.grpc import grpc
+        from hostopt.transport.grpc.transport import grpc
         assert os.environ.get("GRPC_EXPERIMENTS") == given
         grpc.insecure_channel("localhost:1").close()  # some releases look at it only now
     """
@@ -177,14 +178,14 @@ def test_grpc_is_imported_in_a_mode_that_only_it_knows() -> None:
             timeout=30,
             check=True,
         )
-        # gRPC complains of names that it does not know: of the user's, and not of ours
+        # gRPC logs unknown variables: one of the user, and none of hostopt
         assert ("no_such_experiment" in run.stderr) == bool(environ)
         assert run.stderr.count("nknown experiment") == len(environ)
 
 
-def test_names_of_hosts(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_names_as_addresses(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "conftest.jobs_of", lambda a: jobs_of([x.replace("127.0.0.1", "localhost") for x in a])
+        "rings.jobs_of", lambda a: jobs_of([x.replace("127.0.0.1", "localhost") for x in a])
     )
 
     def work(communicator: Communicator) -> str:
@@ -194,10 +195,10 @@ def test_names_of_hosts(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch) -> N
     assert spawn_grpc(2, work) == ["localhost"] * 2
 
 
-# --- how ranks meet ---------------------------------------------------------------------------
+# --- rendezvous -------------------------------------------------------------------------------
 
 
-def test_who_is_missing_is_told_from_time_to_time(processes: NewRing) -> None:
+def test_missing_ranks_are_logged_regularly(processes: NewRing) -> None:
     ring = processes(2)
     first = ring.start(0, MEET + SUM, PROGRESS_EVERY_S="0.1")
     for _ in range(2):
@@ -209,11 +210,11 @@ def test_who_is_missing_is_told_from_time_to_time(processes: NewRing) -> None:
         assert process.exit_code() == 0, process.stderr
 
 
-def test_a_refused_address_leaves_no_thread(processes: NewRing) -> None:
+def test_an_address_in_use_leaves_no_thread(processes: NewRing) -> None:
     address = processes(2).addresses[0]
     host, _, port = address.rpartition(":")
     cluster = Cluster.from_dict({"worker": [address, "127.0.0.1:1"]}, "worker", 0)
-    event_loop.run(asyncio.sleep(0))  # the loop's own thread stays
+    event_loop.run(asyncio.sleep(0))  # the thread of the event loop remains
     before = set(threading.enumerate())
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -222,11 +223,11 @@ def test_a_refused_address_leaves_no_thread(processes: NewRing) -> None:
         with pytest.raises(ConfigError, match="in use"):
             GrpcTransport(cluster, Options())
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(deadline_s(10))
         assert not thread.is_alive(), thread
 
 
-def test_a_child_of_fork_ends_and_leaves_the_ring_alone(processes: NewRing) -> None:
+def test_a_forked_child_does_not_affect_the_ring(processes: NewRing) -> None:
     script = """
         child = os.fork()
         if not child:
@@ -240,19 +241,11 @@ def test_a_child_of_fork_ends_and_leaves_the_ring_alone(processes: NewRing) -> N
         assert process.exit_code() == 0, process.stderr
 
 
-def test_the_loop_does_not_wait_for_itself() -> None:
-    async def waits() -> None:
-        event_loop.run(asyncio.sleep(0))
-
-    with pytest.raises(RuntimeError, match="cannot wait for the loop"):
-        event_loop.run(waits())
-
-
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_the_end_of_a_program_that_can_start_no_thread(
+def test_end_of_a_program_that_cannot_start_threads(
     spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    # as Python 3.12.0 and 3.12.1 do from the end of the main program on
+    # like Python 3.12.0 and 3.12.1 after the end of the main program
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
@@ -272,9 +265,9 @@ def test_the_end_of_a_program_that_can_start_no_thread(
         communicator.close()
         return str(caught.value)
 
-    wanted = {"close": "has closed its communicator", "abort": "no more flour"}[end]
+    expected = {"close": "has closed its communicator", "abort": "no more flour"}[end]
     for message in spawn_grpc(3, work)[1:]:
-        assert wanted in message
+        assert expected in message
 
 
 def test_a_rank_may_start_other_programs(processes: NewRing) -> None:
@@ -306,14 +299,14 @@ def test_a_port_in_use(processes: NewRing) -> None:
     assert f"{ring.addresses[0]} of this task (chief:0) is in use" in process.stderr
 
 
-def test_a_tf_config_that_cannot_be_used(processes: NewRing) -> None:
+def test_an_unusable_tf_config(processes: NewRing) -> None:
     process = processes(1).start(0, MEET, jobs={"worker": ["127.0.0.1:2222"]})
     assert process.exit_code() == 78
     assert "ConfigError: TF_CONFIG" in process.stderr
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_know_different_rings(processes: NewRing, first: int) -> None:
+def test_ranks_with_different_rings(processes: NewRing, first: int) -> None:
     ring = processes(3)
     jobs = [jobs_of(ring.addresses[:2]), jobs_of(ring.addresses)]
     before = ring.start(first, MEET, jobs=jobs[first], PROGRESS_EVERY_S="0.1")
@@ -334,7 +327,7 @@ def test_ranks_that_know_different_rings(processes: NewRing, first: int) -> None
         ("communication", ["grpc", "auto"], ["'grpc'", "'auto'"]),
     ],
 )
-def test_ranks_whose_options_differ(
+def test_ranks_with_different_options(
     processes: NewRing, first: int, option: str, values: list[str], shown: list[str]
 ) -> None:
     ring = processes(2)
@@ -345,8 +338,8 @@ def test_ranks_whose_options_differ(
     names = [f"{ring.name(rank)} has {option} {shown[rank]}" for rank in range(2)]
     for process in (before, after):
         assert process.exit_code() == 78, process.stderr
-        found = f"ConfigError: {names[0]}, {names[1]}. Give all ranks the same options\n"
-        assert found in process.stderr
+        result = f"ConfigError: {names[0]}, {names[1]}. Give all ranks the same options\n"
+        assert result in process.stderr
 
 
 # --- a rank that dies -------------------------------------------------------------------------
@@ -371,7 +364,7 @@ def test_a_killed_rank_is_named_by_all_others(
         assert f"\nhostopt.errors.PeerLostError: {ring.name(victim)} lost" in process.stderr
 
 
-def test_a_rank_killed_before_it_has_sent_anything(processes: NewRing) -> None:
+def test_a_rank_killed_before_its_first_message(processes: NewRing) -> None:
     ring = processes(3)
     script = """
         say("ready")
@@ -388,7 +381,7 @@ def test_a_rank_killed_before_it_has_sent_anything(processes: NewRing) -> None:
         assert f"PeerLostError: {ring.name(0)} lost" in process.stderr
 
 
-def test_an_exception_of_the_user_is_shown_by_all(processes: NewRing) -> None:
+def test_a_user_exception_is_reported_by_all_ranks(processes: NewRing) -> None:
     ring = processes(4)
     script = """
         def bake():
@@ -402,19 +395,19 @@ def test_an_exception_of_the_user_is_shown_by_all(processes: NewRing) -> None:
     for process in started:
         process.expect("ready")
     for process in started:
-        process.go_on()
+        process.close_stdin()
     assert [process.exit_code() for process in started] == [200, 1, 200, 200]
     own = started[1].stderr
     assert own.startswith("Traceback")
     assert "in bake" in own
     assert "\nValueError: no more flour\n" in own
     for rank in (0, 2, 3):
-        (told,) = [line for line in started[rank].stderr.splitlines() if "PeerLostError:" in line]
-        assert ring.name(1) in told
-        assert "ValueError: no more flour" in told
+        (line,) = [text for text in started[rank].stderr.splitlines() if "PeerLostError:" in text]
+        assert ring.name(1) in line
+        assert "ValueError: no more flour" in line
 
 
-def test_a_rank_that_does_less_than_the_others(processes: NewRing) -> None:
+def test_a_rank_with_fewer_calls_than_the_others(processes: NewRing) -> None:
     ring = processes(3)
     script = MEET + SUM + "communicator.finish() if rank == 2 else communicator.barrier()"
     for process in ring.start_all(script):
@@ -423,11 +416,11 @@ def test_a_rank_that_does_less_than_the_others(processes: NewRing) -> None:
         assert "finished" in process.stderr
 
 
-# --- a peer that does not speak our language --------------------------------------------------
+# --- bad frames and strangers -----------------------------------------------------------------
 
 
 def stream(address: str, *messages: bytes, **metadata: str) -> Any:
-    """Send messages as a peer would; returns the outcome of the call."""
+    """Sends messages like a peer; returns the error of the call."""
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.stream_unary("/hostopt.Ring/Stream").future(
             iter(messages), metadata=tuple(metadata.items()), timeout=30
@@ -443,17 +436,19 @@ BAD_FRAMES: dict[str, Callable[[bytes], bytes]] = {
     "too-long": lambda good: good + b"x",
     "magic": lambda good: b"HU" + good[2:],
     "flipped": lambda good: good[:-1] + bytes([good[-1] ^ 1]),
-    "of-another-life": lambda good: FrameWriter(Origin(0, 0), True).write(Tag(0, 5), b"flour"),
+    "of-another-incarnation": lambda good: FrameWriter(Origin(0, 0), True).write(
+        Tag(0, 5), b"flour"
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", BAD_FRAMES)
-def test_a_bad_frame_of_a_peer_ends_the_ring_and_is_no_hang(spawn_grpc: Spawn, kind: str) -> None:
+def test_a_bad_frame_aborts_the_ring(spawn_grpc: Spawn, kind: str) -> None:
     def work(communicator: Communicator) -> Any:
-        communicator.barrier()  # or rank 0 would find the garbage while it still meets the other
+        communicator.barrier()  # or rank 0 would receive the bad frame during the rendezvous
 
         async def send_bad_frame() -> None:
-            peer = communicator.transport._stream(0)
+            peer = communicator.transport._streams.to(0)
             peer._frames.put_nowait(BAD_FRAMES[kind](peer._writer.write(Tag(0, 5), b"flour")))
 
         if communicator.rank == 1:
@@ -482,17 +477,19 @@ def test_a_bad_frame_of_a_peer_ends_the_ring_and_is_no_hang(spawn_grpc: Spawn, k
         {"rank": "1"},  # it has a stream already
     ],
 )
-def test_a_stranger_disturbs_nobody(spawn_grpc: Spawn, metadata: dict[str, str]) -> None:
+def test_a_stream_of_a_stranger_does_not_affect_the_ring(
+    spawn_grpc: Spawn, metadata: dict[str, str]
+) -> None:
     def work(communicator: Communicator) -> Any:
         refused = None
         communicator.barrier()
         if communicator.rank == 1:
             transport = communicator.transport
             known = {
-                "to": transport._meeting.incarnations[0],
-                "from": transport._meeting.incarnation,
+                "to": transport._peers.incarnations[0],
+                "from": transport._peers.incarnation,
             }
-            frame = FrameWriter(transport._meeting.origin(1), True).write(Tag(0, 5), b"flour")
+            frame = FrameWriter(transport._peers.origin(1), True).write(Tag(0, 5), b"flour")
             address = transport.cluster.ring[0].address
             refused = stream(address, frame, b"garbage", **{**known, **metadata})
         assert communicator.all_reduce(np.ones(3))[0] == 2
@@ -506,7 +503,9 @@ def test_a_stranger_disturbs_nobody(spawn_grpc: Spawn, metadata: dict[str, str])
 @pytest.mark.parametrize(
     "request_", [b"", b"{", b"[]", b"7", b'{"rank": 7}', b'{"rank": 1, "incarnation": "x"}']
 )
-def test_a_strangers_call_disturbs_nobody(spawn_grpc: Spawn, method: str, request_: bytes) -> None:
+def test_a_call_of_a_stranger_does_not_affect_the_ring(
+    spawn_grpc: Spawn, method: str, request_: bytes
+) -> None:
     def work(communicator: Communicator) -> None:
         communicator.barrier()
         if communicator.rank == 1:
@@ -519,32 +518,32 @@ def test_a_strangers_call_disturbs_nobody(spawn_grpc: Spawn, method: str, reques
     spawn_grpc(2, work)
 
 
-def test_another_process_of_the_same_task_disturbs_nobody(spawn_grpc: Spawn) -> None:
-    # on another host it can listen; its hello comes from no known life of that rank
+def test_another_process_of_the_same_task_does_not_affect_the_ring(spawn_grpc: Spawn) -> None:
+    # as on another host, where it can listen; its incarnation is unknown
     def work(communicator: Communicator) -> None:
         communicator.barrier()
         if communicator.rank == 1:
             transport = communicator.transport
-            hello = {**transport._meeting.hello(), "incarnation": "77"}
+            hello = {**transport._rendezvous.messages.build(), "incarnation": "77"}
             with grpc.insecure_channel(transport.cluster.ring[0].address) as channel:
                 call = channel.unary_unary("/hostopt.Ring/Hello")
                 answer = json.loads(call(json.dumps(hello).encode(), timeout=30))
-            assert answer["met"] == transport._meeting.incarnation
+            assert answer["met"] == transport._peers.incarnation
         assert communicator.all_reduce(np.ones(3))[0] == 2
 
     spawn_grpc(2, work)
 
 
-def test_a_rank_that_was_started_again_is_found_before_its_connection_breaks(
+def test_a_restart_is_detected_before_the_connection_breaks(
     spawn_grpc: Spawn,
 ) -> None:
-    # as after a crash of its host, which nobody told the others
+    # as after a crash of its host, which the others have not detected
     def work(communicator: Communicator) -> Any:
         transport = communicator.transport
         communicator.barrier()
         if communicator.rank == 1:
-            transport._meeting.incarnation = "77"
-            hello = json.dumps(transport._meeting.hello()).encode()
+            transport._peers.incarnation = "77"
+            hello = json.dumps(transport._rendezvous.messages.build()).encode()
             with grpc.insecure_channel(transport.cluster.ring[0].address) as channel:
                 channel.unary_unary("/hostopt.Ring/Hello")(hello, timeout=30)
         with pytest.raises(PeerLostError) as caught:
@@ -556,13 +555,13 @@ def test_a_rank_that_was_started_again_is_found_before_its_connection_breaks(
     assert "incarnation changed" in str(error)
 
 
-def test_a_ring_that_rests_for_long_stays(
+def test_a_long_idle_ring_stays_connected(
     spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # gRPC leaves connections without calls, after half an hour by default
-    control_options = grpc_calls.control_options
+    # by default gRPC closes connections without calls after half an hour
+    control_options = client.control_options
     idle = ("grpc.client_idle_timeout_ms", 1000)
-    monkeypatch.setattr(grpc_calls, "control_options", lambda o: [idle, *control_options(o)])
+    monkeypatch.setattr(client, "control_options", lambda *args: [idle, *control_options(*args)])
 
     def work(communicator: Communicator) -> None:
         for _ in range(30):
@@ -572,11 +571,11 @@ def test_a_ring_that_rests_for_long_stays(
     spawn_grpc(3, work)
 
 
-def test_frames_that_are_sent_again_are_taken_once(spawn_grpc: Spawn) -> None:
+def test_repeated_frames_are_received_once(spawn_grpc: Spawn) -> None:
     def work(communicator: Communicator) -> Any:
         communicator.barrier()
         transport = communicator.transport
-        peer = transport._stream((communicator.rank + 1) % 3)
+        peer = transport._streams.to((communicator.rank + 1) % 3)
         write, sent = peer._writer.write, []
 
         def write_again(tag: Tag, payload: Any) -> bytes:
@@ -594,5 +593,5 @@ def test_frames_that_are_sent_again_are_taken_once(spawn_grpc: Spawn) -> None:
 
 
 def unindent(script: str) -> str:
-    """Make a script fit behind `MEET`."""
+    """Unindents a script to follow `MEET`."""
     return script.replace("\n        ", "\n")

@@ -1,4 +1,4 @@
-"""Buckets reduced in memory that all ranks read: the right sums, held ones kept, none torn."""
+"""InlineReducer: sums in shared memory are right, and are kept while a rank holds them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawn
+from rings import Spawn
 
-from hostopt import hierarchy
-from hostopt.bucket import TensorSpec, plan_buckets
+from hostopt.collectives import host_memory
 from hostopt.communicator import Communicator
 from hostopt.errors import PeerLostError
-from hostopt.inline_reducer import InlineReducer
+from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.inline_reducer import InlineReducer
 
 SHAPES = [(3,), (2, 50_000), (), (700, 700)]  # blocks of one, and of several
 BUCKETS = plan_buckets(
@@ -31,13 +31,13 @@ def gradients(rank: int, step: int, number: int) -> list[Any]:
     ]
 
 
-def wanted(size: int, step: int, number: int) -> list[Any]:
+def expected_sums(size: int, step: int, number: int) -> list[Any]:
     parts = zip(*(gradients(rank, step, number) for rank in range(size)))
     return [np.asarray(reduce(np.add, part)) for part in parts]
 
 
-def check(found: list[Any], size: int, step: int, number: int) -> None:
-    for sums, right in zip(found, wanted(size, step, number)):
+def check(result: list[Any], size: int, step: int, number: int) -> None:
+    for sums, right in zip(result, expected_sums(size, step, number)):
         np.testing.assert_array_equal(sums, right, strict=True)
 
 
@@ -67,7 +67,7 @@ def test_sums_in_rank_order(spawn_shm: Spawn, size: int) -> None:
     spawn_shm(size, work)
 
 
-def test_sums_that_one_rank_holds_are_kept_for_all(spawn_shm: Spawn) -> None:
+def test_sums_held_by_one_rank_are_not_overwritten(spawn_shm: Spawn) -> None:
     def work(communicator: Communicator) -> None:
         reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
         held = []
@@ -78,21 +78,21 @@ def test_sums_that_one_rank_holds_are_kept_for_all(spawn_shm: Spawn) -> None:
                     held.append((sums, 2, step, number))
         reducer.close()
         communicator.barrier()
-        for facts in held:
-            check(*facts)
+        for attributes in held:
+            check(*attributes)
 
     spawn_shm(2, work)
 
 
-def test_sums_that_nobody_holds_take_memory_once(spawn_shm: Spawn) -> None:
+def test_released_sums_reuse_their_memory(spawn_shm: Spawn) -> None:
     def work(communicator: Communicator) -> None:
         reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
-        places = set()
+        addresses = set()
         for step in range(STEPS):
             sums = reducer.reduce(0, gradients(communicator.rank, step, 0))
-            places.add(sums[0].ctypes.data)
+            addresses.add(sums[0].ctypes.data)
             del sums
-        assert len(places) == 1
+        assert len(addresses) == 1
 
     spawn_shm(2, work)
 
@@ -107,11 +107,11 @@ def test_sums_that_other_ranks_read_cannot_be_changed(spawn_shm: Spawn) -> None:
     spawn_shm(2, work)
 
 
-def test_without_memory_for_the_sums_each_rank_has_its_own(
+def test_without_memory_for_shared_sums_each_rank_allocates_local_sums(
     spawn_shm: Spawn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Small(hierarchy.SharedFile):
-        """Memory for lanes, and for one place of bucket 0."""
+    class Small(host_memory.SharedFile):
+        """Provides memory for channels, and for one slot of bucket 0."""
 
         def __init__(self, nbytes: int) -> None:
             opened.append(nbytes)
@@ -120,7 +120,7 @@ def test_without_memory_for_the_sums_each_rank_has_its_own(
             super().__init__(nbytes)
 
     opened: list[int] = []
-    monkeypatch.setattr(hierarchy, "SharedFile", Small)
+    monkeypatch.setattr(host_memory, "SharedFile", Small)
 
     def work(communicator: Communicator) -> None:
         reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
@@ -128,11 +128,11 @@ def test_without_memory_for_the_sums_each_rank_has_its_own(
             (reducer.reduce(0, gradients(communicator.rank, step, 0)), 2, step, 0)
             for step in range(STEPS)
         ]
-        for facts in held:
-            check(*facts)
+        for attributes in held:
+            check(*attributes)
 
     spawn_shm(2, work)
-    assert opened.count(BUCKETS[0].nbytes) == 2  # asked once more, and never again
+    assert opened.count(BUCKETS[0].nbytes) == 2  # one more request, and no further one
     assert "No space left on device" in caplog.text
 
 

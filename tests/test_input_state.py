@@ -1,9 +1,8 @@
-"""How far the ranks have read their data, as a later process takes it up again."""
+"""Saved input states: a later process continues reading at the saved position."""
 
 from __future__ import annotations
 
 import re
-import secrets
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,17 +11,17 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import Spawn
+from rings import Spawn
 
 import estimator_ext
 import hostopt
 from estimator_ext import input_state, input_state_file
 from estimator_ext.input_state import InputStates
-from estimator_ext.uneven_data import goes_on
+from estimator_ext.uneven_data import has_next
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.tensorflow]
 
 v1 = tf.compat.v1
 Pipeline = Callable[[int, int], tf.data.Dataset]
@@ -31,9 +30,14 @@ EXAMPLES, BATCH = 40, 3
 
 
 @pytest.fixture
-def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """What follows counts as that of a process of its own."""
-    return lambda: monkeypatch.setattr(input_state, "_THIS_PROCESS", secrets.token_hex(8))
+def another_process() -> Callable[[], None]:
+    """`another_process()` makes the code that follows look like another process."""
+    return input_state._identifier.cache_clear
+
+
+def test_a_child_of_fork_is_another_process() -> None:
+    identifiers = {input_state._identifier(pid) for pid in (100, 101, 100)}
+    assert len(identifiers) == 2
 
 
 def shuffled(size: int, rank: int, seed: int = 3, offset: int = 0) -> tf.data.Dataset:
@@ -53,7 +57,7 @@ def through_python(size: int, rank: int) -> tf.data.Dataset:
 
 
 class Reader:
-    """One rank that reads batches and saves, as a training of an Estimator does."""
+    """A rank that reads batches and saves states, as a training of an Estimator does."""
 
     def __init__(self, communicator: hostopt.Communicator, *pipelines: Pipeline) -> None:
         self.states_of = communicator
@@ -62,9 +66,9 @@ class Reader:
         with tf.Graph().as_default():
             datasets = [pipeline(size, rank) for pipeline in pipelines]
             makes = v1.data.make_one_shot_iterator, v1.data.make_initializable_iterator
-            iterators = [makes[place % 2](dataset) for place, dataset in enumerate(datasets)]
+            iterators = [makes[index % 2](dataset) for index, dataset in enumerate(datasets)]
             self._batches = [iterator.get_next() for iterator in iterators]
-            self.states = InputStates(communicator, self.guard, goes_on(self._batches))
+            self.states = InputStates(communicator, self.guard, has_next(self._batches))
             self._initializers = [i.initializer for i in iterators if i._initializer is not None]
             self.session = v1.Session()
 
@@ -74,7 +78,7 @@ class Reader:
         return self
 
     def read(self, count: int) -> list[Any]:
-        """The examples of the next batches."""
+        """Returns the examples of the next batches."""
         batches = [self.session.run(self._batches) for _ in range(count)]
         return [[batch.tolist() for batch in step] for step in batches]
 
@@ -85,10 +89,10 @@ class Reader:
             self.states.write(self.session, checkpoint)
 
 
-def saved_and_going_on(
+def save_and_continue(
     communicator: hostopt.Communicator, path: str, *pipelines: Pipeline
 ) -> list[Any]:
-    """Read, save, and return what comes after."""
+    """Reads, saves, and returns the batches that follow."""
     reader = Reader(communicator, *pipelines).begin(None)
     reader.read(7)
     reader.save(path)
@@ -106,7 +110,7 @@ def fresh(communicator: hostopt.Communicator, *pipelines: Pipeline) -> list[Any]
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("pipelines", [[shuffled], [shuffled, through_python]])
-def test_another_process_reads_what_comes_next(
+def test_another_process_continues_reading(
     spawn_inproc: Spawn,
     tmp_path: Path,
     another_process: Callable[[], None],
@@ -114,48 +118,48 @@ def test_another_process_reads_what_comes_next(
     pipelines: list[Pipeline],
 ) -> None:
     path = str(tmp_path / "model.ckpt-7")
-    wanted = spawn_inproc(size, lambda c: saved_and_going_on(c, path, *pipelines))
+    expected = spawn_inproc(size, lambda c: save_and_continue(c, path, *pipelines))
     another_process()
-    assert spawn_inproc(size, lambda c: resumed(c, path, *pipelines)) == wanted
-    assert len({str(batches) for batches in wanted}) == size  # each has a shard of its own
+    assert spawn_inproc(size, lambda c: resumed(c, path, *pipelines)) == expected
+    assert len({str(batches) for batches in expected}) == size  # each rank has a different shard
 
 
-def test_the_same_process_reads_from_the_beginning(spawn_inproc: Spawn, tmp_path: Path) -> None:
+def test_the_same_process_reads_from_the_start(spawn_inproc: Spawn, tmp_path: Path) -> None:
     path = str(tmp_path / "model.ckpt-7")
-    spawn_inproc(1, lambda c: saved_and_going_on(c, path, shuffled))
-    (found,) = spawn_inproc(1, lambda c: resumed(c, path, shuffled))
-    (begun,) = spawn_inproc(1, lambda c: fresh(c, shuffled))
-    assert found == begun
+    spawn_inproc(1, lambda c: save_and_continue(c, path, shuffled))
+    (result,) = spawn_inproc(1, lambda c: resumed(c, path, shuffled))
+    (start,) = spawn_inproc(1, lambda c: fresh(c, shuffled))
+    assert result == start
 
 
 @pytest.mark.parametrize(
-    ("size", "pipeline", "said"),
+    ("size", "pipeline", "message"),
     [
         (2, shuffled, "was saved by 3 ranks, and now there are 2"),
         (3, lambda *rank: shuffled(*rank, offset=1), "another pipeline"),
         (3, lambda *rank: shuffled(*rank).map(lambda x: x), "another pipeline"),
     ],
 )
-def test_data_that_fit_no_more_begin_anew_which_is_said(
+def test_changed_data_start_over_with_a_warning(
     spawn_inproc: Spawn,
     tmp_path: Path,
     another_process: Callable[[], None],
     caplog: pytest.LogCaptureFixture,
     size: int,
     pipeline: Pipeline,
-    said: str,
+    message: str,
 ) -> None:
     path = str(tmp_path / "model.ckpt-7")
-    spawn_inproc(3, lambda c: saved_and_going_on(c, path, shuffled))
+    spawn_inproc(3, lambda c: save_and_continue(c, path, shuffled))
     another_process()
-    begun = spawn_inproc(size, lambda c: fresh(c, pipeline))
-    assert spawn_inproc(size, lambda c: resumed(c, path, pipeline)) == begun
-    assert said in caplog.text
+    start = spawn_inproc(size, lambda c: fresh(c, pipeline))
+    assert spawn_inproc(size, lambda c: resumed(c, path, pipeline)) == start
+    assert message in caplog.text
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "by the last step"])
-def test_data_that_had_ended_begin_anew(
-    spawn_inproc: Spawn, tmp_path: Path, another_process: Callable[[], None], told: bool
+@pytest.mark.parametrize("by_guard", [True, False], ids=["by the guard", "by the last step"])
+def test_exhausted_data_start_over(
+    spawn_inproc: Spawn, tmp_path: Path, another_process: Callable[[], None], by_guard: bool
 ) -> None:
     path = str(tmp_path / "model.ckpt-7")
 
@@ -165,16 +169,16 @@ def test_data_that_had_ended_begin_anew(
     def end(communicator: hostopt.Communicator) -> None:
         reader = Reader(communicator, short).begin(None)
         reader.read(20)
-        reader.guard.data_have_ended = told
+        reader.guard.data_have_ended = by_guard
         reader.save(path)
 
     spawn_inproc(2, end)
     another_process()
-    begun = spawn_inproc(2, lambda c: fresh(c, short))
-    assert spawn_inproc(2, lambda c: resumed(c, path, short)) == begun
+    start = spawn_inproc(2, lambda c: fresh(c, short))
+    assert spawn_inproc(2, lambda c: resumed(c, path, short)) == start
 
 
-def test_data_of_one_rank_that_have_ended_stay_so(
+def test_data_exhausted_on_one_rank_remain_exhausted(
     spawn_inproc: Spawn, tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
     path = str(tmp_path / "model.ckpt-7")
@@ -196,9 +200,9 @@ def test_data_of_one_rank_that_have_ended_stay_so(
             reader.read(1)
         return []
 
-    wanted = spawn_inproc(2, save)
+    expected = spawn_inproc(2, save)
     another_process()
-    assert spawn_inproc(2, resume) == wanted
+    assert spawn_inproc(2, resume) == expected
 
 
 def test_a_checkpoint_without_states_is_named(
@@ -213,7 +217,7 @@ def test_a_checkpoint_without_states_is_named(
     assert "ckpt-0" not in caplog.text
 
 
-def test_a_state_that_is_too_large_is_left_out_and_named(
+def test_a_state_that_is_too_large_is_skipped_and_named(
     spawn_inproc: Spawn,
     tmp_path: Path,
     another_process: Callable[[], None],
@@ -244,14 +248,17 @@ def test_a_state_that_is_too_large_is_left_out_and_named(
     ("pipeline", "said"),
     [
         (from_generator, "rank 0: its data cannot be saved .* GeneratorDataset"),
-        (through_python, "rank 0: .* go on where they stood, but not what a function .* PyFunc"),
+        (
+            through_python,
+            "rank 0: .* resume at the saved position, without .* a function .* PyFunc",
+        ),
         (
             lambda *rank: shuffled(*rank).map(lambda x: x + tf.random.uniform([], 0, 9, tf.int64)),
-            "but not .* such as random numbers: RandomUniformInt is stateful",
+            "without .* such as random numbers: RandomUniformInt is stateful",
         ),
     ],
 )
-def test_what_cannot_be_saved_is_named(
+def test_data_that_cannot_be_saved_are_named(
     spawn_inproc: Spawn,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -275,42 +282,42 @@ def test_what_cannot_be_saved_is_named(
 @pytest.mark.parametrize("damage", ["cut", "flip"])
 def test_a_damaged_file_is_named(spawn_inproc: Spawn, tmp_path: Path, damage: str) -> None:
     path = str(tmp_path / "model.ckpt-7")
-    spawn_inproc(1, lambda c: saved_and_going_on(c, path, shuffled))
+    spawn_inproc(1, lambda c: save_and_continue(c, path, shuffled))
     file = Path(f"{path}.input")
     data = bytearray(file.read_bytes())
-    input_state.check(path)
+    input_state_file.read(path)
     data[len(data) // 3] ^= 1
     file.write_bytes(data if damage == "flip" else data[: len(data) // 2])
     with pytest.raises(hostopt.CheckpointError, match=r"ckpt-7\.input, .* is damaged"):
-        input_state.check(path)
+        input_state_file.read(path)
 
 
 def test_a_file_of_another_step_is_named(spawn_inproc: Spawn, tmp_path: Path) -> None:
     path = str(tmp_path / "model.ckpt-7")
-    spawn_inproc(1, lambda c: saved_and_going_on(c, path, shuffled))
+    spawn_inproc(1, lambda c: save_and_continue(c, path, shuffled))
     Path(f"{path}.input").rename(tmp_path / "model.ckpt-8.input")
-    with pytest.raises(hostopt.CheckpointError, match=r"none of this checkpoint's\. Remove it"):
-        input_state.check(str(tmp_path / "model.ckpt-8"))
+    with pytest.raises(hostopt.CheckpointError, match=r"not those of this checkpoint\. Remove it"):
+        input_state_file.read(str(tmp_path / "model.ckpt-8"))
 
 
 def test_a_file_of_an_earlier_release_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "model.ckpt-7.input", "w") as archive:
         archive.writestr("facts.json", "{}")
-    with pytest.raises(hostopt.CheckpointError, match=r"earlier release\. Remove it to have"):
-        input_state.check(str(tmp_path / "model.ckpt-7"))
+    with pytest.raises(hostopt.CheckpointError, match=r"earlier release.*\. Remove it"):
+        input_state_file.read(str(tmp_path / "model.ckpt-7"))
 
 
-def test_a_file_that_is_longer_than_it_says_is_not_read(tmp_path: Path) -> None:
+def test_a_file_longer_than_its_header_states_is_not_read(tmp_path: Path) -> None:
     path = str(tmp_path / "model.ckpt-7")
     input_state_file.write(path, {"process": "another", "step": "7"}, [b""])
-    input_state.check(path)
+    input_state_file.read(path)
     with open(f"{path}.input", "r+b") as file:
         file.truncate(1 << 40)
     with pytest.raises(hostopt.CheckpointError, match=r"has 1099511627776 bytes, wanted \d+\. "):
-        input_state.check(path)
+        input_state_file.read(path)
 
 
-def test_files_go_with_their_checkpoints(spawn_inproc: Spawn, tmp_path: Path) -> None:
+def test_files_are_deleted_with_their_checkpoints(spawn_inproc: Spawn, tmp_path: Path) -> None:
     def save(communicator: hostopt.Communicator) -> None:
         reader = Reader(communicator, shuffled).begin(None)
         for step in (1, 2, 3):
@@ -320,8 +327,8 @@ def test_files_go_with_their_checkpoints(spawn_inproc: Spawn, tmp_path: Path) ->
                 (tmp_path / "model.ckpt-1.index").unlink()
 
     spawn_inproc(1, save)
-    found = {path.name for path in tmp_path.glob("*.input")}
-    assert found == {"model.ckpt-2.input", "model.ckpt-3.input"}
+    result = {path.name for path in tmp_path.glob("*.input")}
+    assert result == {"model.ckpt-2.input", "model.ckpt-3.input"}
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -331,15 +338,15 @@ def test_random_numbers_of_a_model_are_named(caplog: pytest.LogCaptureFixture) -
         noise = tf.random.normal([3])
         data = set(graph.get_operations())
         kernel = v1.get_variable("kernel", initializer=tf.random.uniform([3]))
-        input_state.name_random_operations(kernel * noise, data)
+        input_state.log_random_operations(kernel * noise, data)
         assert not caplog.messages
-        input_state.name_random_operations(tf.nn.dropout(kernel * noise, 0.5), data)
+        input_state.log_random_operations(tf.nn.dropout(kernel * noise, 0.5), data)
     assert "dropout" in caplog.text
     assert "kernel" not in caplog.text
 
 
 class Seen(v1.train.SessionRunHook):
-    """Notes the batches of a training."""
+    """Records the batches of a training."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -352,7 +359,7 @@ class Seen(v1.train.SessionRunHook):
 
 
 class Initialise(v1.train.SessionRunHook):
-    """A user's own, for an iterator that input_fn makes."""
+    """Initializes an iterator that input_fn creates, like a hook of the user."""
 
     initializer: tf.Operation
 
@@ -363,8 +370,8 @@ class Initialise(v1.train.SessionRunHook):
 def train(
     model_dir: Path, dataset: Callable[[], tf.data.Dataset], steps: int, by_hook: bool
 ) -> list[Any]:
-    """The batches of one `train` of an Estimator without other ranks."""
-    initialise, seen = Initialise(), Seen()
+    """Returns the batches of one `train` of an Estimator on a single rank."""
+    initialise, observed = Initialise(), Seen()
 
     def input_fn() -> Any:
         if not by_hook:
@@ -383,12 +390,12 @@ def train(
 
     config = tf.estimator.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
     estimator = estimator_ext.Estimator(model_fn, str(model_dir), config)
-    estimator.train(input_fn, hooks=[seen, *([initialise] if by_hook else [])], steps=steps)
-    return seen.batches
+    estimator.train(input_fn, hooks=[observed, *([initialise] if by_hook else [])], steps=steps)
+    return observed.batches
 
 
 @pytest.mark.parametrize("by_hook", [False, True], ids=["dataset", "initialised by a hook"])
-def test_an_estimator_of_another_process_goes_on(
+def test_an_estimator_of_another_process_resumes(
     tmp_path: Path, another_process: Callable[[], None], by_hook: bool
 ) -> None:
     def dataset() -> tf.data.Dataset:
@@ -399,7 +406,7 @@ def test_an_estimator_of_another_process_goes_on(
     assert train(tmp_path, dataset, 2, by_hook) == [[6, 7], [8, 9]]
 
 
-def test_an_estimator_whose_steps_end_with_the_data_begins_anew(
+def test_an_estimator_whose_steps_end_with_the_data_starts_over(
     tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a user of `hostopt run` reads when a training fails: the cause last, and once."""
+"""Output of `hostopt run` when a training fails: the cause is last, and appears once."""
 
 from __future__ import annotations
 
@@ -9,29 +9,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import PROGRAMS
 from launcher import Launcher
-from ranks import PROGRAMS
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 NOISE = re.compile(
     r"chttp2|goaway|too_many_pings|During handling of|Original stack trace", re.IGNORECASE
 )
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # TensorFlow's own lines on standard error
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # hides lines of TensorFlow on standard error
 
 
 def run(
     launcher: Launcher,
     model_dir: Path,
     program: str = "train.py",
-    own: dict[str, Any] | None = None,
+    rank_settings: dict[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[int, str]:
-    """Exit code and standard error of a training on two ranks; `own` is for rank 1."""
+    """Returns exit code and standard error of a training on two ranks.
+
+    Args:
+      launcher: starts the training.
+      model_dir: directory of the model.
+      program: program of tests/programs.
+      rank_settings: settings of rank 1, if they differ.
+      **settings: settings of both ranks.
+    """
     common = {"model_dir": str(model_dir), "optimizers": ["adam"], "checkpoint_steps": 2}
     chosen = {**common, **settings}
-    if own is not None:
-        chosen = {"runs": [{**chosen, "own": {"1": own}}]}
+    if rank_settings is not None:
+        chosen = {"runs": [{**chosen, "rank_settings": {"1": rank_settings}}]}
     process = launcher.run("-np", "2", "--", str(PROGRAMS / program), json.dumps(chosen), **QUIET)
     _, err = process.communicate(timeout=150)
     assert not NOISE.search(err), err
@@ -39,12 +47,12 @@ def run(
 
 
 def reports_of(err: str, task: str) -> list[str]:
-    """Lines in which a rank says why it ends."""
+    """Returns the lines in which a rank reports the error that ends it."""
     return [line for line in err.splitlines() if line.startswith(f"[{task}] hostopt: rank")]
 
 
 @pytest.mark.parametrize(
-    ("own", "cause"),
+    ("rank_settings", "cause"),
     [
         ({"raise_in": "model_fn"}, "ZeroDivisionError: raised in model_fn"),
         ({"raise_in": "host_call op", "raise_at": 3}, "ZeroDivisionError: raised in host_call op"),
@@ -53,9 +61,13 @@ def reports_of(err: str, task: str) -> list[str]:
 )
 @pytest.mark.parametrize("communication", ["grpc", "auto"])
 def test_an_exception_on_one_rank(
-    launcher: Launcher, tmp_path: Path, own: dict[str, Any], cause: str, communication: str
+    launcher: Launcher,
+    tmp_path: Path,
+    rank_settings: dict[str, Any],
+    cause: str,
+    communication: str,
 ) -> None:
-    code, err = run(launcher, tmp_path, own=own, communication=communication)
+    code, err = run(launcher, tmp_path, rank_settings=rank_settings, communication=communication)
     assert code == 1
     file = tmp_path / "adam" / "hostopt-debug" / "rank_1.error.txt"
     last = err.splitlines()[-1]
@@ -65,16 +77,16 @@ def test_an_exception_on_one_rank(
     assert "PeerLostError: rank 1 (worker:0, " in other
     assert f"{cause}. " in other
     assert "[chief:0] Traceback" not in err
-    # its own traceback is shown, down to the line of the program
+    # the traceback is shown, down to the line of the program
     assert "[worker:0] Traceback (most recent call last):" in err
     assert re.search(r"\[worker:0\] +raise ERRORS\[settings\[\"raise_kind\"\]\]", err)
-    (own_report,) = reports_of(err, "worker:0")
-    assert own_report.endswith(f" ends with this error [all of it: {file}]")
+    (report,) = reports_of(err, "worker:0")
+    assert report.endswith(f" ends with this error [full traceback: {file}]")
     assert cause in file.read_text()
     assert "Traceback" in file.with_name("rank_0.error.txt").read_text()
 
 
-def test_a_gradient_that_is_not_finite(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_nonfinite_gradient(launcher: Launcher, tmp_path: Path) -> None:
     code, err = run(launcher, tmp_path, nan_at=[1, 3])
     assert code == 79
     last = err.splitlines()[-1]
@@ -87,8 +99,8 @@ def test_a_gradient_that_is_not_finite(launcher: Launcher, tmp_path: Path) -> No
     assert len(reports_of(err, "chief:0")) == len(reports_of(err, "worker:0")) == 1
 
 
-def test_ranks_that_differ(launcher: Launcher, tmp_path: Path) -> None:
-    code, err = run(launcher, tmp_path, own={"learning_rate": 0.02})
+def test_ranks_with_different_models(launcher: Launcher, tmp_path: Path) -> None:
+    code, err = run(launcher, tmp_path, rank_settings={"learning_rate": 0.02})
     assert code == 65
     last = err.splitlines()[-1]
     assert "CollectiveMismatchError: the updates of variables differ between rank 0" in last
@@ -110,7 +122,9 @@ def test_a_rank_that_is_killed_is_reported_by_the_other(
     assert "Traceback" not in err
 
 
-def test_without_a_directory_all_is_shown(launcher: Launcher, tmp_path: Path) -> None:
+def test_the_complete_error_is_shown_without_a_directory(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     code = """
         import hostopt
         communicator = hostopt.connect()

@@ -1,8 +1,9 @@
-"""Imports run one way, and the public names are these."""
+"""Layers of imports, and the list of public names."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,148 +19,29 @@ FILES = {
     for package in ("hostopt", "estimator_ext")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
-# Each module imports only modules above it.
-LADDER = [
-    "hostopt.errors",
-    "hostopt.versions",
-    "hostopt.shapes",
-    "hostopt.descriptors",
-    "hostopt.error_report",
-    "hostopt.flight_recorder",
-    "hostopt.options",
-    "hostopt.cluster",
-    "hostopt.step_stats",
-    "hostopt.timeline",
-    "hostopt.transport",
-    "hostopt.transport.event_loop",
-    "hostopt.transport.signature",
-    "hostopt.transport.mailbox",
-    "hostopt.transport.mismatch",
-    "hostopt.transport.stall",
-    "hostopt.transport.base",
-    "hostopt.transport.inproc",
-    "hostopt.transport.limits",
-    "hostopt.transport.notes",
-    "hostopt.transport.frame",
-    "hostopt.transport.addresses",
-    "hostopt.transport.security",
-    "hostopt.transport.meeting",
-    "hostopt.transport.strangers",
-    "hostopt.transport.grpc_import",
-    "hostopt.transport.grpc_parts",
-    "hostopt.transport.grpc_calls",
-    "hostopt.transport.allocator",
-    "hostopt.transport.forked",
-    "hostopt.transport.grpc",
-    "hostopt.compression",
-    "hostopt.ring",
-    "hostopt.finite",
-    "hostopt.shared_file",
-    "hostopt.lane",
-    "hostopt.hosts",
-    "hostopt.lock_file",
-    "hostopt.hierarchy",
-    "hostopt.communicator",
-    "hostopt.nonfinite",
-    "hostopt.posted_sum",
-    "hostopt.clock",
-    "hostopt.bucket",
-    "hostopt.record",
-    "hostopt.skew",
-    "hostopt.reducer",
-    "hostopt.shared_sums",
-    "hostopt.inline_reducer",
-    "hostopt.fused_exchange",
-    "hostopt.output",
-    "hostopt.connect",
-    "hostopt",
-    "hostopt.tensorflow.background",
-    "hostopt.tensorflow.ops",
-    "hostopt.tensorflow.buckets",
-    "hostopt.tensorflow.reductions",
-    "hostopt.tensorflow",
-    "hostopt._supervisor",
-    "hostopt.task_process",
-    "hostopt.restarts",
-    "hostopt.task_group",
-    "hostopt.launch",
-    "hostopt.trace_files",
-    "hostopt.trace_picture",
-    "hostopt.bench",
-    "hostopt.doctor",
-    "hostopt.doctor.checking",
-    "hostopt.doctor.software",
-    "hostopt.doctor.machine",
-    "hostopt.doctor.network",
-    "hostopt.doctor.meeting",
-    "hostopt.doctor.examine",
-    "hostopt.cli",
-    "estimator_ext.errors",
-    "estimator_ext._tf_estimator._coordinator",
-    "estimator_ext._tf_estimator._loading",
-    "estimator_ext._tf_estimator",
-    "estimator_ext.strict_rules",
-    "estimator_ext.input_kinds",
-    "estimator_ext.predictions",
-    "estimator_ext.preemption",
-    "estimator_ext.sync_on_read",
-    "estimator_ext.graph",
-    "estimator_ext.sharding",
-    "estimator_ext.operation_kinds",
-    "estimator_ext.gradient_marks",
-    "estimator_ext.fingerprint",
-    "estimator_ext.cached_reads",
-    "estimator_ext.accumulation",
-    "estimator_ext.uneven_data",
-    "estimator_ext.skipped_updates",
-    "estimator_ext.unique_rows",
-    "estimator_ext.conditional_reductions",
-    "estimator_ext.deferred_reductions",
-    "estimator_ext.strategy",
-    "estimator_ext.early_stopping",
-    "estimator_ext.gradients",
-    "estimator_ext.loss_scale",
-    "estimator_ext.global_step",
-    "estimator_ext.unreduced_updates",
-    "estimator_ext.session_guard",
-    "estimator_ext.file_errors",
-    "estimator_ext.input_state_file",
-    "estimator_ext.input_state",
-    "estimator_ext.model_dir_lock",
-    "estimator_ext.checkpoints",
-    "estimator_ext.signs_of_life",
-    "estimator_ext.agreement",
-    "estimator_ext.desync",
-    "estimator_ext.hooks",
-    "estimator_ext.run_config",
-    "estimator_ext.spec",
-    "estimator_ext.batch_size",
-    "estimator_ext.loop_hooks",
-    "estimator_ext.loop",
-    "estimator_ext.step_report",
-    "estimator_ext.host_call",
-    "estimator_ext.evaluators",
-    "estimator_ext.metric_sums",
-    "estimator_ext.estimator",
-    "estimator_ext.training",
-    "estimator_ext.tpu",
-    "estimator_ext.hparams",
-    "estimator_ext.contrib",
-    "estimator_ext._aliases",
-    "estimator_ext.installing",
-    "estimator_ext.adoption",
-    "estimator_ext.whole_files",
-    "estimator_ext",
-    "estimator_ext.__main__",
+# From the bottom up. A module imports from layers below its own, or from its own package.
+LAYERS = [
+    ["hostopt.errors", "hostopt.versions", "hostopt.shapes"],
+    ["hostopt.descriptors", "hostopt.error_report", "hostopt.options"],
+    ["hostopt.tf_config"],
+    ["hostopt.cluster"],
+    ["hostopt.telemetry", "hostopt.launch"],
+    ["hostopt.transport"],
+    ["hostopt.collectives"],
+    ["hostopt.communicator", "hostopt.lock_file"],
+    ["hostopt.clock", "hostopt.gradients"],
+    ["hostopt.stragglers", "hostopt.connect"],
+    ["hostopt"],
+    ["hostopt.tensorflow", "hostopt.bench", "hostopt.doctor"],
+    ["hostopt.cli"],
+    ["estimator_ext"],
 ]
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that the code imports, wherever in it, but for the type checker only."""
+    """Modules that the code imports anywhere, also inside functions and for the type checker."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            yield from imports(ast.Module(node.orelse, []))
-        elif isinstance(node, ast.Import):
+        if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
@@ -179,15 +61,24 @@ def starts_with(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def test_imports_are_found_wherever_they_are() -> None:
+def layer_of(name: str) -> tuple[int, str]:
+    """Index of a module's layer, and the entry of `LAYERS` that it belongs to."""
+    entry = name
+    while True:
+        for index, layer in enumerate(LAYERS):
+            if entry in layer and (entry == name or entry != "hostopt"):
+                return index, entry
+        entry, _, _ = entry.rpartition(".")
+        assert entry, f"{name} has no layer: add it to LAYERS"
+
+
+def test_imports_are_found_at_any_depth() -> None:
     code = """
 import json, os.path
-from hostopt import ring, Options
+from hostopt import cluster, Options
 from hostopt.errors import ConfigError
 if TYPE_CHECKING:
     import hostopt.cli
-else:
-    import hostopt.launch
 def function():
     try:
         import grpc
@@ -197,46 +88,45 @@ def function():
     assert set(imports(ast.parse(code))) == {
         "json",
         "os.path",
-        "hostopt.ring",
+        "hostopt.cluster",
         "hostopt",
         "hostopt.errors",
-        "hostopt.launch",
+        "hostopt.cli",
         "grpc",
         "estimator_ext.spec",
     }
 
 
-def test_the_ladder_names_every_module() -> None:
-    assert sorted(FILES) == sorted(LADDER)
+def test_imports_go_down_without_cycles() -> None:
+    graph = {name: sorted(imports_of(name) & FILES.keys() - {name}) for name in FILES}
+    upwards = []
+    for name, imported in graph.items():
+        layer, entry = layer_of(name)
+        for other in imported:
+            other_layer, other_entry = layer_of(other)
+            if other_layer >= layer and other_entry != entry:
+                upwards.append(f"{name} -> {other}")
+    assert upwards == []
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("name", LADDER)
-def test_a_module_imports_only_what_stands_above_it(name: str) -> None:
-    ours = {found for found in imports_of(name) if starts_with(found, "hostopt")}
-    ours |= {found for found in imports_of(name) if starts_with(found, "estimator_ext")}
-    below = {found for found in ours if LADDER.index(found) >= LADDER.index(name)}
-    assert not below
-
-
-@pytest.mark.parametrize("name", [name for name in LADDER if starts_with(name, "hostopt")])
-def test_hostopt_knows_nothing_of_estimator_ext(name: str) -> None:
-    assert not [found for found in imports_of(name) if starts_with(found, "estimator_ext")]
-
-
-def test_tensorflow_has_one_door_into_hostopt() -> None:
+def test_one_module_of_hostopt_imports_tensorflow() -> None:
     users = {
         name
         for name in FILES
         if starts_with(name, "hostopt")
-        and any(starts_with(found, "tensorflow") for found in imports_of(name))
+        and any(starts_with(result, "tensorflow") for result in imports_of(name))
     }
     assert all(starts_with(name, "hostopt.tensorflow") for name in users)
 
 
-def test_nothing_that_a_peer_sends_becomes_an_object_or_code() -> None:
+def test_data_from_peers_are_never_unpickled_or_executed() -> None:
     makers = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
     for name in (name for name in FILES if starts_with(name, "hostopt")):
-        assert not {found.partition(".")[0] for found in imports_of(name)} & set(makers), name
+        assert not {result.partition(".")[0] for result in imports_of(name)} & set(makers), name
     for name in (name for name in FILES if starts_with(name, "hostopt.transport")):
         tree = ast.parse(FILES[name].read_text())
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -245,11 +135,11 @@ def test_nothing_that_a_peer_sends_becomes_an_object_or_code() -> None:
 
 def test_only_the_grpc_transport_imports_grpc() -> None:
     users = {name for name in FILES if any(starts_with(f, "grpc") for f in imports_of(name))}
-    assert users == {"hostopt.transport.grpc_import"}
+    assert users == {"hostopt.transport.grpc.runtime"}
 
 
 def estimator_names(tree: ast.AST) -> Iterator[str]:
-    """Where code, not text, reaches for tensorflow_estimator or tf.estimator."""
+    """Returns the uses of tensorflow_estimator or tf.estimator in code, not in text."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "estimator":
             if ast.unparse(node).startswith(("tf.", "tensorflow.")):
@@ -283,9 +173,38 @@ def test_the_estimator_is_found_in_code(code: str) -> None:
     assert list(estimator_names(ast.parse(f"'''tf.estimator'''\n{code}")))
 
 
-def test_the_estimator_has_one_door() -> None:
+def test_one_module_imports_the_estimator() -> None:
     users = {name for name in FILES if list(estimator_names(ast.parse(FILES[name].read_text())))}
     assert users == {"estimator_ext._tf_estimator._loading"}
+
+
+PRIVATE = {  # of graphs, operations, tensors, datasets and strategies of TensorFlow
+    "_add_control_inputs",
+    "_control_outputs",
+    "_current_control_dependencies",
+    "_get_control_flow_context",
+    "_initializer_op",
+    "_is_ref_dtype",
+    "_scale_loss_for_estimator_enabled",
+    "_update_input",
+    "_variant_tensor",
+}
+
+
+def test_one_module_uses_private_names_of_tensorflow() -> None:
+    importers = {
+        name
+        for name in FILES
+        if any(starts_with(imported, "tensorflow.python") for imported in imports_of(name))
+    }
+    assert importers == {"estimator_ext._tf_private"}
+    users: dict[str, set[str]] = {}
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+                users.setdefault(node.attr, set()).add(name)
+    assert set(users) == PRIVATE
+    assert set().union(*users.values()) == {"estimator_ext._tf_private"}
 
 
 def test_importing_hostopt_loads_neither_tensorflow_nor_grpc() -> None:
@@ -328,14 +247,14 @@ def test_public_names_of_hostopt() -> None:
 
 def declared(name: str) -> list[str]:
     """`__all__` of a module, which is not imported."""
-    (found,) = [
+    (result,) = [
         node.value
         for node in ast.parse(FILES[name].read_text()).body
         if isinstance(node, (ast.Assign, ast.AnnAssign))
         and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
         == "__all__"
     ]
-    return list(ast.literal_eval(found))
+    return list(ast.literal_eval(result))
 
 
 def test_public_names_of_estimator_ext() -> None:
@@ -374,6 +293,5 @@ def test_public_names_of_the_tpu_part() -> None:
 
 def test_every_other_module_is_internal() -> None:
     public = {"hostopt", "hostopt.tensorflow", "estimator_ext", "estimator_ext.tpu"}
-    empty = ("hostopt.transport", "hostopt.doctor")
-    named = {name for name in FILES if name not in empty and declared(name)}
-    assert named == public
+    without = ("hostopt.transport", "hostopt.doctor")
+    assert {name for name in FILES if name not in without and declared(name)} == public

@@ -1,4 +1,4 @@
-"""The bounds of what a stranger can take are those of SECURITY.md, and of gRPC's server."""
+"""Limits of strangers: documented numbers, gRPC options, and the guard of connections."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 
 from hostopt.descriptors import open_descriptors
 from hostopt.options import Options
-from hostopt.transport import limits, strangers
-from hostopt.transport.grpc_parts import server_options
+from hostopt.transport.grpc import limits, strangers, timing
+from hostopt.transport.grpc.channel_options import server_options
 
-SECURITY = Path(__file__).resolve().parents[1] / "SECURITY.md"
+SECURITY = Path(__file__).resolve().parents[1] / "docs" / "security.md"
 
 
 def numbers(resource: str) -> list[int]:
-    """The numbers in the row of the table that begins so."""
+    """Returns the numbers in the documented row of a resource."""
     (row,) = re.findall(rf"^\| {resource}.*? \| (.*?) \|", SECURITY.read_text(), re.MULTILINE)
     return [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", row)]
 
 
-def test_the_table_has_the_numbers_of_the_code() -> None:
+def test_documented_limits_equal_the_code() -> None:
     kib = 1 << 10
     one, none = limits.most_strangers(1), limits.most_strangers(0)
     assert numbers("time for a handshake") == [limits.HANDSHAKE_S]
@@ -46,8 +46,8 @@ def test_the_table_has_the_numbers_of_the_code() -> None:
     assert limits.SHOWN_STRANGERS in numbers("lines of the log")
 
 
-def test_the_server_has_them() -> None:
-    options = dict(server_options(Options(), 2))
+def test_server_options_have_the_limits() -> None:
+    options = dict(server_options(Options(), timing.DEFAULT, 2))
     assert options["grpc.server_handshake_timeout_ms"] == 1000 * limits.HANDSHAKE_S
     assert options["grpc.max_concurrent_streams"] == limits.CALLS_OF_A_CONNECTION
     assert options["grpc.max_receive_message_length"] == limits.most_message_bytes(Options())
@@ -65,12 +65,12 @@ def test_the_server_has_them() -> None:
         ("", None),
     ],
 )
-def test_who_calls_as_grpc_says_it(address: str, caller: tuple[str, int] | None) -> None:
-    assert strangers._caller(address) == caller
+def test_parse_endpoint(address: str, caller: tuple[str, int] | None) -> None:
+    assert strangers.parse_endpoint(address) == caller
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_a_connection_is_found_among_descriptors_and_no_other_is_touched(
+def test_probe_shuts_down_one_connection_only(
     family: socket.AddressFamily,
 ) -> None:
     with socket.socket(family) as server, socket.socket(socket.AF_INET) as caller:
@@ -83,18 +83,20 @@ def test_a_connection_is_found_among_descriptors_and_no_other_is_touched(
         caller.connect(("127.0.0.1", port))
         accepted, _ = server.accept()
         with accepted, strangers._Probe(host, port) as probe:
-            wanted = ("127.0.0.1", caller.getsockname()[1])
-            found = {fd: probe.caller(fd) for fd in open_descriptors()}
-            assert {fd: each for fd, each in found.items() if each} == {accepted.fileno(): wanted}
-            probe.shut_down(accepted.fileno(), strangers.Caller("127.0.0.1", 1))
+            expected = ("127.0.0.1", caller.getsockname()[1])
+            result = {fd: probe.endpoint(fd) for fd in open_descriptors()}
+            assert {fd: each for fd, each in result.items() if each} == {
+                accepted.fileno(): expected
+            }
+            probe.shut_down(accepted.fileno(), strangers.Endpoint("127.0.0.1", 1))
             caller.sendall(b"x")
             assert accepted.recv(9) == b"x"
-            probe.shut_down(accepted.fileno(), strangers.Caller(*wanted))
+            probe.shut_down(accepted.fileno(), strangers.Endpoint(*expected))
             assert caller.recv(9) == b""
-            probe.look_away()
+            probe.release()
 
 
-def test_a_server_on_another_address_with_the_same_port_is_another_one() -> None:
+def test_probe_distinguishes_servers_with_the_same_port() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_server(("127.0.0.2", server.getsockname()[1])) as other,
@@ -104,12 +106,12 @@ def test_a_server_on_another_address_with_the_same_port_is_another_one() -> None
         port = server.getsockname()[1]
         for host, is_found in (("127.0.0.1", False), ("127.0.0.2", True), ("0.0.0.0", True)):
             with strangers._Probe(host, port) as probe:
-                assert (probe.caller(accepted.fileno()) is not None) == is_found, host
+                assert (probe.endpoint(accepted.fileno()) is not None) == is_found, host
 
 
 @contextlib.asynccontextmanager
-async def guarded(guard: strangers.Strangers) -> AsyncIterator[socket.socket]:
-    """Scope of a guard that has seen one connection; yields the caller's end of it."""
+async def running_guard(guard: strangers.Strangers) -> AsyncIterator[socket.socket]:
+    """Runs a guard that has found one connection; yields the caller's end of it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address, port = server.getsockname()
         with socket.create_connection((address, port)) as caller, server.accept()[0]:
@@ -122,7 +124,7 @@ async def guarded(guard: strangers.Strangers) -> AsyncIterator[socket.socket]:
             await asyncio.wait([watch])
 
 
-def nobody(_: strangers.Life) -> bool:
+def nobody(_: strangers.Claim) -> bool:
     return False
 
 
@@ -133,10 +135,10 @@ def test_a_connection_does_not_age_while_the_process_is_frozen(
     guard = strangers.Strangers(2, nobody)
 
     async def freeze() -> None:
-        async with guarded(guard) as caller:
+        async with running_guard(guard) as caller:
             time.sleep(2 * limits.STRANGER_S)  # the fault: the loop stands still
-            looked_s = guard._looked_s
-            while guard._looked_s == looked_s:
+            looked_s = guard._scanned_s
+            while guard._scanned_s == looked_s:
                 await asyncio.sleep(0)
             with pytest.raises(BlockingIOError):
                 caller.recv(1)
@@ -145,9 +147,9 @@ def test_a_connection_does_not_age_while_the_process_is_frozen(
     asyncio.run(asyncio.wait_for(freeze(), 30))
 
 
-def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_scan_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STRANGER_S", 0.1)
-    guard, look, looks = strangers.Strangers(2, nobody), strangers.Strangers._look, []
+    guard, look, looks = strangers.Strangers(2, nobody), strangers.Strangers._scan, []
 
     def fails(*arguments: object) -> None:
         looks.append(arguments)
@@ -155,24 +157,24 @@ def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> N
             raise OSError("no such luck")
         look(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(strangers.Strangers, "_look", fails)
+    monkeypatch.setattr(strangers.Strangers, "_scan", fails)
 
     async def run() -> None:
-        async with guarded(guard) as caller:
+        async with running_guard(guard) as caller:
             assert await asyncio.get_running_loop().sock_recv(caller, 1) == b""
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_guard_that_ends_says_so(
+def test_a_guard_that_fails_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(strangers.Strangers, "_look", fails)
+    monkeypatch.setattr(strangers.Strangers, "_scan", fails)
     guard = strangers.Strangers(2, nobody)
     asyncio.run(asyncio.wait_for(guard.watch("127.0.0.1:1", 1), 30))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "connections of strangers are not ended any more: KeyError" in record.message
+    assert "connections of strangers are not closed any more: KeyError" in record.message

@@ -1,4 +1,4 @@
-"""Lock files: one process holds them, and none that has ended."""
+"""Lock files: one process holds the lock, until it ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
-from launcher import is_gone, python, until
+from harness import ROOT, is_gone, python, until
 
 from hostopt import lock_file
 
@@ -81,7 +80,7 @@ def acquire_elsewhere(path: str) -> bool:
     return bool(subprocess.call([*python(code), path], cwd=ROOT))
 
 
-def test_one_process_holds_it_and_says_who_it_is(path: str) -> None:
+def test_one_process_holds_the_lock_and_is_named(path: str) -> None:
     assert not lock_file.is_held(path)
     assert lock_file.last_holder(path) is None
     assert lock_file.acquire(path)
@@ -101,7 +100,7 @@ def test_one_process_holds_it_and_says_who_it_is(path: str) -> None:
     assert os.path.exists(path)
 
 
-def test_a_copy_of_its_directory_does_not_lose_it(tmp_path: Path, path: str) -> None:
+def test_copying_the_directory_does_not_release_the_lock(tmp_path: Path, path: str) -> None:
     assert lock_file.acquire(path)
     shutil.copytree(tmp_path, tmp_path / "copy")
     assert lock_file.is_held(path)
@@ -110,7 +109,7 @@ def test_a_copy_of_its_directory_does_not_lose_it(tmp_path: Path, path: str) -> 
 
 
 @pytest.mark.parametrize("child", CHILDREN)
-def test_a_killed_process_holds_nothing_though_its_children_live(
+def test_killing_the_holder_releases_the_lock_although_its_children_live(
     start: Start, path: str, child: str
 ) -> None:
     process = start(child)
@@ -127,7 +126,7 @@ def test_a_killed_process_holds_nothing_though_its_children_live(
     lock_file.release(path)
 
 
-def test_a_forked_child_holds_nothing_and_may_not_take_it(path: str) -> None:
+def test_a_forked_child_does_not_hold_the_lock_and_cannot_acquire_it(path: str) -> None:
     assert lock_file.acquire(path)
     child = os.fork()
     if child == 0:
@@ -139,7 +138,7 @@ def test_a_forked_child_holds_nothing_and_may_not_take_it(path: str) -> None:
     until(lambda: not lock_file.is_held(path), "end of the lock")
 
 
-def test_a_file_that_is_deleted_is_locked_again(start: Start, path: str) -> None:
+def test_a_deleted_file_is_locked_again(start: Start, path: str) -> None:
     assert lock_file.keep(path)  # nothing happens
     assert not os.path.exists(path)
     for _ in range(2):
@@ -157,7 +156,7 @@ def test_a_file_that_is_deleted_is_locked_again(start: Start, path: str) -> None
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "no JSON", '{"host": 1, "pid": "x"}', "\xff"])
-def test_a_file_that_says_nothing(path: str, text: str) -> None:
+def test_an_empty_file(path: str, text: str) -> None:
     Path(path).write_bytes(text.encode("latin-1"))
     assert lock_file.last_holder(path) is None
     assert lock_file.acquire(path)
@@ -165,11 +164,11 @@ def test_a_file_that_says_nothing(path: str, text: str) -> None:
     lock_file.release(path)
 
 
-@pytest.mark.parametrize(("mode", "wanted"), [(0o770, 0o660), (0o700, 0o600), (0o2777, 0o666)])
-def test_whoever_may_write_into_the_directory_may_hold_it(
-    tmp_path: Path, path: str, mode: int, wanted: int
+@pytest.mark.parametrize(("mode", "expected"), [(0o770, 0o660), (0o700, 0o600), (0o2777, 0o666)])
+def test_write_permission_to_the_directory_suffices(
+    tmp_path: Path, path: str, mode: int, expected: int
 ) -> None:
     tmp_path.chmod(mode)
     assert lock_file.acquire(path)
     lock_file.release(path)
-    assert os.stat(path).st_mode & 0o777 == wanted
+    assert os.stat(path).st_mode & 0o777 == expected

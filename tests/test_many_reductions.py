@@ -1,4 +1,4 @@
-"""Plain sessions with more reductions in a step than there are threads, in any order."""
+"""Sessions with more reductions per step than threads, in any order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import reserved_addresses
+from harness import reserved_addresses
 from strategies import as_ranks, session
 
 import estimator_ext
@@ -26,8 +26,8 @@ COUNT = 100
 
 @pytest.fixture
 def addresses() -> Iterator[list[str]]:
-    with reserved_addresses(2) as found:
-        yield found
+    with reserved_addresses(2) as result:
+        yield result
 
 
 @pytest.fixture(params=["auto", "grpc"])
@@ -38,7 +38,7 @@ def communication(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(params=[1, 2], ids=lambda count: f"threads{count}")
 def threads(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """So many inter-op threads for each rank, as if it were a process of its own."""
+    """Sets the number of inter-op threads of each rank, as in separate processes."""
     return {"inter_op_parallelism_threads": request.param, "use_per_session_threads": True}
 
 
@@ -56,7 +56,7 @@ def numbered(number: int) -> str:
 def reduce_one(
     strategy: Any, number: int, values: np.ndarray, name: Callable[[int], str] = spelled
 ) -> tf.Tensor:
-    """One of several ways to reduce, chosen by the number; all are sums."""
+    """Reduces by one of several functions, chosen by the number; all compute sums."""
     tensor = tf.constant(values, name=name(number))
     if number % 3 == 0:
         return strategy.reduce(SUM, tensor, axis=None)
@@ -70,14 +70,14 @@ def value(number: int, rank: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def shape_of(kind: str, number: int) -> tuple[int, ...]:
-    """Of equal shapes nothing but the names tells two tensors apart."""
+    """Returns the shape; tensors of equal shape differ only in their names."""
     return (3,) if kind == "equal shapes" else (number % 7, 2)
 
 
 def reduce_all(
     strategy: Any, shapes: str, order: str, fields: dict[str, Any], name: Callable[[int], str]
 ) -> Any:
-    """The sums of three runs, by number; rank 1 builds them in this order."""
+    """Returns the sums of three runs, by number; rank 1 builds them in this order."""
     rank = strategy.cluster.rank
     numbers = list(range(COUNT))
     if order == "other order" and rank == 1:
@@ -112,7 +112,7 @@ def test_a_hundred_reductions_in_one_run(
 
 
 @pytest.mark.parametrize("shapes", ["equal shapes", "other shapes"])
-def test_names_that_differ_by_a_number_are_right_in_another_order_or_refused(
+def test_numbered_names_in_another_order_are_correct_or_refused(
     addresses: list[str], shapes: str
 ) -> None:
     try:
@@ -130,7 +130,7 @@ def test_names_that_differ_by_a_number_are_right_in_another_order_or_refused(
 def test_reductions_that_depend_on_each_other(
     addresses: list[str], threads: dict[str, Any]
 ) -> None:
-    """Layers of ten: each value is made of all sums of the layer before."""
+    """Each value of a layer of ten depends on all sums of the previous layer."""
 
     def work(strategy: Any) -> Any:
         start = np.full(2, strategy.cluster.rank + 1.0, np.float64)
@@ -154,9 +154,7 @@ def test_reductions_that_depend_on_each_other(
             np.testing.assert_allclose(layer, expected, rtol=1e-12)
 
 
-def test_variables_that_are_synchronised_when_they_are_read(
-    addresses: list[str], threads: dict[str, Any]
-) -> None:
+def test_variables_synchronised_on_read(addresses: list[str], threads: dict[str, Any]) -> None:
     def work(strategy: Any) -> Any:
         rank = strategy.cluster.rank
         with strategy.scope():
@@ -178,13 +176,13 @@ def test_variables_that_are_synchronised_when_they_are_read(
             return [run.run(sums) for _ in range(2)]
 
     for results in as_ranks(addresses, work):
-        for step, found in enumerate(results, 1):
+        for step, result in enumerate(results, 1):
             expected = [np.full(3, step * (2 * n + 10.0)) for n in range(30)]
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("order", ["same order", "other order"])
-def test_initial_values_are_those_of_rank_0_by_name(
+def test_initial_values_come_from_rank_0_by_name(
     addresses: list[str], threads: dict[str, Any], order: str
 ) -> None:
     def work(strategy: Any) -> Any:
@@ -201,10 +199,10 @@ def test_initial_values_are_those_of_rank_0_by_name(
             run.run(tf.compat.v1.global_variables_initializer())
             return run.run(variables)
 
-    for found in as_ranks(addresses, work):
+    for result in as_ranks(addresses, work):
         for number in range(20):
             expected = value(number, 0, (3,))
-            np.testing.assert_array_equal(found[str(number)], expected, err_msg=f"v{number}")
+            np.testing.assert_array_equal(result[str(number)], expected, err_msg=f"v{number}")
 
 
 def test_three_ranks_that_share_the_threads_of_one_process() -> None:
@@ -218,6 +216,6 @@ def test_three_ranks_that_share_the_threads_of_one_process() -> None:
     with reserved_addresses(3) as addresses:
         ranks = as_ranks(addresses, work)
     for results in ranks:
-        for found in results:
+        for result in results:
             expected = [sum(value(n, rank, (3,)) for rank in range(3)) for n in range(30)]
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(result, expected)

@@ -1,4 +1,4 @@
-"""The MNIST example's data: IDX files, order of sources, errors, download by one process only."""
+"""Data of the MNIST example: IDX files, order of sources, errors, and a single download."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import Process
 
 DATA_PY = Path(__file__).parents[1] / "examples" / "mnist" / "data.py"
 
@@ -30,7 +31,7 @@ def import_by_path() -> ModuleType:
     spec = importlib.util.spec_from_file_location("mnist_data", DATA_PY)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses need their module there
     spec.loader.exec_module(module)
     return module
 
@@ -57,7 +58,7 @@ def split() -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def idx_dir(tmp_path: Path, split: dict[str, np.ndarray]) -> Path:
-    """Training files plain, test files packed."""
+    """Writes plain training files and compressed test files."""
     directory = tmp_path / "idx"
     directory.mkdir()
     for key, name in (("train", "train"), ("test", "t10k")):
@@ -184,7 +185,7 @@ def test_keras_home_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def keras(tmp_path: Path) -> Iterator[Any]:
-    """A host that refuses: the port is taken, and nobody listens."""
+    """A host that refuses connections: the port is bound, but nothing listens."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}/mnist.npz"
@@ -225,7 +226,7 @@ def test_no_source_at_all(keras: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves one body after a short pause, and counts how often it was asked."""
+    """Serves a body after a short pause, and counts the requests."""
 
     def __init__(self, body: bytes, announced_bytes: int) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -311,7 +312,7 @@ def test_two_processes_download_once(
     server = serve(npz(split))
     keras = server.keras(tmp_path / "mnist.npz")
     command = [sys.executable, "-c", LOAD, str(DATA_PY), keras.url, keras.sha256, str(keras.cache)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    processes = [Process(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     sources = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert sources == [f"Keras copy {keras.cache}: 7 training and 3 test images\n"] * 2

@@ -1,4 +1,4 @@
-"""The example as a user starts it: by the launcher, and by hand with TF_CONFIG."""
+"""The MNIST example, started with the launcher and by hand with TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import tensorflow as tf
 import trustme
 from certificates import write_tls_dir
 from exports import operation_types
-from ranks import QUIET, Ranks
+from harness import QUIET, deadline_s
+from ranks import Ranks
 
 import estimator_ext
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tensorflow]
 
 MAIN = Path(__file__).parents[1] / "examples" / "mnist" / "main.py"
 
@@ -34,7 +35,9 @@ def test_chief_worker_and_evaluators_by_the_launcher(
     model_dir = tmp_path / "model"
     command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--evaluators", "2", "--"]
     command += [sys.executable, str(MAIN), "--steps", "400", "--model-dir", str(model_dir)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=deadline_s(280)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = re.search(r"^\[chief:0\] test accuracy: ([0-9.]+)$", done.stdout, re.MULTILINE)
     assert float(accuracy[1]) > 0.9
@@ -43,9 +46,9 @@ def test_chief_worker_and_evaluators_by_the_launcher(
     assert re.search(r"^\[chief:0\] training: [0-9.]+ steps/s", done.stdout, re.MULTILINE)
     assert f"tensorboard --logdir {model_dir}" in done.stdout
     evaluated = r"\[evaluator:(\d)\].*Saving dict for global step 400: accuracy = ([0-9.]+)"
-    found = dict(re.findall(evaluated, done.stderr))
-    # each of them on half of the images, as exactly as it is printed
-    assert {index: f"{float(value):.4f}" for index, value in found.items()} == {
+    evaluations = dict(re.findall(evaluated, done.stderr))
+    # each evaluator reads half of the images and reports the accuracy of all, as the chief does
+    assert {index: f"{float(value):.4f}" for index, value in evaluations.items()} == {
         "0": accuracy[1],
         "1": accuracy[1],
     }
@@ -55,7 +58,7 @@ def test_chief_worker_and_evaluators_by_the_launcher(
 
 
 def check_export(model_dir: Path, directory: Path) -> None:
-    """What two workers have trained predicts the same in plain TensorFlow."""
+    """Checks that the exported model predicts the same in plain TensorFlow."""
     model_fn = importlib.import_module("main").make_model_fn(learning_rate=2e-3, hidden=64)
     estimator = estimator_ext.Estimator(model_fn, str(model_dir))
 
@@ -67,9 +70,9 @@ def check_export(model_dir: Path, directory: Path) -> None:
     predicted = estimator.predict(lambda: tf.data.Dataset.from_tensors(images))
     export = Path(estimator.export_saved_model(str(directory / "export"), receiver).decode())
     loaded = tf.saved_model.load(str(export)).signatures["serving_default"]
-    found = loaded(images=tf.constant(images))["probabilities"]
-    wanted = [each["probabilities"] for each in predicted]
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    actual = loaded(images=tf.constant(images))["probabilities"]
+    expected = [each["probabilities"] for each in predicted]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
     assert not any("PyFunc" in kind for kind in operation_types(export))
 
 

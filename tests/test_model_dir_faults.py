@@ -1,4 +1,4 @@
-"""Every file of model_dir, broken in every way: one typed error on all ranks, nothing lost."""
+"""Faults of each file of model_dir: one typed error on all ranks, and no lost checkpoint."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from harness import reserved_addresses
 from one_weight import model_fn
-from ranks import Ranks, caught, reserved_addresses
+from ranks import Ranks, caught
 
 import estimator_ext
 import hostopt
 from estimator_ext import input_state_file
-from estimator_ext.checkpoints import check_newest, is_whole
-from estimator_ext.training import _MARKER, _Marker
+from estimator_ext.checkpoint_reading import check_newest, is_intact
+from estimator_ext.evaluation import MARKER, EndMarker
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.faults]
 
 NOBODY = 65534
 NAMED = hostopt.CheckpointError.exit_code
@@ -33,7 +34,7 @@ NAMED = hostopt.CheckpointError.exit_code
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A directory that a process without rights can reach, which those of pytest are not."""
+    """A directory that an unprivileged process can read, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -41,7 +42,7 @@ def directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def without_rights() -> Iterator[None]:
-    """As another user than root, who may read and write anything."""
+    """Runs the block as an unprivileged user, because root may access all files."""
     if os.geteuid() != 0:
         yield
         return
@@ -59,7 +60,7 @@ FILES = ["checkpoint", "model.ckpt-15.index", f"model.ckpt-15.{DATA}", "model.ck
 
 
 def save(directory: Path, steps: tuple[int, ...], first: float = 1.0) -> None:
-    """Checkpoints of a training, with the state of its data."""
+    """Saves checkpoints of a training with its input state."""
     directory.mkdir(exist_ok=True)
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         tf.compat.v1.get_variable("kernel", initializer=tf.range(first, first + 99.0))
@@ -70,8 +71,10 @@ def save(directory: Path, steps: tuple[int, ...], first: float = 1.0) -> None:
             session.run(step.assign(number))
             part = int(first).to_bytes(400, "big")
             state = input_state_file.pack({"pipelines": [1], "parts": [1]}, [part])
-            facts = {"process": "another", "step": str(number)}
-            input_state_file.write(str(directory / f"model.ckpt-{number}"), facts, [state, state])
+            attributes = {"process": "another", "step": str(number)}
+            input_state_file.write(
+                str(directory / f"model.ckpt-{number}"), attributes, [state, state]
+            )
             saver.save(session, str(directory / "model.ckpt"), global_step=number)
 
 
@@ -87,7 +90,7 @@ def replace_by_directory(path: Path) -> None:
 
 
 def take_from_another_run(path: Path) -> None:
-    """Of a run that has other values, and another number of steps where it is no checkpoint's."""
+    """Replaces a file by that of a run with other values."""
     other = path.parent.parent / "other"
     save(other, (15,), first=7.0)
     if path.name == "checkpoint":
@@ -107,22 +110,22 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "another run's": take_from_another_run,
     "unreadable": lambda path: path.chmod(0),
 }
-# What is no error, and why.
+# Damages that are not errors, with the reason.
 ACCEPTED = {
-    ("model.ckpt-15.input", "deleted"): "the data begin anew, as a warning says",
-    ("model.ckpt-15.input", "another run's"): "of the same step; other data begin anew",
+    ("model.ckpt-15.input", "deleted"): "the data are read from the beginning, with a warning",
+    ("model.ckpt-15.input", "another run's"): "of the same step; other data start over",
     ("checkpoint", "cut by a byte"): "the end of a line",
 }
-# `checkpoint` cannot be replaced where it cannot be removed either.
-NOT_MENDED = {("checkpoint", "a directory")}
+# A directory in place of `checkpoint` cannot be replaced.
+NOT_REPAIRED = {("checkpoint", "a directory")}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES)
-def test_what_is_read(directory: Path, file: str, damage: str) -> None:
+def test_a_damaged_file_is_reported_or_skipped(directory: Path, file: str, damage: str) -> None:
     model = directory / "model"
     save(model, (5, 10, 15))
-    os.chmod(model, 0o777)  # the file `checkpoint` is to be replaced by anybody
+    os.chmod(model, 0o777)  # an unprivileged process must be able to replace the file `checkpoint`
     DAMAGES[damage](model / file)
     model_dir = str(model)
     with without_rights():
@@ -134,9 +137,9 @@ def test_what_is_read(directory: Path, file: str, damage: str) -> None:
             check_newest(model_dir, restore_previous=False)
         whole = model / f"model.ckpt-{15 if file == 'checkpoint' else 10}"
         assert str(model / "model.ckpt-15") in str(error.value)
-        assert f"The newest whole checkpoint is {whole}: to go on" in str(error.value)
+        assert f"The newest intact checkpoint is {whole}: to resume" in str(error.value)
         assert error.value.last_checkpoint == str(whole)
-        if (file, damage) in NOT_MENDED:
+        if (file, damage) in NOT_REPAIRED:
             return
         check_newest(model_dir, restore_previous=True)
         assert tf.train.latest_checkpoint(model_dir) == str(whole)
@@ -144,10 +147,10 @@ def test_what_is_read(directory: Path, file: str, damage: str) -> None:
         check_newest(model_dir, restore_previous=False)
 
 
-# -- what a killed process has left --------------------------------------------------------
+# -- files of a killed process -------------------------------------------------------------
 
 
-def test_what_a_killed_save_has_left_is_removed_when_a_training_begins(tmp_path: Path) -> None:
+def test_files_of_a_killed_save_are_removed_when_training_starts(tmp_path: Path) -> None:
     drafts = [
         "model.ckpt-9_temp/part-00000-of-00001.data-00000-of-00001",
         f"model.ckpt-9.{DATA}.tempstate1234567",
@@ -186,28 +189,28 @@ def estimator_in(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["folder", "no rights"])
-def test_a_marker_that_cannot_be_read_is_named(directory: Path, kind: str) -> None:
-    marker = directory / _MARKER
+def test_an_unreadable_marker_is_named(directory: Path, kind: str) -> None:
+    marker = directory / MARKER
     if kind == "folder":
         marker.mkdir()
     else:
         marker.touch(0)
     with without_rights(), pytest.raises(hostopt.CheckpointError, match=str(marker)):
-        _Marker(str(directory)).read()
+        EndMarker(str(directory)).read()
 
 
 @pytest.mark.parametrize("place", ["export", "export/best"])
-def test_an_export_that_cannot_be_written_is_named(tmp_path: Path, place: str) -> None:
+def test_an_unwritable_export_is_named(tmp_path: Path, place: str) -> None:
     save_for_serving(tmp_path)
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text("no folder")
-    wanted = pytest.raises(hostopt.CheckpointError, match=rf"write or read a file of .*{place}")
-    with wanted:
+    expected = pytest.raises(hostopt.CheckpointError, match=rf"write or read a file of .*{place}")
+    with expected:
         estimator_in(tmp_path).export_saved_model(str(tmp_path / place), serving_input)
-    assert is_whole(tf.train.latest_checkpoint(str(tmp_path)))
+    assert is_intact(tf.train.latest_checkpoint(str(tmp_path)))
 
 
-def test_an_evaluation_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_evaluation_is_named(tmp_path: Path) -> None:
     save_for_serving(tmp_path)
     (tmp_path / "eval").write_text("no folder")
     with pytest.raises(hostopt.CheckpointError, match=r"write or read a file of .*eval"):
@@ -231,8 +234,8 @@ def save_for_serving(directory: Path) -> None:
 
 OURS = {"api": "ours"}
 FREE = r" \([\d.]+ MB are needed, [\d.]+ MB are free\)"
-# name, what happens at which time, settings, text that both ranks say ("" for success), and what
-# the worker says where that is something else
+# name, faults and settings, message of both ranks ("" for success), and message of the worker if
+# it differs
 CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("whole", {"settings": OURS}, "", None),
     (
@@ -354,12 +357,12 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "",
     ),
     ("checkpoint-deleted", {"at_step": ["checkpoint is deleted"]}, "", None),
-    # another training in a model_dir that was trained in
+    # another training in the model_dir of an earlier one
     (
         "checkpoint-deleted",
         {"at_start": ["checkpoint is deleted"], "settings": {"steps": 6}},
         "has no file `checkpoint`, .*, but model.ckpt-4, model.ckpt-3, model.ckpt-2 and 1 more. "
-        "The newest whole checkpoint is .*model.ckpt-4: .* to begin anew, give another model_dir",
+        "The newest intact checkpoint is .*model.ckpt-4: .* to start over, give another model_dir",
         None,
     ),
     (
@@ -373,7 +376,7 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
-    """What chief and worker have said of each cell, in one pair of processes."""
+    """Errors of chief and worker for each cell, from one pair of processes."""
     logs = tmp_path_factory.mktemp("logs")
     ranks = Ranks(logs)
     with tempfile.TemporaryDirectory() as model_dir, reserved_addresses(2) as addresses:
@@ -398,10 +401,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=[cell[0] for cell in CELLS])
-def test_what_is_written(outcomes: list[Any], number: int) -> None:
-    """The ranks raise the same error, and the checkpoint before is whole."""
-    _, _, said, said_by_worker = CELLS[number]
-    for error, text in zip(outcomes[0][number], (said, said if said_by_worker is None else "")):
+def test_a_failed_write_is_raised_on_both_ranks(outcomes: list[Any], number: int) -> None:
+    """Both ranks raise the same error."""
+    _, _, message, said_by_worker = CELLS[number]
+    for error, text in zip(
+        outcomes[0][number], (message, message if said_by_worker is None else "")
+    ):
         if not text:
             assert error is None, error["text"]
             continue
@@ -410,16 +415,24 @@ def test_what_is_written(outcomes: list[Any], number: int) -> None:
         assert re.search(text, error["message"]), error["message"]
 
 
-GONE = {"deleted", "replaced", "checkpoint", "graph", "marker-at-start"}  # or none was saved
+GONE = {
+    "deleted",
+    "replaced",
+    "checkpoint",
+    "graph",
+    "marker-at-start",
+}  # or none was saved
 KEPT = sorted({cell[0] for cell in CELLS} - GONE)
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_was_whole_stays_whole(outcomes: list[Any], name: str) -> None:
-    """And nothing of a failed save is left, in the folder of a cell."""
+def test_earlier_checkpoints_stay_intact_after_a_failed_write(
+    outcomes: list[Any], name: str
+) -> None:
+    """No file of a failed save remains in the directory of a cell."""
     model = outcomes[1] / name / "adam"
     saved = sorted(path.with_suffix("") for path in model.glob("model.ckpt-*.index"))
     assert saved
-    assert all(map(is_whole, map(str, saved)))
+    assert all(map(is_intact, map(str, saved)))
     left = [p.name for p in model.iterdir() if "temp" in p.name or p.name.endswith(".tmp")]
     assert not left

@@ -1,4 +1,4 @@
-"""One run at a time trains in a model_dir: who is refused, who is not, and what is not known."""
+"""The lock of model_dir: refused runs, lost locks, and evaluators that watch the chief."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from conftest import ROOT, Spawn
-from launcher import python
-from ranks import Ranks, reserved_addresses
+from harness import ROOT, Process, deadline_s, python, reserved_addresses
+from one_weight import model_fn
+from ranks import Ranks
+from rings import Spawn
 
 import estimator_ext
 import hostopt
 from estimator_ext import model_dir_lock
+from estimator_ext.chief_liveness import ChiefLiveness
 from estimator_ext.model_dir_lock import is_training, training_in
-from estimator_ext.signs_of_life import SignsOfLife
-from hostopt import hosts, lock_file
+from hostopt import lock_file
+from hostopt.collectives import hosts
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.tensorflow]
 
 HOLD = """
 import sys
@@ -43,14 +45,6 @@ sys.stdin.read()
 
 def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
-
-
-def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
-    weight = tf.compat.v1.get_variable("weight", [1, 1])
-    loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
-    step = tf.compat.v1.train.get_global_step()
-    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
 class InTheMiddle(tf.estimator.SessionRunHook):
@@ -71,9 +65,9 @@ def estimator_in(model_dir: Path, distributed: bool = True) -> estimator_ext.Est
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock of tmp_path."""
-    process = subprocess.Popen(
+def holder(tmp_path: Path) -> Iterator[Process]:
+    """A process that holds the lock of tmp_path."""
+    process = Process(
         [*python(HOLD), str(tmp_path.resolve() / "hostopt-training.lock")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
@@ -86,11 +80,11 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_a_second_run_is_refused_on_all_ranks_and_the_first_goes_on(
+def test_a_second_run_is_refused_on_all_ranks_and_the_first_continues(
     tmp_path: Path, ranks: Ranks
 ) -> None:
     model = tmp_path / "model" / "adam"
-    found = []
+    result = []
 
     def start_another() -> None:
         before = sorted(path.name for path in model.rglob("*"))
@@ -99,23 +93,23 @@ def test_a_second_run_is_refused_on_all_ranks_and_the_first_goes_on(
             started = ranks.start(
                 "train.py", {"worker": addresses}, arguments=[json.dumps(settings)]
             )
-            found.extend((rank.wait(60), rank.output) for rank in started)
+            result.extend((rank.wait(60), rank.output) for rank in started)
         assert sorted(path.name for path in model.rglob("*")) == before
 
     assert not is_training(str(model))
     estimator_in(model).train(data, [InTheMiddle(start_another)], max_steps=3)
-    for code, output in found:
+    for code, output in result:
         assert code == 78, output
         assert f"ConfigError: model_dir {model.resolve()} is in use: process {os.getpid()} on" in (
             output
         )
-        assert "Wait until it has ended, or end it, or give this run a model_dir" in output
-    assert len(found) == 2
+        assert "Wait until it has ended, or end it, or give this run another model_dir" in output
+    assert len(result) == 2
     assert tf.train.load_variable(str(model), "global_step") == 3
     assert not is_training(str(model))
 
 
-def test_a_process_does_not_refuse_itself_and_evaluation_goes_on(tmp_path: Path) -> None:
+def test_a_process_may_train_and_evaluate_in_its_locked_directory(tmp_path: Path) -> None:
     def train_and_evaluate_inside() -> None:
         assert is_training(str(tmp_path))
         estimator_in(tmp_path, distributed=False).train(data, steps=1)
@@ -129,16 +123,16 @@ def test_a_process_does_not_refuse_itself_and_evaluation_goes_on(tmp_path: Path)
         assert not is_training(str(tmp_path))
 
 
-def test_a_run_whose_model_dir_another_one_has_taken_saves_nothing_there(
+def test_a_run_that_lost_its_model_dir_saves_nothing_there(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    def begin_anew() -> None:
+    def start_over() -> None:
         for path in tmp_path.iterdir():
             path.unlink()
         request.getfixturevalue("holder")
 
     with pytest.raises(hostopt.ConfigError, match=r"is in use: process \d+ on host .* trains"):
-        estimator_in(tmp_path).train(data, [InTheMiddle(begin_anew)], max_steps=3)
+        estimator_in(tmp_path).train(data, [InTheMiddle(start_over)], max_steps=3)
     assert not list(tmp_path.glob("*ckpt*"))
 
 
@@ -156,30 +150,30 @@ def test_a_run_whose_model_dir_is_deleted(tmp_path: Path, emptied: bool) -> None
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_one_process_holds_it_between_its_trainings_too(tmp_path: Path, distributed: bool) -> None:
-    seen = []
+def test_one_process_holds_the_lock_between_trainings(tmp_path: Path, distributed: bool) -> None:
+    observed = []
 
     class Look(tf.estimator.SessionRunHook):
         def end(self, session: object) -> None:
-            seen.append(is_training(str(tmp_path)))
+            observed.append(is_training(str(tmp_path)))
 
     estimator_ext.train_and_evaluate(
         estimator_in(tmp_path, distributed),
         tf.estimator.TrainSpec(data, max_steps=2),
         tf.estimator.EvalSpec(data, steps=1, hooks=[Look()]),
     )
-    assert seen and all(seen)
+    assert observed and all(observed)
     assert not is_training(str(tmp_path))
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_one_process_is_refused(tmp_path: Path, holder: Any, distributed: bool) -> None:
+def test_a_single_process_is_refused(tmp_path: Path, holder: Any, distributed: bool) -> None:
     with pytest.raises(hostopt.ConfigError, match=rf"in use: process {holder.pid} on host "):
         estimator_in(tmp_path, distributed).train(data, steps=1)
     assert [path.name for path in tmp_path.iterdir()] == ["hostopt-training.lock"]
     holder.kill()
     holder.wait()
-    estimator_in(tmp_path, distributed).train(data, steps=1)  # at once
+    estimator_in(tmp_path, distributed).train(data, steps=1)  # without waiting
 
 
 ALONE = """
@@ -190,22 +184,22 @@ estimator_ext.Estimator(lambda features, labels: None, sys.argv[1]).train(print,
 """
 
 
-def test_a_program_without_a_strategy_ends_with_the_code_of_the_error(
+def test_a_program_without_a_strategy_exits_with_the_code_of_the_error(
     tmp_path: Path, holder: Any
 ) -> None:
-    found = subprocess.run(
+    result = subprocess.run(
         [*python(ALONE), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=deadline_s(60),
         check=False,
     )
-    assert f"in use: process {holder.pid} on host " in found.stderr
-    assert found.returncode == 78, found.stderr
+    assert f"in use: process {holder.pid} on host " in result.stderr
+    assert result.returncode == 78, result.stderr
 
 
-def test_a_refused_run_does_not_tell_evaluators_that_training_goes_on(
+def test_a_refused_run_leaves_model_dir_unchanged(
     tmp_path: Path, ranks: Ranks, holder: Any
 ) -> None:
     (tmp_path / "hostopt-training-ended.json").write_text("{}")
@@ -222,7 +216,7 @@ def test_a_refused_run_does_not_tell_evaluators_that_training_goes_on(
 
 
 @pytest.mark.parametrize("other", [(lock_file.socket, "gethostname"), (hosts, "boot_id")])
-def test_ranks_wait_for_a_host_that_may_have_crashed(
+def test_ranks_wait_for_a_lock_holder_on_another_host(
     spawn_inproc: Spawn,
     tmp_path: Path,
     holder: Any,
@@ -241,16 +235,16 @@ def test_ranks_wait_for_a_host_that_may_have_crashed(
 
     def run(communicator: hostopt.Communicator) -> bool:
         with training_in(str(tmp_path), communicator):
-            found = is_training(str(tmp_path))
+            result = is_training(str(tmp_path))
             communicator.barrier()
-        return found
+        return result
 
     assert spawn_inproc(2, run) == [True, True]
     assert len(warned) == 1 and "is locked by process" in warned[0][0]
     assert not is_training(str(tmp_path))
 
 
-def test_a_host_that_lives_is_not_waited_for_without_end(
+def test_the_wait_for_a_live_host_is_limited(
     tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock_file.socket, "gethostname", lambda: "another host")
@@ -259,13 +253,13 @@ def test_a_host_that_lives_is_not_waited_for_without_end(
         pass
 
 
-def test_a_holder_that_has_said_nothing_yet(tmp_path: Path, holder: Any) -> None:
+def test_a_lock_whose_holder_has_not_written_its_name(tmp_path: Path, holder: Any) -> None:
     (tmp_path / "hostopt-training.lock").write_text("")
     with pytest.raises(hostopt.ConfigError, match="in use: another process trains there"):
         estimator_in(tmp_path).train(data, steps=1)
 
 
-def test_where_it_cannot_be_known_a_line_says_so_once(
+def test_unsupported_locks_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
@@ -279,12 +273,12 @@ def test_where_it_cannot_be_known_a_line_says_so_once(
             with training_in(model_dir):
                 assert not is_training(model_dir)
         (record,) = caplog.records
-        assert f"cannot know whether another run trains in model_dir {model_dir}" in (
+        assert f"cannot check if another run trains in model_dir {model_dir}" in (
             record.getMessage()
         )
 
 
-def test_a_lock_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_lock_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(hostopt.CheckpointError, match=r"cannot save .*Not a dir"),
@@ -293,20 +287,20 @@ def test_a_lock_that_cannot_be_written(tmp_path: Path) -> None:
         pass
 
 
-# -- what an evaluator sees of it ----------------------------------------------------------
+# -- evaluators ----------------------------------------------------------------------------
 
 
-def wait(chief: SignsOfLife, pauses: int, pause_s: float = 10.0) -> None:
+def wait(chief: ChiefLiveness, pauses: int, pause_s: float = 10.0) -> None:
     for _ in range(pauses):
         chief.waited(pause_s)
 
 
-def test_an_evaluator_whose_chief_never_comes(
+def test_an_evaluator_whose_chief_never_starts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("tensorflow"), "propagate", True)
-    (tmp_path / "checkpoint").touch()  # of an earlier run
-    chief = SignsOfLife(str(tmp_path), hostopt.Options(evaluator_timeout_s=600))
+    (tmp_path / "checkpoint").touch()  # from an earlier run
+    chief = ChiefLiveness(str(tmp_path), hostopt.Options(evaluator_timeout_s=600))
     wait(chief, 59)
     shown = [record.getMessage() for record in caplog.records]
     assert [text.partition(" s: nobody")[0].rpartition(" ")[2] for text in shown] == [
@@ -320,15 +314,17 @@ def test_an_evaluator_whose_chief_never_comes(
         wait(chief, 1)
 
 
-def test_an_evaluator_whose_chief_has_gone(tmp_path: Path, holder: Any) -> None:
-    chief = SignsOfLife(str(tmp_path), hostopt.Options(evaluator_timeout_s=60))
-    wait(chief, 20)  # it trains
+def test_an_evaluator_whose_chief_has_vanished(tmp_path: Path, holder: Any) -> None:
+    chief = ChiefLiveness(str(tmp_path), hostopt.Options(evaluator_timeout_s=60))
+    wait(chief, 20)  # the chief trains
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     wait(chief, 5)
-    (tmp_path / "checkpoint").touch()  # another has come, and saved
+    (tmp_path / "checkpoint").touch()  # another chief has saved a checkpoint
     wait(chief, 6)
-    os.utime(tmp_path / "checkpoint", ns=(1, 1))  # and again
+    os.utime(tmp_path / "checkpoint", ns=(1, 1))  # and another one
     wait(chief, 6)
-    with pytest.raises(hostopt.PeerLostError, match=r"start all again.*raise evaluator_timeout_s"):
+    with pytest.raises(
+        hostopt.PeerLostError, match=r"start all processes again.*raise evaluator_timeout_s"
+    ):
         wait(chief, 1)

@@ -1,236 +1,260 @@
-"""Trainings in which a gradient is NaN: they end, leave that step's update out, or go on."""
+"""NonFiniteCheck on every transport: all ranks name the same bucket and the same ranks."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from ranks import Rank, Ranks, reserved_addresses
+from rings import RankProcesses, Spawn
 
-_GROUP_S = 250
-# The first test waits for the trainings of all groups.
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(3 * _GROUP_S + 50)]
+from hostopt.collectives.host_memory import HostMemory
+from hostopt.communicator import Communicator
+from hostopt.errors import NonFiniteGradientError
+from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.nonfinite import ALLOW, NonFiniteCheck, find_nonfinite
+from hostopt.gradients.reducer import Reducer
 
-ALL = ["sgd", "momentum", "adam"]
-SKIPPED = {"steps": 7, "nan_at": [1, 4], "nonfinite": "skip"}
-LEFT_OUT = {"steps": 6, "leave_out": [4]}
-LENGTHS = [[4, 4, 4, 2, 3], [4, 3]]
-KINDS: dict[str, dict[str, Any]] = {
-    "host_call": {"optimizers": ALL},
-    "minimize": {"optimizers": ALL, "spec": "minimize"},
-    "two optimizers": {"spec": "two_minimize"},
-    "clipped": {"optimizers": ["sgd"], "clip": 0.05, "learning_rate": 0.5},
-    "sparse": {"model": "embedding"},
-    "on the accelerator": {"variables_on_host": False},
-    "in buckets": {"bucket_mb": 128 / 2**20},
-    "NaN loss": {"nan_loss": True},
-}
-MICRO = {"accumulate_steps": 2}
-ERROR = {"steps": 7, "nan_at": [1, 4], "checkpoint_steps": 1}
-# What is trained in turn by one process of each rank; the last training ends with an error.
-RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
-    "one": (
-        1,
-        {
-            **{f"{kind}, left out": {**chosen, **LEFT_OUT} for kind, chosen in KINDS.items()},
-            "micro-batches, left out": {**MICRO, "steps": 2, "leave_out": [3, 2]},
-            "uneven, left out": {"lengths": LENGTHS, "steps": 60, "leave_out": [3]},
-            "skip": {**SKIPPED, **KINDS["host_call"], "nan_at": [0, 4]},
-            "error": {**ERROR, "nan_at": [0, 4]},
-        },
-    ),
-    "grpc": (
-        2,
-        {
-            **{kind: {**chosen, **SKIPPED} for kind, chosen in KINDS.items()},
-            "micro-batches": {**MICRO, **SKIPPED, "steps": 3, "nan_at": [1, 1]},
-            "uneven": {"lengths": LENGTHS, **SKIPPED, "steps": 60, "nan_at": [0, 3]},
-            "scaled": {"loss_scale": True, "steps": 6},
-            "scaled, skip": {"loss_scale": True, "steps": 6, "nonfinite": "skip"},
-            "warn": {**SKIPPED, "nonfinite": "warn", "nan_loss": True},
-            "unbroken": {"steps": 4},
-            "error": {**ERROR, "nan_loss": True},
-        },
-    ),
-    "shm": (
-        2,
-        {
-            **{kind: {**KINDS[kind], **SKIPPED} for kind in ("host_call", "minimize", "sparse")},
-            "warn": {**SKIPPED, "nonfinite": "warn"},
-            "unbroken": {"steps": 4},
-            "error": ERROR,
-        },
-    ),
-}
-
-
-class Trainings:
-    """What has been trained.
-
-    Args:
-      directory: where variables, checkpoints and output go.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.ranks: dict[str, list[Rank]] = {}
-        for where, (size, runs) in RUNS.items():
-            settings = []
-            for name, chosen in runs.items():
-                dump_dir = directory / where / name
-                dump_dir.mkdir(parents=True)
-                dirs = {"dump_dir": str(dump_dir), "model_dir": str(dump_dir / "model")}
-                settings.append({**chosen, **dirs})
-            common: dict[str, Any] = {"optimizers": ["adam"], "runs": settings}
-            common["communication"] = "auto" if where == "one" else where
-            ranks = Ranks(directory / where)
-            try:
-                with reserved_addresses(size) as addresses:
-                    self.ranks[where] = ranks.start(
-                        "train.py", {"worker": addresses}, arguments=[json.dumps(common)]
-                    )
-                    for rank in self.ranks[where]:
-                        rank.wait(_GROUP_S)
-            finally:
-                ranks.end()
-
-    def variables(self, where: str, name: str) -> list[dict[str, np.ndarray]]:
-        """Final variables of each rank, by optimizer and name."""
-        return [
-            {
-                f"{path.stem[:-2]} {variable}": value
-                for path in sorted((self._directory / where / name).glob(f"*-{rank}.npz"))
-                for variable, value in np.load(path).items()
-                if variable != "losses"
-            }
-            for rank in range(RUNS[where][0])
-        ]
-
-    def newest_checkpoint(self, where: str, name: str) -> Any:
-        """Reads what rank 0 saved last."""
-        return tf.train.load_checkpoint(str(self._directory / where / name / "model" / "adam"))
-
-
-@pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(tmp_path_factory.mktemp("trainings"))
-
-
-def check_equal(
-    many: list[dict[str, np.ndarray]], one: list[dict[str, np.ndarray]], steps: int
-) -> None:
-    """All have what one has but for the number of steps, and the same bits."""
-    for found in many:
-        assert set(found) == set(one[0])
-        for name, expected in one[0].items():
-            if name.endswith(" global_step"):
-                assert found[name] == steps
-                continue
-            np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-10, err_msg=name)
-            np.testing.assert_array_equal(found[name], many[0][name], err_msg=name)
-
-
-# -- skip ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("where", "kind"),
-    [(where, kind) for where in ("grpc", "shm") for kind in RUNS[where][1] if kind in KINDS],
+NAN, INF = float("nan"), float("inf")
+LARGEST = float(np.finfo(np.float32).max)
+SHAPES = [(3,), (2, 5), (), (40,)]
+# three buckets: v3; v2 and v1; v0
+BUCKETS = plan_buckets(
+    [TensorSpec(f"v{i}", shape, np.dtype("f4")) for i, shape in enumerate(SHAPES)], 128
 )
-def test_a_skipped_step_is_one_that_was_left_out_but_counts(
-    trainings: Trainings, where: str, kind: str
-) -> None:
-    check_equal(
-        trainings.variables(where, kind), trainings.variables("one", f"{kind}, left out"), 7
-    )
+Change = tuple[int, str, float]  # rank, variable and a value in its gradient
 
 
-def test_one_rank_alone_skips_the_same(trainings: Trainings) -> None:
-    wanted = trainings.variables("one", "host_call, left out")
-    check_equal(trainings.variables("one", "skip"), wanted, 7)
+@pytest.fixture
+def spawn_shm() -> Spawn:
+    return Spawn("shm")
 
 
-def test_all_micro_batches_of_a_step_are_skipped(trainings: Trainings) -> None:
-    wanted = trainings.variables("one", "micro-batches, left out")
-    check_equal(trainings.variables("grpc", "micro-batches"), wanted, 3)
+class Sums:
+    """Runs one reducer on one rank, as a graph does."""
+
+    def __init__(self, communicator: Communicator, check: NonFiniteCheck | None = None) -> None:
+        kind = InlineReducer if communicator.on_one_host else Reducer
+        self._rank = communicator.rank
+        self._reducer: Any = kind(communicator.duplicate("gradients"), BUCKETS, check)
+
+    def step(self, *changes: Change) -> dict[str, Any]:
+        """Returns sums by variable; gradients equal the rank number, except `changes`."""
+        gradients = {f"v{i}": np.full(s, self._rank, np.float32) for i, s in enumerate(SHAPES)}
+        for rank, name, value in changes:
+            if rank == self._rank:
+                gradients[name].reshape(-1)[-1] = value
+        arrays = [[gradients[name] for name in bucket.names] for bucket in BUCKETS]
+        sums: dict[str, Any] = {}
+        if isinstance(self._reducer, InlineReducer):
+            for number, bucket in enumerate(BUCKETS):
+                sums.update(zip(bucket.names, self._reducer.reduce(number, arrays[number])))
+            return sums
+        for number in range(len(BUCKETS)):
+            self._reducer.launch(number, arrays[number])
+        for number, bucket in enumerate(BUCKETS):
+            sums.update(zip(bucket.names, self._reducer.wait(number)))
+        return sums
+
+    def close(self) -> None:
+        self._reducer.close()
 
 
-def test_a_step_is_skipped_after_the_data_of_another_rank_have_ended(trainings: Trainings) -> None:
-    wanted = trainings.variables("one", "uneven, left out")
-    check_equal(trainings.variables("grpc", "uneven"), wanted, 5)
-
-
-def test_every_rank_names_rank_variable_and_step(trainings: Trainings) -> None:
-    for where in ("grpc", "shm"):
-        for rank in trainings.ranks[where]:
-            for variable in ("dense/kernel", "dense/bias"):
-                assert f"NaN for '{variable}'" in rank.output
-            lines = [text for text in rank.output.splitlines() if "not finite in step 4 " in text]
-            assert lines
-            assert all("rank 1 (worker:1, " in text for text in lines)
-            sparse = [text for text in lines if "NaN for 'table'" in text]
-            assert sparse
-            assert all("No variable is updated" in text for text in sparse)
-
-
-# -- loss scaling --------------------------------------------------------------------------
-
-
-def test_loss_scaling_decides_by_itself(trainings: Trainings) -> None:
-    first, second = (trainings.variables("grpc", name) for name in ("scaled", "scaled, skip"))
-    check_equal(second, first, 6)
-    assert first[0]["adam loss_scale"] == 512  # 1024, halved by the third step
-    np.testing.assert_allclose(first[0]["adam beta1_power"], 0.9**6, rtol=1e-6)
-
-
-# -- warn ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", ["grpc", "shm"])
-def test_a_warned_training_goes_on_with_what_it_has(trainings: Trainings, where: str) -> None:
-    for found in trainings.variables(where, "warn"):
-        assert found["adam global_step"] == 7
-        assert np.isnan(found["adam dense/kernel"]).all()
-    for rank in trainings.ranks[where]:
-        assert "NaN for 'dense/bias'" in rank.output
-        assert ". The update is made" in rank.output
+def test_a_nan_among_infinities_is_named() -> None:
+    arrays = [np.array([1.0, INF]), np.array([INF, NAN]), np.array(2.0), np.array([[-INF]])]
+    assert find_nonfinite(list("abcd"), arrays) == {"a": "Inf", "b": "NaN", "d": "Inf"}
 
 
 # -- error ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", RUNS)
-def test_every_rank_exits_with_the_code_and_names_the_cause(
-    trainings: Trainings, where: str
-) -> None:
-    last = RUNS[where][0] - 1
-    lines = []
-    for rank in trainings.ranks[where]:
-        assert rank.wait() == 79, rank.output
-        shown = rank.output.rstrip().splitlines()[-1].partition("NonFiniteGradientError: ")[2]
-        lines.append(shown.partition(" [traceback: ")[0])
-    assert len(set(lines)) == 1
-    assert lines[0].startswith("not finite in step 4 ")
-    assert f"rank {last} (worker:{last}, " in lines[0]
-    assert lines[0].count(" has ") == 1  # one rank
-    kind = "NaN or Inf" if where == "one" else "NaN"
-    for variable in ("dense/kernel", "dense/bias"):
-        assert f"{kind} for '{variable}'" in lines[0]
-    if where != "grpc":  # where the loss is NaN too
-        assert "for 'dense_1/" not in lines[0]
+def errors_of(
+    spawn: Spawn, size: int, changes: Sequence[Change], **options: Any
+) -> list[NonFiniteGradientError]:
+    """Returns the error of each rank, in the second step."""
+
+    def work(communicator: Communicator) -> NonFiniteGradientError:
+        sums = Sums(communicator)
+        assert (sums.step()["v1"] == sum(range(size))).all()
+        with pytest.raises(NonFiniteGradientError) as caught:
+            sums.step(*changes)
+        sums.close()
+        return caught.value
+
+    errors = spawn(size, work, **options)
+    assert len({str(error) for error in errors}) == 1
+    return errors
 
 
-@pytest.mark.parametrize("where", ["grpc", "shm"])
-def test_the_newest_checkpoint_is_that_of_the_step_before(
-    trainings: Trainings, where: str
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("bad", "kind"), [(NAN, "NaN"), (-INF, "Inf")])
+def test_all_ranks_raise_the_same_error(spawn: Spawn, size: int, bad: float, kind: str) -> None:
+    last = size - 1
+    for error in errors_of(spawn, size, [(last, "v1", bad)]):
+        assert f"rank {last} (" in str(error)
+        assert f"has {kind} for 'v1'. " in str(error)
+        assert "in step 1 (counted from 0" in str(error)
+        assert "(bucket 2/3)" in str(error)
+        assert "rank 0" not in str(error)
+        assert (error.rank, error.step, error.bucket) == (last, 1, 1)
+        assert error.exit_code == 79
+
+
+def test_each_rank_and_variable_with_nonfinite_values_is_named(spawn: Spawn) -> None:
+    changes = [(0, "v1", INF), (2, "v1", -INF), (2, "v2", NAN)]
+    text = str(errors_of(spawn, 3, changes)[0])
+    first, second = text.split("; ")
+    assert "rank 0 (" in first
+    assert first.endswith("has Inf for 'v1'")
+    assert "rank 2 (" in second
+    assert "has NaN for 'v2', Inf for 'v1'" in second
+    assert "rank 1" not in text
+
+
+def test_an_overflow_of_the_sum_names_no_rank(spawn: Spawn) -> None:
+    for error in errors_of(spawn, 2, [(0, "v0", LARGEST), (1, "v0", LARGEST)]):
+        assert "the gradients of every rank are finite, but their sum has overflowed" in str(error)
+        assert "Inf for 'v0'" in str(error)
+        assert error.rank is None
+
+
+@pytest.mark.parametrize(("transport", "size"), [("inproc", 2), ("grpc", 3), ("hosts", 4)])
+def test_an_overflow_on_the_wire_names_no_rank(transport: str, size: int) -> None:
+    # 70,000 is finite in float32, and not in fp16
+    spawn = Spawn(transport)
+    for error in errors_of(spawn, size, [(1, "v3", 70_000.0)], compression="fp16"):
+        assert "their sum, or their fp16 form on the wire, has overflowed" in str(error)
+        assert "Inf for 'v3'" in str(error)
+
+
+def test_without_memory_to_share_the_error_is_the_same(
+    spawn_shm: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, wanted = (trainings.newest_checkpoint(where, name) for name in ("error", "unbroken"))
-    assert found.get_tensor("global_step") == 4
-    for name in wanted.get_variable_to_shape_map():
-        np.testing.assert_array_equal(
-            found.get_tensor(name), wanted.get_tensor(name), err_msg=name
-        )
+    monkeypatch.setattr(HostMemory, "allocate", lambda self, nbytes: None)
+    for error in errors_of(spawn_shm, 2, [(1, "v1", NAN)]):
+        assert "has NaN for 'v1'. " in str(error)
+
+
+def test_only_the_reducer_with_nonfinite_values_raises(spawn: Spawn) -> None:
+    def work(communicator: Communicator) -> None:
+        healthy, broken = Sums(communicator), Sums(communicator)
+        for _ in range(3):
+            healthy.step()
+            broken.step()
+        healthy.step()
+        with pytest.raises(NonFiniteGradientError, match=r"step 3 .*has NaN for 'v0'"):
+            broken.step((1, "v0", NAN))
+        healthy.close()
+        broken.close()
+
+    spawn(2, work)
+
+
+SCRIPT = """
+    import numpy as np
+    import hostopt
+    from hostopt.gradients.bucket import TensorSpec, plan_buckets
+    from hostopt.gradients.inline_reducer import InlineReducer
+    from hostopt.gradients.reducer import Reducer
+
+    communicator = hostopt.connect()
+    buckets = plan_buckets([TensorSpec("v0", (300_000,), np.dtype("f4"))], 1 << 20)
+    kind = InlineReducer if communicator.on_one_host else Reducer
+    reducer = kind(communicator.duplicate("gradients"), buckets)
+    for step in range(5):
+        gradient = np.full(300_000, step, np.float32)
+        if step == 3 and communicator.rank == 1:
+            gradient[7] = np.nan
+        if kind is Reducer:
+            reducer.launch(0, [gradient])
+            (total,) = reducer.wait(0)
+        else:
+            (total,) = reducer.reduce(0, [gradient])
+        assert (total == step * communicator.size).all()
+        print("step", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("communication", ["grpc", "shm"])
+def test_every_process_exits_with_the_code_and_the_cause(
+    processes: Callable[[int], RankProcesses], communication: str
+) -> None:
+    ring = processes(3)
+    started = ring.start_all(SCRIPT, HOSTOPT_COMMUNICATION=communication)
+    for process in started:
+        for step in range(3):
+            process.expect(f"step {step}")
+        process.expect("")
+    assert [process.exit_code() for process in started] == [79] * 3
+    cause = f"{ring.name(1)} has NaN for 'v0'. "
+    for process in started:
+        assert "NonFiniteGradientError: not finite in step 3" in process.stderr
+        assert cause in process.stderr
+
+
+# -- skip, warn, and neither ---------------------------------------------------------------
+
+STEPS: dict[str, list[Change]] = {
+    "rank 1": [(1, "v0", NAN)],
+    "nobody": [],
+    "both": [(0, "v3", INF), (1, "v3", -INF)],
+    "rank 0": [(0, "v2", -INF)],
+    "overflow": [(0, "v1", LARGEST), (1, "v1", LARGEST)],
+    "large": [(0, "v1", LARGEST), (1, "v1", -LARGEST), (0, "v3", -LARGEST)],
+}
+BROKEN = {"rank 1": "v0", "both": "v3", "rank 0": "v2", "overflow": "v1"}
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "warn"])
+def test_each_rank_continues_and_logs_the_report(
+    spawn: Spawn, nonfinite: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(communicator: Communicator) -> None:
+        check = NonFiniteCheck(communicator)
+        sums = Sums(communicator, check)
+        for name, changes in STEPS.items():
+            result = sums.step(*changes)
+            broken = {v for v, total in result.items() if not np.isfinite(total).all()}
+            assert broken == ({BROKEN[name]} if name in BROKEN else set())
+            assert check.finite == (name not in BROKEN)
+        sums.close()
+
+    with caplog.at_level(logging.WARNING, "hostopt.gradients.nonfinite"):
+        spawn(2, work, nonfinite=nonfinite)
+    message = [r.getMessage() for r in caplog.records if r.name == "hostopt.gradients.nonfinite"]
+    by_step = {step: [text for text in message if f"in step {step} " in text] for step in range(6)}
+    assert [len(texts) for texts in by_step.values()] == [2, 0, 2, 2, 2, 0]
+    assert all(len(set(texts)) <= 1 for texts in by_step.values())
+    assert "rank 1" in by_step[0][0]
+    assert "rank 0" not in by_step[0][0]
+    assert "has Inf for 'v3'; rank 1" in by_step[2][0]
+    assert "rank 0" in by_step[3][0]
+    assert "their sum has overflowed: Inf for 'v1'" in by_step[4][0]
+    end = {"skip": "No variable is updated in this step", "warn": "The update is made"}
+    assert all(end[nonfinite] in text for text in message)
+
+
+def test_allow_logs_nothing(spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+    def work(communicator: Communicator) -> None:
+        sums = Sums(communicator, NonFiniteCheck(communicator, ALLOW))
+        for changes in STEPS.values():
+            sums.step(*changes)
+        assert np.isnan(sums.step((1, "v0", NAN))["v0"][-1])
+        sums.close()
+
+    spawn(2, work)
+    assert not caplog.records
+
+
+def test_large_values_and_fp16_raise_no_false_alarm(spawn: Spawn) -> None:
+    def work(communicator: Communicator) -> None:
+        sums = Sums(communicator)
+        for _ in range(3):
+            result = sums.step((0, "v3", 60_000.0), (1, "v1", -65_504.0), (2, "v3", 2_000.0))
+            assert abs(result["v3"][-1] - 62_001) <= 64  # fp16 has steps of 32 there
+        sums.close()
+
+    spawn(3, work, compression="fp16")

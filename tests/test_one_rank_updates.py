@@ -1,4 +1,4 @@
-"""A single rank with an optimizer that applies gradients by itself: right, or refused."""
+"""A single rank whose optimizer applies gradients itself: correct, or refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATE = 0.05
 
 
 def model_fn(features: dict[str, tf.Tensor], mode: str, params: dict[str, Any]) -> Any:
-    """Slopes and offset with an optimizer each, by name: "stock" or "own"."""
+    """Builds a model whose slopes and offset have an optimizer each: "stock" or "own"."""
     slopes = v1.get_variable("slopes", initializer=np.ones(3))
     offset = v1.get_variable("offset", initializer=np.ones(3))
     loss = tf.reduce_mean((features["x"] * slopes + offset - features["y"]) ** 2)
@@ -56,7 +56,7 @@ KINDS = [("stock", "own"), ("own", "stock"), ("own", "own"), ("stock", "stock")]
 @pytest.mark.parametrize(("slopes", "offset"), KINDS)
 def test_micro_batches_make_one_step(tmp_path: Path, slopes: str, offset: str) -> None:
     params = {"slopes": slopes, "offset": offset}
-    found = trained(
+    result = trained(
         tmp_path / "micro",
         4,
         params,
@@ -65,11 +65,11 @@ def test_micro_batches_make_one_step(tmp_path: Path, slopes: str, offset: str) -
     )
     expected = trained(tmp_path / "whole", 8, params)
     assert not np.allclose(expected, 1.0)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("slopes", "offset"), KINDS)
-def test_only_updates_that_can_be_left_out_are_skipped(
+def test_only_updates_that_can_be_skipped_are_accepted(
     tmp_path: Path, slopes: str, offset: str
 ) -> None:
     params = {"slopes": slopes, "offset": offset}

@@ -1,4 +1,4 @@
-"""Every option at the extremes of its type: refused in two sentences, or the ring reduces."""
+"""Extreme values of every option: refused with a message of two sentences, or usable."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEADLINE_S, ROOT, jobs_of, task_of
+from harness import DEADLINE_S, ROOT, deadline_s, jobs_of, python, reserved_addresses, task_of
 from hypothesis import given
 from hypothesis import strategies as st
-from launcher import python
-from ranks import reserved_addresses
 
 from hostopt import bench, cli
-from hostopt.bucket import TensorSpec, plan_buckets
 from hostopt.cluster import Cluster
-from hostopt.connect import meet
+from hostopt.connect import connect_ring
 from hostopt.errors import ConfigError, HostOptError, ResourceError, RetryableError
-from hostopt.options import MAX_COUNT, MAX_SEGMENT_BYTES, YEAR_S, Options
-from hostopt.reducer import Reducer
-from hostopt.transport.security import read_token
+from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.reducer import Reducer
+from hostopt.options import MAX_COUNT, MAX_SEGMENT_BYTES, VARIABLES, YEAR_S, Options
+from hostopt.transport.grpc.hello import HelloMessages
+from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.security import read_token
 
 DEFAULTS = dataclasses.asdict(Options())
 HUGE = 10**5000  # Python does not print it
-# What a number, a choice or a path is not.
+# Invalid values of numbers, choices and paths.
 OTHERS: list[Any] = [
     b"25",
     [1],
@@ -75,14 +75,14 @@ REFUSED = {
     **{name: [*PATHS, *OTHERS] for name in ("debug_dir", "token_file", "tls_dir")},
     "timeline": [*PATHS, *OTHERS, "/", "."],
 }
-for choice in set(DEFAULTS) - set(REFUSED):
+for choice in sorted(set(DEFAULTS) - set(REFUSED)):
     REFUSED[choice] = [0, 1, 1.0, HUGE, "", "\0", "AUTO", "x" * 10_000, *OTHERS]
 REFUSED["desync_check_steps"].remove(0)
 REFUSED["desync_check_steps"].remove(10**30)
 
 
 def shown(value: object) -> str:
-    """The name of a case: a number of 5000 digits has no text."""
+    """Returns the name of a case; a number of 5000 digits cannot be printed."""
     return "huge" if value in (HUGE, -HUGE) else repr(value)[:20]
 
 
@@ -95,7 +95,7 @@ def cases(table: dict[str, list[Any]]) -> list[Any]:
 
 
 def check_refusal(error: ConfigError, label: str) -> None:
-    """Two sentences: what was found and is wanted, and what to do."""
+    """Checks for two sentences: the value and the expected one, and the remedy."""
     text = str(error)
     assert len(text) < 500
     assert re.fullmatch(rf"{label} is .*, wanted .*\. Correct it, or leave it .*", text, re.DOTALL)
@@ -117,22 +117,22 @@ def test_an_option_refuses(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", DEFAULTS)
 @pytest.mark.parametrize("text", ["\0", "9" * 5000, "²", "-1", "1e999", "nan", "0x10", "x" * 9999])
-def test_a_variable_is_refused_or_means_an_option(name: str, text: str) -> None:
+def test_a_variable_is_refused_or_sets_an_option(name: str, text: str) -> None:
     variable = f"HOSTOPT_{name.upper()}"
     try:
-        found = Options().with_environment({variable: text})
+        result = Options().with_environment({variable: text})
     except ConfigError as error:
         check_refusal(error, variable)
     else:
-        assert getattr(found, name) == text
+        assert getattr(result, name) == text
         assert name.endswith(("_dir", "_file")) or name == "timeline"
 
 
 @pytest.mark.parametrize("name", ["timeline", "debug_dir", "token_file", "tls_dir"])
 @pytest.mark.parametrize("text", ["true", "false", "1", "0"])
-def test_a_path_may_be_a_word(name: str, text: str) -> None:
-    found = Options().with_environment({f"HOSTOPT_{name.upper()}": text})
-    assert getattr(found, name) == text
+def test_a_path_may_be_any_text(name: str, text: str) -> None:
+    result = Options().with_environment({f"HOSTOPT_{name.upper()}": text})
+    assert getattr(result, name) == text
 
 
 ANYTHING = st.one_of(
@@ -150,19 +150,19 @@ ANYTHING = st.one_of(
 
 
 @given(st.sampled_from(list(DEFAULTS)), ANYTHING)
-def test_an_option_takes_a_value_or_says_what_it_wants(name: str, value: Any) -> None:
+def test_an_option_accepts_a_value_or_names_the_expected_one(name: str, value: Any) -> None:
     try:
         options = Options(**{name: value})
     except ConfigError as error:
         check_refusal(error, f"option {name}")
     else:
-        found = getattr(options, name)
-        assert found == (os.fspath(value) if isinstance(value, Path) else value)
+        result = getattr(options, name)
+        assert result == (os.fspath(value) if isinstance(value, Path) else value)
         assert options.with_environment({}) == options
 
 
 @given(st.sampled_from(list(DEFAULTS)), st.text() | st.integers().map(str) | st.floats().map(str))
-def test_a_variable_takes_a_text_or_says_what_it_wants(name: str, text: str) -> None:
+def test_a_variable_accepts_a_text_or_names_the_expected_one(name: str, text: str) -> None:
     variable = f"HOSTOPT_{name.upper()}"
     try:
         options = Options().with_environment({variable: text})
@@ -178,20 +178,20 @@ BUCKETS = plan_buckets([TensorSpec("v", (40,), np.dtype("f4"))], 128)
 
 
 def reduced(cluster: Cluster, options: Options) -> list[Any]:
-    """Sums that one rank gets: of a call, and of a bucket."""
-    with meet(cluster, options) as communicator:
+    """Returns the sums of a call and of a bucket on one rank."""
+    with connect_ring(cluster, options) as communicator:
         own = np.full(40, communicator.rank + 1, np.float32)
         total = communicator.all_reduce(own)
         reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
         reducer.launch(0, [own])
-        found = [total, reducer.wait(0)[0]]
+        result = [total, reducer.wait(0)[0]]
         communicator.barrier("the end")
         reducer.close()
-        return found
+        return result
 
 
 @pytest.mark.parametrize(("name", "value"), cases(ACCEPTED))
-def test_an_option_that_is_taken_works(
+def test_an_accepted_option_works(
     name: str,
     value: Any,
     tmp_path: Path,
@@ -200,15 +200,16 @@ def test_an_option_that_is_taken_works(
     monkeypatch.chdir(tmp_path)
     Path("token").touch(mode=0o600)
     Path("token").write_text("known to both")
-    seconds = {"rendezvous_timeout_s": DEADLINE_S, "collective_timeout_s": DEADLINE_S}
+    limit_s = deadline_s(DEADLINE_S)
+    seconds = {"rendezvous_timeout_s": limit_s, "collective_timeout_s": limit_s}
     options = Options(**{**seconds, name: value})
-    found: list[Any] = [None, None]
+    actual: list[Any] = [None, None]
 
     def run(rank: int) -> None:
         try:
-            found[rank] = reduced(Cluster.from_dict(jobs, *task_of(rank)), options)
+            actual[rank] = reduced(Cluster.from_dict(jobs, *task_of(rank)), options)
         except HostOptError as error:
-            found[rank] = error
+            actual[rank] = error
 
     with reserved_addresses(2) as addresses:
         jobs = jobs_of(addresses)
@@ -216,20 +217,20 @@ def test_an_option_that_is_taken_works(
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(2 * DEADLINE_S)
+            rank.join(2 * limit_s)
             assert not rank.is_alive()
-    for result in found:
+    for result in actual:
         if value == 0.001 and isinstance(result, RetryableError):
-            continue  # no time to meet
+            continue  # no time to connect
         np.testing.assert_array_equal(result, [[3.0] * 40] * 2)
 
 
 # --- files that are none ----------------------------------------------------------------------
 
 
-def test_a_token_in_a_pipe_that_nobody_writes_is_empty(tmp_path: Path) -> None:
+def test_a_token_in_a_pipe_without_a_writer_is_empty(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token", 0o600)
-    with pytest.raises(ConfigError, match="is empty, wanted a token"):
+    with pytest.raises(ConfigError, match="is empty, expected a token"):
         read_token(Options(token_file=str(tmp_path / "token")), {})
 
 
@@ -247,13 +248,13 @@ def test_a_token_may_come_through_a_pipe() -> None:
 def test_a_token_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").touch(mode=0o600)
     os.truncate(tmp_path / "token", 1 << 40)
-    with pytest.raises(ConfigError, match=r"more than 1048576 bytes\. Name"):
+    with pytest.raises(ConfigError, match=r"more than 1048576 bytes\. Give"):
         read_token(Options(token_file=str(tmp_path / "token")), {})
 
 
 @pytest.mark.parametrize("path", ["/", "/etc/passwd/x", "/no/such", "x" * 5000])
 def test_a_token_that_cannot_be_read(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read: .*\. Name one"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*\. Give a file"):
         read_token(Options(token_file=path), {})
 
 
@@ -297,23 +298,25 @@ def test_a_command_refuses(command: str, capsys: pytest.CaptureFixture[str]) -> 
         assert re.match(r"hostopt [a-z ]+: error: (argument )?-", error)
 
 
-def test_more_tasks_than_the_machine_has_files_for_are_an_error_of_one_line() -> None:
+def test_too_many_tasks_for_the_file_limit_are_reported_in_one_line() -> None:
     code = """
         import resource, sys
         from hostopt import cli
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         sys.exit(cli.main(["run", "-np", "64", "--", sys.executable, "-c", "input()"]))
     """
-    found = subprocess.run(python(code), check=False, capture_output=True, text=True, timeout=60)
-    assert found.returncode == ResourceError.exit_code
-    line = found.stderr.splitlines()[-1]
+    result = subprocess.run(
+        python(code), check=False, capture_output=True, text=True, timeout=deadline_s(60)
+    )
+    assert result.returncode == ResourceError.exit_code
+    line = result.stderr.splitlines()[-1]
     assert re.fullmatch(
         r"hostopt: the launcher: not all tasks could be started: .* Start fewer, or .*", line
     )
 
 
 @pytest.mark.parametrize("path", ["/", "/no/such/directory/times.json"])
-def test_times_that_cannot_be_written_are_an_error(path: str) -> None:
+def test_unwritable_bench_times_are_an_error(path: str) -> None:
     with pytest.raises(ConfigError, match=r"times cannot be written to .*\. Give another file"):
         bench.save(Path(path), [])
 
@@ -321,8 +324,42 @@ def test_times_that_cannot_be_written_are_an_error(path: str) -> None:
 # --- the page ---------------------------------------------------------------------------------
 
 
-def test_the_page_of_options_has_each_with_its_default() -> None:
-    page = (ROOT / "docs" / "options.md").read_text()
+PAGE = (ROOT / "docs" / "options.md").read_text()
+
+
+def test_the_options_page_lists_each_option_once_with_default_and_unit() -> None:
     for name, default in DEFAULTS.items():
         shown_default = f'"{default}"' if isinstance(default, str) else str(default)
-        assert f"| `{name}` | {shown_default} |" in page
+        (row,) = re.findall(rf"^\| `{name}` \|.*$", PAGE, re.MULTILINE)
+        assert row.startswith(f"| `{name}` | {shown_default} |")
+        units = {"_s": "seconds:", "_mb": "MiB:", "_bytes": "bytes:", "_steps": "steps:"}
+        unit = next((unit for suffix, unit in units.items() if name.endswith(suffix)), "")
+        assert f"| {unit}" in row
+
+
+def test_the_options_page_names_all_options_that_must_match() -> None:
+    cluster = Cluster.from_dict({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, "chief", 0)
+    compared = HelloMessages(Peers(cluster), Options()).build().keys() & DEFAULTS.keys()
+    for name in DEFAULTS:
+        (row,) = re.findall(rf"^\| `{name}` \|.*$", PAGE, re.MULTILINE)
+        is_equal = row.split("|")[5].strip() in ("equal", "all or none") and name != "tls_dir"
+        # buckets are compared before the first step
+        assert is_equal == (name in compared or name == "bucket_mb"), name
+    (sentence,) = re.findall(r"^Ranks compare .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    named = {*re.findall(r"`(\w+)`", sentence)}
+    assert named | {"timeline"} == compared
+
+
+def test_the_options_page_lists_each_variable_that_the_code_reads() -> None:
+    code = [
+        path.read_text()
+        for name in ("hostopt", "estimator_ext")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    read = {*re.findall(r"\bHOSTOPT_[A-Z_]*[A-Z]\b", "\n".join(code))}
+    assert read <= {*VARIABLES}
+    others = PAGE[PAGE.index("## Other variables") :]
+    listed = {*re.findall(r"^\| `(HOSTOPT_[A-Z_]+)` \|", others, re.MULTILINE)}
+    assert {*VARIABLES} - {f"HOSTOPT_{name.upper()}" for name in DEFAULTS} == listed - {
+        "HOSTOPT_PEERS"
+    }

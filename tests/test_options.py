@@ -1,4 +1,4 @@
-"""Options: what they default to, what overrides them, what they refuse."""
+"""Options: defaults, environment variables and refused values."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_bucket_bytes(bucket_mb: float, bucket_bytes: int) -> None:
 def test_bucket_mb_is_a_multiple_of_128_bytes(bucket_mb: float) -> None:
     with pytest.raises(ConfigError, match=r"bucket_mb.*multiple of 128 bytes") as caught:
         Options(bucket_mb=bucket_mb)
-    found = re.search(r"such as ([\d.e-]+)\. Correct", str(caught.value))
-    assert found is not None
-    assert Options(bucket_mb=float(found[1])).bucket_bytes == round(bucket_mb * 8192) * 128
+    result = re.search(r"such as ([\d.e-]+)\. Correct", str(caught.value))
+    assert result is not None
+    assert Options(bucket_mb=float(result[1])).bucket_bytes == round(bucket_mb * 8192) * 128
 
 
 def test_the_environment_overrides() -> None:
@@ -80,22 +80,22 @@ def test_the_environment_overrides() -> None:
         "HOSTOPT_EVALUATOR_TIMEOUT_S": "4",
         "HOSTOPT_OF_ANOTHER_KIND": "x",
     }
-    found = Options(bucket_mb=4, stall_warning_s=9).with_environment(environ)
+    result = Options(bucket_mb=4, stall_warning_s=9).with_environment(environ)
     numbers = (0.5, 4096, 1.5, 2.0, 3.0)
     wire = ("grpc", "bf16", "trace.json", True)
     others = ("skip", 0, "debug", "token", "tls", True, True, 4.0)
-    assert found == Options(*numbers, *wire, *others)
-    assert isinstance(found.segment_bytes, int)
+    assert result == Options(*numbers, *wire, *others)
+    assert isinstance(result.segment_bytes, int)
 
 
-def test_what_the_environment_does_not_name_stays() -> None:
+def test_options_without_an_environment_variable_are_unchanged() -> None:
     assert Options(bucket_mb=4).with_environment({}) == Options(bucket_mb=4)
     assert Options(bucket_mb=4).with_environment({"HOSTOPT_STALL_WARNING_S": "1"}) == Options(
         bucket_mb=4, stall_warning_s=1
     )
 
 
-def test_the_environment_is_that_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTOPT_STALL_WARNING_S", "17")
     assert Options().with_environment().stall_warning_s == 17
     monkeypatch.setattr(os, "environ", {"HOSTOPT_STALL_WARNING_S": "18"})
@@ -131,7 +131,7 @@ def test_bad_choices(name: str, value: object) -> None:
         Options(**{name: value})  # type: ignore[arg-type]
 
 
-def test_no_compression_can_be_said_in_the_environment() -> None:
+def test_the_environment_can_disable_compression() -> None:
     asked = Options(compression="fp16")
     assert asked.with_environment({"HOSTOPT_COMPRESSION": "none"}).compression is None
 

@@ -1,4 +1,4 @@
-"""The ring works on early buckets while backward still computes later gradients."""
+"""Early buckets are reduced while backward computes later gradients."""
 
 from __future__ import annotations
 

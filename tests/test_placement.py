@@ -1,4 +1,4 @@
-"""Where the operations of a step run, with soft placement off: read from its step stats."""
+"""Devices of the operations of a step without soft placement, read from its step stats."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Step:
         self._nodes = {device[-5:]: names for device, names in record["nodes"].items()}
 
     def ran(self, device: str) -> set[tuple[str, str]]:
-        """(type, name) of the graph's operations that ran on a device."""
+        """Returns (type, name) of the graph's operations that ran on a device."""
         names = {name.split(":")[0] for name in self._nodes.get(device, [])}
         return {(self.types[name], name) for name in names if name in self.types}
 
     def devices_of(self, kind: str) -> set[str]:
-        """Devices on which operations of a type ran."""
+        """Returns the devices on which operations of a type ran."""
         return {d for d in (HOST, ACCELERATOR) for type_, _ in self.ran(d) if type_ == kind}
 
 

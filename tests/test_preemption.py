@@ -1,4 +1,4 @@
-"""Signals to end: the step ends on all ranks, one checkpoint is saved, and the group exits."""
+"""SIGTERM and SIGINT: all ranks stop after the same step, and one checkpoint is saved."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from typing import Any
 import psutil
 import pytest
 import tensorflow as tf
+from harness import PROGRAMS, QUIET, Process, reserved_addresses
 from one_weight import model_fn
-from ranks import PROGRAMS, QUIET, Rank, Ranks, reserved_addresses
+from ranks import Rank, Ranks
 
 import estimator_ext
 from estimator_ext.preemption import Preemption
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.faults]
 
 SETTINGS = {"optimizers": ["adam"], "steps": 20, "checkpoint_steps": 1000}
 LATE = 100_000  # a step that no test reaches
@@ -42,12 +43,12 @@ def saved_steps(directory: Path) -> list[int]:
 def start(
     ranks: Ranks, directory: Path, addresses: list[str], fault: dict[str, Any], **chosen: Any
 ) -> list[Rank]:
-    """Two ranks, of which the second has a fault."""
+    """Starts two ranks; the second has a fault."""
     return ranks.start(
         "train_with_fault.py",
         {"chief": addresses[:1], "worker": addresses[1:]},
         arguments=settings(directory, **chosen),
-        own={"worker:0": [json.dumps({"fault": fault})]},
+        task_arguments={"worker:0": [json.dumps({"fault": fault})]},
     )
 
 
@@ -59,7 +60,7 @@ def data() -> tf.data.Dataset:
 
 
 class SignalAt(tf.compat.v1.train.SessionRunHook):
-    """Sends this process signals in a step, and may ask for a stop in it as well."""
+    """Sends signals to this process in a step, and optionally requests a stop."""
 
     def __init__(self, step: int, signum: int, stops: bool = False, times: int = 1) -> None:
         self._step, self._signum, self._stops, self._times = step, signum, stops, times
@@ -83,13 +84,13 @@ def train_alone(tmp_path: Path, hook: Any, max_steps: int = 6, **chosen: Any) ->
 
 @pytest.fixture
 def handlers() -> Iterator[dict[int, Any]]:
-    """The usual handlers, which must be there again in the end."""
+    """Installs the default handlers, and checks that the test restores them."""
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     before = {signum: signal.signal(signum, handler) for signum, handler in usual.items()}
     wakeup_fd = signal.set_wakeup_fd(-1)
     yield usual
-    found = {signum: signal.signal(signum, handler) for signum, handler in before.items()}
-    assert found == usual
+    result = {signum: signal.signal(signum, handler) for signum, handler in before.items()}
+    assert result == usual
     assert signal.set_wakeup_fd(wakeup_fd) == -1
 
 
@@ -99,16 +100,16 @@ def handlers() -> Iterator[dict[int, Any]]:
         (signal.SIGTERM, 3, False),
         (signal.SIGINT, 3, False),
         (signal.SIGTERM, 3, True),
-        (signal.SIGTERM, 6, False),  # which would have been the last
+        (signal.SIGTERM, 6, False),  # the last step
     ],
 )
-def test_one_rank_saves_and_ends(
+def test_a_signal_saves_a_checkpoint_and_ends_one_rank(
     tmp_path: Path, handlers: dict[int, Any], signum: int, step: int, stops: bool
 ) -> None:
-    wanted = KeyboardInterrupt if signum == signal.SIGINT else SystemExit
-    with pytest.raises(wanted) as caught:
+    expected = KeyboardInterrupt if signum == signal.SIGINT else SystemExit
+    with pytest.raises(expected) as caught:
         train_alone(tmp_path, SignalAt(step, signum, stops))
-    assert wanted is KeyboardInterrupt or caught.value.code == 143
+    assert expected is KeyboardInterrupt or caught.value.code == 143
     assert saved_steps(tmp_path) == [0, step]
     train_alone(tmp_path, SignalAt(LATE, signum))
     assert saved_steps(tmp_path)[-1] == 6
@@ -121,7 +122,7 @@ def test_further_sigterms_change_nothing(tmp_path: Path, handlers: dict[int, Any
     assert saved_steps(tmp_path) == [0, 3]
 
 
-def test_further_sigterms_do_not_disturb_the_end_before_the_first_step(
+def test_further_sigterms_do_not_interrupt_the_exit_before_the_first_step(
     handlers: dict[int, Any],
 ) -> None:
     left = []
@@ -130,11 +131,11 @@ def test_further_sigterms_do_not_disturb_the_end_before_the_first_step(
             signal.raise_signal(signal.SIGTERM)
         finally:
             signal.raise_signal(signal.SIGTERM)
-            left.append("in good order")
+            left.append("exited")
     assert left
 
 
-def test_ctrl_c_twice_ends_a_training_at_once_and_not_its_process(
+def test_a_second_ctrl_c_ends_the_training_but_not_the_process(
     tmp_path: Path, handlers: dict[int, Any]
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -144,7 +145,7 @@ def test_ctrl_c_twice_ends_a_training_at_once_and_not_its_process(
     assert saved_steps(tmp_path) == [0, 6]
 
 
-def test_signals_are_seen_in_a_process_with_many_open_files(
+def test_signals_are_handled_in_a_process_with_many_open_files(
     handlers: dict[int, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     tf.get_logger().propagate = True
@@ -159,7 +160,7 @@ def test_signals_are_seen_in_a_process_with_many_open_files(
     assert "got SIGTERM" in caplog.text
 
 
-def test_where_nothing_saves_a_signal_says_so(
+def test_a_signal_without_a_saver_logs_that_nothing_is_saved(
     tmp_path: Path, handlers: dict[int, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     tf.get_logger().propagate = True
@@ -186,7 +187,7 @@ class ForkAt(tf.compat.v1.train.SessionRunHook):
             self.status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_forked_child_dies_of_sigterm_and_the_training_goes_on(
+def test_sigterm_kills_a_forked_child_and_training_continues(
     tmp_path: Path, handlers: dict[int, Any]
 ) -> None:
     fork = ForkAt(signal.SIGTERM)
@@ -195,9 +196,7 @@ def test_a_forked_child_dies_of_sigterm_and_the_training_goes_on(
     assert saved_steps(tmp_path) == [0, 6]
 
 
-def test_a_handler_of_the_program_stays_in_charge(
-    tmp_path: Path, handlers: dict[int, Any]
-) -> None:
+def test_a_signal_handler_of_the_program_is_kept(tmp_path: Path, handlers: dict[int, Any]) -> None:
     got = []
     handlers[signal.SIGTERM] = own = lambda signum, _: got.append(signum)
     signal.signal(signal.SIGTERM, own)
@@ -220,8 +219,8 @@ def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, rank
         "got SIGTERM: training stops on all ranks after this session.run or the next"
         in signalled.output
     )
-    assert "training ends on all ranks, as rank 1 was told to end" in chief.output
-    # the step of the signal is the fourth, and the others hear of it in the fifth
+    assert "training ends on all ranks: rank 1 got a signal to end" in chief.output
+    # the signal arrives in the fourth step, and the other rank learns of it in the fifth
     assert saved_steps(tmp_path) == [0, 5]
     assert chief.output.count("Saving checkpoints for 5") == 1
     assert not (tmp_path / "model" / "adam" / "hostopt-training-ended.json").exists()
@@ -231,11 +230,11 @@ def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(tmp_path: Path, rank
     assert saved_steps(tmp_path) == [0, 5, 20]
 
 
-def test_the_grace_time_ends_a_rank_that_is_stuck(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_stuck_rank_ends_after_the_grace_period(tmp_path: Path, ranks: Ranks) -> None:
     fault = {"point": "input", "step": 4, "action": "sleep"}
     with reserved_addresses(2) as addresses:
         chief, stuck = start(ranks, tmp_path, addresses, fault, grace_s=1.0)
-        stuck.wait_for_output("stuck")
+        stuck.wait_for_output("input_fn sleeps now")
         stuck.signal(signal.SIGTERM)
         assert stuck.wait(20) == 143, stuck.output
         assert chief.wait(20) == 200, chief.output
@@ -243,13 +242,11 @@ def test_the_grace_time_ends_a_rank_that_is_stuck(tmp_path: Path, ranks: Ranks) 
     assert saved_steps(tmp_path) == [0]
 
 
-def test_only_a_third_ctrl_c_ends_a_rank_that_is_stuck_at_once(
-    tmp_path: Path, ranks: Ranks
-) -> None:
+def test_a_third_ctrl_c_ends_a_stuck_rank_at_once(tmp_path: Path, ranks: Ranks) -> None:
     fault = {"point": "input", "step": 4, "action": "sleep"}
     with reserved_addresses(2) as addresses:
         chief, stuck = start(ranks, tmp_path, addresses, fault, interrupted_again_s=1000.0)
-        stuck.wait_for_output("stuck")
+        stuck.wait_for_output("input_fn sleeps now")
         stuck.signal(signal.SIGINT)
         stuck.wait_for_output("got SIGINT: training stops on all ranks")
         stuck.signal(signal.SIGTERM)
@@ -262,14 +259,12 @@ def test_only_a_third_ctrl_c_ends_a_rank_that_is_stuck_at_once(
     assert "got SIGINT a third time: this process ends at once" in stuck.output
 
 
-def test_some_time_after_ctrl_c_twice_a_rank_ends_that_is_stuck(
-    tmp_path: Path, ranks: Ranks
-) -> None:
+def test_a_stuck_rank_ends_some_time_after_a_second_ctrl_c(tmp_path: Path, ranks: Ranks) -> None:
     fault = {"point": "input", "step": 4, "action": "sleep"}
-    times = {"grace_s": 0.0, "interrupted_again_s": 0.1}  # the former is for SIGTERM only
+    times = {"grace_s": 0.0, "interrupted_again_s": 0.1}  # grace_s applies to SIGTERM only
     with reserved_addresses(2) as addresses:
         _, stuck = start(ranks, tmp_path, addresses, fault, **times)
-        stuck.wait_for_output("stuck")
+        stuck.wait_for_output("input_fn sleeps now")
         stuck.signal(signal.SIGINT)
         stuck.wait_for_output("got SIGINT: training stops on all ranks")
         stuck.signal(signal.SIGINT)
@@ -283,7 +278,7 @@ def test_a_signal_before_the_first_step_ends_a_rank_at_once(tmp_path: Path, rank
         (chief,) = ranks.start(
             "train_with_fault.py",
             {"worker": addresses},
-            tasks=[("worker", 0)],  # the other never comes
+            tasks=[("worker", 0)],  # the other rank never starts
             arguments=settings(tmp_path),
             environ={"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "100"},
         )
@@ -293,11 +288,11 @@ def test_a_signal_before_the_first_step_ends_a_rank_at_once(tmp_path: Path, rank
     assert "got SIGTERM: this process ends before its first step" in chief.output
 
 
-def launch(directory: Path, fault: dict[str, Any]) -> subprocess.Popen[str]:
-    """`hostopt run` of two ranks, both with a fault."""
+def launch(directory: Path, fault: dict[str, Any]) -> Process:
+    """Starts `hostopt run` with two ranks, both with a fault."""
     program = str(PROGRAMS / "train_with_fault.py")
     command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--", program]
-    return subprocess.Popen(
+    return Process(
         [*command, *settings(directory, steps=LATE, fault=fault)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -328,7 +323,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks_with_a_checkpoint(
 
 
 def test_sigterm_to_every_process_of_a_run_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
-    """As a service manager sends it: ranks get it from their supervisors and the launcher too."""
+    """Service managers do this; ranks also receive it from their supervisors and the launcher."""
     run = launch(tmp_path, {"point": "before-reduce", "step": 3, "action": "say"})
     lines = []
     for line in run.stdout or ():
@@ -344,7 +339,7 @@ def test_sigterm_to_every_process_of_a_run_ends_it_with_a_checkpoint(tmp_path: P
     assert output.count(f"Saving checkpoints for {last}") == 1
 
 
-def test_ctrl_c_twice_ends_ranks_that_are_stuck(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_stuck_ranks(tmp_path: Path) -> None:
     run = launch(tmp_path, {"point": "input", "step": 4, "action": "sleep"})
     lines = []
     for line in run.stdout or ():

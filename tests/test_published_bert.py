@@ -1,4 +1,4 @@
-"""Programs of bert-tensorflow and albert-tensorflow as PyPI ships them, not a line changed."""
+"""Unmodified programs of bert-tensorflow and albert-tensorflow from PyPI."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
-from launcher import ROOT
-from published import check_alike, check_equal, pass_on_first_checkpoints, run
+from harness import ROOT
+from published import check_equals_single, check_ranks_equal, copy_first_checkpoints, run
 
 sys.path.insert(0, str(ROOT / "examples" / "bert"))
 from make_data import make_data
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.published, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.published]
 
 PROGRAMS = {
     "run_classifier": ["-m", "bert.run_classifier"],
@@ -25,9 +25,9 @@ PROGRAMS = {
 }
 OPTIONS = {"run_classifier": ["--v1"], "run_albert_classifier": ["--v1"]}
 STEPS = 20
-# Added to all inputs of a softmax alike, so that it changes nothing.
+# Biases that are added to all inputs of a softmax, and so have no effect.
 CANCELLED = re.compile(r"/key/bias:|squad/output_bias:")
-# The flag of each that asks for so many.
+# The flag that makes each program train that many steps.
 LENGTHS = {
     "run_classifier": "--num_train_epochs=1",
     "run_pretraining": f"--num_train_steps={STEPS}",
@@ -55,28 +55,28 @@ def test_two_ranks_train_evaluate_and_predict_as_one(
         directory = tmp_path / str(size)
         model_dir = directory / "model"
         if size == 2:
-            pass_on_first_checkpoints(tmp_path / "1", directory)
+            copy_first_checkpoints(tmp_path / "1", directory)
         flags = [f"--flagfile={data}/{name}.flags", f"--output_dir={model_dir}", LENGTHS[name]]
-        # a cluster of one rank has the learning rate of the step that it makes
+        # in a cluster also for one rank, so that both have the same learning rates
         ran = run(
             directory, size, [*PROGRAMS[name], *flags], OPTIONS.get(name, ()), is_cluster=True
         )
         assert ran.returncode == 0, ran.stdout[-6000:]
         assert tf.train.load_variable(str(model_dir), "global_step") == STEPS
         outputs.append(results(name, model_dir))
-    check_alike(tmp_path / "2")
-    check_equal(tmp_path / "2", tmp_path / "1", noise=CANCELLED)
+    check_ranks_equal(tmp_path / "2")
+    check_equals_single(tmp_path / "2", tmp_path / "1", noise=CANCELLED)
     assert outputs[0] == pytest.approx(outputs[1], rel=1e-4)
 
 
 def results(name: str, model_dir: Path) -> dict[str, float]:
-    """What the program wrote of its evaluation or its predictions."""
+    """Reads the results of evaluation or prediction."""
     if name == "run_squad":
         questions = json.loads((model_dir / "predictions.json").read_text())
         return {"answers": len(questions)}
     lines = (model_dir / "eval_results.txt").read_text().splitlines()
-    found = {key: float(value) for key, value in (line.split(" = ") for line in lines)}
+    values = {key: float(value) for key, value in (line.split(" = ") for line in lines)}
     if "classifier" in name:
         rows = (model_dir / "test_results.tsv").read_text().splitlines()
-        found["predictions"] = len(rows)
-    return found
+        values["predictions"] = len(rows)
+    return values

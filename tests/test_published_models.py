@@ -1,6 +1,6 @@
-"""Programs that use published libraries, which know nothing of ranks: 2 ranks equal one process.
+"""Programs with published libraries for a single process: two ranks equal one process.
 
-They run in an environment of their own, with the packages of published.txt (`make test-programs`).
+These tests need an environment with the packages of published.txt (`make test-programs`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from published import check_alike, check_equal, pass_on_first_checkpoints, run, trained
-from ranks import PROGRAMS
+from harness import PROGRAMS
+from published import check_equals_single, check_ranks_equal, copy_first_checkpoints, run, trained
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.published, pytest.mark.timeout(1200)]
 
 STEPS = 20
-BATCH_SIZE = 32  # of all ranks together
-MODELS = {  # how many models a program trains
+BATCH_SIZE = 32  # over all ranks
+MODELS = {  # number of models that a program trains
     "deepctr": 13,
     "ranking": 1,
     "slim": 1,
@@ -28,12 +28,12 @@ MODELS = {  # how many models a program trains
 
 @dataclass(frozen=True)
 class Trained:
-    """What a program has done alone and on two ranks.
+    """The results of a program, alone and on two ranks.
 
     Args:
-      name: of the program.
-      directory: with a directory for each number of ranks.
-      outputs: what the processes said, by number of ranks.
+      name: name of the program.
+      directory: has a subdirectory for each number of ranks.
+      outputs: output of all processes, by number of ranks.
     """
 
     name: str
@@ -52,29 +52,29 @@ def arguments(name: str, directory: Path, size: int) -> list[str]:
 
 @pytest.fixture(scope="module", params=MODELS)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A program that ran in one process, and from the same beginning on two ranks."""
+    """Runs a program in one process, and with the same initial values on two ranks."""
     name = request.param
-    found = Trained(name, tmp_path_factory.mktemp(name), {})
+    results = Trained(name, tmp_path_factory.mktemp(name), {})
     for size in (1, 2):
-        directory = found.of(size)
+        directory = results.of(size)
         if size > 1:
-            pass_on_first_checkpoints(found.of(1) / "model", directory / "model")
+            copy_first_checkpoints(results.of(1) / "model", directory / "model")
         ran = run(directory, size, arguments(name, directory, size))
         assert ran.returncode == 0, ran.stdout[-6000:]
-        found.outputs[size] = ran.stdout
-    return found
+        results.outputs[size] = ran.stdout
+    return results
 
 
 def test_two_ranks_hold_the_same_bits(program: Trained) -> None:
-    check_alike(program.of(2))
+    check_ranks_equal(program.of(2))
 
 
 def test_two_ranks_on_half_batches_equal_one_process(program: Trained) -> None:
-    check_equal(program.of(2), program.of(1))
+    check_equals_single(program.of(2), program.of(1))
 
 
 def test_training_moves_most_variables(program: Trained) -> None:
-    """So that equality says something."""
+    """Without this the other comparisons would prove little."""
     changes = []
     for path in (program.of(1) / "model").rglob("model.ckpt-0.index"):
         before = tf.train.load_checkpoint(str(path.with_suffix("")))
@@ -87,12 +87,12 @@ def test_training_moves_most_variables(program: Trained) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_all_is_evaluated_predicted_and_exported(program: Trained, size: int) -> None:
+def test_models_are_evaluated_exported_and_predict(program: Trained, size: int) -> None:
     for word in ("METRICS", "PREDICTED", "EXPORTED"):
         assert program.outputs[size].count(f"{word} ") == size * MODELS[program.name], word
     for rank in range(size):
-        place = "export/*" if rank == 0 else f"export/.rank-{rank}/*"
-        exported = list((program.of(size) / "model").rglob(f"{place}/saved_model.pb"))
+        pattern = "export/*" if rank == 0 else f"export/.rank-{rank}/*"
+        exported = list((program.of(size) / "model").rglob(f"{pattern}/saved_model.pb"))
         assert len(exported) == MODELS[program.name]
 
 
@@ -107,8 +107,8 @@ def test_adanet_trains_in_one_process(tmp_path: Path) -> None:
 
 
 def test_adanet_is_refused_on_ranks(tmp_path: Path) -> None:
-    """Its chief prepares each iteration by itself, with a training in which no rank meets it."""
+    """The chief of AdaNet prepares each iteration alone, in a training without the other ranks."""
     ran = run(tmp_path, 2, arguments("adanet", tmp_path, 2))
     assert ran.returncode == 78, ran.stdout[-6000:]
     assert "Traceback" not in ran.stdout
-    assert "AutoEnsembleEstimator has a method `train` of its own" in ran.stdout
+    assert "AutoEnsembleEstimator overrides the method `train`" in ran.stdout

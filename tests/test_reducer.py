@@ -1,4 +1,4 @@
-"""Buckets launched and awaited, by every rank, in every order."""
+"""Reducer: launches and waits in every order, errors and buffer reuse."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawn
+from rings import Spawn
 
-from hostopt.bucket import Bucket, TensorSpec, plan_buckets
 from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, HostOptError, PeerLostError
-from hostopt.reducer import Reducer
+from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
+from hostopt.gradients.reducer import Reducer
 from hostopt.transport.inproc import InprocTransport
 
 SHAPES = [(3,), (2, 5), (), (40,)]
@@ -30,11 +30,11 @@ def gradients(rank: int, step: int, bucket: Bucket) -> list[Any]:
     ]
 
 
-def check_sums(found: list[Any], size: int, step: int, bucket: Bucket) -> None:
-    for i, array in enumerate(found):
+def check_sums(result: list[Any], size: int, step: int, bucket: Bucket) -> None:
+    for i, array in enumerate(result):
         stack = np.stack([gradients(rank, step, bucket)[i] for rank in range(size)])
-        wanted = np.asarray(stack.sum(axis=0), np.float32)
-        np.testing.assert_array_equal(array, wanted, strict=True)
+        expected = np.asarray(stack.sum(axis=0), np.float32)
+        np.testing.assert_array_equal(array, expected, strict=True)
 
 
 def test_the_plan_of_these_tests() -> None:
@@ -74,9 +74,9 @@ def test_every_order_of_launches_and_waits(spawn: Spawn) -> None:
 def test_waits_before_launches_from_other_threads(spawn: Spawn) -> None:
     def work(communicator: Communicator) -> None:
         reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
-        found: dict[int, list[Any]] = {}
+        result: dict[int, list[Any]] = {}
         waits = [
-            threading.Thread(target=lambda n=number: found.update({n: reducer.wait(n)}))
+            threading.Thread(target=lambda n=number: result.update({n: reducer.wait(n)}))
             for number in range(len(BUCKETS))
         ]
         for thread in waits:
@@ -86,7 +86,7 @@ def test_waits_before_launches_from_other_threads(spawn: Spawn) -> None:
         for thread in waits:
             thread.join()
         for number, bucket in enumerate(BUCKETS):
-            check_sums(found[number], 3, 0, bucket)
+            check_sums(result[number], 3, 0, bucket)
         reducer.close()
 
     spawn(3, work)
@@ -107,15 +107,15 @@ def test_two_reducers_at_the_same_time(spawn: Spawn) -> None:
                 arrays = gradients(communicator.rank, 10 * step + which, BUCKETS[number])
                 reducers[which].launch(number, arrays)
             for which, number in launches:
-                found = reducers[which].wait(number)
-                check_sums(found, size, 10 * step + which, BUCKETS[number])
+                result = reducers[which].wait(number)
+                check_sums(result, size, 10 * step + which, BUCKETS[number])
         for reducer in reducers:
             reducer.close()
 
     spawn(size, work, segment_bytes=16)
 
 
-def test_a_held_result_is_never_overwritten(spawn: Spawn) -> None:
+def test_a_referenced_result_is_never_overwritten(spawn: Spawn) -> None:
     size, steps = 2, 6
 
     def work(communicator: Communicator) -> None:
@@ -128,14 +128,14 @@ def test_a_held_result_is_never_overwritten(spawn: Spawn) -> None:
             if step % 2 == 0:
                 held.append((step, results))
         for step, results in held:
-            for found, bucket in zip(results, BUCKETS):
-                check_sums(found, size, step, bucket)
+            for result, bucket in zip(results, BUCKETS):
+                check_sums(result, size, step, bucket)
         reducer.close()
 
     spawn(size, work)
 
 
-def test_gradients_may_be_changed_once_launch_returns(spawn: Spawn) -> None:
+def test_gradients_may_be_modified_after_launch_returns(spawn: Spawn) -> None:
     def work(communicator: Communicator) -> None:
         reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
         for number, bucket in reversed(list(enumerate(BUCKETS))):
@@ -163,7 +163,7 @@ def test_a_second_launch_in_one_step_is_refused() -> None:
     reducer.close()
 
 
-def test_a_second_launch_of_a_bucket_that_is_reduced_already_is_refused() -> None:
+def test_a_second_launch_of_a_reduced_bucket_is_refused() -> None:
     communicator = Communicator(InprocTransport.connect(1)[0])
     reducer = Reducer(communicator, BUCKETS)
     reducer.launch(0, gradients(0, 0, BUCKETS[0]))
@@ -174,7 +174,7 @@ def test_a_second_launch_of_a_bucket_that_is_reduced_already_is_refused() -> Non
     reducer.close()
 
 
-def test_a_closed_reducer_takes_nothing_and_ends_its_waits(spawn: Spawn) -> None:
+def test_a_closed_reducer_refuses_launches_and_ends_waits(spawn: Spawn) -> None:
     def work(communicator: Communicator) -> None:
         before = threading.active_count()
         reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
@@ -200,7 +200,7 @@ def test_a_closed_reducer_takes_nothing_and_ends_its_waits(spawn: Spawn) -> None
     spawn(1, work)
 
 
-def test_a_failed_ring_reaches_every_wait(spawn: Spawn) -> None:
+def test_an_error_of_the_ring_is_raised_by_every_wait(spawn: Spawn) -> None:
     all_done = threading.Barrier(3)
 
     def work(communicator: Communicator) -> HostOptError:
@@ -229,7 +229,9 @@ def test_a_failed_ring_reaches_every_wait(spawn: Spawn) -> None:
         assert "no more flour" in str(error)
 
 
-def test_a_failed_ring_reaches_a_wait_behind_a_bucket_that_is_not_launched(spawn: Spawn) -> None:
+def test_an_error_of_the_ring_is_raised_by_a_wait_behind_an_unlaunched_bucket(
+    spawn: Spawn,
+) -> None:
     all_launched = threading.Barrier(2)
 
     def work(communicator: Communicator) -> None:

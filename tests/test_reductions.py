@@ -1,4 +1,4 @@
-"""Reductions of a graph that are made together, small and large, compared with numpy."""
+"""reduce_tensors: small and large tensors and sparse gradients, compared with numpy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import reserved_addresses
+from harness import reserved_addresses
 from strategies import as_ranks, session
 
 import estimator_ext
 from estimator_ext.unique_rows import skip_deduplication
-from hostopt.communicator import ReduceOp
-from hostopt.fused_exchange import FusedExchange
-from hostopt.tensorflow.reductions import Reduction, reduce_together, share_an_exchange
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.gradients.fused_exchange import FusedExchange
+from hostopt.tensorflow.reductions import Reduction, need_exchange, reduce_tensors
 
 estimator_ext.install()
 
@@ -28,8 +28,8 @@ INDICES = [np.array([3, 1, 3]), np.array([4, 3])]  # of each rank
 @pytest.fixture(params=["auto", "grpc"])
 def addresses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("HOSTOPT_COMMUNICATION", request.param)
-    with reserved_addresses(2) as found:
-        yield found
+    with reserved_addresses(2) as result:
+        yield result
 
 
 def values_of(rank: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -63,9 +63,9 @@ def test_each_kind_of_reduction_in_one_call(addresses: list[str], shape: tuple[i
             Reduction(rows_of(rank, (2,)), "also a table", row_shape=(2,)),
             Reduction(rows_of(rank, ()), "numbers", row_shape=()),
         ]
-        assert share_an_exchange(reductions, strategy.communicator)
-        assert share_an_exchange(reductions[:3], strategy.communicator) == (shape != LARGE)
-        results, reducers = reduce_together(reductions, strategy.communicator)
+        assert need_exchange(reductions, strategy.communicator)
+        assert need_exchange(reductions[:3], strategy.communicator) == (shape != LARGE)
+        results, reducers = reduce_tensors(reductions, strategy.communicator)
         assert sum(isinstance(each, FusedExchange) for each in reducers) == 1
         with session(strategy) as run:
             dense, rows = run.run([results[:3], results[3:]])
@@ -78,13 +78,13 @@ def test_each_kind_of_reduction_in_one_call(addresses: list[str], shape: tuple[i
         np.testing.assert_array_equal(dense[0], sum(every))
         np.testing.assert_array_equal(dense[1], sum(every) / 2)
         np.testing.assert_array_equal(dense[2], np.maximum(*every))
-        for found, row_shape in zip(rows, [(2,), (2, 3), (2,), ()]):
-            assert found.indices.tolist() == [1, 3, 4]
-            np.testing.assert_array_equal(found.values, sum_of_rows(row_shape)[found.indices])
+        for result, row_shape in zip(rows, [(2,), (2, 3), (2,), ()]):
+            assert result.indices.tolist() == [1, 3, 4]
+            np.testing.assert_array_equal(result.values, sum_of_rows(row_shape)[result.indices])
 
 
 @pytest.mark.parametrize("row_shape", [(), (2,), (2, 3)])
-def test_what_optimizers_do_for_repeated_indices_is_left_out(row_shape: tuple[int, ...]) -> None:
+def test_deduplication_of_indices_by_optimizers_is_skipped(row_shape: tuple[int, ...]) -> None:
     values = values_of(0, (3, *row_shape))
     with tf.Graph().as_default():
         rows = tf.IndexedSlices(

@@ -1,4 +1,4 @@
-"""Any run of the launcher against a model of docs/reliability.md, by a state machine."""
+"""Random runs of the launcher, compared with a model of the rules in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 from dataclasses import dataclass, field
 
 import pytest
-from conftest import FUZZ_EXAMPLES
 from fake_launcher import FakeTask, World, silent
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,13 +19,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-
-pytestmark = pytest.mark.timeout(600)  # it takes minutes to make a failure small
+from structures import FUZZ_EXAMPLES
 
 GRACE_S, KILL_S, PREEMPTION_S = 10.0, 5.0, 28.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DAMAGED = 76
-REPORTS = (DAMAGED, 200, 201, 202)  # of what another rank has done
+REPORTERS = (DAMAGED, 200, 201, 202)  # exit codes of ranks that failed because of another one
 CODES = [0, 1, 2, 65, 70, 74, 76, 79, 129, 130, 134, 137, 139, 143, 193, 200, 201, 202, 203, 255]
 
 
@@ -35,25 +33,25 @@ CODES = [0, 1, 2, 65, 70, 74, 76, 79, 129, 130, 134, 137, 139, 143, 193, 200, 20
 
 @dataclass
 class Attempt:
-    """Tasks that were started together."""
+    """Tasks that start together."""
 
-    begun_s: float
+    started_s: float
     tasks: list[FakeTask] = field(default_factory=list)
-    ended: list[FakeTask] = field(default_factory=list)  # in the order in which that was seen
-    kill_at_s: float | None = None  # by then nobody may be left
+    ended: list[FakeTask] = field(default_factory=list)  # as the launcher sees them
+    kill_at_s: float | None = None  # time of SIGKILL for those that still run
     term_at_s: float | None = None
 
     def failed(self) -> list[FakeTask]:
-        """Those that failed, and not because the launcher had ended them."""
+        """Tasks that failed, without those that the launcher ended."""
         return [task for task in self.ended if task.code and not task.forced]
 
     def cause(self) -> tuple[int, list[FakeTask]]:
-        """Exit code of the root cause, and who is to blame for it."""
+        """Returns the exit code of the root cause, and the tasks that caused it."""
         failed = self.failed()
         for is_cause in (
             lambda code: code <= 128 and code != DAMAGED,
             lambda code: 128 < code <= 192,
-            lambda code: code not in REPORTS,
+            lambda code: code not in REPORTERS,
         ):
             causes = [task for task in failed if is_cause(task.code)]
             if causes:
@@ -63,7 +61,7 @@ class Attempt:
 
 
 class Tasks:
-    """The ranks, or one evaluator: what may start, and when; what must end, and by when."""
+    """Model of a group: the times at which tasks may start and must end."""
 
     def __init__(self, most: int, now_s: float) -> None:
         self.attempts: list[Attempt] = []
@@ -71,8 +69,8 @@ class Tasks:
         self.due_s: float | None = now_s
         self._restarts_left = most
         self._delay_s = 1.0
-        self.passed_on: list[tuple[FakeTask, float, int]] = []  # signals of the launcher
-        self._is_last = False  # however this attempt ends
+        self.forwarded: list[tuple[FakeTask, float, int]] = []  # by the launcher
+        self._is_last = False  # no further attempt, however this one ends
         self._signum: int | None = None
 
     @property
@@ -92,12 +90,12 @@ class Tasks:
     def end(self, task: FakeTask, now_s: float) -> None:
         attempt = self.current
         if task.code and not any(earlier.code for earlier in attempt.ended):
-            self._give_time(task.code, now_s)
+            self._set_deadlines(task.code, now_s)
         attempt.ended.append(task)
         if len(attempt.ended) == len(attempt.tasks):
-            self._follow(now_s)
+            self._decide(now_s)
 
-    def _give_time(self, code: int, now_s: float) -> None:
+    def _set_deadlines(self, code: int, now_s: float) -> None:
         if self._is_last or self.current.kill_at_s is not None:
             return
         if code - 128 in SIGNALS:  # preempted: the others save a checkpoint
@@ -106,8 +104,8 @@ class Tasks:
             self.current.term_at_s = now_s + GRACE_S
             self.current.kill_at_s = now_s + GRACE_S + KILL_S
 
-    def _follow(self, now_s: float) -> None:
-        code, to_blame = self.current.cause()
+    def _decide(self, now_s: float) -> None:
+        code, causes = self.current.cause()
         is_permanent = 0 < code <= 128 and code != DAMAGED
         if self._signum is not None and not is_permanent:
             self.code = 128 + self._signum
@@ -115,22 +113,22 @@ class Tasks:
             self.code = code
         else:
             self._restarts_left -= 1
-            if now_s - self.current.begun_s > 60:
+            if now_s - self.current.started_s > 60:
                 self._delay_s = 1.0
             assert 1 <= self._delay_s <= 60
             self.due_s = now_s + self._delay_s
             self._delay_s = min(60.0, 2 * self._delay_s)
-            self.blame(to_blame)
+            self.note_causes(causes)
 
-    def blame(self, tasks: list[FakeTask]) -> None:
-        """Those are why there is another attempt."""
+    def note_causes(self, tasks: list[FakeTask]) -> None:
+        """Called with the tasks that caused the failure, before the next attempt."""
 
     def signal(self, signum: int, now_s: float) -> None:
         if self.code is not None:
             return
         running = self.running()
         for task in running:
-            self.passed_on.append((task, now_s, signum))
+            self.forwarded.append((task, now_s, signum))
         if self._signum is None and not (running and any(t.code for t in self.current.ended)):
             self._signum = signum
         self._is_last = True
@@ -140,12 +138,12 @@ class Tasks:
             self.current.kill_at_s = now_s + PREEMPTION_S
 
     def kill(self, now_s: float) -> None:
-        """The second SIGINT."""
+        """Called for the second SIGINT."""
         if self.running():
             self.current.kill_at_s = now_s
 
     def stop(self, now_s: float) -> None:
-        """The ranks have failed, and evaluators have nothing to wait for."""
+        """Called for evaluators when the ranks have failed."""
         if self.code is not None or self._is_last:
             return
         self._is_last = True
@@ -157,7 +155,7 @@ class Tasks:
 
 
 class Ranks(Tasks):
-    """The ranks, with the slots that they have."""
+    """Model of the ranks, with their slots."""
 
     def __init__(self, most: int, now_s: float, size: int, min_size: int) -> None:
         super().__init__(most, now_s)
@@ -165,12 +163,12 @@ class Ranks(Tasks):
         self.slots = set(range(size))
         self._in_a_row = dict.fromkeys(range(size), 0)
 
-    def blame(self, tasks: list[FakeTask]) -> None:
-        guilty = {int(task.environment["HOSTOPT_SLOT"]) for task in tasks}
-        if guilty == self.slots:  # then it is none of them
-            guilty = set()
+    def note_causes(self, tasks: list[FakeTask]) -> None:
+        failed = {int(task.environment["HOSTOPT_SLOT"]) for task in tasks}
+        if failed == self.slots:  # then none of them counts
+            failed = set()
         for slot in self.slots:
-            self._in_a_row[slot] = self._in_a_row[slot] + 1 if slot in guilty else 0
+            self._in_a_row[slot] = self._in_a_row[slot] + 1 if slot in failed else 0
         failing = sorted(slot for slot in self.slots if self._in_a_row[slot] >= 2)
         self.slots = set(range(self.size)) - set(failing[: self.size - self.min_size])
 
@@ -179,7 +177,7 @@ class Ranks(Tasks):
 
 
 class LauncherMachine(RuleBasedStateMachine):
-    """Runs of the launcher, one after the other, in which anything may happen at any time."""
+    """Runs of the launcher, one after the other, with events at any time."""
 
     @initialize(
         sizes=st.tuples(*[st.integers(1, 4)] * 2),
@@ -203,7 +201,7 @@ class LauncherMachine(RuleBasedStateMachine):
         self.most = most
         self.ranks = Ranks(most, now_s, size, min_size)
         self.evaluators = [Tasks(most, now_s) for _ in range(more)]
-        self.code_of_evaluators = 0  # of the first that failed
+        self.code_of_evaluators = 0  # of the first evaluator that failed
         self.patch = pytest.MonkeyPatch()
         self.world.begin(self.patch)
 
@@ -241,17 +239,17 @@ class LauncherMachine(RuleBasedStateMachine):
             self.code_of_evaluators = codes[0] if codes else 0
 
     @property
-    def goes_on(self) -> bool:
+    def has_next(self) -> bool:
         return self.world.code is None
 
-    @precondition(lambda self: self.goes_on and self.world.running)
+    @precondition(lambda self: self.has_next and self.world.running)
     @rule(which=st.integers(0, 5), code=st.sampled_from(CODES), seed=st.none() | st.integers(0, 9))
     def one_ends(self, which: int, code: int, seed: int | None) -> None:
         running = self.world.running
         running[which % len(running)].end(code)
-        self._go_on(seed)
+        self._resume(seed)
 
-    @precondition(lambda self: self.goes_on and self.world.running)
+    @precondition(lambda self: self.has_next and self.world.running)
     @rule(
         codes=st.just([0]) | st.lists(st.sampled_from(CODES), min_size=1, max_size=6),
         seed=st.integers(0, 9),
@@ -260,14 +258,14 @@ class LauncherMachine(RuleBasedStateMachine):
         ranks = [task for task in self.world.running if task.task[0] != "evaluator"]
         for number, task in enumerate(ranks):
             task.end(codes[number % len(codes)])
-        self._go_on(seed)
+        self._resume(seed)
 
-    @precondition(lambda self: self.goes_on and len(self.ranks.running()) > 0)
+    @precondition(lambda self: self.has_next and len(self.ranks.running()) > 0)
     @rule(
         attempts=st.sampled_from([1, 2, 9]),
         lasted_s=st.sampled_from([0.0, 59.0, 61.0]),
-        guilty=st.dictionaries(st.integers(0, 3), st.sampled_from([137, 195, None]), max_size=3),
-        report=st.sampled_from(REPORTS),
+        bad=st.dictionaries(st.integers(0, 3), st.sampled_from([137, 195, None]), max_size=3),
+        report=st.sampled_from(REPORTERS),
         signum=st.sampled_from([None, None, None, *SIGNALS]),
         seed=st.integers(0, 9),
     )
@@ -275,39 +273,39 @@ class LauncherMachine(RuleBasedStateMachine):
         self,
         attempts: int,
         lasted_s: float,
-        guilty: dict[int, int | None],
+        bad: dict[int, int | None],
         report: int,
         signum: signal.Signals | None,
         seed: int,
     ) -> None:
-        """Guilty slots fail or get stuck, and the others say so, until the next attempt begins."""
+        """Bad slots fail or hang and the others report it, until the next attempt starts."""
         for _ in range(attempts):
             self._let_pass(lasted_s)
-            if signum is not None and self.goes_on:
+            if signum is not None and self.has_next:
                 self.world.signal(signum)
-                self._go_on(seed)
+                self._resume(seed)
             for task in self.ranks.running():
-                code = guilty.get(int(task.environment["HOSTOPT_SLOT"]), report)
+                code = bad.get(int(task.environment["HOSTOPT_SLOT"]), report)
                 if task.exit_code is None and code is not None:
                     task.end(code)
-            self._go_on(seed)
+            self._resume(seed)
             if self.ranks.running():
                 self._let_pass(GRACE_S + KILL_S)
             if self.ranks.due_s is not None:
                 self._let_pass(self.ranks.due_s - self.world.now_s)
 
-    @precondition(lambda self: self.goes_on)
+    @precondition(lambda self: self.has_next)
     @rule(signum=st.sampled_from([*SIGNALS, None, None, None]), seed=st.none() | st.integers(0, 9))
-    def the_launcher_gets(self, signum: signal.Signals | None, seed: int | None) -> None:
+    def the_launcher_receives(self, signum: signal.Signals | None, seed: int | None) -> None:
         if signum is not None:
             self.world.signal(signum)
-        self._go_on(seed)
+        self._resume(seed)
 
-    @precondition(lambda self: self.goes_on)
+    @precondition(lambda self: self.has_next)
     @rule(part=st.sampled_from([0.1, 0.5, 1.0, 1.0, 1.0]), late_s=st.sampled_from([0, 0, 0.1, 99]))
     def time_passes(self, part: float, late_s: float) -> None:
-        if self.world.has_news:
-            self._go_on(0)
+        if self.world.has_events:
+            self._resume(0)
             return
         until_s = self.world.wait_until_s
         if until_s is None:
@@ -316,9 +314,9 @@ class LauncherMachine(RuleBasedStateMachine):
         self.world.now_s += part * (until_s - self.world.now_s)
         if part == 1:
             self.world.now_s = max(self.world.now_s, until_s) + late_s
-            self.world.go_on()
+            self.world.resume()
 
-    @precondition(lambda self: not self.goes_on)
+    @precondition(lambda self: not self.has_next)
     @rule(
         sizes=st.tuples(*[st.integers(1, 4)] * 2),
         more=st.integers(0, 2),
@@ -330,27 +328,27 @@ class LauncherMachine(RuleBasedStateMachine):
 
     def _let_pass(self, seconds: float) -> None:
         until_s = self.world.now_s + seconds
-        while self.goes_on:
+        while self.has_next:
             due_s = self.world.wait_until_s
-            if not self.world.has_news:
+            if not self.world.has_events:
                 if due_s is None or due_s > until_s:
                     self.world.now_s = until_s
                     return
                 self.world.now_s = max(self.world.now_s, due_s)
-            self.world.go_on()
+            self.world.resume()
 
-    def _go_on(self, seed: int | None) -> None:
-        """Let the launcher see what has happened, unless more is to happen at the same time."""
-        if seed is not None and self.goes_on:
+    def _resume(self, seed: int | None) -> None:
+        """Resumes the launcher, unless further events are to come at the same time."""
+        if seed is not None and self.has_next:
             order = random.Random(seed)
-            self.world.go_on(lambda ready: order.sample(ready, len(ready)))
+            self.world.resume(lambda ready: order.sample(ready, len(ready)))
 
-    # --- what always holds --------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
+    def no_task_is_forgotten(self) -> None:
         world = self.world
-        if not self.goes_on:
+        if not self.has_next:
             return
         for tasks in self._all():
             if tasks.code is None:
@@ -358,21 +356,21 @@ class LauncherMachine(RuleBasedStateMachine):
             if tasks.due_s is not None:
                 assert world.wait_until_s is not None and world.wait_until_s <= tasks.due_s
             for task in tasks.running():
-                passed_on = [(at_s, signum) for to, at_s, signum in tasks.passed_on if to is task]
-                self._check_signals(task, tasks.current, passed_on)
+                forwarded = [(at_s, signum) for to, at_s, signum in tasks.forwarded if to is task]
+                self._check_signals(task, tasks.current, forwarded)
 
     def _check_signals(
-        self, task: FakeTask, attempt: Attempt, passed_on: list[tuple[float, int]]
+        self, task: FakeTask, attempt: Attempt, forwarded: list[tuple[float, int]]
     ) -> None:
-        """A task gets what the launcher got; SIGTERM and SIGKILL when it is late, not before."""
+        """A task receives forwarded signals, and SIGTERM and SIGKILL at its deadlines."""
         late = list(task.received)
-        for signal_passed_on in passed_on:
-            late.remove(signal_passed_on)
+        for signal_forwarded in forwarded:
+            late.remove(signal_forwarded)
         for signum, due_s in (
             (signal.SIGTERM, attempt.term_at_s),
             (signal.SIGKILL, attempt.kill_at_s),
         ):
-            sent = [at_s for at_s, found in late if found == signum]
+            sent = [at_s for at_s, result in late if result == signum]
             until_s = self.world.wait_until_s
             if sent:
                 assert due_s is not None and due_s <= sent[0]
@@ -381,7 +379,7 @@ class LauncherMachine(RuleBasedStateMachine):
         assert {signum for _, signum in late} <= {signal.SIGTERM, signal.SIGKILL}
 
     @invariant()
-    def the_ring_has_a_place_for_each_rank(self) -> None:
+    def the_cluster_lists_each_rank(self) -> None:
         if not self.ranks.attempts or self.ranks.due_s is not None or self.ranks.code is not None:
             return
         tasks = self.ranks.current.tasks
@@ -396,13 +394,13 @@ class LauncherMachine(RuleBasedStateMachine):
         assert names == [("chief", 0), *(("worker", i) for i in range(len(tasks) - 1))]
 
     @invariant()
-    def the_run_ends_when_all_have_ended(self) -> None:
+    def the_run_ends_with_its_last_task(self) -> None:
         codes = [tasks.code for tasks in self._all()]
-        assert self.goes_on == (None in codes) or self.world.has_news
-        if self.goes_on:
+        assert self.has_next == (None in codes) or self.world.has_events
+        if self.has_next:
             return
-        wanted = self.ranks.code or self.code_of_evaluators
-        assert self.world.code == wanted
+        expected = self.ranks.code or self.code_of_evaluators
+        assert self.world.code == expected
         assert not self.world.running
         assert all(task.closed for task in self.world.tasks)
 
@@ -411,27 +409,29 @@ class LauncherMachine(RuleBasedStateMachine):
         self.patch.undo()
 
     def teardown(self) -> None:
-        """Whatever has happened, a run ends once its tasks do."""
+        """Checks that the run ends once its tasks have ended."""
         if not hasattr(self, "world"):
             return
         try:
             turns = 0
-            while self.goes_on and self.world.error is None:
+            while self.has_next and self.world.error is None:
                 for task in self.world.running:
                     task.end(200)
-                if not self.world.has_news:
-                    assert self.world.wait_until_s is not None, "the launcher waits for nobody"
+                if not self.world.has_events:
+                    assert self.world.wait_until_s is not None, (
+                        "the launcher waits, but for no event"
+                    )
                     self.world.now_s = max(self.world.now_s, self.world.wait_until_s)
-                self.world.go_on()
+                self.world.resume()
                 turns += 1
                 assert turns < 200
-            self.the_run_ends_when_all_have_ended()
+            self.the_run_ends_with_its_last_task()
         finally:
             self._leave()
 
 
 def run(examples: int) -> None:
-    """Run the machine for some examples of up to 40 steps."""
+    """Runs the state machine for some examples of up to 40 steps."""
     with silent():
         run_state_machine_as_test(
             LauncherMachine,
@@ -444,10 +444,10 @@ def run(examples: int) -> None:
         )
 
 
-def test_any_run_is_as_documented() -> None:
+def test_random_runs_follow_the_documented_rules() -> None:
     run(30)
 
 
 @pytest.mark.faults
-def test_many_runs_are_as_documented() -> None:
+def test_many_random_runs_follow_the_documented_rules() -> None:
     run(FUZZ_EXAMPLES // 32)

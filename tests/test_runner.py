@@ -1,4 +1,4 @@
-"""`python -m estimator_ext PROGRAM`: programs that know nothing of ranks train on two of them."""
+"""`python -m estimator_ext PROGRAM`: programs for a single process train on two ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import tensorflow as tf
-from launcher import ROOT
-from ranks import PROGRAMS, QUIET
+from harness import PROGRAMS, QUIET, ROOT, deadline_s
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 PROGRAM = str(PROGRAMS / "unedited.py")
 KINDS = [
@@ -50,15 +49,15 @@ def run(
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=deadline_s(150),
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_train_what_one_process_trains(tmp_path: Path, kind: str) -> None:
+def test_two_ranks_train_like_one_process(tmp_path: Path, kind: str) -> None:
     trained = []
     for size in (1, 2):
-        # the batch size of a TPUEstimator is that of all ranks together
+        # a TPUEstimator has a global batch size
         batch_size = 16 if kind == "tpu" else 16 // size
         model_dir = str(tmp_path / str(size))
         options = ["--model-dir", model_dir, "--batch-size", str(batch_size), "--kind", kind]
@@ -71,7 +70,7 @@ def test_two_ranks_train_what_one_process_trains(tmp_path: Path, kind: str) -> N
     assert np.abs(trained[0]).max() > 0.1
 
 
-def test_each_rank_reads_all_data_if_they_are_not_divided(tmp_path: Path) -> None:
+def test_each_rank_reads_all_data_without_auto_shard(tmp_path: Path) -> None:
     model_dirs = [str(tmp_path / name) for name in ("off", "one")]
     options = ["--batch-size", "8", "--kind", "custom"]
     ran = run(2, "--auto-shard", "off", PROGRAM, *options, "--model-dir", model_dirs[0])
@@ -90,7 +89,9 @@ def test_an_estimator_that_trains_by_itself_trains_in_one_process(tmp_path: Path
     ran = run(2, PROGRAM, *options, str(tmp_path / "2"))
     assert ran.returncode == 78, ran.stderr
     assert "Traceback" not in ran.stderr
-    assert "TrainsByItself has a method `train` of its own, which knows of no ranks" in ran.stderr
+    assert (
+        "TrainsByItself overrides the method `train`, which does not support ranks" in ran.stderr
+    )
 
 
 def test_a_module_with_its_arguments(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_module_with_its_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "use", "text"),
     [
-        ("on a tpu", "", "use_tpu is True, and there is no TPU"),
+        ("on a tpu", "", "use_tpu is True, but this TPUEstimator trains on CPU and GPU"),
         ("custom", "tf.contrib.crf", "the program uses tf.contrib.crf, which TensorFlow removed"),
         (
             "custom",
@@ -123,16 +124,16 @@ def test_a_module_with_its_arguments(tmp_path: Path) -> None:
         (
             "custom",
             "value_of_dimension()",
-            "the program uses dimensions that have a value (",
+            "the program uses the attribute value of dimensions (",
         ),
         (
             "custom",
             "tf.distribute.experimental.ParameterServerStrategy()",
-            "the program makes a ParameterServerStrategy, and there are no parameter servers.",
+            "the program creates a ParameterServerStrategy, but there are no parameter servers.",
         ),
     ],
 )
-def test_what_cannot_be_given_back_is_one_sentence(
+def test_names_without_a_replacement_end_with_one_line(
     tmp_path: Path, kind: str, use: str, text: str
 ) -> None:
     options = ["--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path), "--use", use]
@@ -148,7 +149,7 @@ def test_a_strategy_of_one_process_is_refused_on_two(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     ran = run(2, PROGRAM, *options, str(tmp_path / "2"))
     assert ran.returncode == 78
-    assert "trains with MirroredStrategy, which knows one process" in ran.stderr + ran.stdout
+    assert "trains with MirroredStrategy, which supports one process" in ran.stderr + ran.stdout
     assert "Traceback" not in ran.stderr + ran.stdout
 
 
@@ -158,10 +159,10 @@ def test_a_program_without_estimators_is_refused_on_two(tmp_path: Path) -> None:
     assert run(1, str(program)).returncode == 0
     ran = run(2, str(program))
     assert ran.returncode == 78
-    assert "the program made no estimator: each of 2 processes ran" in ran.stdout + ran.stderr
+    assert "the program created no estimator: each of 2 processes ran" in ran.stdout + ran.stderr
 
 
-def test_sets_and_shuffles_of_python_are_alike_on_all_ranks(tmp_path: Path) -> None:
+def test_sets_and_shuffles_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         """
@@ -190,7 +191,7 @@ print("ORDER", list({str(n) for n in range(30)}), random.random(), np.random.ran
         ("tensors of a constant", "what it returns cannot be divided among 2 ranks"),
     ],
 )
-def test_data_that_cannot_be_divided_are_refused(tmp_path: Path, kind: str, text: str) -> None:
+def test_data_that_cannot_be_sharded_are_refused(tmp_path: Path, kind: str, text: str) -> None:
     options = [PROGRAM, "--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path)]
     ran = run(2, *options)
     assert ran.returncode == 78
@@ -200,10 +201,10 @@ def test_data_that_cannot_be_divided_are_refused(tmp_path: Path, kind: str, text
 
 
 @pytest.mark.parametrize("arguments", [[], ["--auto-shard", "data"], ["-m"]])
-def test_no_program(arguments: list[str]) -> None:
+def test_a_missing_program_is_a_usage_error(arguments: list[str]) -> None:
     ran = run(1, *arguments)
     assert ran.returncode == 2
-    assert "which program? Give a SCRIPT, or -m and a MODULE" in ran.stderr
+    assert "no program to run: give a SCRIPT, or -m and a MODULE" in ran.stderr
 
 
 def test_names_that_programs_import() -> None:
@@ -231,12 +232,12 @@ assert cluster_resolver.TPUClusterResolver
         env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=deadline_s(60),
     )
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_program_that_is_not_there() -> None:
+def test_a_program_that_does_not_exist_is_a_usage_error() -> None:
     ran = run(1, "nowhere.py", "--option")
     assert ran.returncode == 2
-    assert "there is no 'nowhere.py'. Give the path of a program" in ran.stderr
+    assert "'nowhere.py' does not exist: give the path of a program" in ran.stderr

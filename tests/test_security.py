@@ -1,4 +1,4 @@
-"""Who may take part: tokens and certificates, of ranks as real processes and of strangers."""
+"""Tokens and certificates, with ranks as real processes and with strangers."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ import psutil
 import pytest
 import trustme
 from certificates import HOST, OTHER_TOKEN, TOKEN, Certificates, environ_of, write_tls_dir
-from conftest import NewRing, RankProcess, Spawn, jobs_of
 from cryptography import x509
+from harness import jobs_of
 from proxy import Proxy
+from rings import NewRing, RankProcess, Spawn
 
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError
 from hostopt.options import Options
-from hostopt.transport.base import Tag
-from hostopt.transport.frame import FrameWriter
-from hostopt.transport.grpc import GrpcTransport
-from hostopt.transport.security import Security, check_tls_dir, read_token
-
-pytestmark = pytest.mark.timeout(60)
+from hostopt.transport.grpc.frame import FrameWriter
+from hostopt.transport.grpc.security import Security, check_tls_dir, read_token
+from hostopt.transport.grpc.transport import GrpcTransport
+from hostopt.transport.message import Tag
 
 WITHIN_S = 20.0  # an upper bound on a busy machine; a rendezvous has 300
 SCRIPT = """
-import logging, os, sys
+import dataclasses, logging, os, sys
 import numpy as np
 import hostopt
-from hostopt.transport import grpc as transport
+from hostopt.transport.grpc import server, timing
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-transport._PROGRESS_EVERY_S = 0.1
+timing.DEFAULT = dataclasses.replace(timing.DEFAULT, progress_every_s=0.1)
 if sys.argv[1:]:  # a proxy has the address that all ranks know
-    transport.listen_address = lambda _: sys.argv[1]
+    server.listen_address = lambda _: sys.argv[1]
 communicator = hostopt.connect()
 for step in range(20):
     total = communicator.all_reduce(np.arange(50_000.0) + communicator.rank)
@@ -53,7 +52,7 @@ print("done", flush=True)
 """
 
 
-# --- how a run goes well ----------------------------------------------------------------------
+# --- runs without faults ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["nothing", "token", "token-file", "good", "token+good"])
@@ -74,12 +73,12 @@ def test_a_killed_rank_of_a_ring_with_token_and_tls_is_named_by_all_others(
         wait_for(process, "done")
     started[1].kill()
     for rank in (0, 2):
-        started[rank].go_on()
+        started[rank].close_stdin()
         assert started[rank].exit_code() == 200, started[rank].stderr
         assert f"{ring.name(1)} lost" in started[rank].stderr
 
 
-def test_a_rank_that_dies_and_comes_again_before_all_have_met(
+def test_a_rank_may_restart_during_the_rendezvous(
     processes: NewRing, certificates: Certificates
 ) -> None:
     ring, environ = processes(3), environ_of(certificates, "token+good")
@@ -97,7 +96,7 @@ def wait_for(process: RankProcess, text: str) -> None:
         assert line, process.stderr
 
 
-def test_ranks_with_one_token_that_know_different_rings(
+def test_ranks_with_the_same_token_and_different_rings(
     processes: NewRing, certificates: Certificates
 ) -> None:
     ring, environ = processes(3), environ_of(certificates, "token+good")
@@ -107,9 +106,9 @@ def test_ranks_with_one_token_that_know_different_rings(
         assert '"cluster" in TF_CONFIG' in process.stderr
 
 
-# --- who may not take part --------------------------------------------------------------------
+# --- unauthorized ranks -----------------------------------------------------------------------
 
-# What the ranks have, and what each then says.
+# The security of each rank, and the error of each.
 FAULTS = {
     "wrong token": (
         ["token", "other-token"],
@@ -172,10 +171,10 @@ FAULTS = {
 @pytest.mark.faults
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_that_may_not_take_part_is_an_error_on_both_sides(
+def test_an_unauthorized_rank_is_an_error_on_both_sides(
     processes: NewRing, certificates: Certificates, fault: str, first: int, tmp_path: Path
 ) -> None:
-    ways, said = FAULTS[fault]
+    ways, message = FAULTS[fault]
     ring, records = processes(2), tmp_path / "records"
     environ = [
         {"HOSTOPT_DEBUG_DIR": str(records), **environ_of(certificates, way)} for way in ways
@@ -184,10 +183,10 @@ def test_a_rank_that_may_not_take_part_is_an_error_on_both_sides(
     wait_for(before, "missing")
     after = ring.start(1 - first, SCRIPT, **environ[1 - first])
     started = [before, after] if first == 0 else [after, before]
-    for process, wanted in zip(started, said):
+    for process, expected in zip(started, message):
         assert process.exit_code(WITHIN_S) == 77, process.stderr
         assert "hostopt.errors.AuthError: rank " in process.stderr
-        assert wanted in process.stderr
+        assert expected in process.stderr
         assert_no_token_shown(process)
     written = [path.read_text() for path in records.iterdir()]
     assert any("AuthError" in text for text in written)
@@ -196,7 +195,7 @@ def test_a_rank_that_may_not_take_part_is_an_error_on_both_sides(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("way", ["other-token", "expired", "of-another-host"])
-def test_one_rank_that_may_not_take_part_is_an_error_on_all(
+def test_an_unauthorized_rank_is_an_error_on_all_ranks(
     processes: NewRing, certificates: Certificates, way: str
 ) -> None:
     good = "token" if way == "other-token" else "good"
@@ -221,7 +220,7 @@ def assert_no_token_shown(process: RankProcess) -> None:
 # --- strangers --------------------------------------------------------------------------------
 
 
-def test_strangers_neither_hold_up_nor_end_a_ring_that_meets(
+def test_strangers_do_not_affect_the_rendezvous(
     processes: NewRing, certificates: Certificates
 ) -> None:
     ring, environ = processes(2), environ_of(certificates, "token")
@@ -240,15 +239,15 @@ def test_strangers_neither_hold_up_nor_end_a_ring_that_meets(
         assert process.exit_code() == 0, process.stderr
 
 
-def test_a_stranger_with_another_token_is_named_and_disturbs_nobody(
+def test_a_stranger_with_another_token_is_logged(
     processes: NewRing, certificates: Certificates
 ) -> None:
     ring, environ = processes(2), environ_of(certificates, "token")
     waiting = ring.start(0, SCRIPT, **environ)
     wait_for(waiting, "missing")
-    life = call(ring.addresses[0], "Hello", b"", rank="1", proof="0" * 64).details()
-    facts = {"rank": "1", "from": "77", "to": life, "proof": "0" * 64}
-    refused = call(ring.addresses[0], "Hello", b"", **facts)
+    incarnation = call(ring.addresses[0], "Hello", b"", rank="1", proof="0" * 64).details()
+    attributes = {"rank": "1", "from": "77", "to": incarnation, "proof": "0" * 64}
+    refused = call(ring.addresses[0], "Hello", b"", **attributes)
     assert refused.code() is grpc.StatusCode.PERMISSION_DENIED
     wait_for(waiting, "which claims to be rank '1': the caller has another token")
     late = ring.start(1, SCRIPT, **environ)
@@ -257,7 +256,7 @@ def test_a_stranger_with_another_token_is_named_and_disturbs_nobody(
 
 
 @pytest.mark.parametrize("method", ["Hello", "Status", "Leave", "Stream"])
-def test_a_call_that_was_recorded_in_another_life_is_refused(
+def test_a_recorded_call_of_another_incarnation_is_refused(
     spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setenv("HOSTOPT_TOKEN", TOKEN)
@@ -268,11 +267,11 @@ def test_a_call_that_was_recorded_in_another_life_is_refused(
         if communicator.rank == 1:
             transport = communicator.transport
             address = transport.cluster.ring[0].address
-            former = dict(transport._calls.metadata(0, "77", method, b"{}"))
-            life = transport._meeting.incarnations[0]
-            # as it was said, with the life of now, and as another call of this life
-            other = dict(transport._calls.metadata(0, life, "Other", b"{}"))
-            replays = [former, {**former, "to": life}, other]
+            former = dict(transport._authenticator.call_metadata(0, "77", method, b"{}"))
+            incarnation = transport._peers.incarnations[0]
+            # unchanged, with the present incarnation, and as another call of that incarnation
+            other = dict(transport._authenticator.call_metadata(0, incarnation, "Other", b"{}"))
+            replays = [former, {**former, "to": incarnation}, other]
             refused = [call(address, method, b"{}", **replay).code() for replay in replays]
         assert communicator.all_reduce(np.ones(3))[0] == 2
         return refused
@@ -282,7 +281,7 @@ def test_a_call_that_was_recorded_in_another_life_is_refused(
     assert refused == [code.UNAUTHENTICATED, code.PERMISSION_DENIED, code.PERMISSION_DENIED]
 
 
-def test_what_is_said_cannot_be_changed_nor_sent_back(
+def test_a_call_cannot_be_changed_or_reflected(
     spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOSTOPT_TOKEN", TOKEN)
@@ -292,12 +291,17 @@ def test_what_is_said_cannot_be_changed_nor_sent_back(
         refused = None
         if communicator.rank == 1:
             transport = communicator.transport
-            life = transport._meeting.incarnations[0]
+            incarnation = transport._peers.incarnations[0]
             own = transport.cluster.ring[1].address
-            said = dict(transport._calls.metadata(0, life, "Status", b"{}"))
-            back = {**said, "rank": "0", "from": life, "to": transport._meeting.incarnation}
+            message = dict(transport._authenticator.call_metadata(0, incarnation, "Status", b"{}"))
+            back = {
+                **message,
+                "rank": "0",
+                "from": incarnation,
+                "to": transport._peers.incarnation,
+            }
             refused = [
-                call(transport.cluster.ring[0].address, "Status", b"{ }", **said).code(),
+                call(transport.cluster.ring[0].address, "Status", b"{ }", **message).code(),
                 call(own, "Status", b"{}", **back).code(),
             ]
         assert communicator.all_reduce(np.ones(3))[0] == 2
@@ -307,7 +311,7 @@ def test_what_is_said_cannot_be_changed_nor_sent_back(
     assert refused == [grpc.StatusCode.PERMISSION_DENIED] * 2
 
 
-def test_frames_of_a_stranger_are_not_taken(
+def test_frames_of_a_stranger_are_refused(
     spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOSTOPT_TOKEN", TOKEN)
@@ -317,9 +321,9 @@ def test_frames_of_a_stranger_are_not_taken(
         refused = None
         if communicator.rank == 1:
             transport = communicator.transport
-            life = transport._meeting.incarnations[2]
-            writer = FrameWriter(transport._meeting.origin(1), True)
-            known = {"rank": "1", "from": transport._meeting.incarnation, "to": life}
+            incarnation = transport._peers.incarnations[2]
+            writer = FrameWriter(transport._peers.origin(1), True)
+            known = {"rank": "1", "from": transport._peers.incarnation, "to": incarnation}
             address = transport.cluster.ring[2].address
             refused = call(address, "Stream", writer.write(Tag(0, 9), b"flour"), **known).code()
         assert communicator.all_reduce(np.ones(3))[0] == 3
@@ -329,10 +333,10 @@ def test_frames_of_a_stranger_are_not_taken(
     assert refused is grpc.StatusCode.PERMISSION_DENIED
 
 
-def test_a_listener_that_is_no_rank_is_not_believed(
+def test_a_listener_without_the_token_is_refused(
     processes: NewRing, certificates: Certificates
 ) -> None:
-    # it answers every call, as a rank without token would
+    # answers every call, like a rank without token
     handler = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
     server = grpc.server(ThreadPoolExecutor(), options=[("grpc.so_reuseport", 0)])
     handlers = dict.fromkeys(("Hello", "Status", "Leave"), handler)
@@ -350,7 +354,7 @@ def test_a_listener_that_is_no_rank_is_not_believed(
         server.stop(0).wait()
 
 
-def test_a_client_without_certificate_reaches_nobody(
+def test_a_client_without_certificate_cannot_connect(
     spawn_grpc: Spawn, certificates: Certificates
 ) -> None:
     ca = Path(certificates["good"], "ca.pem").read_bytes()
@@ -375,7 +379,7 @@ def test_a_client_without_certificate_reaches_nobody(
 
 
 class Recorder(Proxy):
-    """Keeps what passes; does no harm."""
+    """A proxy that records all data and causes no fault."""
 
     def __init__(self, target: str) -> None:
         super().__init__(target, "delay")
@@ -393,7 +397,7 @@ class Recorder(Proxy):
 
 
 @pytest.mark.parametrize(("way", "shown"), [("token", True), ("token+good", False)])
-def test_what_somebody_on_the_link_sees(
+def test_tls_encrypts_and_a_token_does_not(
     processes: NewRing, certificates: Certificates, way: str, shown: bool
 ) -> None:
     ring = processes(2)
@@ -410,32 +414,32 @@ def test_what_somebody_on_the_link_sees(
     assert TOKEN.encode() not in link.passed
 
 
-# --- what cannot be used ----------------------------------------------------------------------
+# --- unusable tokens and certificates ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "host0", "0.0.0.0", "[fe80::1]"])
-def test_a_ring_that_other_machines_reach_needs_token_or_certificates(
+def test_a_ring_over_several_machines_needs_token_or_certificates(
     certificates: Certificates, host: str
 ) -> None:
     jobs = {"worker": ["127.0.0.1:2222", f"{host}:2222"]}
     cluster = Cluster.from_dict(jobs, "worker", 0)
     with pytest.raises(ConfigError, match="neither a token nor certificates") as caught:
         GrpcTransport(cluster, Options())
-    for wanted in (f"{host}:2222", "token_file", "HOSTOPT_TOKEN", "tls_dir", "insecure=True"):
-        assert wanted in str(caught.value)
+    for expected in (f"{host}:2222", "token_file", "HOSTOPT_TOKEN", "tls_dir", "insecure=True"):
+        assert expected in str(caught.value)
     Security(cluster, Options(insecure=True))
     Security(cluster, Options(), {"HOSTOPT_TOKEN": TOKEN})
     Security(cluster, Options(tls_dir=certificates["good"]))
 
 
-def test_evaluators_need_token_or_certificates_as_well() -> None:
+def test_evaluators_need_token_or_certificates() -> None:
     jobs = {"worker": ["127.0.0.1:1"], "evaluator": ["127.0.0.1:2", "10.0.0.1:2"]}
     ring = Cluster.from_dict(jobs, "evaluator", 0).evaluator_ring()
     with pytest.raises(ConfigError, match="neither a token nor certificates"):
         GrpcTransport(ring, Options())
 
 
-def test_ranks_of_one_machine_listen_on_loopback_only(spawn_grpc: Spawn) -> None:
+def test_ranks_with_loopback_addresses_listen_on_loopback_only(spawn_grpc: Spawn) -> None:
     def work(communicator: Communicator) -> list[str]:
         communicator.barrier()
         ports = [address.rpartition(":")[2] for address in addresses_of(communicator)]
@@ -456,7 +460,7 @@ def addresses_of(communicator: Communicator) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_a_token_of_a_file(tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_file(tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n")
     path.chmod(mode)
@@ -469,7 +473,7 @@ def test_a_token_of_a_file(tmp_path: Path, mode: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644, 0o777])
-def test_a_token_that_others_may_read(tmp_path: Path, mode: int) -> None:
+def test_a_token_file_that_others_can_read(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "token"
     path.write_text(TOKEN)
     path.chmod(mode)
@@ -479,7 +483,7 @@ def test_a_token_that_others_may_read(tmp_path: Path, mode: int) -> None:
     assert TOKEN not in str(caught.value)
 
 
-def test_a_token_that_is_empty_or_missing(tmp_path: Path) -> None:
+def test_an_empty_or_missing_token(tmp_path: Path) -> None:
     path = tmp_path / "token"
     options = Options(token_file=str(path))
     with pytest.raises(ConfigError, match=f"{path} cannot be read: No such file"):
@@ -492,15 +496,15 @@ def test_a_token_that_is_empty_or_missing(tmp_path: Path) -> None:
         read_token(Options(), {"HOSTOPT_TOKEN": ""})
 
 
-def test_when_a_certificate_expires(certificates: Certificates) -> None:
+def test_expiry_of_a_certificate(certificates: Certificates) -> None:
     text = Path(certificates["good"], "cert.pem").read_bytes()
-    wanted = x509.load_pem_x509_certificate(text).not_valid_after_utc
-    assert check_tls_dir(certificates["good"], HOST) == wanted
+    expected = x509.load_pem_x509_certificate(text).not_valid_after_utc
+    assert check_tls_dir(certificates["good"], HOST) == expected
     assert check_tls_dir(certificates["good"]).tzinfo is timezone.utc
 
 
 @pytest.mark.parametrize(
-    ("kind", "found"),
+    ("kind", "result"),
     [
         ("expired", "certificate has expired"),
         ("refused", "unable to get local issuer certificate"),
@@ -508,9 +512,9 @@ def test_when_a_certificate_expires(certificates: Certificates) -> None:
     ],
 )
 def test_a_certificate_that_peers_would_refuse(
-    certificates: Certificates, kind: str, found: str
+    certificates: Certificates, kind: str, result: str
 ) -> None:
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=result):
         check_tls_dir(certificates[kind], HOST)
 
 
@@ -519,11 +523,11 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no certificate": (lambda path: (path / "cert.pem").unlink(), "cert.pem .* cannot be read"),
     "no key": (lambda path: (path / "key.pem").unlink(), "key.pem .* cannot be read"),
     "open key": (lambda path: (path / "key.pem").chmod(0o640), "chmod 600 .*key.pem"),
-    "ca no PEM": (lambda path: (path / "ca.pem").write_text("flour"), "ca.pem .* as PEM"),
-    "empty ca": (lambda path: (path / "ca.pem").write_text(""), "ca.pem .* as PEM"),
+    "ca no PEM": (lambda path: (path / "ca.pem").write_text("flour"), "ca.pem .* in PEM format"),
+    "empty ca": (lambda path: (path / "ca.pem").write_text(""), "ca.pem .* in PEM format"),
     "certificate no PEM": (
         lambda path: (path / "cert.pem").write_text("flour"),
-        "cert.pem .* as PEM",
+        "cert.pem .* in PEM format",
     ),
     "key of another": (
         lambda path: (path / "key.pem").write_bytes(
@@ -535,19 +539,19 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", BAD_FILES)
-def test_files_of_a_tls_dir_that_cannot_be_used(tmp_path: Path, fault: str) -> None:
-    harm, found = BAD_FILES[fault]
+def test_unusable_files_of_a_tls_dir(tmp_path: Path, fault: str) -> None:
+    damage, reason = BAD_FILES[fault]
     directory = write_tls_dir(tmp_path / "tls", trustme.CA())
     check_tls_dir(str(directory))
-    harm(directory)
-    with pytest.raises(ConfigError, match=found):
+    damage(directory)
+    with pytest.raises(ConfigError, match=reason):
         check_tls_dir(str(directory))
     cluster = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=reason):
         GrpcTransport(cluster, Options(tls_dir=str(directory)))
 
 
-def test_a_ca_below_another_one(tmp_path: Path) -> None:
+def test_an_intermediate_ca(tmp_path: Path) -> None:
     directory = write_tls_dir(tmp_path / "tls", trustme.CA().create_child_ca())
     check_tls_dir(str(directory), HOST)
 
@@ -556,7 +560,7 @@ def test_a_ca_below_another_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "options", "wanted"),
+    ("way", "options", "expected"),
     [
         ("insecure", {"insecure": True}, True),
         ("token", {}, True),
@@ -564,33 +568,33 @@ def test_a_ca_below_another_one(tmp_path: Path) -> None:
         ("tls", {"checksum": True}, True),
     ],
 )
-def test_tls_needs_no_checksums_of_ours(
+def test_default_checksum(
     spawn_grpc: Spawn,
     monkeypatch: pytest.MonkeyPatch,
     certificates: Certificates,
     way: str,
     options: dict[str, Any],
-    wanted: bool,
+    expected: bool,
 ) -> None:
     def named(addresses: list[str]) -> dict[str, list[str]]:
-        """As on several machines: the name of this one, which may be a loopback address."""
+        """Uses the name of this machine, as on several machines; it may be a loopback address."""
         return jobs_of([address.replace(HOST, socket.gethostname()) for address in addresses])
 
     def work(communicator: Communicator) -> bool:
         assert communicator.all_reduce(np.ones(3))[0] == 2
         return bool(communicator.transport._checksum)
 
-    monkeypatch.setattr("conftest.jobs_of", named)
+    monkeypatch.setattr("rings.jobs_of", named)
     if way == "token":
         monkeypatch.setenv("HOSTOPT_TOKEN", TOKEN)
     if way == "tls":
         options = {**options, "tls_dir": certificates["of-this-host"]}
-    found = spawn_grpc(2, work, **options)
-    assert found == [wanted, wanted]
+    result = spawn_grpc(2, work, **options)
+    assert result == [expected, expected]
 
 
 def call(address: str, method: str, request: bytes, **metadata: str) -> Any:
-    """Call a rank as a stranger does; returns the error."""
+    """Calls a rank like a stranger; returns the error."""
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         path = f"/hostopt.Ring/{method}"
         given = {"metadata": tuple(metadata.items()), "timeout": 30}

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hostopt.shared_file import SharedFile, attach, remove_stale
+from hostopt.collectives.shared_file import SharedFile, attach, remove_stale
 
 
 def names(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def test_what_one_writes_the_other_reads(tmp_path: Path) -> None:
+def test_data_written_by_one_process_are_read_by_the_other(tmp_path: Path) -> None:
     file = SharedFile(8192, str(tmp_path))
     other = attach(file.path, 8192)
     file.unlink()
@@ -50,9 +50,9 @@ def make_old(path: Path) -> None:
     os.utime(path, (0, 0))
 
 
-def test_a_killed_maker_s_file_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_a_file_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import sys; from hostopt.shared_file import SharedFile\n"
+        "import sys; from hostopt.collectives.shared_file import SharedFile\n"
         f"file = SharedFile(4096, {str(tmp_path)!r}); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -70,7 +70,7 @@ def test_a_killed_maker_s_file_is_removed_by_the_next(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_what_is_young_or_not_ours_stays(tmp_path: Path) -> None:
+def test_new_and_foreign_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "hostopt-young").touch()
     (tmp_path / "other").touch()
     make_old(tmp_path / "other")

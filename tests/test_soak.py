@@ -1,4 +1,4 @@
-"""What the soak computes and looks at; it breaks no training here."""
+"""Plans, checks and tables of the soak, without any training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 import psutil
 import pytest
-from launcher import until
+from harness import until
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import page  # noqa: E402
 from benchmarks.soak import checks, faults, notes, report  # noqa: E402
-from benchmarks.soak.faults import KINDS, Wanted  # noqa: E402
-from benchmarks.soak.recovery import has_settled, lives_of, recovery  # noqa: E402
+from benchmarks.soak.faults import KINDS, Expected  # noqa: E402
+from benchmarks.soak.recovery import has_settled, recovery, steps_by_process  # noqa: E402
 from benchmarks.soak.training import Training  # noqa: E402
 
 # --- plan and catalogue -----------------------------------------------------------------------
@@ -32,31 +32,31 @@ def first(count: int, seed: int) -> list[faults.Fault]:
     return list(itertools.islice(faults.make_plan(seed, list(KINDS), 2), count))
 
 
-def test_a_seed_has_one_plan_of_faults_and_all_kinds_as_often() -> None:
+def test_a_seed_determines_the_plan_and_all_kinds_are_equally_frequent() -> None:
     plan = first(100, 7)
     assert plan == first(100, 7) != first(100, 8)
     assert plan[:20] == first(20, 7)
     for count in (len(KINDS), 100):
-        struck = [fault.kind for fault in plan[:count]]
-        often = [struck.count(kind) for kind in KINDS]
+        chosen = [fault.kind for fault in plan[:count]]
+        often = [chosen.count(kind) for kind in KINDS]
         assert max(often) - min(often) <= 1
     assert {fault.rank for fault in plan} == {0, 1}
     assert {fault.kind for fault in plan} == set(KINDS)
 
 
-def test_the_readme_has_all_kinds_and_what_is_wanted_of_each() -> None:
+def test_the_readme_lists_all_kinds_with_their_expected_outcome() -> None:
     text = (ROOT / "benchmarks/soak/README.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    told = {row[0].strip("| `"): row[-1].rstrip(" |") for row in rows}
-    assert told == {name: str(kind.wanted) for name, kind in KINDS.items()}
+    expected = {row[0].strip("| `"): row[-1].rstrip(" |") for row in rows}
+    assert expected == {name: str(kind.expected) for name, kind in KINDS.items()}
     assert {kind.group for kind in KINDS.values()} == set(faults.GROUPS)
 
 
 # --- what followed ----------------------------------------------------------------------------
 
 
-def note(kind: str, time_s: float, pid: int, **facts: Any) -> dict[str, Any]:
-    return {"kind": kind, "time": time_s, "pid": pid, **facts}
+def note(kind: str, time_s: float, pid: int, **attributes: Any) -> dict[str, Any]:
+    return {"kind": kind, "time": time_s, "pid": pid, **attributes}
 
 
 def step(time_s: float, number: int, pid: int) -> dict[str, Any]:
@@ -68,7 +68,7 @@ NOTES = [step(9.0, 8, 1), step(11.0, 9, 1), ERROR]
 NOTES += [step(20.0, 8, 3), step(21.0, 9, 3), step(22.0, 10, 3)]
 
 
-def test_a_recovery_is_over_with_the_first_step_that_had_not_been_made() -> None:
+def test_a_recovery_ends_with_the_first_new_step() -> None:
     assert "recovered_s" not in recovery(10.0, NOTES[:-1])
     assert "first_step" not in recovery(10.0, NOTES[:3])
     assert recovery(10.0, NOTES) == {
@@ -82,7 +82,7 @@ def test_a_recovery_is_over_with_the_first_step_that_had_not_been_made() -> None
     }
 
 
-def test_a_training_has_settled_with_a_checkpoint_beyond_the_fault() -> None:
+def test_a_training_has_recovered_with_a_checkpoint_after_the_fault() -> None:
     old, early, beyond = (
         note("saved", t, p, step=s) for t, p, s in ((9, 1, 8), (21, 3, 9), (23, 3, 10))
     )
@@ -94,9 +94,9 @@ def test_a_training_has_settled_with_a_checkpoint_beyond_the_fault() -> None:
         assert has_settled(10.0, 1, restart_is_wanted, [*NOTES, early, beyond])
 
 
-def test_a_life_is_drawn_by_one_point_a_second() -> None:
+def test_a_process_is_drawn_with_one_point_per_second() -> None:
     steps = [step(100.0 + n / 4, n, 1) for n in range(9)] + [step(104.0, 5, 2)]
-    assert lives_of(steps, 100.0) == {1: [[0.0, 0], [1.0, 4], [2.0, 8]], 2: [[4.0, 5]]}
+    assert steps_by_process(steps, 100.0) == {1: [[0.0, 0], [1.0, 4], [2.0, 8]], 2: [[4.0, 5]]}
 
 
 # --- checks -----------------------------------------------------------------------------------
@@ -106,34 +106,39 @@ def attempt(**codes: int) -> dict[str, Any]:
     return {"codes": {f"{job}:0": code for job, code in codes.items()}}
 
 
-ONE_KILLED = Wanted(None, (137,), (200,))
-ENDS = Wanted(74, (74,), (74,))
+ONE_KILLED = Expected(None, (137,), (200,))
+ENDS = Expected(74, (74,), (74,))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "code", "attempts", "wrong"),
+    ("expected", "code", "attempts", "wrong"),
     [
         (ONE_KILLED, None, [attempt(chief=200, worker=137)], []),
         (ONE_KILLED, None, [attempt(chief=137, worker=200)], ["chief:0", "worker:0"]),
         (ONE_KILLED, None, [], ["no rank ended"]),
         (ONE_KILLED, None, [attempt(chief=200, worker=137)] * 2, ["2 attempts ended, wanted 1"]),
-        (ONE_KILLED, 74, [attempt(chief=200, worker=137)], ["launcher: code 74, wanted goes on"]),
+        (
+            ONE_KILLED,
+            74,
+            [attempt(chief=200, worker=137)],
+            ["launcher: code 74, wanted keeps running"],
+        ),
         (ENDS, 1, [attempt(chief=74, worker=74)], ["launcher: code 1, wanted code 74"]),
         (ENDS, 74, [attempt(chief=74, worker=74), attempt(evaluator=143)], []),
         (ENDS, 74, [attempt(chief=74, worker=74), attempt(evaluator=1)], ["evaluator:0: code 1"]),
-        (Wanted(), None, [], []),
-        (Wanted(), None, [attempt(chief=200, worker=200)], ["1 attempts ended, wanted 0"]),
-        (Wanted(), None, [attempt(evaluator=1)], ["evaluator:0: code 1"]),
-        (Wanted(evaluators=(137,)), None, [attempt(evaluator=137)], []),
-        (Wanted(evaluators=(137,)), None, [], ["no evaluator ended"]),
+        (Expected(), None, [], []),
+        (Expected(), None, [attempt(chief=200, worker=200)], ["1 attempts ended, wanted 0"]),
+        (Expected(), None, [attempt(evaluator=1)], ["evaluator:0: code 1"]),
+        (Expected(evaluators=(137,)), None, [attempt(evaluator=137)], []),
+        (Expected(evaluators=(137,)), None, [], ["no evaluator ended"]),
     ],
 )
-def test_codes_are_those_of_the_catalogue_or_said_to_be_wrong(
-    wanted: Wanted, code: int | None, attempts: list[dict[str, Any]], wrong: list[str]
+def test_exit_codes_are_documented_or_reported_as_wrong(
+    expected: Expected, code: int | None, attempts: list[dict[str, Any]], wrong: list[str]
 ) -> None:
-    found = checks.wrong_codes(wanted, "worker:0", code, attempts)
-    assert len(found) == len(wrong)
-    assert all(one.startswith(other) for one, other in zip(found, wrong))
+    result = checks.wrong_codes(expected, "worker:0", code, attempts)
+    assert len(result) == len(wrong)
+    assert all(one.startswith(other) for one, other in zip(result, wrong))
 
 
 GROWING = [500.0 + 20 * n for n in range(15)]
@@ -143,7 +148,7 @@ def samples(megabytes: list[float]) -> list[dict[str, Any]]:
     return [{"chief:0": {"descriptors": 20, "mb": mb}} for mb in megabytes]
 
 
-def test_what_grows_from_the_first_third_to_the_last_is_not_flat() -> None:
+def test_growth_from_the_first_third_to_the_last_is_reported() -> None:
     few, flat, grown = (
         checks.growth(samples(megabytes))
         for megabytes in (
@@ -152,7 +157,7 @@ def test_what_grows_from_the_first_third_to_the_last_is_not_flat() -> None:
             [500.0 + 20 * n for n in range(15)],
         )
     )
-    assert [row["flat"] for row in few] == [None, None]  # nobody can know
+    assert [row["flat"] for row in few] == [None, None]  # too few samples
     assert [row["flat"] for row in flat] == [True, True]
     assert [row["flat"] for row in grown] == [True, False]
     assert grown[1] == {
@@ -165,7 +170,7 @@ def test_what_grows_from_the_first_third_to_the_last_is_not_flat() -> None:
     }
 
 
-def test_what_belongs_to_no_checkpoint_is_left_over(tmp_path: Path) -> None:
+def test_files_without_a_checkpoint_are_reported(tmp_path: Path) -> None:
     assert checks.leftovers(tmp_path) == set()
     (tmp_path / "checkpoint").write_text(
         'model_checkpoint_path: "model.ckpt-9"\nall_model_checkpoint_paths: "model.ckpt-9"\n'
@@ -187,7 +192,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
     training.close()
 
 
-def test_a_process_is_found_when_its_parents_are_gone(training: Training) -> None:
+def test_a_process_is_found_after_its_parents_have_ended(training: Training) -> None:
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'])"
     keep, give = os.pipe()
     environ = {**os.environ, notes.VARIABLE: training.journal.name}
@@ -200,24 +205,24 @@ def test_a_process_is_found_when_its_parents_are_gone(training: Training) -> Non
     os.close(give)
 
 
-def test_processes_tell_what_happens_and_hear_what_to_do(
+def test_processes_report_events_and_receive_commands(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal, asked, heard = training.journal, threading.Event(), []
+    journal, asked, received = training.journal, threading.Event(), []
     monkeypatch.setenv(notes.VARIABLE, journal.name)
-    told = notes.Notes("chief:0")
-    told.add("start", address="127.0.0.1:1")
-    told.add("step", step=1)
-    told.add("saved", step=1)
-    told.add("step", step=2)
+    events = notes.Notes("chief:0")
+    events.add("start", address="127.0.0.1:1")
+    events.add("step", step=1)
+    events.add("saved", step=1)
+    events.add("step", step=2)
     until(lambda: len(journal.read()) == 4, "notes")
     assert [note["kind"] for note in journal.begin_chapter()] == ["start", "step", "saved", "step"]
     assert [note["step"] for note in journal.read()] == [2]
     assert training.pid("chief:0") == os.getpid()
-    notes.listen(lambda fault: (heard.append(fault), asked.set()))
+    notes.listen(lambda fault: (received.append(fault), asked.set()))
     journal.ask(os.getpid(), "hang")
     assert asked.wait(15)
-    assert heard == ["hang"]
+    assert received == ["hang"]
 
 
 # --- results ----------------------------------------------------------------------------------
@@ -237,40 +242,40 @@ def results(**fault: Any) -> dict[str, Any]:
 
 
 def test_a_table_has_a_row_for_each_kind() -> None:
-    found = results(**recovery(10.0, NOTES))
-    text = report.tables(json.loads(json.dumps(found)))
+    result = results(**recovery(10.0, NOTES))
+    text = report.tables(json.loads(json.dumps(result)))
     assert "1 faults of 1 kinds in 1 minutes, 10 steps; ended by SIGTERM" in text
     assert "equal, bit for bit" in text
-    row = "| kill | ranks 137, 200; launcher goes on | 1 of 1 | 2.5, 2.5 | 12.0, 12.0 | 2 |"
+    row = "| kill | ranks 137, 200; launcher keeps running | 1 of 1 | 2.5, 2.5 | 12.0, 12.0 | 2 |"
     assert row in text
     assert "| chief:0 | mb | 500 | 520 | 520 |" in text
-    assert "Not as wanted" not in text
-    assert report.verdict(found) == []
+    assert "Not as expected" not in text
+    assert report.verdict(result) == []
 
 
-def test_all_that_is_wrong_is_told() -> None:
-    found = results(problems=["launcher: code 1, wanted 74"])
-    found["growth"] = checks.growth(samples(GROWING))
-    found["end"] = {"exit_code": 1, "steps": 10, "difference": "kernel has other values"}
-    assert report.verdict(found) == [
+def test_every_failure_is_reported() -> None:
+    result = results(problems=["launcher: code 1, wanted 74"])
+    result["growth"] = checks.growth(samples(GROWING))
+    result["end"] = {"exit_code": 1, "steps": 10, "difference": "kernel has other values"}
+    assert report.verdict(result) == [
         "kill at 10 s: launcher: code 1, wanted 74",
         "chief:0: mb grew from 540 to 740",
         "ended by SIGTERM with exit code 1, wanted 143",
         "the trainings differ: kernel has other values",
     ]
-    text = report.tables(found)
+    text = report.tables(result)
     assert "| 0 of 1 |" in text
     assert "**different**: kernel has other values" in text
     assert "- kill at 10 s: launcher: code 1, wanted 74" in text
-    assert report.verdict({**found, "faults": [], "growth": [], "end": None}) == [
-        "it was interrupted, and nothing was compared"
+    assert report.verdict({**result, "faults": [], "growth": [], "end": None}) == [
+        "the soak was interrupted, and nothing was compared"
     ]
 
 
-def test_a_picture_is_drawn_of_the_results_that_are_published(tmp_path: Path) -> None:
+def test_the_published_results_can_be_drawn(tmp_path: Path) -> None:
     from benchmarks import common
 
     soak = page._load(ROOT / "benchmarks/soak/main.py")
-    found = json.loads((ROOT / "benchmarks/soak/results.json").read_text())
-    common.draw(tmp_path / "soak.png", lambda axes: soak.paint(found, axes))
+    result = json.loads((ROOT / "benchmarks/soak/results.json").read_text())
+    common.draw(tmp_path / "soak.png", lambda axes: soak.paint(result, axes))
     assert (tmp_path / "soak.png").stat().st_size > 1000

@@ -20,7 +20,7 @@ MODES = tf.estimator.ModeKeys
 def make_estimator(
     model_dir: Path, build: Callable[[tf.Tensor, tf.Variable, str], Any]
 ) -> estimator_ext.Estimator:
-    """An estimator of one weight w, with loss 4 w; `build` makes the spec of it."""
+    """Creates an estimator of one weight w, with loss 4 w, whose spec `build` makes."""
 
     def model_fn(features: tf.Tensor, mode: str) -> Any:
         weight = tf.compat.v1.get_variable("w", [], tf.float32, tf.ones_initializer())
@@ -59,7 +59,7 @@ def spec_with(host_call: Any) -> Callable[..., Any]:
         ((len, [3]), "element 0 is 3"),
     ],
 )
-def test_a_host_call_of_the_wrong_form(tmp_path: Path, host_call: Any, rule: str) -> None:
+def test_a_malformed_host_call(tmp_path: Path, host_call: Any, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         make_estimator(tmp_path, spec_with(host_call)).train(input_fn)
 
@@ -169,7 +169,7 @@ def test_subclasses_obey_the_stock_override_rule(tmp_path: Path) -> None:
 
     class Bad(estimator_ext.Estimator):
         def evaluate(self, *args: Any) -> None:
-            """Not allowed by the stock class either."""
+            """The stock class does not allow this either."""
 
     def model_fn(features: tf.Tensor) -> None:
         """Never called."""

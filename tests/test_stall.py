@@ -1,4 +1,4 @@
-"""A rank that keeps others waiting is named, also by those that wait for somebody else."""
+"""All ranks name the rank that is stuck, even if they wait for another one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import Spawn
+from rings import Spawn
 
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveTimeoutError
@@ -17,20 +17,20 @@ SHORT = {"stall_warning_s": 0.3, "collective_timeout_s": 1.0}
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("stuck", [0, 1])
-def test_all_accuse_the_rank_that_is_stuck(
+def test_all_ranks_blame_the_stuck_rank(
     spawn: Spawn, caplog: pytest.LogCaptureFixture, size: int, stuck: int
 ) -> None:
-    told = threading.Barrier(size)
+    finished = threading.Barrier(size)
 
     def work(communicator: Communicator) -> CollectiveTimeoutError | None:
         gradients = communicator.duplicate("gradients")
-        gradients.all_reduce(np.ones(9), what="the first")
+        gradients.all_reduce(np.ones(9), name="the first")
         if communicator.rank == stuck:
-            told.wait(30)
+            finished.wait(30)
             return None
         with pytest.raises(CollectiveTimeoutError) as caught:
-            gradients.all_reduce(np.ones(9), what="the second")
-        told.wait(30)
+            gradients.all_reduce(np.ones(9), name="the second")
+        finished.wait(30)
         return caught.value
 
     with caplog.at_level(logging.WARNING):
@@ -61,7 +61,7 @@ def test_ranks_that_wait_for_each_other(spawn: Spawn) -> None:
         assert "even" in str(error)
 
 
-def test_a_wait_that_is_long_and_ends_well(spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_that_succeeds(spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
     warned = threading.Event()
 
     class Watch(logging.Handler):
@@ -82,9 +82,7 @@ def test_a_wait_that_is_long_and_ends_well(spawn: Spawn, caplog: pytest.LogCaptu
         logger.removeHandler(watch)
 
 
-def test_no_warning_where_nobody_waits_long(
-    spawn: Spawn, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_warning_without_long_waits(spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
     def work(communicator: Communicator) -> None:
         for _ in range(50):
             communicator.all_reduce(np.ones(1000))

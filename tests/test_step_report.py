@@ -1,10 +1,11 @@
-"""Estimator runs that record timelines and report on their steps."""
+"""Timelines and step reports of Estimator trainings."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from ranks import Ranks
 
 import estimator_ext
 import hostopt
+from estimator_ext.training_graph import TrainingGraph
 from hostopt.cli import main
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow]
 
 NAMES = (
     "communication_ms",
@@ -35,15 +37,15 @@ def settings(tmp_path: Path, **chosen: Any) -> list[str]:
 
 
 def scalars(model_dir: Path) -> dict[int, dict[str, float]]:
-    """What the summaries say about the communication, by step."""
-    found: dict[int, dict[str, float]] = {}
+    """Returns the summaries about communication, by step."""
+    result: dict[int, dict[str, float]] = {}
     for path in model_dir.glob("events.*"):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
             for value in event.summary.value:
                 if value.tag.startswith("hostopt/"):
                     name = value.tag.partition("/")[2]
-                    found.setdefault(event.step, {})[name] = value.simple_value
-    return found
+                    result.setdefault(event.step, {})[name] = value.simple_value
+    return result
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -82,23 +84,23 @@ def test_a_training_of_two_ranks(tmp_path: Path, ranks: Ranks, spec: str, way: s
     assert {span["args"]["step"] for span in spans if span["cat"] == "apply"} == set(range(7))
 
 
-def test_three_ranks_report_to_the_chief_and_record_nothing(tmp_path: Path, ranks: Ranks) -> None:
+def test_three_ranks_report_to_the_chief_without_a_timeline(tmp_path: Path, ranks: Ranks) -> None:
     # rank 0 decides how often
-    own = {f"worker:{i}": [json.dumps({"summary_steps": None})] for i in (1, 2)}
-    ranks.run("train.py", 3, arguments=settings(tmp_path), own=own)
+    task_arguments = {f"worker:{i}": [json.dumps({"summary_steps": None})] for i in (1, 2)}
+    ranks.run("train.py", 3, arguments=settings(tmp_path), task_arguments=task_arguments)
     reported = scalars(tmp_path / "model" / "sgd")
     assert sorted(reported) == [3, 6]
     assert {values["slowest_rank"] for values in reported.values()} <= {0, 1, 2}
     assert not list(tmp_path.glob("**/*.rank*"))
 
 
-def test_steps_count_on_from_a_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+def test_steps_are_counted_from_the_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
     for steps in (4, 7):  # rank 1 has no files of the first run
         ranks.run("train.py", 2, arguments=settings(tmp_path, steps=steps))
     assert sorted(scalars(tmp_path / "model" / "sgd")) == [3, 6]
 
 
-def test_no_report_where_none_is_asked_for(tmp_path: Path, ranks: Ranks) -> None:
+def test_no_report_is_written_by_default(tmp_path: Path, ranks: Ranks) -> None:
     ranks.run("train.py", 2, arguments=settings(tmp_path, summary_steps=None))
     assert scalars(tmp_path / "model" / "sgd") == {}
 
@@ -132,10 +134,20 @@ def test_the_run_config_chooses_the_file(monkeypatch: pytest.MonkeyPatch) -> Non
     assert chosen.options.timeline == "b.json"
 
 
-def test_a_timeline_that_nobody_would_record_is_refused() -> None:
+def test_a_timeline_without_a_recording_rank_is_refused() -> None:
     with pytest.raises(hostopt.ConfigError, match=r"timeline is 'a\.json', wanted None"):
         estimator_ext.RunConfig(timeline="a.json")
     chosen = strategy()
-    message = r"'a\.json'.* met .* timeline None"
+    message = r"'a\.json'.* connected .* timeline None"
     with chosen.communicator, pytest.raises(hostopt.ConfigError, match=message):
         estimator_ext.RunConfig(train_distribute=chosen, timeline="a.json")
+
+
+def test_reducers_that_a_hook_adds_are_not_reported(tmp_path: Path) -> None:
+    chosen: Any = strategy()
+    reduction: Any = SimpleNamespace(reducers=["of the step"])
+    config: Any = SimpleNamespace(save_summary_steps=1)
+    with chosen.communicator:
+        (hook,) = TrainingGraph(chosen, reduction, config, str(tmp_path), [])._step_report()
+        reduction.reducers.append("of a hook")
+        assert list(hook._reducers) == ["of the step"]

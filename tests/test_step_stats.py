@@ -1,4 +1,4 @@
-"""How much of the communication hides, in literal numbers."""
+"""StepStats: overlap of communication with backward, in literal numbers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from hostopt.step_stats import StepStats, StepTimes, slowest_rank, together
+from hostopt.gradients.step_stats import StepStats, StepTimes, merge, slowest_rank
 
 
-def test_a_bucket_that_hides_and_one_that_does_not() -> None:
+def test_an_overlapped_and_an_exposed_bucket() -> None:
     #   s      1.0    1.1    1.2    1.3    1.4    1.5
     #   launch [0]          [1]
     #   ring       [---- 0 ----------] [-- 1 ------]
@@ -37,7 +37,7 @@ def test_a_bucket_that_hides_and_one_that_does_not() -> None:
     [((1.0, 2.0), 100.0), ((3.0, 4.0), 0.0), ((2.0, 4.0), 50.0), ((2.5, 2.5), 100.0)],
     ids=["all before the last launch", "all after it", "half", "no time at all"],
 )
-def test_the_share_that_hides(ring_s: tuple[float, float], percent: float) -> None:
+def test_overlap_percent(ring_s: tuple[float, float], percent: float) -> None:
     stats = StepStats(2)
     stats.launched(0, 1.0)
     stats.launched(1, 3.0)
@@ -66,7 +66,7 @@ def test_steps_may_overlap() -> None:
         assert stats.last.exposed_ms == 125.0
 
 
-def test_threads_lose_nothing() -> None:
+def test_calls_from_several_threads() -> None:
     stats, steps = StepStats(4), 500
 
     def feed(bucket: int) -> None:
@@ -83,12 +83,12 @@ def test_threads_lose_nothing() -> None:
     assert stats.last == StepTimes(steps - 1, 4000.0, 4000.0, 4000.0, 0.0, 1.0, steps * 4000.0)
 
 
-def test_several_reducers_of_one_step() -> None:
+def test_merge_of_several_reducers() -> None:
     first = StepTimes(7, 10.0, 1.0, 5.0, 1.5, 1.25, 100.0)
     second = StepTimes(7, 30.0, 3.0, 7.0, 1.25, 1.75, 200.0)
-    assert together([first, second]) == StepTimes(7, 40.0, 4.0, 12.0, 1.5, 1.25, 300.0)
-    assert together([first]) == first
-    assert together([first, second]).overlap_percent == pytest.approx(90)
+    assert merge([first, second]) == StepTimes(7, 40.0, 4.0, 12.0, 1.5, 1.25, 300.0)
+    assert merge([first]) == first
+    assert merge([first, second]).overlap_percent == pytest.approx(90)
 
 
 def test_the_rank_that_waits_least_is_the_slowest() -> None:

@@ -1,4 +1,4 @@
-"""What the stock Estimator does, ours does: canned models, metrics, exports and checkpoints."""
+"""Results of canned models equal the stock Estimator: metrics, exports and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from exports import operation_types
 from programs import canned
 from ranks import Ranks
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories of the stock classes and of 1 and 2 ranks, all from one checkpoint."""
+    """Directories of the stock classes and of 1 and 2 ranks, started from one checkpoint."""
     directory = tmp_path_factory.mktemp("canned")
     logs = directory / "logs"
     logs.mkdir()
@@ -59,17 +59,17 @@ def test_canned_models_train_like_the_stock_class(trained: Path, name: str, rank
 
 
 @pytest.mark.parametrize("name", canned.NAMES)
-def test_the_stock_class_goes_on_from_a_checkpoint_of_two_ranks(trained: Path, name: str) -> None:
-    wanted = variables(trained / "stock after stock" / name)
-    found = variables(trained / "stock after two" / name)
-    assert wanted["global_step"] == found["global_step"] == canned.STEPS + 3
-    for key, expected in wanted.items():
-        np.testing.assert_allclose(found[key], expected, rtol=0, atol=1e-6, err_msg=key)
+def test_the_stock_class_resumes_from_a_checkpoint_of_two_ranks(trained: Path, name: str) -> None:
+    expectation = variables(trained / "stock after stock" / name)
+    result = variables(trained / "stock after two" / name)
+    assert expectation["global_step"] == result["global_step"] == canned.STEPS + 3
+    for key, expected in expectation.items():
+        np.testing.assert_allclose(result[key], expected, rtol=0, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
 @pytest.mark.parametrize("name", canned.NAMES)
-def test_their_metrics_are_those_of_the_stock_class(trained: Path, name: str, ranks: str) -> None:
+def test_metrics_equal_those_of_the_stock_class(trained: Path, name: str, ranks: str) -> None:
     stock, ours = (np.load(trained / who / f"{name}-metrics.npz") for who in ("stock", ranks))
     assert set(stock) == set(ours) >= {"accuracy", "auc", "average_loss", "loss"}
     for key in stock:
@@ -77,11 +77,11 @@ def test_their_metrics_are_those_of_the_stock_class(trained: Path, name: str, ra
 
 
 @pytest.mark.parametrize("name", canned.NAMES)
-def test_their_exports_predict_the_same_in_plain_tensorflow(trained: Path, name: str) -> None:
-    found = {}
+def test_exported_models_predict_the_same_in_plain_tensorflow(trained: Path, name: str) -> None:
+    result = {}
     for who in ("stock", "two"):
         (export,) = (trained / who / f"{name}-export").iterdir()
         predict = tf.saved_model.load(str(export)).signatures["predict"]
-        found[who] = predict(x=tf.constant(canned.X[0]))["probabilities"].numpy()
+        result[who] = predict(x=tf.constant(canned.X[0]))["probabilities"].numpy()
         assert not any("PyFunc" in kind for kind in operation_types(export))
-    np.testing.assert_allclose(found["two"], found["stock"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(result["two"], result["stock"], rtol=0, atol=1e-6)

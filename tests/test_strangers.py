@@ -1,4 +1,4 @@
-"""What a stranger can take of a rank: descriptors, memory and time, of rings as real processes."""
+"""Descriptors, memory and time that a stranger can take from a rank, with real processes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ import grpc
 import psutil
 import pytest
 from certificates import Certificates, environ_of
-from conftest import NewRing, RankProcess, split_address
+from harness import split_address
+from rings import NewRing, RankProcess
 
-from hostopt.transport import limits
+from hostopt.transport.grpc import limits
 
-pytestmark = [pytest.mark.timeout(100), pytest.mark.faults]
+pytestmark = [pytest.mark.faults]
 
 FEW = 1024
 FLOOD = 1100
 MIB = 1 << 20
-# A ring that reduces and opens files when it is told to; the limits are of each of its processes.
+# A ring that reduces and opens files on request; the limits are those of each process.
 RING = """
 import contextlib, logging, os, resource, sys
 import numpy as np
@@ -54,7 +55,7 @@ WAYS = ["token", "token+good"]
 
 @contextlib.contextmanager
 def many_descriptors() -> Iterator[None]:
-    """Scope in which this process may hold the other ends of all connections."""
+    """Lets this process hold the other ends of all connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * FLOOD)), hard))
     try:
@@ -73,7 +74,7 @@ def idle_connections(address: str, count: int) -> Iterator[list[socket.socket]]:
 
 
 def wait_until_ended(callers: list[socket.socket], but: int = 0) -> None:
-    """Return when the other side has ended all but so many connections."""
+    """Waits until the other side has closed all but so many connections."""
     left, poll = {each.fileno(): each for each in callers}, select.poll()
     for fd in left:
         poll.register(fd, select.POLLIN)
@@ -97,14 +98,14 @@ def met(ring: Any, soft: int, hard: int, environ: dict[str, str]) -> list[RankPr
 
 def reduce_on(started: list[RankProcess], files: int = 300) -> None:
     for process in started:
-        process.tell(str(files))
+        process.write_line(str(files))
     for process in started:
         process.expect("exact")
 
 
 def end_well(started: list[RankProcess]) -> None:
     for process in started:
-        process.go_on()
+        process.close_stdin()
     for process in started:
         assert process.exit_code() == 0, process.stderr
 
@@ -122,7 +123,7 @@ def resident(process: RankProcess) -> int:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("hard", [FEW, 4 * FEW])
-def test_idle_connections_of_a_stranger_take_few_descriptors_for_a_short_time(
+def test_idle_connections_take_few_descriptors_for_a_short_time(
     processes: NewRing, certificates: Certificates, way: str, hard: int
 ) -> None:
     ring = processes(2)
@@ -135,12 +136,12 @@ def test_idle_connections_of_a_stranger_take_few_descriptors_for_a_short_time(
         assert descriptors(started[0]) < before + limits.most_strangers(2) + 20
         wait_until_ended(strangers)  # each of them has its time
         reduce_on(started)
-    assert "over which no rank has called" in started[0].stderr
+    assert "no rank has called over them" in started[0].stderr
     assert not started[1].stderr
     end_well(started)
 
 
-def test_connections_that_speak_http2_and_say_nothing_are_ended_too(
+def test_http2_connections_without_calls_are_closed_too(
     processes: NewRing, certificates: Certificates
 ) -> None:
     ring = processes(2)
@@ -154,7 +155,7 @@ def test_connections_that_speak_http2_and_say_nothing_are_ended_too(
     end_well(started)
 
 
-def test_connections_that_have_ended_hold_no_descriptors(
+def test_ended_connections_hold_no_descriptors(
     processes: NewRing, certificates: Certificates
 ) -> None:
     ring = processes(2)
@@ -171,7 +172,7 @@ def test_connections_that_have_ended_hold_no_descriptors(
     end_well(started)
 
 
-def test_a_ring_meets_while_strangers_take_what_they_can(
+def test_rendezvous_under_a_flood_of_connections(
     processes: NewRing, certificates: Certificates
 ) -> None:
     ring, environ = processes(2), environ_of(certificates, "token+good")
@@ -199,7 +200,7 @@ def test_a_ring_meets_while_strangers_take_what_they_can(
     end_well([first, second])
 
 
-def test_a_ring_that_rests_keeps_its_connections(
+def test_an_idle_ring_keeps_its_connections(
     processes: NewRing, certificates: Certificates
 ) -> None:
     script = RING.replace("import hostopt\n", "import hostopt\n" + QUICK)
@@ -222,7 +223,7 @@ def test_a_ring_that_rests_keeps_its_connections(
     end_well(started)
 
 
-def test_who_claims_a_rank_before_it_comes_takes_no_place_of_it(processes: NewRing) -> None:
+def test_early_claims_of_a_rank_do_not_block_that_rank(processes: NewRing) -> None:
     script = RING.replace("import hostopt\n", "import hostopt\n" + QUICK)
     ring, metadata = processes(2), (("rank", "1"), ("from", "7"), ("to", ""))
     first = ring.start(0, script, FEW, FEW)
@@ -244,7 +245,7 @@ def test_who_claims_a_rank_before_it_comes_takes_no_place_of_it(processes: NewRi
 
 
 QUICK = """
-from hostopt.transport import limits
+from hostopt.transport.grpc import limits
 limits.STRANGER_S = 0.5
 """
 
@@ -253,7 +254,7 @@ limits.STRANGER_S = 0.5
 
 
 def junk(address: str, count: int, **metadata: str) -> list[grpc.StatusCode]:
-    """Hellos of 2 MB, all at the same time."""
+    """Sends Hello messages of 2 MB, all at the same time."""
     options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
     with contextlib.ExitStack() as stack:
         calls = []
@@ -274,7 +275,7 @@ def junk(address: str, count: int, **metadata: str) -> list[grpc.StatusCode]:
         ("nothing", {"rank": "1", "from": "7"}, 256),
     ],
 )
-def test_large_requests_of_a_stranger_are_not_kept(
+def test_large_requests_of_a_stranger_do_not_stay_in_memory(
     processes: NewRing,
     certificates: Certificates,
     way: str,

@@ -1,4 +1,4 @@
-"""HostOffloadStrategy by itself: roles, plain sessions, two strategies in one process."""
+"""HostOffloadStrategy without an Estimator: roles, plain sessions, two in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import reserved_addresses
+from harness import deadline_s, reserved_addresses
 from strategies import as_ranks, resolver, session
 
 import estimator_ext
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.tensorflow]
 
 @pytest.fixture
 def addresses() -> Iterator[list[str]]:
-    with reserved_addresses(2) as found:
-        yield found
+    with reserved_addresses(2) as result:
+        yield result
 
 
 # -- a plain session -----------------------------------------------------------------------
@@ -96,9 +96,9 @@ def test_a_dataset_is_distributed_over_the_ranks(addresses: list[str]) -> None:
             run.run(iterator.initializer)
             return [run.run(batch).tolist() for _ in range(3)]
 
-    found = as_ranks(addresses, work)
-    assert [len(batch) for batches in found for batch in batches] == [2] * 6
-    assert sorted(x for batches in found for batch in batches for x in batch) == list(range(12))
+    result = as_ranks(addresses, work)
+    assert [len(batch) for batches in result for batch in batches] == [2] * 6
+    assert sorted(x for batches in result for batch in batches for x in batch) == list(range(12))
 
 
 def test_a_monitored_training_session(addresses: list[str]) -> None:
@@ -113,7 +113,7 @@ def test_a_monitored_training_session(addresses: list[str]) -> None:
     assert as_ranks(addresses, work) == [7, 7]
 
 
-def test_two_pairs_of_ranks_in_one_process_do_not_disturb_each_other() -> None:
+def test_two_pairs_of_ranks_in_one_process_are_independent() -> None:
     results: dict[int, Any] = {}
 
     def work(strategy: Any) -> Any:
@@ -136,7 +136,7 @@ def test_two_pairs_of_ranks_in_one_process_do_not_disturb_each_other() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(deadline_s(90))
     assert results == {0: [[2.0] * 20] * 2, 100: [[202.0] * 20] * 2}
 
 
@@ -177,7 +177,7 @@ def test_an_evaluator_needs_no_ring_and_no_accelerator(addresses: list[str]) -> 
     config = estimator_ext.RunConfig(train_distribute=strategy, session_config=session_config)
     assert (config.task_type, config.is_chief) == ("evaluator", False)
     assert config.session_config.device_count["GPU"] == 0
-    with pytest.raises(hostopt.ConfigError, match="takes no part in the ring"):
+    with pytest.raises(hostopt.ConfigError, match="is not part of the ring"):
         _ = strategy.communicator
 
 
@@ -198,10 +198,10 @@ def test_a_copy_is_the_strategy_itself(addresses: list[str]) -> None:
 
 
 def test_input_fns_get_their_context(tmp_path: Path) -> None:
-    seen = []
+    observed = []
 
     def input_fn(input_context: tf.distribute.InputContext) -> tf.data.Dataset:
-        seen.append(
+        observed.append(
             (
                 input_context.num_input_pipelines,
                 input_context.input_pipeline_id,
@@ -214,22 +214,22 @@ def test_input_fns_get_their_context(tmp_path: Path) -> None:
         return tf.estimator.EstimatorSpec(mode, loss=tf.reduce_sum(features))
 
     estimator_ext.Estimator(model_fn, str(tmp_path)).evaluate(input_fn)
-    assert seen == [(1, 0, 1)]
+    assert observed == [(1, 0, 1)]
 
 
 def gradients_of(rank: int) -> dict[str, Any]:
-    """Five gradients of one shape, two of them sparse, each rank with an order of its own."""
+    """Returns five gradients of one shape, two of them sparse, in a different order per rank."""
     values = np.random.RandomState(rank).standard_normal((5, 3, 4))
     names = ["a", "b", "c", "d", "e"]
-    found = {n: tf.constant(v) for n, v in zip(names[:3], values)}
+    result = {n: tf.constant(v) for n, v in zip(names[:3], values)}
     for name, value in zip(names[3:], values[3:]):
-        found[name] = tf.IndexedSlices(tf.constant(value), tf.constant([0, 1, 2]), [3, 4])
+        result[name] = tf.IndexedSlices(tf.constant(value), tf.constant([0, 1, 2]), [3, 4])
     order = names if rank == 0 else ["e", "c", "a", "d", "b"]
-    return {name: found[name] for name in order}
+    return {name: result[name] for name in order}
 
 
 @pytest.mark.parametrize("communication", ["grpc", "shm"])
-def test_gradients_that_ranks_pass_in_another_order_are_summed_by_name(
+def test_gradients_in_a_different_order_per_rank_are_summed_by_name(
     addresses: list[str], monkeypatch: pytest.MonkeyPatch, communication: str
 ) -> None:
     monkeypatch.setenv("HOSTOPT_COMMUNICATION", communication)
@@ -248,9 +248,9 @@ def test_gradients_that_ranks_pass_in_another_order_are_summed_by_name(
             return run.run(dense)
 
     total = sum(np.random.RandomState(rank).standard_normal((5, 3, 4)) for rank in range(2))
-    for found in as_ranks(addresses, work):
+    for result in as_ranks(addresses, work):
         for name, expected in zip("abcde", total):
-            np.testing.assert_array_equal(found[name], expected, err_msg=name)
+            np.testing.assert_array_equal(result[name], expected, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -262,15 +262,15 @@ def test_gradients_that_ranks_pass_in_another_order_are_summed_by_name(
         ("de", "", "'e': rank 0 has sparse rows of [4] float64, int32 indices, rank 1 has none"),
     ],
 )
-def test_ranks_with_other_gradients_are_refused(
+def test_ranks_with_different_gradients_are_refused(
     addresses: list[str], left_out: str, sparse: str, named: str
 ) -> None:
     def work(strategy: Any) -> Any:
         with strategy.scope():
             rank = strategy.communicator.rank
-            found = gradients_of(rank)
+            result = gradients_of(rank)
             pairs = []
-            for name, gradient in found.items():
+            for name, gradient in result.items():
                 variable = tf.compat.v1.get_variable(name, initializer=np.zeros((3, 4)))
                 if rank == 1 and name in sparse:
                     slices = tf.IndexedSlices(gradient, tf.constant([0, 1, 2]), [3, 4])
@@ -285,7 +285,9 @@ def test_ranks_with_other_gradients_are_refused(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_rows_of_a_variable_whose_shape_is_not_known(addresses: list[str], known: bool) -> None:
+def test_sparse_gradients_of_a_variable_of_unknown_shape(
+    addresses: list[str], known: bool
+) -> None:
     def work(strategy: Any) -> Any:
         with strategy.scope():
             table = tf.Variable(np.zeros((3, 4)), shape=tf.TensorShape(None), name="table")
@@ -305,7 +307,7 @@ def test_rows_of_a_variable_whose_shape_is_not_known(addresses: list[str], known
 
 
 def test_a_graph_never_writes_into_the_sums_that_other_ranks_read(addresses: list[str]) -> None:
-    """TensorFlow computes in place where it may; here other ranks still read the place."""
+    """TensorFlow computes in place if it may; here other ranks still read the buffer."""
     changed = threading.Barrier(2)
 
     def work(strategy: Any) -> Any:
@@ -324,9 +326,9 @@ def test_a_graph_never_writes_into_the_sums_that_other_ranks_read(addresses: lis
         else:
             result = tf.numpy_function(look, [sums[0]], tf.float32)
         with tf.compat.v1.Session() as session:
-            found = session.run(result, {value: np.full(1000, 3.0 + rank, np.float32)})
+            actual = session.run(result, {value: np.full(1000, 3.0 + rank, np.float32)})
         reducer.close()
-        return found
+        return actual
 
-    _, seen = as_ranks(addresses, work)
-    np.testing.assert_array_equal(seen, np.full(1000, 7.0, np.float32))
+    _, observed = as_ranks(addresses, work)
+    np.testing.assert_array_equal(observed, np.full(1000, 7.0, np.float32))

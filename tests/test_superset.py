@@ -1,4 +1,4 @@
-"""All that an Estimator has: ours does what the stock one does, call by call."""
+"""All methods of an Estimator return the results of the stock class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import estimator_ext
 
 estimator_ext.install()
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 X = np.random.RandomState(0).standard_normal((10, 6, 3)).astype(np.float32)
 Y = X.sum(-1, keepdims=True)
@@ -21,7 +21,7 @@ COLUMNS = [tf.feature_column.numeric_column("x", shape=[3])]
 
 
 class Recorder(tf.estimator.SessionRunHook):
-    """Notes what it is asked to do."""
+    """Records its calls."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self._name, self._events = name, events
@@ -47,7 +47,7 @@ class Recorder(tf.estimator.SessionRunHook):
 
 
 class Listener(tf.estimator.CheckpointSaverListener):
-    """Notes each save."""
+    """Records each save."""
 
     def __init__(self, events: list[str]) -> None:
         self._events = events
@@ -116,7 +116,7 @@ def make_model_fn(events: list[str], start: float) -> Any:
 
 
 def tags(directory: Path) -> set[tuple[str, int]]:
-    """Summaries that were written, with their steps; but for how fast it went."""
+    """Returns the summaries that were written, with their steps, without speeds."""
     return {
         (value.tag, event.step)
         for path in directory.glob("events.*")
@@ -127,8 +127,8 @@ def tags(directory: Path) -> set[tuple[str, int]]:
 
 
 def exercise(kind: str, directory: Path) -> dict[str, Any]:
-    """Call all there is; the results, in the order of the calls."""
-    found: dict[str, Any] = {}
+    """Makes all calls, and returns their results in this order."""
+    result: dict[str, Any] = {}
     events: list[str] = []
     strategy = estimator_ext.HostOffloadStrategy() if kind == "ours, with a strategy" else None
     config = tf.estimator.RunConfig(
@@ -148,52 +148,52 @@ def exercise(kind: str, directory: Path) -> dict[str, Any]:
     hook = Recorder("hook of the call", events)
     estimator.train(input_fn, [hook], max_steps=12, saving_listeners=[Listener(events)])
     estimator.train(input_fn, steps=3)
-    found["checkpoints"] = sorted(path.name for path in (directory / "model").glob("*.index"))
-    found["latest"] = Path(estimator.latest_checkpoint()).name
-    found["summaries"] = tags(directory / "model")
-    found["variables"] = {
+    result["checkpoints"] = sorted(path.name for path in (directory / "model").glob("*.index"))
+    result["latest"] = Path(estimator.latest_checkpoint()).name
+    result["summaries"] = tags(directory / "model")
+    result["variables"] = {
         n: estimator.get_variable_value(n) for n in estimator.get_variable_names()
     }
-    found["metrics"] = estimator.evaluate(input_fn, 7, [hook], name="some")
-    found["eval_dir"] = Path(estimator.eval_dir("some")).name
-    found["evaluated"] = tags(Path(estimator.eval_dir("some")))
+    result["metrics"] = estimator.evaluate(input_fn, 7, [hook], name="some")
+    result["eval_dir"] = Path(estimator.eval_dir("some")).name
+    result["evaluated"] = tags(Path(estimator.eval_dir("some")))
     older = str(directory / "model" / "model.ckpt-12")
-    found["older"] = estimator.evaluate(input_fn, 7, checkpoint_path=older)
-    found["predictions"] = list(estimator.predict(input_fn, ["out"], [hook]))
-    found["batches"] = list(estimator.predict(input_fn, yield_single_examples=False))
+    result["older"] = estimator.evaluate(input_fn, 7, checkpoint_path=older)
+    result["predictions"] = list(estimator.predict(input_fn, ["out"], [hook]))
+    result["batches"] = list(estimator.predict(input_fn, yield_single_examples=False))
     export = Path(estimator.export_saved_model(str(directory / "export"), receiver).decode())
     signatures = tf.saved_model.load(str(export)).signatures
-    found["signatures"] = set(signatures)
-    found["served"] = signatures["other"](x=tf.constant(X[0]))["out"].numpy()
+    result["signatures"] = set(signatures)
+    result["served"] = signatures["other"](x=tf.constant(X[0]))["out"].numpy()
     modes = tf.estimator.ModeKeys
     receivers = dict.fromkeys((modes.TRAIN, modes.EVAL), supervised_receiver)
     all_modes = estimator.experimental_export_all_saved_models(
         str(directory / "all"), {**receivers, modes.PREDICT: receiver}
     )
-    found["all modes"] = {
+    result["all modes"] = {
         tag: set(tf.saved_model.load(all_modes.decode(), tags=[tag]).signatures)
         for tag in ("train", "eval", "serve")
     }
     warm = make("warm", 0.0, warm_start_from=str(directory / "model"))
     warm.train(input_fn, steps=1)
-    found["warm"] = warm.get_variable_value("weights")
+    result["warm"] = warm.get_variable_value("weights")
     exporters = [
         tf.estimator.BestExporter("best", receiver),
         tf.estimator.LatestExporter("latest", receiver),
         tf.estimator.FinalExporter("final", receiver),
     ]
     together = make("together")
-    found["together"] = tf.estimator.train_and_evaluate(
+    result["together"] = tf.estimator.train_and_evaluate(
         together,
         tf.estimator.TrainSpec(input_fn, 10, [Recorder("hook of TrainSpec", events)]),
         tf.estimator.EvalSpec(input_fn, 3, "e", [hook], exporters, 0, 0),
     )[0]
     exported = directory / "together" / "export"
-    found["exported"] = {
+    result["exported"] = {
         each.name: len(list(each.glob("*/saved_model.pb"))) for each in exported.iterdir()
     }
-    found["events"] = events
-    return found
+    result["events"] = events
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -207,13 +207,13 @@ def test_every_call_does_what_it_does_in_the_stock_class(
 ) -> None:
     ours = exercise(kind, tmp_path)
     assert list(ours) == list(stock)
-    for name, wanted in stock.items():
+    for name, expectation in stock.items():
         if name == "events":
-            assert ours[name] == wanted
+            assert ours[name] == expectation
             continue
-        tf.nest.assert_same_structure(ours[name], wanted)
-        for found, expected in zip(tf.nest.flatten(ours[name]), tf.nest.flatten(wanted)):
+        tf.nest.assert_same_structure(ours[name], expectation)
+        for result, expected in zip(tf.nest.flatten(ours[name]), tf.nest.flatten(expectation)):
             if isinstance(expected, (np.ndarray, np.floating)):
-                np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(result, expected, rtol=0, atol=1e-6, err_msg=name)
             else:
-                assert found == expected, name
+                assert result == expected, name

@@ -1,4 +1,4 @@
-"""The file of a rank: lanes, spans, and that it is whole whenever it is read."""
+"""Timelines: rows, spans, and a file that is complete at any time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, Spawn
+from harness import ROOT
+from rings import Spawn
 
-from hostopt.bucket import TensorSpec, plan_buckets
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError
-from hostopt.inline_reducer import InlineReducer
-from hostopt.reducer import Reducer
-from hostopt.step_stats import StepTimes
-from hostopt.timeline import Timeline, Track, path_of_rank
-from hostopt.transport.base import Tag
+from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.reducer import Reducer
+from hostopt.gradients.step_stats import StepTimes
+from hostopt.telemetry.timeline import Timeline, Track, path_of_rank
+from hostopt.transport.message import Tag
 
 JOBS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
 LANES = ["backward", "launch", "ring send", "ring receive", "wait", "apply"]
@@ -33,8 +34,8 @@ def timeline(tmp_path: Path, job: str = "chief", **options: Any) -> Timeline:
 
 
 def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
 
 
 def spans(path: Path) -> list[dict[str, Any]]:
@@ -42,7 +43,7 @@ def spans(path: Path) -> list[dict[str, Any]]:
 
 
 def rows(path: Path) -> dict[int, str]:
-    """Names of the rows from the top."""
+    """Returns the names of the rows from the top."""
     events = read(path)["traceEvents"]
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"].startswith("thread_s")}
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -54,11 +55,11 @@ def rows(path: Path) -> dict[int, str]:
     ("path", "expected"),
     [("trace.json", "trace.rank3.json"), ("a.b/c", "a.b/c.rank3"), ("x.y.gz", "x.y.rank3.gz")],
 )
-def test_each_rank_has_a_file(path: str, expected: str) -> None:
+def test_path_of_rank(path: str, expected: str) -> None:
     assert path_of_rank(path, 3) == Path(expected)
 
 
-def test_what_a_viewer_reads(tmp_path: Path) -> None:
+def test_trace_content(tmp_path: Path) -> None:
     recorder = timeline(tmp_path, "worker")
     recorder.clock_offset_s = -0.5
     recorder.span(Track.WAIT, "w", 2.0, 2.5, step=1, bucket=0)
@@ -105,25 +106,25 @@ def test_what_a_viewer_reads(tmp_path: Path) -> None:
     ]
 
 
-def test_overlapping_spans_get_rows_of_their_own(tmp_path: Path) -> None:
+def test_overlapping_spans_have_separate_rows(tmp_path: Path) -> None:
     recorder = timeline(tmp_path)
     for name, begin_s, end_s in [("a", 1, 4), ("b", 2, 3), ("c", 3, 5), ("d", 4, 6)]:
         recorder.span(Track.LAUNCH, name, begin_s, end_s)
     recorder.close()
     names = rows(recorder.path)
-    found = {span["name"]: names[span["tid"]] for span in spans(recorder.path)}
-    assert found == {"a": "launch", "b": "launch (2)", "c": "launch (2)", "d": "launch"}
+    result = {span["name"]: names[span["tid"]] for span in spans(recorder.path)}
+    assert result == {"a": "launch", "b": "launch (2)", "c": "launch (2)", "d": "launch"}
     assert list(names.values()) == [*LANES[:2], "launch (2)", *LANES[2:]]
 
 
-def test_many_overlapping_spans_stay_in_their_lane(tmp_path: Path) -> None:
+def test_many_overlapping_spans_stay_in_their_track(tmp_path: Path) -> None:
     recorder = timeline(tmp_path)
     for _ in range(20):
         recorder.span(Track.RING_SEND, "x", 1, 2)
     recorder.close()
     names = rows(recorder.path)
-    found = Counter(names[span["tid"]] for span in spans(recorder.path))
-    assert found == {"ring send": 1, **{f"ring send ({row})": 1 for row in range(2, 16)}} | {
+    result = Counter(names[span["tid"]] for span in spans(recorder.path))
+    assert result == {"ring send": 1, **{f"ring send ({row})": 1 for row in range(2, 16)}} | {
         "ring send (16)": 5
     }
 
@@ -136,8 +137,8 @@ def test_messages_of_one_round_become_one_span(tmp_path: Path) -> None:
         other = tag._replace(channel=6)  # at the same time on another channel
         recorder.message(Track.RING_SEND, other, "y", at, at + 0.5, 1)
     recorder.close()
-    found = [(s["name"], s["ts"], s["dur"], s["args"]["bytes"]) for s in spans(recorder.path)]
-    assert sorted(found) == [
+    result = [(s["name"], s["ts"], s["dur"], s["args"]["bytes"]) for s in spans(recorder.path)]
+    assert sorted(result) == [
         ("x", 0.0, 1.5e6, 20),
         ("x", 2e6, 2.5e6, 30),
         ("y", 0.0, 1.5e6, 2),
@@ -171,7 +172,7 @@ def test_no_span_is_lost_between_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        read(recorder.path)  # whole at any moment
+        read(recorder.path)  # complete at any time
     for thread in threads:
         thread.join()
     recorder.close()
@@ -180,13 +181,13 @@ def test_no_span_is_lost_between_threads(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [recorder.path]
 
 
-def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/trace\.rank0\.json cannot be written"):
         timeline(tmp_path / "file")
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was(
+def test_a_failed_write_keeps_the_old_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = timeline(tmp_path)
@@ -205,11 +206,11 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     assert "is not up to date" in caplog.text
 
 
-def test_a_program_that_does_not_close_leaves_its_last_spans(tmp_path: Path) -> None:
+def test_spans_are_written_at_exit_without_close(tmp_path: Path) -> None:
     code = """
 import sys
 from hostopt.cluster import Cluster
-from hostopt.timeline import Track, Timeline
+from hostopt.telemetry.timeline import Track, Timeline
 recorder = Timeline(sys.argv[1], Cluster.from_dict({"chief": ["127.0.0.1:1"]}, "chief", 0))
 recorder.span(Track.APPLY, "last", 1.0, 2.0)
 """
@@ -218,11 +219,11 @@ recorder.span(Track.APPLY, "last", 1.0, 2.0)
     assert [span["name"] for span in spans(path_of_rank(str(path), 0))] == ["last"]
 
 
-def test_a_killed_program_leaves_a_whole_file(tmp_path: Path) -> None:
+def test_a_killed_program_leaves_a_complete_file(tmp_path: Path) -> None:
     code = """
 import itertools, sys
 from hostopt.cluster import Cluster
-from hostopt.timeline import Track, Timeline
+from hostopt.telemetry.timeline import Track, Timeline
 cluster = Cluster.from_dict({"chief": ["127.0.0.1:1"]}, "chief", 0)
 recorder = Timeline(sys.argv[1], cluster, rewrite_every_s=1e-3)
 for number in itertools.count():
@@ -239,7 +240,7 @@ for number in itertools.count():
     assert {span["name"] for span in spans(path_of_rank(path, 0))} == {"x"}
 
 
-# --- what a ring records ----------------------------------------------------------------------
+# --- records of a ring ------------------------------------------------------------------------
 
 BUCKETS = plan_buckets(
     [TensorSpec(f"v{i}", (n,), np.dtype(np.float32)) for i, n in enumerate([24, 29])], 128
@@ -258,7 +259,7 @@ def two_steps(communicator: Communicator) -> Reducer:
     return reducer
 
 
-def test_a_reducer_shows_each_bucket_of_each_step(spawn_ring: Spawn, tmp_path: Path) -> None:
+def test_a_reducer_records_each_bucket_of_each_step(spawn_ring: Spawn, tmp_path: Path) -> None:
     def work(communicator: Communicator) -> None:
         path = str(tmp_path / "trace.json")
         communicator.transport.timeline = Timeline(path, communicator.transport.cluster)
@@ -266,12 +267,12 @@ def test_a_reducer_shows_each_bucket_of_each_step(spawn_ring: Spawn, tmp_path: P
 
     spawn_ring(3, work, segment_bytes=32)
     for rank in range(3):
-        found = spans(path_of_rank(str(tmp_path / "trace.json"), rank))
-        assert all(span["pid"] == rank and span["dur"] >= 0 for span in found)
-        begins = [span["ts"] for span in found]
+        result = spans(path_of_rank(str(tmp_path / "trace.json"), rank))
+        assert all(span["pid"] == rank and span["dur"] >= 0 for span in result)
+        begins = [span["ts"] for span in result]
         assert begins == sorted(begins)
         of_buckets = Counter(
-            (span["cat"], span["args"]["step"], span["args"]["bucket"]) for span in found
+            (span["cat"], span["args"]["step"], span["args"]["bucket"]) for span in result
         )
         assert of_buckets == {
             (lane, step, bucket): count
@@ -279,15 +280,15 @@ def test_a_reducer_shows_each_bucket_of_each_step(spawn_ring: Spawn, tmp_path: P
             for step in range(2)
             for bucket in range(2)
         }
-        sent = [s for s in found if s["cat"] == "ring send" and s["args"]["round"] == 0]
+        sent = [s for s in result if s["cat"] == "ring send" and s["args"]["round"] == 0]
         assert {s["args"]["bytes"] for s in sent} == {64}  # a third of 128 bytes and a mark of 64
-        assert {s["name"] for s in found} == {
+        assert {s["name"] for s in result} == {
             "the gradient of 'v1' (bucket 1/2)",
             "the gradient of 'v0' (bucket 2/2)",
         }
 
 
-def test_a_reducer_measures_without_a_timeline(spawn_inproc: Spawn) -> None:
+def test_a_reducer_measures_times_without_a_timeline(spawn_inproc: Spawn) -> None:
     for reducer in spawn_inproc(2, two_steps):
         times = reducer.last_times
         assert times.step == 1
@@ -295,7 +296,7 @@ def test_a_reducer_measures_without_a_timeline(spawn_inproc: Spawn) -> None:
         assert 0 <= times.exposed_ms <= times.communication_ms
 
 
-def test_a_reducer_in_shared_memory_shows_each_bucket(tmp_path: Path) -> None:
+def test_a_shared_memory_reducer_records_each_bucket(tmp_path: Path) -> None:
     path = str(tmp_path / "trace.json")
 
     def work(communicator: Communicator) -> StepTimes | None:
@@ -324,7 +325,7 @@ def test_a_reducer_in_shared_memory_shows_each_bucket(tmp_path: Path) -> None:
 RANK = """
 import numpy as np, sys, hostopt
 with hostopt.connect() as communicator:
-    communicator.all_reduce(np.ones(10, np.float32), what="ten ones")
+    communicator.all_reduce(np.ones(10, np.float32), name="ten ones")
 print("done")
 """
 
@@ -343,7 +344,7 @@ def test_connect_starts_the_timeline(processes: Any, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.json"))) == 3
 
 
-def test_ranks_of_which_only_one_records_are_refused(processes: Any, tmp_path: Path) -> None:
+def test_a_timeline_on_one_rank_only_is_refused(processes: Any, tmp_path: Path) -> None:
     ring = processes(2)
     recording = ring.start(0, RANK, HOSTOPT_TIMELINE=str(tmp_path / "t.json"))
     other = ring.start(1, RANK)

@@ -1,4 +1,4 @@
-"""Files of several ranks become one trace, and a picture."""
+"""Merging and drawing of trace files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structures import texts_like
 
-from hostopt import trace_files, trace_picture
 from hostopt.cli import main
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError
-from hostopt.timeline import Timeline, Track
+from hostopt.telemetry import trace_files, trace_picture
+from hostopt.telemetry.timeline import Timeline, Track
 
 JOBS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
 
 
 def recorded(tmp_path: Path, rank: int, jobs: Any = JOBS) -> str:
-    """A rank whose clock is 100 s ahead of rank 0's for each number of its rank."""
+    """Writes the trace of a rank whose clock is `rank` times 100 s ahead of that of rank 0."""
     job, index = ("chief", 0) if rank == 0 else ("worker", rank - 1)
     timeline = Timeline(str(tmp_path / "trace.json"), Cluster.from_dict(jobs, job, index))
     timeline.clock_offset_s = -100.0 * rank
@@ -45,7 +45,7 @@ def merged(tmp_path: Path) -> Path:
     return output
 
 
-def test_the_joined_trace_is_aligned(merged: Path) -> None:
+def test_merged_trace_is_aligned(merged: Path) -> None:
     whole = json.loads(merged.read_text())
     assert whole["otherData"]["hostopt"] == {"ranks": [0, 1], "size": 2}
     events = whole["traceEvents"]
@@ -59,7 +59,7 @@ def test_the_joined_trace_is_aligned(merged: Path) -> None:
     assert names == ["rank 0 (chief:0)", "rank 1 (worker:0)"]
 
 
-def test_ranks_without_a_span_can_be_joined(tmp_path: Path) -> None:
+def test_traces_without_spans_can_be_merged(tmp_path: Path) -> None:
     timeline = Timeline(str(tmp_path / "t.json"), Cluster.from_dict(JOBS, "chief", 0))
     timeline.close()
     output = tmp_path / "merged.json"
@@ -68,17 +68,17 @@ def test_ranks_without_a_span_can_be_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "[]", "{}", '{"otherData": {}}', "\ud800"])
-def test_a_file_that_is_no_trace(
+def test_a_file_that_is_not_a_trace(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str
 ) -> None:
     other = tmp_path / "other.json"
     other.write_bytes(text.encode(errors="surrogatepass"))
     assert main(["trace", "merge", str(other), "-o", str(tmp_path / "m.json")]) == 78
-    assert "other.json is no trace of hostopt" in capfd.readouterr().err
+    assert "other.json is not a trace of hostopt" in capfd.readouterr().err
     assert not (tmp_path / "m.json").exists()
 
 
-def test_what_cannot_be_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_traces_that_cannot_be_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, output = recorded(tmp_path, 0), str(tmp_path / "m.json")
     larger = recorded(tmp_path / "x", 1, {**JOBS, "worker": ["127.0.0.1:2", "127.0.0.1:3"]})
     joined = str(tmp_path / "joined.json")
@@ -86,7 +86,7 @@ def test_what_cannot_be_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     for files, message in {
         (first, first): "are both of rank 0",
         (first, larger): "of a ring of 2 ranks and .* of 3",
-        (first, joined): "joined.json holds .* wanted the trace of one rank",
+        (first, joined): "joined.json has the attributes .* expected the trace of one rank",
         (first, "absent.json"): "absent.json cannot be read",
     }.items():
         assert main(["trace", "merge", *files, "-o", output]) == 78
@@ -105,16 +105,16 @@ def test_a_picture_of_the_last_step(merged: Path) -> None:
     assert "<svg" in picture.read_text()
 
 
-def test_what_cannot_be_drawn(merged: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_cannot_be_drawn(merged: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = merged.with_suffix(".png")
     assert main(["trace", "draw", str(merged), "--step", "5", "-o", str(picture)]) == 78
-    assert "shows no step 5" in capfd.readouterr().err
+    assert "has no step 5" in capfd.readouterr().err
     assert main(["trace", "draw", str(merged), "-o", str(picture) + ".none"]) == 78
     assert "cannot be written" in capfd.readouterr().err
     assert not picture.exists()
 
 
-def test_without_matplotlib_the_extra_is_named(
+def test_drawing_without_matplotlib_names_the_extra(
     merged: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -136,7 +136,7 @@ WHOLE = {
 
 @settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(texts_like(WHOLE), st.integers(0, 9))
-def test_a_file_of_any_structure_is_joined_and_drawn_or_refused(
+def test_a_file_of_any_structure_is_processed_or_refused(
     tmp_path: Path, content: bytes, number: int
 ) -> None:
     file = tmp_path / "trace.json"
@@ -154,7 +154,7 @@ def test_a_file_of_any_structure_is_joined_and_drawn_or_refused(
 
 
 @pytest.mark.parametrize("output", ["/", ".", "/no/such/directory/merged.json"])
-def test_a_place_where_nothing_can_be_written(
+def test_an_unwritable_output_path(
     tmp_path: Path, output: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace", "merge", recorded(tmp_path, 0), "-o", output]) == 78

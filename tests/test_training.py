@@ -1,4 +1,4 @@
-"""Roles, resuming, and what happens when something breaks: real processes, real signals."""
+"""Training with real processes: roles, resuming, and faults."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import Rank, Ranks, reserved_addresses
+from harness import deadline_s, reserved_addresses
+from ranks import Rank, Ranks
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow]
 
 
 def settings(tmp_path: Path, **chosen: Any) -> list[str]:
@@ -28,7 +29,7 @@ def final(tmp_path: Path, rank: int = 0, optimizer: str = "adam") -> dict[str, n
 
 
 def evaluated_steps(eval_dir: Path) -> list[int]:
-    """Steps for which an evaluation wrote an accuracy."""
+    """Returns the steps for which an evaluation wrote an accuracy."""
     return [
         event.step
         for path in sorted(eval_dir.glob("events.*"))
@@ -39,7 +40,7 @@ def evaluated_steps(eval_dir: Path) -> list[int]:
 
 
 def with_an_evaluator(tmp_path: Path, ranks: Ranks, chosen: dict[str, Any]) -> list[Rank]:
-    """Chief, worker and evaluator, all of which have ended well."""
+    """Runs chief, worker and evaluator, which must succeed."""
     with reserved_addresses(2) as (chief, worker):
         jobs = {"chief": [chief], "worker": [worker]}
         started = ranks.start(
@@ -61,19 +62,19 @@ def test_chief_worker_and_evaluator(tmp_path: Path, ranks: Ranks, api: str) -> N
     evaluator = started[-1]
     assert "evaluated during training" in started[0].output
     assert "Saving dict for global step 60" in evaluator.output
-    assert "missing" not in evaluator.output  # it looks for no ring
+    assert "missing" not in evaluator.output  # the evaluator does not join a ring
     model = tmp_path / "model" / "adam"
     assert evaluated_steps(model / "eval")[-1] == 60
     assert tf.train.latest_checkpoint(str(model)).endswith("model.ckpt-60")
-    # one writer of checkpoints and summaries
+    # a single writer of checkpoints and summaries
     assert len(list(model.glob("events.*"))) == 1
     assert "Saving checkpoints" in started[0].output
     assert "Saving checkpoints" not in started[1].output
-    if api == "ours":  # no evaluator in the cluster that the chief knows
+    if api == "ours":  # the cluster does not list the evaluator
         assert "the chief evaluates the final checkpoint" in started[0].output
         assert '"global_step": 60' in started[0].output
         assert "RESULT [null, []]" in started[1].output
-        # both may have evaluated in the same second: each has a file of its own
+        # both may have evaluated in the same second: each has a separate file
         assert len({path.suffix for path in (model / "eval").glob("events.*")}) == 2
         assert '"global_step": 60' in evaluator.output
 
@@ -113,8 +114,8 @@ def test_the_reported_loss_is_the_mean_over_the_ranks(tmp_path: Path, ranks: Ran
 # -- resuming ------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, ranks: Ranks) -> None:
-    # every 7th batch is the first again: after 14 steps the data, too, are where they began
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, ranks: Ranks) -> None:
+    # the data repeat after 7 batches, so after 14 steps they are at the start again
     for name, stops in {"broken": [14, 20], "unbroken": [20]}.items():
         (tmp_path / name).mkdir()
         for steps in stops:
@@ -126,10 +127,10 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, ranks: Ranks) -> N
         np.testing.assert_array_equal(broken[name], unbroken[name], err_msg=name)
 
 
-def test_ranks_that_share_no_files_start_from_rank_0(tmp_path: Path, ranks: Ranks) -> None:
+def test_ranks_without_shared_files_start_from_rank_0(tmp_path: Path, ranks: Ranks) -> None:
     chosen = {"optimizers": ["adam"], "steps": 6}
     ranks.run("train.py", 1, arguments=settings(tmp_path, **chosen))
-    # rank 1 has an own, newer checkpoint of something else: it must not matter
+    # rank 1 has a newer checkpoint of another model, which must be ignored
     other = tmp_path / "other"
     other.mkdir()
     ranks.run("train.py", 1, arguments=settings(other, **{**chosen, "steps": 50, "hidden": 3}))
@@ -137,19 +138,22 @@ def test_ranks_that_share_no_files_start_from_rank_0(tmp_path: Path, ranks: Rank
         "train.py",
         2,
         arguments=settings(tmp_path, **{**chosen, "steps": 12}),
-        own={"worker:1": [json.dumps({"model_dir": str(other / "model")})]},
+        task_arguments={"worker:1": [json.dumps({"model_dir": str(other / "model")})]},
     )
     assert final(tmp_path, 0)["global_step"] == final(tmp_path, 1)["global_step"] == 12
     for name, value in final(tmp_path, 0).items():
         np.testing.assert_array_equal(final(tmp_path, 1)[name], value, err_msg=name)
 
 
-def test_a_finished_training_ends_at_once_on_all_ranks(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_completed_training_ends_at_once_on_all_ranks(tmp_path: Path, ranks: Ranks) -> None:
     chosen = {"optimizers": ["adam"], "steps": 6}
     ranks.run("train.py", 1, arguments=settings(tmp_path, **chosen))
     elsewhere = json.dumps({"model_dir": str(tmp_path / "empty")})
     started = ranks.run(
-        "train.py", 2, arguments=settings(tmp_path, **chosen), own={"worker:1": [elsewhere]}
+        "train.py",
+        2,
+        arguments=settings(tmp_path, **chosen),
+        task_arguments={"worker:1": [elsewhere]},
     )
     for rank in started:
         assert "step 6 is reached already" in rank.output
@@ -165,14 +169,16 @@ def test_steps_count_from_the_restored_step(tmp_path: Path, ranks: Ranks) -> Non
 # -- faults --------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_is_named_and_no_torn_step_is_saved(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_killed_rank_is_named_and_its_incomplete_step_is_not_saved(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     chosen = {"optimizers": ["adam"], "steps": 1000, "checkpoint_steps": 4}
     with reserved_addresses(3) as addresses:
         started = ranks.start(
             "train.py",
             {"worker": addresses},
             arguments=settings(tmp_path, **chosen),
-            own={"worker:1": [json.dumps({"stop_at": 8})]},
+            task_arguments={"worker:1": [json.dumps({"stop_at": 8})]},
         )
         started[1].wait_for_output("stopped here")
         started[1].signal(signal.SIGKILL)
@@ -180,12 +186,14 @@ def test_a_killed_rank_is_named_and_no_torn_step_is_saved(tmp_path: Path, ranks:
             assert rank.wait(10) == 200, rank.output
             assert "PeerLostError" in rank.output
             # counted from 0
-            wanted = rf"rank 1 \(worker:1, {addresses[1]}\) lost at step 7 while rank [02] waited"
-            assert re.search(wanted, rank.output)
+            expected = (
+                rf"rank 1 \(worker:1, {addresses[1]}\) lost at step 7 while rank [02] waited"
+            )
+            assert re.search(expected, rank.output)
             assert rank.output.count("Last whole checkpoint: step 4. Re-run the same command") == 1
     model = tmp_path / "model" / "adam"
     assert tf.train.latest_checkpoint(str(model)).endswith("model.ckpt-4")
-    assert not list(model.glob("model.ckpt-7*"))  # the step that was torn
+    assert not list(model.glob("model.ckpt-7*"))  # the incomplete step
 
 
 def test_different_models_are_found_before_the_first_step(tmp_path: Path, ranks: Ranks) -> None:
@@ -194,7 +202,7 @@ def test_different_models_are_found_before_the_first_step(tmp_path: Path, ranks:
             "train.py",
             {"worker": addresses},
             arguments=settings(tmp_path, optimizers=["adam"]),
-            own={"worker:1": [json.dumps({"hidden": 9})]},
+            task_arguments={"worker:1": [json.dumps({"hidden": 9})]},
         )
         for rank in started:
             assert rank.wait() == 65, rank.output
@@ -209,7 +217,7 @@ def test_different_dtypes_are_found_before_the_first_step(tmp_path: Path, ranks:
             "train.py",
             {"worker": addresses},
             arguments=settings(tmp_path, optimizers=["adam"]),
-            own={"worker:1": [json.dumps({"dtype": "float32"})]},
+            task_arguments={"worker:1": [json.dumps({"dtype": "float32"})]},
         )
         for rank in started:
             assert rank.wait() == 65, rank.output
@@ -217,7 +225,7 @@ def test_different_dtypes_are_found_before_the_first_step(tmp_path: Path, ranks:
 
 
 @pytest.mark.parametrize("model", ["mlp", "averages"])
-def test_tensors_of_one_rank_that_end_early_end_the_training_of_all(
+def test_input_tensors_that_end_early_on_one_rank_end_the_training_of_all(
     tmp_path: Path, ranks: Ranks, model: str
 ) -> None:
     with reserved_addresses(2) as addresses:
@@ -227,7 +235,7 @@ def test_tensors_of_one_rank_that_end_early_end_the_training_of_all(
             arguments=settings(
                 tmp_path, optimizers=["adam"], steps=50, as_tensors=True, model=model
             ),
-            own={"worker:1": [json.dumps({"batches": 9})]},
+            task_arguments={"worker:1": [json.dumps({"batches": 9})]},
         )
         for rank in started:
             assert rank.wait() == 200, rank.output
@@ -241,7 +249,7 @@ import glob, os
 import estimator_ext
 estimator_ext.install()
 import tensorflow as tf
-from estimator_ext.training import _Evaluation
+from estimator_ext.evaluation import CheckpointEvaluation
 
 def data():
     return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat(3)
@@ -262,10 +270,14 @@ estimator = estimator_ext.Estimator(model_fn, {str(tmp_path)!r})
 estimator.train(data)
 train_spec = tf.estimator.TrainSpec(data, max_steps=9)
 eval_spec = tf.estimator.EvalSpec(data_while_the_chief_deletes, start_delay_secs=0)
-print("RESULT", _Evaluation(estimator, train_spec, eval_spec).run())
+print("RESULT", CheckpointEvaluation(estimator, train_spec, eval_spec).run())
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=deadline_s(100),
     )
     assert "RESULT (None, [])" in done.stdout, done.stderr
     assert f"cannot read {tmp_path}/model.ckpt-3.index" in done.stderr

@@ -1,6 +1,6 @@
-"""Errors of the user's code on one rank: told to all, never taken for the end of the data.
+"""Errors of the user's code on one rank: sent to all, and not mistaken for the end of the data.
 
-Two processes train with many errors, one after the other, and say how each training ended; and
+Two processes train with many errors, one after the other, and report how each training ended; and
 once an error ends both processes.
 """
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from ranks import Ranks, caught, reserved_addresses
+from harness import reserved_addresses
+from ranks import Ranks, caught
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 BUILDING = ["model_fn", "host_call"]  # while the graph is built; all others in the third step
-# Where which error is raised on which rank.
+# Code that raises, error, and rank.
 RUNS = [
     ("model_fn", "ZeroDivisionError", 0),
     ("host_call", "ZeroDivisionError", 1),
@@ -38,19 +39,19 @@ RUNS = [
 
 
 class Ends:
-    """How the trainings ended.
+    """Results of the trainings.
 
     Args:
-      directory: where checkpoints and output go.
+      directory: directory of checkpoints and output.
     """
 
     def __init__(self, directory: Path) -> None:
         runs = []
         for place, kind, rank in RUNS:
             at = 1 if place in BUILDING else 3
-            own = {"raise_in": place, "raise_kind": kind, "raise_at": at}
+            settings = {"raise_in": place, "raise_kind": kind, "raise_at": at}
             model_dir = str(directory / f"{place}-{kind}-{rank}")
-            runs.append({"model_dir": model_dir, "own": {str(rank): own}})
+            runs.append({"model_dir": model_dir, "rank_settings": {str(rank): settings}})
         common = {"optimizers": ["adam"], "steps": 6, "checkpoint_steps": 2, "catch": True}
         ranks = Ranks(directory)
         try:
@@ -61,12 +62,12 @@ class Ends:
         self._directory = directory
 
     def of(self, place: str, kind: str, rank: int) -> list[dict[str, Any]]:
-        """The error of the rank that raised it, and of the other."""
-        found = [each[RUNS.index((place, kind, rank))] for each in self._ends]
-        return found if rank == 0 else found[::-1]
+        """Returns the error of the rank that raised it, and of the other one."""
+        result = [each[RUNS.index((place, kind, rank))] for each in self._ends]
+        return result if rank == 0 else result[::-1]
 
     def checkpoint(self, place: str, kind: str, rank: int) -> str | None:
-        """The newest checkpoint."""
+        """Returns the newest checkpoint."""
         return tf.train.latest_checkpoint(str(self._directory / f"{place}-{kind}-{rank}" / "adam"))
 
 
@@ -79,12 +80,12 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 def test_an_error_ends_the_training_of_all_ranks_and_saves_nothing(
     ends: Ends, place: str, kind: str, rank: int
 ) -> None:
-    own, other = ends.of(place, kind, rank)
-    assert own is not None
+    error, other = ends.of(place, kind, rank)
+    assert error is not None
     assert other is not None
-    assert (own["code"], other["code"]) == (1, 200)
-    assert kind in own["text"]
-    assert f"raised in {place}" in own["text"]
+    assert (error["code"], other["code"]) == (1, 200)
+    assert kind in error["text"]
+    assert f"raised in {place}" in error["text"]
     assert f"rank {rank} (worker:{rank}, " in other["message"]
     assert "stopped with an error. Root cause: " in other["message"]
     assert f"raised in {place}" in other["message"]
@@ -100,13 +101,13 @@ def test_an_error_that_looks_like_the_end_of_the_data_ends_both_processes(
     tmp_path: Path, ranks: Ranks
 ) -> None:
     chosen = {"model_dir": str(tmp_path), "optimizers": ["adam"]}
-    own = {"raise_in": "host_call op", "raise_kind": "StopIteration"}
+    settings = {"raise_in": "host_call op", "raise_kind": "StopIteration"}
     with reserved_addresses(2) as addresses:
         started = ranks.start(
             "train.py",
             {"worker": addresses},
             arguments=[json.dumps(chosen)],
-            own={"worker:1": [json.dumps(own)]},
+            task_arguments={"worker:1": [json.dumps(settings)]},
         )
         assert started[1].wait() == 1, started[1].output
         assert started[0].wait() == 200, started[0].output

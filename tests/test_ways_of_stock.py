@@ -1,4 +1,4 @@
-"""The ways of stock programs on one and two ranks: tensors, early stopping, evaluation after."""
+"""Stock programs on one and two ranks: input tensors, early stopping, later evaluation."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from harness import reserved_addresses
 from programs import ways_of_stock
-from ranks import Rank, Ranks, reserved_addresses
+from ranks import Rank, Ranks
 
 import estimator_ext
 from estimator_ext._tf_estimator._loading import knows_estimator
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 PROGRAM = "ways_of_stock.py"
 LIMITS = "input_fn returned tensors, not a tf.data.Dataset"
 
 
-def found(rank: Rank) -> dict[str, Any]:
-    """What a rank has printed in the end."""
+def result_of(rank: Rank) -> dict[str, Any]:
+    """Parses the last output of a rank."""
     return json.JSONDecoder().raw_decode(rank.output.split("FOUND ")[1])[0]
 
 
 def run(ranks: Ranks, size: int, **settings: Any) -> list[dict[str, Any]]:
-    return [found(r) for r in ranks.run(PROGRAM, size, arguments=[json.dumps(settings)])]
+    return [result_of(r) for r in ranks.run(PROGRAM, size, arguments=[json.dumps(settings)])]
 
 
 def trained_by_hand(steps: int) -> np.ndarray:
-    """Weights after gradient descent on all rows."""
+    """Computes the weights after gradient descent on all rows."""
     x, y = ways_of_stock.X, ways_of_stock.Y
     weights = np.zeros((3, 1))
     for _ in range(steps):
@@ -57,21 +58,23 @@ def test_tensors_train_evaluate_and_predict(tmp_path: Path, ranks: Ranks, size: 
         assert result["metrics"]["global_step"] == 5
 
 
-def test_one_line_says_what_tensors_do_not_have(tmp_path: Path, ranks: Ranks) -> None:
+def test_one_log_line_names_what_input_tensors_do_not_support(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     both = [f"{LIMITS}: a rank whose data end early", "(exact resume). Return a dataset"]
-    for size, tensors, said in ((1, True, both[1:]), (2, True, both), (2, False, [])):
+    for size, tensors, message in ((1, True, both[1:]), (2, True, both), (2, False, [])):
         settings = {"model_dir": str(tmp_path / f"{size}{tensors}"), "tensors": tensors}
         started = ranks.run(PROGRAM, size, arguments=[json.dumps(settings)])
         output = "".join(rank.output for rank in started)
-        assert output.count(LIMITS) == bool(said), output
-        assert all(text in output for text in said), output
+        assert output.count(LIMITS) == bool(message), output
+        assert all(text in output for text in message), output
 
 
 # -- evaluation and prediction after training ----------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
-def test_a_rank_without_the_files_of_rank_0_cannot_evaluate(
+def test_a_rank_without_access_to_the_checkpoint_cannot_evaluate(
     tmp_path: Path, ranks: Ranks, call: str
 ) -> None:
     with reserved_addresses(2) as addresses:
@@ -79,7 +82,7 @@ def test_a_rank_without_the_files_of_rank_0_cannot_evaluate(
             PROGRAM,
             {"worker": addresses},
             arguments=[json.dumps({"then": [call]})],
-            own={
+            task_arguments={
                 f"worker:{i}": [json.dumps({"model_dir": str(tmp_path / str(i))})]
                 for i in range(2)
             },
@@ -89,7 +92,7 @@ def test_a_rank_without_the_files_of_rank_0_cannot_evaluate(
     message = (
         f"cannot {call} on rank 1 (worker:1, {addresses[1]}): {tmp_path / '1'} has no checkpoint "
         f"here, as rank 0 alone writes them. Call {call} on rank 0 alone (if estimator.config."
-        "is_chief), or give all ranks one model_dir that they share"
+        "is_chief), or give all ranks a shared model_dir"
     )
     assert message in second.output
     assert "FOUND" in first.output
@@ -105,7 +108,7 @@ def test_a_rank_without_the_files_of_rank_0_cannot_evaluate(
 def test_hooks_of_early_stopping_with_their_defaults(
     tmp_path: Path, ranks: Ranks, call: str, size: int
 ) -> None:
-    """They look at the first step, and then every 60 s: one stops there, others do not refuse."""
+    """They check after the first step and every 60 s; one rank stops, and the others follow."""
     criterion = {
         "stop_if_lower_hook": {"metric_name": "loss", "threshold": 1e6},
         "stop_if_higher_hook": {"metric_name": "loss", "threshold": -1.0},
@@ -131,7 +134,7 @@ def test_hooks_of_early_stopping_with_their_defaults(
         {"run_every_secs": None, "run_every_steps": 3},
     ],
 )
-def test_a_hook_that_asks_on_one_rank_stops_all(
+def test_a_hook_that_requests_a_stop_on_one_rank_stops_all(
     tmp_path: Path, ranks: Ranks, every: dict[str, Any], size: int
 ) -> None:
     results = run(
@@ -148,7 +151,7 @@ def test_a_hook_that_asks_on_one_rank_stops_all(
 
 
 def test_the_stock_function_trains_with_the_stock_strategy(tmp_path: Path, ranks: Ranks) -> None:
-    """As far as this TensorFlow has what joins them."""
+    """Requires a TensorFlow with the integration of strategies and Estimator."""
     with reserved_addresses(2) as addresses:
         started = ranks.start(
             "mirrored.py", {"worker": addresses}, arguments=[str(tmp_path / "model")]
@@ -193,7 +196,9 @@ def tensors() -> Any:
         {"steps": 1, "max_steps": 1},
     ],
 )
-def test_limits_are_refused_in_the_words_of_stock(tmp_path: Path, limits: dict[str, int]) -> None:
+def test_limits_are_refused_with_the_message_of_stock(
+    tmp_path: Path, limits: dict[str, int]
+) -> None:
     model_fn = ways_of_stock.model_fn_of({"counts": True})
     with pytest.raises(ValueError, match=r"ust specify|not provide both") as stock:
         tf.estimator.Estimator(model_fn, str(tmp_path)).train(tensors, **limits)
@@ -254,7 +259,7 @@ def test_a_master_trains_with_a_worker(tmp_path: Path, ranks: Ranks, api: str) -
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_global_step_that_stands_still_is_refused_at_once(
+def test_a_constant_global_step_is_refused_at_once(
     tmp_path: Path, ranks: Ranks, size: int
 ) -> None:
     settings = {"model_dir": str(tmp_path / "model"), "counts": False, "tensors": False}

@@ -1,4 +1,4 @@
-"""All-reduce of float32: ours and the peers', in interleaved rounds on this machine."""
+"""All-reduce of float32 with hostopt and its peers, in interleaved rounds on this machine."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _TIMEOUT_S = 300.0
 Medians = dict[int, float]
 
 
-def measure_ours(
+def measure_hostopt(
     way: tuple[str, str], np: int, sizes: list[int], repetitions: int
 ) -> list[bench.Timing]:
-    """Time our all-reduces once, with `hostopt bench`."""
+    """Times the all-reduces of hostopt once, with `hostopt bench`."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "times.json")
         command = [sys.executable, "-m", "hostopt.cli", "bench", "-np", np, "--quiet"]
@@ -48,11 +48,11 @@ def measure_ours(
 
 
 def medians_of_ours(*args: Any) -> Medians:
-    return {timing.size_bytes: timing.median_s for timing in measure_ours(*args)}
+    return {timing.size_bytes: timing.median_s for timing in measure_hostopt(*args)}
 
 
 def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) -> Medians:
-    """Time two ranks of a peer once: seconds by size."""
+    """Times two ranks of a peer once; returns seconds by size."""
     with tempfile.TemporaryDirectory() as directory:
         command: list[object] = [python, HERE / "peer.py", "--peer", peer]
         command += ["--store", Path(directory, "store"), "--repetitions", repetitions]
@@ -64,7 +64,7 @@ def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) ->
 
 
 def measure_memory(way: tuple[str, str] | None) -> float:
-    """Peak resident bytes of a rank that reduces 64 MiB (None: does not), the larger of two."""
+    """Returns the peak resident bytes of a rank that reduces 64 MiB, the larger of two ranks."""
     environ = dict(common.SAME_THREADS)
     if way is not None:
         environ.update(HOSTOPT_COMMUNICATION=way[0], HOSTOPT_COMPRESSION=way[1])
@@ -75,33 +75,33 @@ def measure_memory(way: tuple[str, str] | None) -> float:
 
 
 def find_systems(args: argparse.Namespace) -> dict[str, Callable[[], Medians]]:
-    found: dict[str, Callable[[], Medians]] = {}
+    result: dict[str, Callable[[], Medians]] = {}
     for name in args.systems:
         if name in OURS:
-            found[name] = functools.partial(
+            result[name] = functools.partial(
                 medians_of_ours, OURS[name], 2, args.sizes, args.repetitions
             )
             continue
         python = Path(sys.executable) if name == "tf" else common.peer_python(name)
         if python is not None:
-            found[name] = functools.partial(
+            result[name] = functools.partial(
                 measure_peer, name, python, args.sizes, args.repetitions
             )
-    return found
+    return result
 
 
 def measure_more_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ours alone on more ranks: time, and bytes that a rank sends."""
-    found = []
+    """Measures hostopt on more ranks: time, and bytes that a rank sends."""
+    result = []
     for np in args.np:
         systems = {
-            name: functools.partial(measure_ours, OURS[name], np, args.sizes, args.repetitions)
+            name: functools.partial(measure_hostopt, OURS[name], np, args.sizes, args.repetitions)
             for name in args.systems
             if name in OURS
         }
         for name, rounds in common.in_rounds(systems, args.rounds, f"{np} ranks").items():
             for timings in zip(*rounds):
-                found.append(
+                result.append(
                     {
                         "ranks": np,
                         "system": name,
@@ -111,16 +111,16 @@ def measure_more_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
                         "ring_bytes": timings[0].ring_bytes,
                     }
                 )
-    return found
+    return result
 
 
 def tables(results: dict[str, Any]) -> str:
-    """GB/s by system and size with the ratios that count, memory, and more ranks."""
-    found = [rate_table(results["gb_per_s"])] if results["gb_per_s"] else []
+    """Formats GB/s by system and size with their ratios, memory, and more ranks."""
+    result = [rate_table(results["gb_per_s"])] if results["gb_per_s"] else []
     peaks, more_ranks = results["peak_memory_in_gradients"], results["more_ranks"]
-    found += [memory_table(peaks)] if "without" in peaks else []
-    found += [ranks_table(more_ranks)] if more_ranks else []
-    return "\n\n".join(found)
+    result += [memory_table(peaks)] if "without" in peaks else []
+    result += [ranks_table(more_ranks)] if more_ranks else []
+    return "\n\n".join(result)
 
 
 def rate_table(rates: dict[str, dict[str, float]]) -> str:

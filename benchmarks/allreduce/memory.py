@@ -1,4 +1,4 @@
-"""One rank that reduces 64 MiB of gradients in buckets, or only holds them: how much memory?"""
+"""Memory of one rank that reduces 64 MiB of gradients in buckets, or only holds them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, PARTS, PART_BYTES = 5, 16, 4 << 20
 
 
 def peak_bytes() -> int:
-    """Largest resident memory of this process so far; shared memory that it touched counts."""
+    """Returns the peak resident memory of this process, including shared memory it has touched."""
     text = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) * 1024
 

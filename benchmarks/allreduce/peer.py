@@ -1,4 +1,4 @@
-"""One rank of a peer: the same loop as `hostopt bench`, around the peer's all-reduce."""
+"""One rank of a peer: the loop of `hostopt bench` around the peer's all-reduce."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Gloo:
     """PyTorch's Gloo over TCP, in place.
 
     Args:
-      store: file in which the ranks meet.
+      store: file for the rendezvous of the ranks.
     """
 
     def __init__(self, store: str) -> None:
@@ -59,7 +59,7 @@ class Gloo:
 
 
 class Mpi:
-    """OpenMPI as it chooses itself on one host, which is shared memory; in place."""
+    """OpenMPI with its default on one host, which is shared memory; in place."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -144,7 +144,7 @@ def main() -> None:
         bench.check_sums(group, size_bytes)
         seconds, _ = bench.measure(group, size_bytes, args.repetitions)
         medians[size_bytes] = common.median(seconds)
-    group.barrier()  # nobody leaves early
+    group.barrier()  # no rank may leave early
     if group.rank == 0:
         common.report(seconds=medians)
     if isinstance(group, Gloo):

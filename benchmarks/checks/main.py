@@ -1,4 +1,4 @@
-"""What the checks of every step cost: MNIST with and without them, in interleaved rounds."""
+"""Cost of the checks in every step: MNIST with and without them, in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks import common
 
 HERE = Path(__file__).resolve().parent
 RANK = HERE.parent / "mnist_scaling" / "rank.py"
-STEPS = 1000  # that are timed; in one of them the ranks compare their variables
+STEPS = 1000  # timed steps; the ranks compare their variables in one of them
 _OFF = {"HOSTOPT_DESYNC_CHECK_STEPS": "0", "HOSTOPT_CHECKSUM": "false"}
 SYSTEMS: dict[str, tuple[str, dict[str, str]]] = {
     "memory": ("shared memory, checked", {"HOSTOPT_COMMUNICATION": "auto"}),
@@ -39,14 +39,14 @@ _TIMEOUT_S = 400.0
 
 
 def measure(system: str, hidden: int) -> float:
-    """Run two workers once.
+    """Runs two workers once.
 
     Args:
       system: one of SYSTEMS.
       hidden: units of the dense layer.
 
     Returns:
-      Steps per second of each worker, the mean of both.
+      Steps per second of a worker, the mean of both.
 
     Raises:
       BenchmarkError: a worker failed.
@@ -65,7 +65,7 @@ def measure(system: str, hidden: int) -> float:
 
 
 def _make_certificates(directory: str) -> str:
-    """Write a certificate for the ranks of this machine; returns where its files are."""
+    """Writes a certificate for the ranks of this machine; returns the paths of its files."""
     tls, ca = Path(directory, "tls"), trustme.CA()
     tls.mkdir()
     issued = ca.issue_cert("127.0.0.1", "localhost")
@@ -77,21 +77,21 @@ def _make_certificates(directory: str) -> str:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Medians, and what checks and TLS cost: the median of the rounds' own ratios."""
-    found = results["steps_per_s"]
+    """Formats medians, and the costs of checks and TLS: medians of the ratio of each round."""
+    result = results["steps_per_s"]
     rows = []
-    measured = _measured(found)
+    measured = _measured(result)
     for system in measured:
-        cells = [f"{common.median(rates[system]):.1f}" for rates in found.values()]
+        cells = [f"{common.median(rates[system]):.1f}" for rates in result.values()]
         if _PAIRS.get(system) in measured:
-            for number, rates in enumerate(found.values()):
+            for number, rates in enumerate(result.values()):
                 cells[number] += f" ({_cost(rates[system], rates[_PAIRS[system]])})"
         rows.append([SYSTEMS[system][0], *cells])
-    return common.table(["steps/s (cost)", *(f"U = {u}" for u in found)], rows)
+    return common.table(["steps/s (cost)", *(f"U = {u}" for u in result)], rows)
 
 
-def _measured(found: dict[int, dict[str, list[float]]]) -> list[str]:
-    return [system for system in SYSTEMS if all(system in rates for rates in found.values())]
+def _measured(result: dict[int, dict[str, list[float]]]) -> list[str]:
+    return [system for system in SYSTEMS if all(system in rates for rates in result.values())]
 
 
 def _cost(checked: list[float], unchecked: list[float]) -> str:
@@ -100,16 +100,16 @@ def _cost(checked: list[float], unchecked: list[float]) -> str:
 
 
 def paint(results: dict[str, Any], axes: Any) -> None:
-    found = results["steps_per_s"]
+    result = results["steps_per_s"]
     shares = {
         SYSTEMS[system][0]: [
             common.median([on / off for on, off in zip(rates[system], rates[pair])])
-            for rates in found.values()
+            for rates in result.values()
         ]
         for system, pair in _PAIRS.items()
-        if {system, pair} <= set(_measured(found))
+        if {system, pair} <= set(_measured(result))
     }
-    common.bars(axes, [f"U = {u}" for u in found], shares)
+    common.bars(axes, [f"U = {u}" for u in result], shares)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("share of the speed without them")
     axes.set_title("MNIST network, 2 workers on one machine")
@@ -120,11 +120,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="U")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     args = parser.parse_args()
-    found = {}
+    result = {}
     for hidden in args.hidden:
         measures = {s: functools.partial(measure, s, hidden) for s in args.systems}
-        found[hidden] = common.in_rounds(measures, args.rounds, f"U = {hidden}")
-    results = {"machine": common.machine(), "threads": common.SAME_THREADS, "steps_per_s": found}
+        result[hidden] = common.in_rounds(measures, args.rounds, f"U = {hidden}")
+    results = {"machine": common.machine(), "threads": common.SAME_THREADS, "steps_per_s": result}
     common.publish(results, args, tables, paint)
 
 

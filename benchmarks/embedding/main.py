@@ -32,7 +32,7 @@ SYSTEMS = {
     "horovod-mpi-dense": "Horovod, OpenMPI, dense",
 }
 HOROVOD = tuple(system for system in SYSTEMS if system.startswith("horovod"))
-STEPS = {"deepfm": 500, "wide-deep": 500, "dense": 300, "ema": 300}  # that are timed
+STEPS = {"deepfm": 500, "wide-deep": 500, "dense": 300, "ema": 300}  # timed steps
 _TIMEOUT_S = 600.0
 Rounds = list[dict[str, float]]  # steps/s by system, of each round
 
@@ -44,7 +44,7 @@ def measure(system: str, model: str, python: Path, args: argparse.Namespace) -> 
       system: one of SYSTEMS.
       model: one of MODELS.
       python: interpreter of the processes.
-      args: arguments of the benchmark: optimizer, batch and steps.
+      args: arguments of the benchmark, with optimizer, batch and steps.
 
     Returns:
       Steps per second of a process, the mean of the processes.
@@ -64,27 +64,27 @@ def measure(system: str, model: str, python: Path, args: argparse.Namespace) -> 
 
 
 def find_measures(args: argparse.Namespace) -> dict[str, Callable[[], float]]:
-    """What measures each system with each model, by `key_of`; Horovod has DeepFM only."""
-    found = {}
+    """Returns the measuring functions of all systems and models, by `key_of`."""
+    result = {}
     for model in args.models:
         for system in args.systems:
             if system in HOROVOD and model != "deepfm":
                 continue
             python = common.peer_python("horovod") if system in HOROVOD else Path(sys.executable)
             if python is not None:
-                found[key_of(model, system)] = functools.partial(
+                result[key_of(model, system)] = functools.partial(
                     measure, system, model, python, args
                 )
-    return found
+    return result
 
 
 def key_of(model: str, system: str) -> str:
-    """Name of a measurement in the results."""
+    """Returns the name of a measurement in the results."""
     return f"{model} {system}"
 
 
 def fastest_horovod(rounds: Rounds, model: str) -> str | None:
-    """Key of the fastest Horovod by its median; None if there is none."""
+    """Returns the key of the Horovod with the best median; None if there is none."""
     keys = [key_of(model, system) for system in HOROVOD]
     medians = {key: common.middle(rounds, key) for key in keys}
     measured = {key: value for key, value in medians.items() if value is not None}
@@ -92,14 +92,14 @@ def fastest_horovod(rounds: Rounds, model: str) -> str | None:
 
 
 def ratio(rounds: Rounds, first: str, second: str | None) -> str:
-    """A cell with the median of the rounds' own ratios."""
+    """Formats the median of the ratio of each round as a table cell."""
     if second is None:
         return "-"
     return common.cell(common.in_each_round(rounds, operator.truediv, first, second), 2)
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Medians, and the ratios that count."""
+    """Formats medians and ratios."""
     rounds: Rounds = results["steps_per_s"]
     measured = {key for done in rounds for key in done}
     models = [m for m in MODELS if any(key_of(m, system) in measured for system in SYSTEMS)]
@@ -128,9 +128,9 @@ def paint(results: dict[str, Any], axes: Any) -> None:
     shares = {}
     for system, title in SYSTEMS.items():
         pairs = [(key_of(model, system), key_of(model, "one")) for model in MODELS]
-        found = [common.in_each_round(rounds, operator.truediv, *pair) for pair in pairs]
-        if system != "one" and any(share is not None for share in found):
-            shares[title] = found
+        result = [common.in_each_round(rounds, operator.truediv, *pair) for pair in pairs]
+        if system != "one" and any(share is not None for share in result):
+            shares[title] = result
     common.bars(axes, list(MODELS.values()), shares)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("share of the speed of one process alone")

@@ -1,4 +1,4 @@
-"""Models of the recommender kind, and a dense one with moving averages, with their data."""
+"""Recommender models, a dense model with moving averages, and their data."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 import numpy as np
 
-BATCHES = 16  # that are made beforehand and repeated
-Wrap = Callable[[Any], Any]  # makes the optimizer of a model the one that a peer trains with
+BATCHES = 16  # made in advance and repeated
+Wrap = Callable[[Any], Any]  # converts the optimizer of a model to the one of a peer
 
 # --- DeepFM -----------------------------------------------------------------------------------
 
-FIELDS, NUMBERS, WIDTH = 26, 13, 8  # sparse features, dense ones, numbers of an embedding
+FIELDS, NUMBERS, WIDTH = 26, 13, 8  # sparse features, dense features, width of an embedding
 VOCABULARIES = [1000 + 360 * field for field in range(FIELDS)]  # 1000 to 10000 ids
 LAYERS = (128, 64)
-_SKEW = 1.1  # exponent of the law by which ids are frequent
+_SKEW = 1.1  # exponent of the frequencies of ids
 
 
 def make_deepfm(tf: Any, optimizer: str, wrap: Wrap) -> Any:
-    """Model function of DeepFM: 26 embedding tables and 26 of single weights, FM, two layers.
+    """Returns the model function of DeepFM: 26 embeddings, 26 tables of weights, FM, two layers.
 
     Args:
       tf: TensorFlow with tf.estimator.
       optimizer: "adagrad" or "adam".
-      wrap: makes the optimizer one that communicates; the identity for hostopt.
+      wrap: converts the optimizer to one that communicates; the identity for hostopt.
 
     Returns:
       The model function.
@@ -50,11 +50,11 @@ def make_deepfm(tf: Any, optimizer: str, wrap: Wrap) -> Any:
 
 
 def make_clicks(batch: int, seed: int) -> tuple[dict[str, Any], Any]:
-    """Ids that are as unevenly frequent as in logs of a site, and clicks that hang on them.
+    """Draws ids with frequencies as in the logs of a site, and clicks that depend on them.
 
     Args:
       batch: number of examples.
-      seed: of this rank's data; what makes an example be clicked on is the same for all seeds.
+      seed: seed of this rank's data; clicks depend on the ids in the same way for all seeds.
 
     Returns:
       Features and labels of BATCHES batches.
@@ -71,7 +71,7 @@ def make_clicks(batch: int, seed: int) -> tuple[dict[str, Any], Any]:
 
 
 def draw_ids(random: Any, vocabulary: int, shape: tuple[int, ...]) -> Any:
-    """Ids by Zipf's law: the k-th most frequent is about 1/k as frequent as the first."""
+    """Draws ids by Zipf's law: the k-th most frequent is about 1/k as frequent as the first."""
     frequencies = 1.0 / np.arange(1, vocabulary + 1) ** _SKEW
     return random.choice(vocabulary, shape, p=frequencies / frequencies.sum())
 
@@ -86,7 +86,7 @@ def _look_up(tf: Any, name: str, columns: list[Any], width: int) -> list[Any]:
 
 
 def _interactions(tf: Any, rows: list[Any]) -> Any:
-    """Sum of the products of all pairs of rows, as half of (square of sum - sum of squares)."""
+    """Sums the products of all pairs of rows: half of (square of sum - sum of squares)."""
     squares = tf.add_n([tf.square(row) for row in rows])
     return 0.5 * tf.reduce_sum(tf.square(tf.add_n(rows)) - squares, axis=1, keepdims=True)
 
@@ -101,7 +101,7 @@ _HIDDEN = [100, 75, 50, 25]
 
 
 def make_wide_deep(tf: Any, model_dir: str) -> Any:
-    """Model function of the canned DNNLinearCombinedClassifier: Ftrl and Adagrad, crossings.
+    """Returns the model function of DNNLinearCombinedClassifier with Ftrl and Adagrad.
 
     Args:
       tf: TensorFlow with tf.estimator.
@@ -124,11 +124,11 @@ def make_wide_deep(tf: Any, model_dir: str) -> Any:
 
 
 def make_census(batch: int, seed: int) -> tuple[dict[str, Any], Any]:
-    """Persons with numbers and words, and whether they earn much.
+    """Draws persons with numeric and text features, and a label for high income.
 
     Args:
       batch: number of examples.
-      seed: of this rank's data.
+      seed: seed of this rank's data.
 
     Returns:
       Features and labels of BATCHES batches.
@@ -171,7 +171,7 @@ _DEPTH, _UNITS = 50, 128
 
 
 def make_deep(tf: Any, averages: bool) -> Any:
-    """Model function of 50 dense layers.
+    """Returns the model function of 50 dense layers.
 
     Args:
       tf: TensorFlow with tf.estimator.
@@ -197,11 +197,11 @@ def make_deep(tf: Any, averages: bool) -> Any:
 
 
 def make_numbers(batch: int, seed: int) -> tuple[Any, Any]:
-    """Random features, and labels that are their mean's sign.
+    """Draws random features, and the sign of their mean as labels.
 
     Args:
       batch: number of examples.
-      seed: of this rank's data.
+      seed: seed of this rank's data.
 
     Returns:
       Features and labels of BATCHES batches.

@@ -17,7 +17,7 @@ WARM_UP_STEPS = 50
 
 
 def make_model(tf: Any, args: argparse.Namespace, wrap: models.Wrap, directory: str) -> Any:
-    """Model function of `args.model`."""
+    """Returns the model function of `args.model`."""
     if args.model == "deepfm":
         return models.make_deepfm(tf, args.optimizer, wrap)
     if args.model == "wide-deep":
@@ -75,7 +75,7 @@ def main() -> None:
         return tf.data.Dataset.from_tensor_slices(batches).repeat()
 
     hooks.append(training.make_hook(tf, WARM_UP_STEPS, args.steps, args.meeting))
-    # independent processes end by their hook, once both have been timed
+    # independent processes are stopped by their hook, when both have been timed
     max_steps = None if args.meeting else WARM_UP_STEPS + args.steps
     with tempfile.TemporaryDirectory() as model_dir:
         model_fn = make_model(tf, args, wrap, model_dir)

@@ -1,4 +1,4 @@
-"""All-reduce between two hosts that a link of known speed joins: what share of it is payload?"""
+"""Share of payload in an all-reduce between two hosts connected by a link of known speed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _TCP_HEADER_BYTES, _ETHERNET_HEADER_BYTES = 52, 14  # IPv4 and TCP with timestam
 
 
 def measure(link: network.Link, system: str, size: int, repetitions: int) -> dict[str, float]:
-    """Run one rank on each side.
+    """Runs one rank on each side.
 
     Args:
       link: the link, with its rate set.
       system: one of SYSTEMS.
-      size: bytes that are reduced.
-      repetitions: of the all-reduce.
+      size: number of reduced bytes.
+      repetitions: repetitions of the all-reduce.
 
     Returns:
-      Seconds of one all-reduce (median of the slower rank), and bytes that left the busier
-      interface for one.
+      Seconds of one all-reduce, the median of the slower rank, and bytes that the busier
+      interface sent for it.
 
     Raises:
       BenchmarkError: a rank failed.
@@ -49,14 +49,14 @@ def measure(link: network.Link, system: str, size: int, repetitions: int) -> dic
 
 
 def measure_all(mtu: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All systems over a new link.
+    """Measures all systems over a new link.
 
     Args:
-      mtu: largest packet of the link, bytes.
+      mtu: size of the largest packet of the link, in bytes.
       args: arguments of the benchmark.
 
     Returns:
-      One row for each system that worked.
+      One row for each system that did not fail.
     """
     ceiling = (mtu - _TCP_HEADER_BYTES) / (mtu + _ETHERNET_HEADER_BYTES)
     with network.joined(mtu) as link:
@@ -65,10 +65,10 @@ def measure_all(mtu: int, args: argparse.Namespace) -> list[dict[str, Any]]:
             system: functools.partial(measure, link, system, args.size, args.repetitions)
             for system in args.systems
         }
-        what = f"{args.gbit:g} Gbit/s, MTU {mtu}"
-        found = common.in_rounds(measures, args.rounds, what)
+        name = f"{args.gbit:g} Gbit/s, MTU {mtu}"
+        actual = common.in_rounds(measures, args.rounds, name)
     rows = []
-    for system, rounds in found.items():
+    for system, rounds in actual.items():
         seconds = [result["seconds"] for result in rounds]
         sent_bytes = [result["sent_bytes"] for result in rounds]
         gbit_per_s = args.size * 8 / common.median(seconds) / 1e9
@@ -88,7 +88,7 @@ def measure_all(mtu: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Payload and bytes sent, by system and MTU."""
+    """Formats payload and sent bytes, by system and MTU."""
     rows = results["rows"]
     plain = {row["mtu"]: row["sent_per_byte"] for row in rows if row["system"] == "none"}
     header = ["", "MTU", "payload, Gbit/s", "share of the line", "TCP's ceiling"]

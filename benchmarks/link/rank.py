@@ -1,4 +1,4 @@
-"""One rank on the link: all-reduces, or plain TCP streams both ways as the ceiling."""
+"""One rank on the link: all-reduces, or plain TCP streams in both directions as the limit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _CHUNK_BYTES = 1 << 20
 
 
 def all_reduce(size_bytes: int, repetitions: int) -> None:
-    """Time all-reduces, and count what each sends by the counter of the interface."""
+    """Times all-reduces, and counts the bytes that each sends with the interface counter."""
     with hostopt.connect() as communicator:
-        group = bench.RingGroup(communicator)
+        group = bench.CommunicatorGroup(communicator)
         compressed = communicator.transport.options.compression is not None
         bench.check_sums(group, size_bytes, exact=not compressed)
         communicator.barrier()
         before = network.sent_bytes()
         bench.check_sums(group, size_bytes, exact=not compressed)
-        communicator.barrier()  # what comes back is acknowledged
+        communicator.barrier()  # wait for the acknowledgements of the peer
         sent_bytes = network.sent_bytes() - before
         seconds, _ = bench.measure(group, size_bytes, repetitions)
         communicator.barrier()
@@ -36,7 +36,7 @@ def all_reduce(size_bytes: int, repetitions: int) -> None:
 
 
 def stream(size_bytes: int, repetitions: int) -> None:
-    """Send and receive `size_bytes` at the same time through one connection, again and again."""
+    """Sends and receives `size_bytes` at the same time over one connection, repeatedly."""
     cluster = hostopt.Cluster.from_tf_config()
     connection = _connect(cluster.rank)
     with connection:
@@ -65,7 +65,7 @@ def _connect(rank: int | None) -> socket.socket:
 
 
 def _both_ways(connection: socket.socket, size_bytes: int) -> float:
-    connection.sendall(b"b")  # begin together
+    connection.sendall(b"b")  # start together
     connection.recv(1)
     started_s = time.perf_counter()
     chunk, buffer = bytes(_CHUNK_BYTES), bytearray(_CHUNK_BYTES)

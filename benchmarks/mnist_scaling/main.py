@@ -29,22 +29,22 @@ OPTIONS = {
     "hostopt-grpc-bf16": ("grpc", "bf16"),
 }
 HOROVOD = ("horovod-gloo", "horovod-mpi")
-STEPS = {64: 1000, 512: 400}  # that are timed; fewer for what takes longer
+STEPS = {64: 1000, 512: 400}  # timed steps by hidden units
 _OTHER_STEPS, _TIMEOUT_S = 150, 400.0
 Rates = dict[str, list[float]]  # steps/s of each round, by system
 
 
 def measure(system: str, python: Path, hidden: int, steps: int) -> float:
-    """Run two workers once.
+    """Runs two workers once.
 
     Args:
       system: one of SYSTEMS.
       python: interpreter of the workers.
       hidden: units of the dense layer.
-      steps: how many are timed.
+      steps: number of timed steps.
 
     Returns:
-      Steps per second of each worker, the mean of both.
+      Steps per second of a worker, the mean of both.
 
     Raises:
       BenchmarkError: a worker failed.
@@ -68,20 +68,20 @@ def measure(system: str, python: Path, hidden: int, steps: int) -> float:
     return sum(result["steps_per_s"] for result in results) / 2
 
 
-def find_systems(wanted: list[str]) -> dict[str, Path]:
-    """The systems that are there, with the interpreter of their workers."""
-    found: dict[str, Path] = {}
-    for system in wanted:
+def find_systems(expected: list[str]) -> dict[str, Path]:
+    """Returns the installed systems, with the interpreter of their workers."""
+    result: dict[str, Path] = {}
+    for system in expected:
         python = common.peer_python("horovod") if system in HOROVOD else Path(sys.executable)
         if python is not None:
-            found[system] = python
-    return found
+            result[system] = python
+    return result
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Medians, in brackets against no communication, and the ratios that count."""
-    found: dict[str, Rates] = results["steps_per_s"]
-    medians = {u: {s: common.median(v) for s, v in rates.items()} for u, rates in found.items()}
+    """Formats medians, in brackets relative to no communication, and ratios."""
+    result: dict[str, Rates] = results["steps_per_s"]
+    medians = {u: {s: common.median(v) for s, v in rates.items()} for u, rates in result.items()}
     rows = []
     for system, title in SYSTEMS.items():
         if any(system in by_system for by_system in medians.values()):
@@ -98,7 +98,7 @@ def tables(results: dict[str, Any]) -> str:
             cells.append(common.ratio(by_system.get(ours), fastest))
         if set(cells) != {"-"}:
             rows.append([f"**{title}**", *cells])
-    return common.table(["steps/s of each worker", *(f"U = {u}" for u in found)], rows)
+    return common.table(["steps/s of each worker", *(f"U = {u}" for u in result)], rows)
 
 
 def _cell(by_system: dict[str, float], system: str) -> str:
@@ -115,13 +115,13 @@ def _share(rates: Rates, system: str) -> float | None:
 
 
 def paint(results: dict[str, Any], axes: Any) -> None:
-    found: dict[str, Rates] = results["steps_per_s"]
+    result: dict[str, Rates] = results["steps_per_s"]
     shares = {
-        title: [_share(rates, system) for rates in found.values()]
+        title: [_share(rates, system) for rates in result.values()]
         for system, title in SYSTEMS.items()
-        if system != "none" and any(system in rates for rates in found.values())
+        if system != "none" and any(system in rates for rates in result.values())
     }
-    common.bars(axes, [f"U = {u}" for u in found], shares)
+    common.bars(axes, [f"U = {u}" for u in result], shares)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("share of the speed without communication")
     axes.set_title("MNIST network, 2 workers on one machine")
@@ -134,16 +134,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="timed steps (default: as U is)")
     args = parser.parse_args()
     systems = find_systems(args.systems)
-    facts = common.machine(*(systems[name] for name in HOROVOD if name in systems))
-    found: dict[int, Rates] = {}
+    attributes = common.machine(*(systems[name] for name in HOROVOD if name in systems))
+    result: dict[int, Rates] = {}
     for hidden in args.hidden:
         steps = args.steps or STEPS.get(hidden, _OTHER_STEPS)
         measures: dict[str, Callable[[], float]] = {
             system: functools.partial(measure, system, python, hidden, steps)
             for system, python in systems.items()
         }
-        found[hidden] = common.in_rounds(measures, args.rounds, f"U = {hidden}")
-    results = {"machine": facts, "threads": common.SAME_THREADS, "steps_per_s": found}
+        result[hidden] = common.in_rounds(measures, args.rounds, f"U = {hidden}")
+    results = {"machine": attributes, "threads": common.SAME_THREADS, "steps_per_s": result}
     common.publish(results, args, tables, paint)
 
 

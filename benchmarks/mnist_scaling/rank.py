@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--unchecked", action="store_true", help="leave hostopt's checks out")
     args = parser.parse_args()
     if args.unchecked:
-        training.leave_checks_out()
+        training.disable_checks()
     if args.system == "none":
         del os.environ["TF_CONFIG"]
     import tensorflow as tf
@@ -88,7 +88,7 @@ def main() -> None:
     )
     model_fn, input_fn = make_model_fn(tf, args.hidden, wrap), make_input_fn(tf)
     hooks.append(training.make_hook(tf, WARM_UP_STEPS, args.steps, alone))
-    # those that communicate make the same number of steps; the others end by their hook
+    # communicating ranks make the same number of steps; the others are stopped by their hook
     max_steps = None if alone else WARM_UP_STEPS + args.steps
     with tempfile.TemporaryDirectory() as model_dir:
         estimator = classes.Estimator(model_fn, model_dir, config)

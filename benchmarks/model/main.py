@@ -1,4 +1,4 @@
-"""A model of step time, fitted to the other benchmarks: what to expect of 16 to 256 hosts."""
+"""A model of the step time of 16 to 256 hosts, fitted to the other benchmarks."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MIB = 1 << 20
 SYSTEMS = {"float32": "hostopt grpc", "bf16": "hostopt grpc bf16"}
 HOSTS = (16, 32, 64, 128, 256)
 LINES_GBIT_PER_S = (10.0, 100.0)
-WIRE_BYTES = {"float32": 1.0, "bf16": 0.5}  # of those of float32
-_TCP_SHARE = 0.956  # of a line, with packets of 1500 bytes
+WIRE_BYTES = {"float32": 1.0, "bf16": 0.5}  # relative to float32
+_TCP_SHARE = 0.956  # share of payload in a line, with packets of 1500 bytes
 _FITTED_RANKS = 2
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the measurements say.
+    """Measured costs.
 
     Args:
-      round_s: latency of one round of the ring, that is of one message from rank to rank.
-      byte_s: time of a rank for each byte of float32 that it sends and receives, without a line;
-        by what is on the wire.
-      line_share: share of a line's rate that carries payload.
+      round_s: latency of one round of the ring, which is one message from rank to rank.
+      byte_s: time of a rank for each byte of float32 that it sends and receives, without the time
+        on the line, by wire format.
+      line_share: share of payload in the rate of a line.
       update_s_per_byte: time of the optimizer for each byte of gradients.
     """
 
@@ -51,8 +51,8 @@ class Workload:
     Args:
       gradient_bytes: bytes of float32 gradients.
       bucket_bytes: bytes of a bucket.
-      forward_s: forward of the local batch.
-      backward_s: backward of the local batch.
+      forward_s: time of forward of the local batch.
+      backward_s: time of backward of the local batch.
     """
 
     gradient_bytes: float
@@ -62,13 +62,13 @@ class Workload:
 
 
 def fit(seconds: dict[int, float]) -> tuple[float, float]:
-    """Least squares of ``alpha + beta * bytes``, each size with the same relative weight.
+    """Fits ``alpha + beta * bytes`` by least squares of relative errors.
 
     Args:
       seconds: time of an all-reduce by size in bytes.
 
     Returns:
-      alpha in seconds and beta in seconds a byte, neither below 0.
+      alpha in seconds and beta in seconds per byte, both at least 0.
     """
     sizes = np.array(list(seconds), np.float64)
     times = np.array(list(seconds.values()), np.float64)
@@ -78,12 +78,12 @@ def fit(seconds: dict[int, float]) -> tuple[float, float]:
 
 
 def read_costs(allreduce: dict[str, Any], link: Any, overlap: Any) -> Costs:
-    """Take the costs from the results of the other benchmarks.
+    """Derives the costs from the results of the other benchmarks.
 
     Args:
-      allreduce: its results.
-      link: its results, or None: then TCP's ceiling is the share of a line.
-      overlap: its results, or None: then the update takes no time.
+      allreduce: results of that benchmark.
+      link: results of that benchmark; None uses the share of TCP.
+      overlap: results of that benchmark; None assumes that the update takes no time.
 
     Returns:
       The costs.
@@ -102,8 +102,8 @@ def read_costs(allreduce: dict[str, Any], link: Any, overlap: Any) -> Costs:
         line_share = min(shares, default=_TCP_SHARE)
     update = 0.0
     if overlap is not None:
-        model, facts = overlap["model"], overlap["calibration"]
-        update_ms = overlap["alone_ms"] - facts["forward_ms"] - facts["backward_ms"]
+        model, attributes = overlap["model"], overlap["calibration"]
+        update_ms = overlap["alone_ms"] - attributes["forward_ms"] - attributes["backward_ms"]
         update = max(update_ms, 0.0) / 1e3 / (4 * model["layers"] * model["width"] ** 2)
     return Costs(alpha / (2 * (_FITTED_RANKS - 1)), byte_s, line_share, update)
 
@@ -113,18 +113,18 @@ def _seconds(rates: dict[str, float]) -> dict[int, float]:
 
 
 def ring_s(costs: Costs, size: int, nbytes: float, line_gbit_per_s: float, wire: str) -> float:
-    """Seconds of an all-reduce in a flat ring.
+    """Returns the seconds of an all-reduce in a flat ring.
 
     Args:
-      costs: what the measurements say.
+      costs: measured costs.
       size: number of hosts.
-      nbytes: bytes of float32 that are reduced.
+      nbytes: number of reduced bytes of float32.
       line_gbit_per_s: rate of each host's line.
-      wire: what is on the wire, one of WIRE_BYTES.
+      wire: wire format, one of WIRE_BYTES.
 
     Returns:
-      2 (size - 1) rounds, each with its latency and 1 / size of the bytes, at the pace of the
-      slower of processor and line.
+      Time of 2 (size - 1) rounds, each with its latency and 1 / size of the bytes, at the speed of
+      the processor or the line, whichever is slower.
     """
     line_byte_s = WIRE_BYTES[wire] * 8 / (line_gbit_per_s * 1e9 * costs.line_share)
     round_s = costs.round_s + nbytes / size * max(costs.byte_s[wire], line_byte_s)
@@ -132,16 +132,16 @@ def ring_s(costs: Costs, size: int, nbytes: float, line_gbit_per_s: float, wire:
 
 
 def step_s(costs: Costs, work: Workload, bucket_ring_s: float) -> float:
-    """Seconds of a step whose buckets are reduced while backward goes on.
+    """Returns the seconds of a step whose buckets are reduced during backward.
 
-    With k buckets backward fills one in each 1/k of its time. The ring works on one after the
-    other, and the last is full when backward ends: so the ring ends after the longer of
-    "backward, then one bucket" and "one k-th of backward, then all buckets". The update of all
+    Backward fills one of k buckets in each 1/k of its time. The ring reduces them one after the
+    other, and the last one is full when backward ends. So the ring ends after "backward, then one
+    bucket" or "one k-th of backward, then all buckets", whichever takes longer. The update of all
     buckets but the last is hidden as well.
 
     Args:
-      costs: what the measurements say.
-      work: the step.
+      costs: measured costs.
+      work: workload of the step.
       bucket_ring_s: time of the ring for one bucket.
 
     Returns:
@@ -156,7 +156,7 @@ def step_s(costs: Costs, work: Workload, bucket_ring_s: float) -> float:
 
 
 def forecast(costs: Costs, work: Workload) -> list[dict[str, Any]]:
-    """The model's step for every number of hosts, line and width on the wire."""
+    """Predicts the step time for every number of hosts, line and wire format."""
     rows = []
     buckets = max(round(work.gradient_bytes / work.bucket_bytes), 1)
     update_s = costs.update_s_per_byte * work.gradient_bytes
@@ -173,10 +173,10 @@ def forecast(costs: Costs, work: Workload) -> list[dict[str, Any]]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """How well the fit fits, and the forecast."""
+    """Formats the quality of the fit, and the predictions."""
     costs, work = Costs(**results["costs"]), Workload(**results["workload"])
     float32_s, bf16_s = costs.byte_s["float32"] * 1e9, costs.byte_s["bf16"] * 1e9
-    said = (
+    message = (
         f"Fitted: {costs.round_s * 1e6:.0f} us a round, {float32_s:.2f} s/GB in a rank "
         f"({bf16_s:.2f} with bf16), {costs.line_share:.3f} of a line is payload, update "
         f"{costs.update_s_per_byte * 1e9:.2f} s/GB. Step: {work.gradient_bytes / MIB:g} MiB of "
@@ -199,7 +199,7 @@ def tables(results: dict[str, Any]) -> str:
     rows = [[f"{line:g} Gbit/s", wire, *cells] for (line, wire), cells in lines.items()]
     return "\n\n".join(
         [
-            said,
+            message,
             common.table(["2 ranks", "measured, ms", "modelled, ms"], fitted),
             common.table(header, rows),
         ]
@@ -268,7 +268,7 @@ def main() -> None:
 
 def _read(path: Path) -> Any:
     if not path.exists():
-        common.say(f"{path} is not there")
+        common.log(f"{path} does not exist")
         return None
     return json.loads(path.read_text())
 

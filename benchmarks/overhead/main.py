@@ -1,4 +1,4 @@
-"""The fixed cost of a step above the stock Estimator, of tiny models, in interleaved rounds."""
+"""Fixed cost of a step of tiny models above the stock Estimator, in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def measure(system: str, kind: str, variables: int, steps: int) -> float:
     Args:
       system: one of SYSTEMS.
       kind: one of KINDS.
-      variables: number of the model's variables.
-      steps: how many are timed.
+      variables: number of variables of the model.
+      steps: number of timed steps.
 
     Returns:
-      Milliseconds a step: the median of a process's steps, the mean of the processes.
+      Milliseconds per step: the median of the steps of a process, the mean of the processes.
 
     Raises:
       BenchmarkError: a process failed.
@@ -57,36 +57,36 @@ def measure(system: str, kind: str, variables: int, steps: int) -> float:
 
 
 def above(rounds: Rounds, system: str, base: str) -> float | None:
-    """Median over the rounds of a round's own difference in ms; None if there is none."""
+    """Returns the median of the difference of each round in ms; None if there is none."""
     return common.in_each_round(rounds, operator.sub, system, base)
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Times of a step, and what of them is above the stock Estimator."""
-    found: dict[str, Rounds] = results["step_ms"]
+    """Formats the times of a step, and their difference from the stock Estimator."""
+    result: dict[str, Rounds] = results["step_ms"]
     rows = [
-        [title, *(common.cell(common.middle(rounds, system), 2) for rounds in found.values())]
+        [title, *(common.cell(common.middle(rounds, system), 2) for rounds in result.values())]
         for system, title in SYSTEMS.items()
     ]
     rows += [
         [
             f"**{SYSTEMS[system]}, above {SYSTEMS[base]}**",
-            *(common.cell(above(rounds, system, base), 2) for rounds in found.values()),
+            *(common.cell(above(rounds, system, base), 2) for rounds in result.values()),
         ]
         for system, base in ABOVE
     ]
     measured = [row for row in rows if set(row[1:]) != {"-"}]
-    return common.table(["ms a step", *found], measured)
+    return common.table(["ms a step", *result], measured)
 
 
 def paint(results: dict[str, Any], axes: Any) -> None:
-    found: dict[str, Rounds] = results["step_ms"]
-    wanted = (("one-rank", "stock"), ("host", "stock"), ("grpc", "stock"))
+    result: dict[str, Rounds] = results["step_ms"]
+    expected = (("one-rank", "stock"), ("host", "stock"), ("grpc", "stock"))
     series: dict[str, Sequence[float | None]] = {
-        SYSTEMS[system]: [above(rounds, system, base) for rounds in found.values()]
-        for system, base in wanted
+        SYSTEMS[system]: [above(rounds, system, base) for rounds in result.values()]
+        for system, base in expected
     }
-    common.bars(axes, list(found), series)
+    common.bars(axes, list(result), series)
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_ylim(top=10 * axes.get_ylim()[1])  # room for the legend
     axes.set_ylabel("ms a step above one process of the stock Estimator")
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--steps", type=int, default=500, help="timed steps")
     args = parser.parse_args()
-    found: dict[str, Rounds] = {}
+    result: dict[str, Rounds] = {}
     for kind in args.kinds:
         for variables in args.variables:
             measures = {
@@ -108,9 +108,9 @@ def main() -> None:
                 for system in args.systems
             }
             model = f"{kind} {variables}"
-            found[model] = common.each_round(measures, args.rounds, f"{model}:")
-    facts = common.machine()
-    results = {"machine": facts, "threads": common.SAME_THREADS, "step_ms": found}
+            result[model] = common.each_round(measures, args.rounds, f"{model}:")
+    attributes = common.machine()
+    results = {"machine": attributes, "threads": common.SAME_THREADS, "step_ms": result}
     common.publish(results, args, tables, paint)
 
 

@@ -1,4 +1,4 @@
-"""One process of the benchmark: trains a tiny model and reports how long its steps take."""
+"""One process of the benchmark: trains a tiny model and reports the times of its steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INPUTS = 8  # of a dense model
 
 
 def predict_dense(tf: Any, x: Any, variables: int) -> Any:
-    """A sum of small products, each with a matrix of its own."""
+    """Predicts a sum of small products, each with a separate matrix."""
     matrices = [
         tf.compat.v1.get_variable(f"matrix_{number}", [INPUTS, WIDTH])
         for number in range(variables)
@@ -30,7 +30,7 @@ def predict_dense(tf: Any, x: Any, variables: int) -> Any:
 
 
 def predict_sparse(tf: Any, ids: Any, variables: int) -> Any:
-    """A sum of rows, each of a table of its own."""
+    """Predicts a sum of rows, each of a separate table."""
     tables = [
         tf.compat.v1.get_variable(f"table_{number}", [ROWS, WIDTH]) for number in range(variables)
     ]
@@ -52,7 +52,7 @@ def make_model_fn(tf: Any, kind: str, variables: int) -> Any:
 
 
 def make_batches(kind: str, variables: int, seed: int) -> tuple[Any, Any]:
-    """Features and labels of some batches; of 8 ids out of 16 some are drawn twice."""
+    """Returns features and labels of some batches. Of 8 ids out of 16 some are drawn twice."""
     random = np.random.RandomState(seed)
     labels = random.rand(BATCHES, BATCH, WIDTH).astype(np.float32)
     if kind == "sparse":
@@ -83,7 +83,7 @@ def main() -> None:
         return tf.data.Dataset.from_tensor_slices(batches).repeat()
 
     hook = training.make_hook(tf, WARM_UP_STEPS, args.steps, args.meeting)
-    # independent processes end by their hook, once both have been timed
+    # independent processes are stopped by their hook, when both have been timed
     max_steps = None if args.meeting else WARM_UP_STEPS + args.steps
     with tempfile.TemporaryDirectory() as model_dir:
         config = training.make_config(classes, strategy)

@@ -1,4 +1,4 @@
-"""How much of the communication hides behind backward, piece by piece."""
+"""Share of the communication that is hidden behind backward, feature by feature."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 _TIMEOUT_S = 300.0
 _CALIBRATIONS = 3
-_DRIFT = 0.2  # a step that differs more from the calibration makes it worthless
-_CLOSE = 0.03  # the ring takes as long as backward, to this share of it
+_DRIFT = 0.2  # maximum relative difference of a step from the calibration
+_CLOSE = 0.03  # maximum relative difference between ring and backward
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Variant:
     """One row of the ablation.
 
     Args:
-      title: what it shows.
-      one_bucket: True for a bucket with all layers, False for a bucket for each layer.
-      communication: way between the ranks; "shm" leaves the link out.
-      compression: of gradients on the wire.
+      title: title of the row.
+      one_bucket: True for one bucket with all layers, False for a bucket for each layer.
+      communication: transport between the ranks; "shm" does not use the link.
+      compression: wire format of the gradients.
     """
 
     title: str
@@ -50,10 +50,10 @@ VARIANTS = {
 
 
 class Bench:
-    """Runs ranks, in the two namespaces of a link or side by side.
+    """Runs ranks in the two namespaces of a link, or side by side.
 
     Args:
-      link: joins the namespaces.
+      link: link between the namespaces.
       args: arguments of the benchmark.
     """
 
@@ -63,16 +63,16 @@ class Bench:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the gradient of one layer."""
+        """Returns the bytes of the gradient of one layer."""
         return 4 * self._args.width**2
 
     def alone(self, part: str) -> float:
-        """Milliseconds of a step of two workers that know nothing of each other."""
+        """Returns milliseconds of a step of two independent workers."""
         with tempfile.TemporaryDirectory() as meeting:
             return self._run(part, {}, self._args.steps, on_link=True, more=["--alone", meeting])
 
     def together(self, part: str, variant: Variant) -> float:
-        """Milliseconds of a step of two workers, or of their ring alone."""
+        """Returns milliseconds of a step of two workers, or of their ring alone."""
         layers = self._args.layers if variant.one_bucket else 1
         environ = {
             "HOSTOPT_BUCKET_MB": str(layers * self.layer_bytes / MIB),
@@ -103,10 +103,10 @@ class Bench:
 
 
 def calibrate(link: network.Link, bench: Bench, gradient_bytes: int) -> dict[str, float]:
-    """Set the rate of the link at which the ring alone takes as long as backward.
+    """Sets the rate of the link so that the ring alone takes as long as backward.
 
     Args:
-      link: the link, not limited yet.
+      link: the link, without a limit.
       bench: runs ranks.
       gradient_bytes: bytes of all gradients of a step.
 
@@ -123,20 +123,22 @@ def calibrate(link: network.Link, bench: Bench, gradient_bytes: int) -> dict[str
     for _ in range(_CALIBRATIONS):
         link.set_rate(rate_bit_per_s, burst="128kb")
         ring_ms = bench.together("ring", VARIANTS["buckets"])
-        facts = {"forward_ms": forward_ms, "backward_ms": backward_ms, "ring_ms": ring_ms}
-        facts["link_gbit_per_s"] = rate_bit_per_s / 1e9
-        common.say(f"calibration: {facts}")
+        attributes = {"forward_ms": forward_ms, "backward_ms": backward_ms, "ring_ms": ring_ms}
+        attributes["link_gbit_per_s"] = rate_bit_per_s / 1e9
+        common.log(f"calibration: {attributes}")
         if abs(ring_ms / backward_ms - 1) < _CLOSE:
             break
         rate_bit_per_s *= ring_ms / backward_ms
-    return facts
+    return attributes
 
 
-def evaluate(found: Mapping[str, list[dict[str, float]]], alone_ms: float) -> list[dict[str, Any]]:
-    """Medians of the rounds, and how much is hidden.
+def evaluate(
+    actual: Mapping[str, list[dict[str, float]]], alone_ms: float
+) -> list[dict[str, Any]]:
+    """Evaluates medians of the rounds, and the hidden share.
 
     Args:
-      found: by variant and round, milliseconds of "step" and, of those that communicate, of
+      result: by variant and round, milliseconds of "step" and, of those that communicate, of
         their "ring" alone.
       alone_ms: milliseconds of a step without communication.
 
@@ -144,7 +146,7 @@ def evaluate(found: Mapping[str, list[dict[str, float]]], alone_ms: float) -> li
       A row for each variant.
     """
     rows = []
-    for name, rounds in found.items():
+    for name, rounds in actual.items():
         if name == "none":
             continue
         step_ms = common.median([result["step"] for result in rounds])
@@ -157,11 +159,12 @@ def evaluate(found: Mapping[str, list[dict[str, float]]], alone_ms: float) -> li
 
 
 def tables(results: dict[str, Any]) -> str:
-    """What the link was set to, and a row for each variant."""
-    facts = results["calibration"]
+    """Formats the rate of the link, and a row for each variant."""
+    attributes = results["calibration"]
     calibrated = (
-        f"Forward {facts['forward_ms']:.0f} ms, backward {facts['backward_ms']:.0f} ms, the ring "
-        f"alone {facts['ring_ms']:.0f} ms at {facts['link_gbit_per_s']:.2f} Gbit/s."
+        f"Forward {attributes['forward_ms']:.0f} ms, backward {attributes['backward_ms']:.0f} ms, "
+        f"the ring alone {attributes['ring_ms']:.0f} ms "
+        f"at {attributes['link_gbit_per_s']:.2f} Gbit/s."
     )
     header = ["", "step, ms", "communication alone, ms", "exposed, ms", "hidden"]
     cells = [["no communication", f"{results['alone_ms']:.1f}", "-", "-", "-"]]
@@ -201,15 +204,15 @@ def main() -> None:
         with network.joined() as link:
             bench = Bench(link, args)
             calibration = calibrate(link, bench, args.layers * bench.layer_bytes)
-            found = common.in_rounds(_measures(bench, args.variants), args.rounds, "overlap")
+            actual = common.in_rounds(_measures(bench, args.variants), args.rounds, "overlap")
     except common.BenchmarkError as error:
         sys.exit(f"overlap: {error}")
-    if "none" not in found:
+    if "none" not in actual:
         sys.exit("overlap: no step without communication to compare with")
-    alone_ms = common.median([result["step"] for result in found["none"]])
+    alone_ms = common.median([result["step"] for result in actual["none"]])
     expected_ms = calibration["forward_ms"] + calibration["backward_ms"]
     if abs(alone_ms / expected_ms - 1) > _DRIFT:
-        common.say(
+        common.log(
             f"a step without communication took {alone_ms:.0f} ms, but forward and backward took "
             f"{expected_ms:.0f} ms in the calibration: the machine is not quiet, run it again"
         )
@@ -217,9 +220,9 @@ def main() -> None:
         "machine": common.machine(),
         "model": {name: getattr(args, name) for name in ("layers", "width", "batch")},
         "calibration": calibration,
-        "rounds": found,
+        "rounds": actual,
         "alone_ms": alone_ms,
-        "rows": evaluate(found, alone_ms),
+        "rows": evaluate(actual, alone_ms),
     }
     common.publish(results, args, tables, paint)
 

@@ -1,4 +1,4 @@
-"""One worker with a network of equal dense layers: its whole step, parts of it, or its ring."""
+"""One worker with a network of equal dense layers: its step, parts of it, or its ring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = ("forward", "backward", "step", "ring")
 
 
 def train(part: str, args: argparse.Namespace) -> None:
-    """Time the steps of an Estimator.
+    """Times the steps of an Estimator.
 
     Args:
       part: "forward" alone, forward and "backward", or the whole "step" with its update.
@@ -58,7 +58,7 @@ def train(part: str, args: argparse.Namespace) -> None:
         )
 
     def consume(*gradients: tf.Tensor) -> tf.Tensor:
-        """Use gradients, as TensorFlow computes nothing that nobody uses; without a copy."""
+        """Uses gradients without copying them, so that TensorFlow computes them."""
         return tf.numpy_function(lambda *_: np.int32(0), gradients, tf.int32)
 
     def input_fn() -> Any:
@@ -74,13 +74,13 @@ def train(part: str, args: argparse.Namespace) -> None:
     hook = training.make_hook(tf, WARM_UP_STEPS, args.steps, args.alone)
     with tempfile.TemporaryDirectory() as model_dir:
         estimator = estimator_ext.Estimator(model_fn, model_dir, config)
-        # those that communicate make the same number of steps; the others end by their hook
+        # communicating ranks make the same number of steps; the others are stopped by their hook
         max_steps = None if args.alone else WARM_UP_STEPS + args.steps
         estimator.train(input_fn, max_steps=max_steps, hooks=[hook])
 
 
 def ring(args: argparse.Namespace) -> None:
-    """Time what a step reduces, with nothing else to do."""
+    """Times the reductions of a step, without computation."""
     gradients = [np.zeros((args.width, args.width), np.float32) for _ in range(args.layers)]
     with hostopt.connect() as communicator:
         parts = reducing.Gradients(communicator, gradients)

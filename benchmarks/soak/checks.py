@@ -1,4 +1,4 @@
-"""What is looked at after each fault: exit codes, processes, descriptors, memory and files."""
+"""Checks after each fault: exit codes, processes, descriptors, memory and files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 
 from benchmarks import common
-from benchmarks.soak.faults import Wanted
+from benchmarks.soak.faults import Expected
 from benchmarks.soak.training import Training
 
 LAUNCHER = "launcher"
-# Medians of the last third of the samples above those of the first, where that is flat still.
+# Allowed growth of the median, from the first to the last third of the samples.
 SLACK = {"descriptors": 4.0, "mb": 50.0}
-FEWEST_SAMPLES = 9  # of which something can be said
+FEWEST_SAMPLES = 9  # minimum for a comparison
 _MB = 1e6
 _TEMPORARY = re.compile(r"_temp$|\.tmp$|\.tempstate")
 _CHECKPOINT = re.compile(r"model\.ckpt-\d+(?=\.)")
@@ -27,44 +27,44 @@ _CHECKPOINT = re.compile(r"model\.ckpt-\d+(?=\.)")
 
 
 def wrong_codes(
-    wanted: Wanted, role: str, code: int | None, attempts: Sequence[Mapping[str, Any]]
+    expected: Expected, role: str, code: int | None, attempts: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Compare exit codes with those that the catalogue has.
+    """Compares exit codes with those in the catalogue.
 
     Args:
-      wanted: of the kind of fault.
-      role: who suffered it.
-      code: exit code of the launcher; None if it went on.
-      attempts: what the launcher has told of each group that ended, with the `codes` by role, and
-        the roles with which it lost its patience as `forced`.
+      expected: expected consequences of the kind of fault.
+      role: role of the rank with the fault.
+      code: exit code of the launcher; None if it is still running.
+      attempts: events of the launcher, one for each group that ended: exit `codes` by role, and
+        as `forced` the roles that it killed after the grace period.
 
     Returns:
-      What is wrong, in words.
+      Descriptions of the wrong codes.
     """
     wrong = []
-    if code != wanted.launcher:
-        wrong.append(f"launcher: {_ending(code)}, wanted {_ending(wanted.launcher)}")
+    if code != expected.launcher:
+        wrong.append(f"launcher: {_ending(code)}, wanted {_ending(expected.launcher)}")
     rings = [attempt for attempt in attempts if not _is_evaluator(attempt)]
-    if len(rings) > bool(wanted.struck):
-        wrong.append(f"{len(rings)} attempts ended, wanted {int(bool(wanted.struck))}")
-    elif wanted.struck and not rings:
+    if len(rings) > bool(expected.faulty):
+        wrong.append(f"{len(rings)} attempts ended, wanted {int(bool(expected.faulty))}")
+    elif expected.faulty and not rings:
         wrong.append("no rank ended")
-    for ended, found in rings[0]["codes"].items() if rings and wanted.struck else ():
-        right = wanted.struck if ended == role else wanted.others
-        if found not in right:
-            wrong.append(f"{ended}: code {found}, wanted {' or '.join(map(str, right))}")
-    return wrong + _wrong_evaluators(wanted, code, attempts)
+    for ended, result in rings[0]["codes"].items() if rings and expected.faulty else ():
+        right = expected.faulty if ended == role else expected.others
+        if result not in right:
+            wrong.append(f"{ended}: code {result}, wanted {' or '.join(map(str, right))}")
+    return wrong + _wrong_evaluators(expected, code, attempts)
 
 
 def _wrong_evaluators(
-    wanted: Wanted, code: int | None, attempts: Sequence[Mapping[str, Any]]
+    expected: Expected, code: int | None, attempts: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     ended = {k: v for each in attempts if _is_evaluator(each) for k, v in each["codes"].items()}
-    if wanted.evaluators and not ended:
+    if expected.evaluators and not ended:
         return ["no evaluator ended"]
     # an evaluator that is ended with the ranks has the code of the signal that ended it
-    right = wanted.evaluators if code is None else (0, code, 128 + 9, 128 + 15)
-    return [f"{role}: code {found}" for role, found in ended.items() if found not in right]
+    right = expected.evaluators if code is None else (0, code, 128 + 9, 128 + 15)
+    return [f"{role}: code {result}" for role, result in ended.items() if result not in right]
 
 
 def _is_evaluator(attempt: Mapping[str, Any]) -> bool:
@@ -72,37 +72,37 @@ def _is_evaluator(attempt: Mapping[str, Any]) -> bool:
 
 
 def _ending(code: int | None) -> str:
-    return "goes on" if code is None else f"code {code}"
+    return "keeps running" if code is None else f"code {code}"
 
 
 # --- processes ----------------------------------------------------------------------------------
 
 
 def sample(training: Training) -> dict[str, dict[str, float]]:
-    """Open descriptors, threads and resident memory of the launcher and of each role."""
+    """Returns open descriptors, threads and resident memory of the launcher and of each role."""
     pids = {LAUNCHER: training.launcher, **{role: training.pid(role) for role in training.roles()}}
-    found = {}
+    result = {}
     for role, pid in pids.items():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            found[role] = {
+            result[role] = {
                 "pid": pid,
                 "descriptors": process.num_fds(),
                 "threads": process.num_threads(),
                 "mb": round(process.memory_info().rss / _MB, 1),
             }
-    return found
+    return result
 
 
 def growth(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the last third of the samples with the first, which were taken alike.
+    """Compares the last third of the samples with the first third.
 
     Args:
-      samples: what `sample` found, after each recovery.
+      samples: result of `sample` after each recovery.
 
     Returns:
-      A row for each role and what is measured: medians of the `first` third and of the `last`, the
-      `most`, and whether it is `flat`; None where there are too few to know.
+      A row for each role and measure: medians of the `first` and the `last` third, the maximum as
+      `most`, and `flat`: False if it grew, None if there are too few samples.
     """
     rows = []
     for role in dict.fromkeys(role for each in samples for role in each):
@@ -120,7 +120,7 @@ def growth(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def leftovers(model_dir: Path) -> set[str]:
-    """Names of files that a save has left: temporary ones, and those of unknown checkpoints."""
+    """Returns the names of temporary files and of files of unknown checkpoints."""
     try:
         known = set(re.findall(r'"(.*)"', (model_dir / "checkpoint").read_text()))
         names = [path.name for path in model_dir.iterdir()]
@@ -130,7 +130,7 @@ def leftovers(model_dir: Path) -> set[str]:
 
 
 def count_files(model_dir: Path) -> int:
-    """How many files and folders there are, beside TensorFlow's logs, one of each chief."""
+    """Counts files and folders, except the logs of TensorFlow, one of each chief."""
     return sum(not path.name.startswith("events.") for path in model_dir.iterdir())
 
 

@@ -1,7 +1,7 @@
-"""The catalogue: every kind of fault, how it is brought about, and what must follow.
+"""Catalogue of faults: how each kind is injected, and the expected consequences.
 
-A kind is an object with a name, a group, what is `wanted`, and two methods: `strike` breaks
-something, and `mend` puts away what an operator would, once the launcher has ended.
+A kind has a name, a group, `expected` consequences and two methods: `inject` causes the fault, and
+`repair` repairs the damage as an operator would, after the launcher has ended.
 """
 
 from __future__ import annotations
@@ -32,30 +32,33 @@ PROCESSES, FILES, WIRE = "processes", "files", "wire"
 KILLED, TERMINATED, INTERRUPTED = (128 + n for n in (signal.SIGKILL, signal.SIGTERM, 2))
 DAMAGED, REFUSED, PROTOCOL, LOST, TIMED_OUT = 74, 78, 76, 200, 201
 GROUPS = (PROCESSES, FILES, WIRE)
-_PAUSE_S = (0.0, 2.0)  # before a fault: it may come in the middle of a save or of an evaluation
-_STRIKE_S = 20.0
+_PAUSE_S = (0.0, 2.0)  # before a fault, so that it may hit a save or an evaluation
+_INJECT_S = 20.0
 _FREEZE_S = 1.0
 _STRANGER_S = 90.0
 _SECOND_RUN_S = 90.0
-_FULL_BYTES = (1 << 12, 1 << 16)  # neither is room for a checkpoint, the first not for its data
+_FULL_BYTES = (
+    1 << 12,
+    1 << 16,
+)  # too small for a checkpoint, the first even for its data
 _DATA, _INDEX, _INPUT, _STATE = ".data-*", ".index", ".input", "checkpoint"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What must follow a fault.
+class Expected:
+    """Expected consequences of a fault.
 
     Args:
-      launcher: its exit code; None if it goes on.
-      struck: exit codes that are right for the rank that suffers the fault; none if it lives.
-      others: those for the other ranks.
-      evaluators: exit codes that are right for evaluators while the launcher goes on.
-      keeps: whether no step is made again.
-      options: of the launcher when it is started again.
+      launcher: exit code of the launcher; None if it keeps running.
+      faulty: allowed exit codes of the rank with the fault; empty if it keeps running.
+      others: allowed exit codes of the other ranks.
+      evaluators: allowed exit codes of evaluators while the launcher keeps running.
+      keeps: True if no step may be repeated.
+      options: options of the launcher when it is started again.
     """
 
     launcher: int | None = None
-    struck: tuple[int, ...] = ()
+    faulty: tuple[int, ...] = ()
     others: tuple[int, ...] = ()
     evaluators: tuple[int, ...] = ()
     keeps: bool = False
@@ -63,17 +66,17 @@ class Wanted:
 
     @property
     def restarts(self) -> bool:
-        """Whether the ranks are started again, by the launcher or by hand."""
-        return self.launcher is not None or bool(self.struck)
+        """True if the ranks are restarted, by the launcher or by hand."""
+        return self.launcher is not None or bool(self.faulty)
 
     def __str__(self) -> str:
         if not self.restarts:
             ended = f"evaluator {_codes(self.evaluators)}" if self.evaluators else ""
-            return ended or "goes on"
-        launcher = "goes on" if self.launcher is None else f"ends with {self.launcher}"
-        if not self.struck:
+            return ended or "keeps running"
+        launcher = "keeps running" if self.launcher is None else f"ends with {self.launcher}"
+        if not self.faulty:
             return f"launcher {launcher}"
-        return f"ranks {_codes(self.struck)}, {_codes(self.others)}; launcher {launcher}"
+        return f"ranks {_codes(self.faulty)}, {_codes(self.others)}; launcher {launcher}"
 
 
 def _codes(codes: Sequence[int]) -> str:
@@ -85,10 +88,10 @@ class Fault:
     """One fault of a plan.
 
     Args:
-      kind: its name.
-      rank: who suffers it, if it is about one rank.
-      pause_s: to wait before it.
-      seed: of all else that is left to chance.
+      kind: name of the kind.
+      rank: rank with the fault, if the fault is in one rank.
+      pause_s: seconds to wait before the fault.
+      seed: seed of all other random choices.
     """
 
     kind: str
@@ -98,15 +101,15 @@ class Fault:
 
 
 def make_plan(seed: int, kinds: Sequence[str], ranks: int) -> Iterator[Fault]:
-    """Choose faults at random, each kind as often as the others.
+    """Chooses faults at random, each kind equally often.
 
     Args:
-      seed: the same one makes the same plan.
-      kinds: names.
-      ranks: how many there are.
+      seed: seed of the plan.
+      kinds: names of the kinds.
+      ranks: number of ranks.
 
     Yields:
-      Faults, without an end.
+      Faults, infinitely many.
     """
     chance = random.Random(seed)
     while True:
@@ -116,93 +119,93 @@ def make_plan(seed: int, kinds: Sequence[str], ranks: int) -> Iterator[Fault]:
 
 
 class Scene:
-    """Where a fault happens: a training, the rank that suffers, and chance.
+    """Context of a fault: the training, the rank with the fault, and random numbers.
 
     Args:
-      training: it trains.
-      fault: which one.
+      training: a running training.
+      fault: the fault.
     """
 
     def __init__(self, training: Training, fault: Fault) -> None:
         self.training = training
         self.role = role_of(fault.rank)
         self.chance = random.Random(fault.seed)
-        self.problems: list[str] = []  # what went wrong beside what all kinds are checked for
+        self.problems: list[str] = []  # problems in addition to those of the common checks
 
     @property
     def pid(self) -> int:
-        """The process that suffers."""
+        """Process id of the rank with the fault."""
         return self.training.pid(self.role)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the rank that suffers listens."""
+        """Address of the rank with the fault."""
         start = self.training.journal.starts[self.role]
         host, _, port = start["address"].rpartition(":")
         return host, int(port)
 
     def kill_launcher(self) -> None:
-        """End the training within moments, and leave all files as they are."""
+        """Kills the training and leaves all files unchanged."""
         self.training.signal(signal.SIGKILL)
         self.training.end()
-        within(_STRIKE_S, lambda: not self.training.orphans())
+        within(_INJECT_S, lambda: not self.training.orphans())
 
 
 class Kind:
     """A kind of fault.
 
     Args:
-      name: as tables show it.
-      wanted: what must follow.
+      name: name in tables.
+      expected: expected consequences.
     """
 
     group = PROCESSES
 
-    def __init__(self, name: str, wanted: Wanted) -> None:
+    def __init__(self, name: str, expected: Expected) -> None:
         self.name = name
-        self.wanted = wanted
+        self.expected = expected
 
-    def strike(self, scene: Scene) -> float | None:
-        """Bring the fault about; returns when it happened, if that was not at once."""
+    def inject(self, scene: Scene) -> float | None:
+        """Injects the fault; returns its time if it was not immediate."""
         raise NotImplementedError
 
-    def mend(self, scene: Scene) -> None:
-        """Put away what an operator would, after the launcher has ended."""
+    def repair(self, scene: Scene) -> None:
+        """Repairs the damage as an operator would, after the launcher has ended."""
 
 
 # --- processes ----------------------------------------------------------------------------------
 
 
 class SignalToRank(Kind):
-    def __init__(self, name: str, signum: int, wanted: Wanted) -> None:
-        super().__init__(name, wanted)
+    def __init__(self, name: str, signum: int, expected: Expected) -> None:
+        super().__init__(name, expected)
         self._signum = signum
 
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         os.kill(scene.pid, self._signum)
 
 
 class SignalToLauncher(SignalToRank):
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         scene.training.signal(self._signum)
 
 
 class Freeze(Kind):
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         os.kill(scene.pid, signal.SIGSTOP)
         time.sleep(_FREEZE_S)
         os.kill(scene.pid, signal.SIGCONT)
 
 
 class KillSupervisor(Kind):
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         os.kill(_parent(scene.pid), signal.SIGKILL)
 
 
 class KillAllParents(Kind):
-    """The launcher and the supervisors, none of which sees another one end."""
+    """Kills the launcher and the supervisors at once, so that none sees another one end."""
 
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         pids = [scene.training.launcher, *scene.training.supervisors()]
         for signum in (signal.SIGSTOP, signal.SIGKILL):
             for pid in pids:
@@ -210,14 +213,14 @@ class KillAllParents(Kind):
 
 
 class KillEvaluator(Kind):
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         os.kill(scene.training.pid("evaluator:0"), signal.SIGKILL)
 
 
 class Inside(Kind):
-    """What a rank does to itself, after a step or at once; see rank.py."""
+    """A fault that a rank injects into itself, after a step or immediately; see rank.py."""
 
-    def strike(self, scene: Scene) -> float | None:
+    def inject(self, scene: Scene) -> float | None:
         pid, journal = scene.pid, scene.training.journal
         journal.ask(pid, self.name)
 
@@ -225,7 +228,7 @@ class Inside(Kind):
             faults = of_kind(journal.read(), "fault")
             return [note["time"] for note in faults if note["pid"] == pid]
 
-        scene.training.wait_until(happened, f"{self.name} in {scene.role}", _STRIKE_S)
+        scene.training.wait_until(happened, f"{self.name} in {scene.role}", _INJECT_S)
         return happened()[0]
 
 
@@ -237,12 +240,12 @@ class InsideWire(Inside):
 
 
 class Damage(Kind):
-    """Files of the newest checkpoint are damaged while nobody trains; then it is started again.
+    """Damages files of the newest checkpoint while no training runs, then restarts it.
 
     Args:
-      name: as tables show it.
-      part: which file it is: what its name has behind the checkpoint's, or _STATE.
-      damage: what is done to it.
+      name: name in tables.
+      part: suffix of the file after the name of the checkpoint, or _STATE.
+      damage: function that damages the file.
     """
 
     group = FILES
@@ -251,23 +254,23 @@ class Damage(Kind):
         self, name: str, part: str, damage: Callable[[Path, random.Random], None]
     ) -> None:
         codes = (DAMAGED,)
-        super().__init__(name, Wanted(DAMAGED, codes, codes, options=(RESTORE_PREVIOUS,)))
+        super().__init__(name, Expected(DAMAGED, codes, codes, options=(RESTORE_PREVIOUS,)))
         self._part = part
         self._damage = damage
 
-    def strike(self, scene: Scene) -> float:
+    def inject(self, scene: Scene) -> float:
         scene.kill_launcher()
         newest = scene.training.newest()
         pattern = _STATE if self._part == _STATE else newest.name + self._part
         path = max(newest.parent.glob(pattern), key=lambda path: path.stat().st_size)
         self._damage(path, scene.chance)
-        struck = time.time()
+        time_s = time.time()
         scene.training.start()
-        return struck
+        return time_s
 
 
 class ReplaceByDirectory(Damage):
-    """A file is replaced by a directory, which a save could not replace in turn."""
+    """Replaces a file by a directory, which a save cannot overwrite."""
 
     def __init__(self, name: str, part: str) -> None:
         super().__init__(name, part, self._replace)
@@ -277,7 +280,7 @@ class ReplaceByDirectory(Damage):
         path.unlink()
         path.mkdir()
 
-    def mend(self, scene: Scene) -> None:
+    def repair(self, scene: Scene) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._path.rmdir()
 
@@ -293,7 +296,7 @@ def _flip(path: Path, chance: random.Random) -> None:
 
 
 def _flip_in_first_half(path: Path, chance: random.Random) -> None:
-    """The second half of an index has bytes that nobody reads."""
+    """Flips a bit in the first half; the second half of an index has bytes that are never read."""
     data = bytearray(path.read_bytes())
     data[chance.randrange(len(data) // 2)] ^= 1 << chance.randrange(8)
     path.write_bytes(data)
@@ -304,37 +307,37 @@ def _delete(path: Path, chance: random.Random) -> None:
 
 
 class DiskFull(Kind):
-    """The chief may write no more than so many bytes into a file."""
+    """Limits the number of bytes that the chief may write to a file."""
 
     group = FILES
 
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         most = scene.chance.choice(_FULL_BYTES)
         chief = scene.training.pid("chief:0")
         resource.prlimit(chief, resource.RLIMIT_FSIZE, (most, most))
 
 
 class MoveAway(Kind):
-    """model_dir is not there any more, until the training has ended."""
+    """Moves model_dir away until the training has ended."""
 
     group = FILES
 
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         scene.training.model_dir.rename(scene.training.moved_dir)
 
-    def mend(self, scene: Scene) -> None:
+    def repair(self, scene: Scene) -> None:
         model_dir = scene.training.model_dir
-        if model_dir.exists():  # what an abort leaves was written there
+        if model_dir.exists():  # files that an abort has written
             shutil.rmtree(model_dir)
         scene.training.moved_dir.rename(model_dir)
 
 
 class Leftovers(Kind):
-    """What a chief that is killed while it saves leaves behind; then it is killed."""
+    """Creates the files that a chief killed during a save leaves behind, then kills it."""
 
     group = FILES
 
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         newest = scene.training.newest()
         folder = newest.with_name(newest.name + "0_temp")  # of a step that never comes
         folder.mkdir()
@@ -345,11 +348,11 @@ class Leftovers(Kind):
 
 
 class SecondRun(Kind):
-    """The same command once more, in the same model_dir, while the first runs."""
+    """Starts the same command in the same model_dir while the first one runs."""
 
     group = FILES
 
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         with contextlib.closing(scene.training.second()) as second:
             second.start()
 
@@ -366,11 +369,11 @@ class SecondRun(Kind):
 
 
 class Stranger(Kind):
-    """Somebody without the token who can reach the port of a rank; see stranger.py."""
+    """A process without the token that connects to the port of a rank; see stranger.py."""
 
     group = WIRE
 
-    def strike(self, scene: Scene) -> None:
+    def inject(self, scene: Scene) -> None:
         host, port = scene.address
         command = [sys.executable, HERE / "stranger.py", self.name, host, port]
         common.run([*command, scene.chance.randrange(1 << 31)], _STRANGER_S)
@@ -380,10 +383,10 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-# --- all of them --------------------------------------------------------------------------------
+# --- catalogue ----------------------------------------------------------------------------------
 
-_GOES_ON = Wanted()
-_ONE_KILLED = Wanted(None, (KILLED,), (LOST,))
+_KEEPS_RUNNING = Expected()
+_ONE_KILLED = Expected(None, (KILLED,), (LOST,))
 
 KINDS = {
     kind.name: kind
@@ -392,41 +395,41 @@ KINDS = {
         Inside("kill-with-child", _ONE_KILLED),
         KillSupervisor("kill-supervisor", _ONE_KILLED),
         SignalToRank("stop", signal.SIGSTOP, _ONE_KILLED),
-        Freeze("freeze", _GOES_ON),
+        Freeze("freeze", _KEEPS_RUNNING),
         SignalToRank(
-            "term", signal.SIGTERM, Wanted(None, (TERMINATED,), (TERMINATED,), keeps=True)
+            "term", signal.SIGTERM, Expected(None, (TERMINATED,), (TERMINATED,), keeps=True)
         ),
-        Inside("os-exit", Wanted(None, (0,), (LOST,))),
-        Inside("sys-exit", Wanted(None, (0,), (LOST,))),
-        Inside("raise", Wanted(1, (1,), (LOST,))),
-        Inside("hang", Wanted(None, (KILLED, TERMINATED, TIMED_OUT), (TIMED_OUT,))),
-        KillEvaluator("kill-evaluator", Wanted(evaluators=(KILLED,))),
-        SignalToLauncher("kill-launcher", signal.SIGKILL, Wanted(KILLED)),
-        KillAllParents("kill-all-parents", Wanted(KILLED)),
+        Inside("os-exit", Expected(None, (0,), (LOST,))),
+        Inside("sys-exit", Expected(None, (0,), (LOST,))),
+        Inside("raise", Expected(1, (1,), (LOST,))),
+        Inside("hang", Expected(None, (KILLED, TERMINATED, TIMED_OUT), (TIMED_OUT,))),
+        KillEvaluator("kill-evaluator", Expected(evaluators=(KILLED,))),
+        SignalToLauncher("kill-launcher", signal.SIGKILL, Expected(KILLED)),
+        KillAllParents("kill-all-parents", Expected(KILLED)),
         SignalToLauncher(
             "term-launcher",
             signal.SIGTERM,
-            Wanted(TERMINATED, (TERMINATED,), (TERMINATED,), keeps=True),
+            Expected(TERMINATED, (TERMINATED,), (TERMINATED,), keeps=True),
         ),
         SignalToLauncher(
             "ctrl-c",
             signal.SIGINT,
-            Wanted(INTERRUPTED, (INTERRUPTED,), (INTERRUPTED,), keeps=True),
+            Expected(INTERRUPTED, (INTERRUPTED,), (INTERRUPTED,), keeps=True),
         ),
         Damage("truncate-data", _DATA, _truncate),
         Damage("flip-index", _INDEX, _flip_in_first_half),
         Damage("flip-input", _INPUT, _flip),
         Damage("delete-checkpoint-file", _STATE, _delete),
         ReplaceByDirectory("replace-by-directory", _DATA),
-        DiskFull("disk-full", Wanted(DAMAGED, (DAMAGED,), (DAMAGED,))),
-        MoveAway("move-model-dir", Wanted(DAMAGED, (DAMAGED,), (DAMAGED,))),
-        Leftovers("leftovers", Wanted(None, (KILLED, LOST), (KILLED, LOST))),
-        SecondRun("second-run", _GOES_ON),
-        InsideWire("close", Wanted(None, (LOST,), (LOST,))),
-        InsideWire("corrupt", Wanted(None, (PROTOCOL,), (PROTOCOL,))),
-        Stranger("idle-connections", _GOES_ON),
-        Stranger("gets", _GOES_ON),
-        Stranger("random-bytes", _GOES_ON),
-        Stranger("hellos", _GOES_ON),
+        DiskFull("disk-full", Expected(DAMAGED, (DAMAGED,), (DAMAGED,))),
+        MoveAway("move-model-dir", Expected(DAMAGED, (DAMAGED,), (DAMAGED,))),
+        Leftovers("leftovers", Expected(None, (KILLED, LOST), (KILLED, LOST))),
+        SecondRun("second-run", _KEEPS_RUNNING),
+        InsideWire("close", Expected(None, (LOST,), (LOST,))),
+        InsideWire("corrupt", Expected(None, (PROTOCOL,), (PROTOCOL,))),
+        Stranger("idle-connections", _KEEPS_RUNNING),
+        Stranger("gets", _KEEPS_RUNNING),
+        Stranger("random-bytes", _KEEPS_RUNNING),
+        Stranger("hellos", _KEEPS_RUNNING),
     )
 }

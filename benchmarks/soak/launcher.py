@@ -1,4 +1,4 @@
-"""`hostopt run` that loses its patience, begins again within seconds, and tells all exit codes."""
+"""`hostopt run` with short grace periods and delays; reports the exit codes of all tasks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.soak import notes
-from hostopt import cli, launch, restarts, task_group
+from hostopt import cli
+from hostopt.launch import launcher, restarts, task_group
 
-GRACE_S, KILL_S = 8.0, 1.0  # a rank that ends takes seconds where all cores are busy
-STEADY_S = 5.0  # every attempt that has trained begins the delays anew
-DESCRIPTORS = 1024  # as many systems have it; a stranger may open more connections
+GRACE_S, KILL_S = 8.0, 1.0  # a rank takes seconds to exit if all cores are busy
+STEADY_S = 5.0  # every attempt that has trained resets the delay
+DESCRIPTORS = 1024  # the default of many systems; a stranger may open more connections
 
-_judge = restarts.judge
+_classify = restarts.classify_exits
 
 
-def judge_and_tell(endings: Sequence[restarts.Ending]) -> Any:
-    """What becomes of an attempt, with the exit codes of all of its processes for the soak."""
-    codes = {ending.name.split()[0]: ending.code for ending in endings}
-    told.add("attempt", codes=codes, forced=[e.name.split()[0] for e in endings if e.forced])
-    return _judge(endings)
+def classify_and_note(exits: Sequence[restarts.TaskExit]) -> Any:
+    """Classifies the exits of an attempt, and reports them to the soak."""
+    codes = {each.name.split()[0]: each.code for each in exits}
+    events.add(
+        "attempt", codes=codes, forced=[each.name.split()[0] for each in exits if each.forced]
+    )
+    return _classify(exits)
 
 
 if __name__ == "__main__":
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
-    told = notes.Notes("launcher")
-    restarts.judge = judge_and_tell
+    events = notes.Notes("launcher")
+    restarts.classify_exits = classify_and_note
     task_group.KILL_S = KILL_S
     restarts.STEADY_S = STEADY_S
-    cli.launch = functools.partial(launch.launch, grace_s=GRACE_S)
-    told.add("start")
+    cli.launch = functools.partial(launcher.launch, grace_s=GRACE_S)
+    events.add("start")
     sys.exit(cli.main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A training that is broken again and again, and one that is not: do they end in equal bits?"""
+"""Compares a training with many random faults to one without, bit by bit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from benchmarks.soak import checks, report
 from benchmarks.soak.checkpoints import first_difference
 from benchmarks.soak.faults import KINDS, make_plan
 from benchmarks.soak.play import Play
-from benchmarks.soak.recovery import lives_of, of_kind
+from benchmarks.soak.recovery import of_kind, steps_by_process
 from benchmarks.soak.training import RANKS, Training
 
 HERE = Path(__file__).resolve().parent
-PAUSE_S = 0.02  # after each step of the broken run; the other one makes as many steps in less time
-_START_S = 180.0  # until steps are made
-_STEPS_PER_S = 10  # of the unbroken run, at least
+PAUSE_S = 0.02  # after each step with faults; the other run is faster
+_START_S = 180.0  # until the first step
+_STEPS_PER_S = 10  # minimum, without faults
 
 tables, paint = report.tables, report.paint
 
@@ -36,10 +36,10 @@ class Soak:
     """A soak and its results.
 
     Args:
-      directory: an empty one.
-      seed: of the plan.
-      minutes: how long faults come.
-      kinds: names of those that come.
+      directory: an empty directory.
+      seed: seed of the plan.
+      minutes: duration of the faults.
+      kinds: names of the kinds of faults.
       save: called with the results after each fault.
     """
 
@@ -54,7 +54,7 @@ class Soak:
         self._directory = directory
         self._plan = make_plan(seed, kinds, RANKS)
         self._save = save
-        self._lives: dict[int, list[list[float]]] = {}
+        self._points: dict[int, list[list[float]]] = {}
         self.results: dict[str, Any] = {
             "machine": common.machine(),
             "seed": seed,
@@ -67,10 +67,10 @@ class Soak:
         }
 
     def run(self) -> None:
-        """Run both trainings, and compare what they come to.
+        """Runs both trainings, and compares their results.
 
         Raises:
-          BenchmarkError: a training failed for good.
+          BenchmarkError: a training failed permanently.
         """
         broken = Training(self._directory / "broken", "--pause-s", PAUSE_S, evaluators=1)
         with contextlib.closing(broken):
@@ -80,35 +80,35 @@ class Soak:
                 "second checkpoint",
                 _START_S,
             )
-            self.results["begun"] = begun = time.time()
-            while time.time() - begun < 60 * self.results["minutes"]:
+            self.results["begun"] = start = time.time()
+            while time.time() - start < 60 * self.results["minutes"]:
                 self._play(broken)
             broken.signal(signal.SIGTERM)
             code, newest = broken.end(), broken.newest()
         step = int(newest.name.rpartition("-")[2])
-        common.say(f"stopped at step {step} with exit code {code}; now the unbroken run")
+        common.log(f"stopped at step {step} with exit code {code}; now the run without faults")
         difference = self._difference(newest, step)
         self.results["end"] = {"exit_code": code, "steps": step, "difference": difference}
 
     def _play(self, training: Training) -> None:
-        self._add_lives(training.journal.begin_chapter())
+        self._add_steps(training.journal.begin_chapter())
         play = Play(training, next(self._plan))
         try:
             play.run()
-        finally:  # what ends the soak is a fault as well
+        finally:  # the end of the soak may itself be a fault
             self._add(play.row)
 
     def _add(self, row: dict[str, Any]) -> None:
         faults = self.results["faults"]
         faults.append({"at_s": round(row["time"] - self.results["begun"], 1), **row})
         self.results["growth"] = checks.growth([f["sample"] for f in faults if "sample" in f])
-        self.results["lives"] = list(self._lives.values())
+        self.results["lives"] = list(self._points.values())
         self._save(self.results)
-        _say(len(faults), faults[-1])
+        _log(len(faults), faults[-1])
 
-    def _add_lives(self, notes: Sequence[Any]) -> None:
-        for pid, life in lives_of(of_kind(notes, "step"), self.results["begun"]).items():
-            self._lives.setdefault(pid, []).extend(life)
+    def _add_steps(self, notes: Sequence[Any]) -> None:
+        for pid, points in steps_by_process(of_kind(notes, "step"), self.results["begun"]).items():
+            self._points.setdefault(pid, []).extend(points)
 
     def _difference(self, newest: Path, step: int) -> str | None:
         unbroken = Training(self._directory / "unbroken", "--max-steps", step)
@@ -123,12 +123,12 @@ class Soak:
         return first_difference(newest, reference)
 
 
-def _say(number: int, row: dict[str, Any]) -> None:
+def _log(number: int, row: dict[str, Any]) -> None:
     text = f"{row['at_s']:.0f} s, {number}: {row['kind']} of rank {row['rank']}: "
     text += row.get("error", "no error")
     if "recovered_s" in row:
         text += f", recovered after {row['recovered_s']:.1f} s"
-    common.say("; ".join([text, *(f"WRONG: {problem}" for problem in row["problems"])]))
+    common.log("; ".join([text, *(f"WRONG: {problem}" for problem in row["problems"])]))
 
 
 def main() -> None:
@@ -157,7 +157,7 @@ def main() -> None:
     common.publish(soak.results, args, tables, paint)
     wrong = report.verdict(soak.results) + ([failure] if failure else [])
     if wrong:
-        sys.exit(f"soak: {len(wrong)} not as wanted:\n" + "\n".join(wrong))
+        sys.exit(f"soak: {len(wrong)} not as expected:\n" + "\n".join(wrong))
 
 
 def _kinds(text: str) -> list[str]:

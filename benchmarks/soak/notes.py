@@ -1,4 +1,4 @@
-"""What the processes of a soak tell it: short messages, as files may be full or cut short."""
+"""Messages from the processes of a soak: over sockets, because faults may damage files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MESSAGE_BYTES = 1 << 16
 
 
 def _address(*names: object) -> str:
-    """An abstract socket: it needs no file, and goes with the process that has bound it."""
+    """Returns the address of an abstract socket, which needs no file and ends with its process."""
     return "\0" + "-".join(map(str, names))
 
 
@@ -25,10 +25,10 @@ def _address(*names: object) -> str:
 
 
 class Notes:
-    """Tells the soak what happens in this process.
+    """Sends events of this process to the soak.
 
     Args:
-      role: such as ``worker:0``.
+      role: role of this process, such as ``worker:0``.
     """
 
     def __init__(self, role: str) -> None:
@@ -36,18 +36,24 @@ class Notes:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.connect(_address(os.environ[VARIABLE]))
 
-    def add(self, kind: str, **facts: Any) -> None:
-        """Send a note at once: the next moment this process may be killed.
+    def add(self, kind: str, **attributes: Any) -> None:
+        """Sends an event immediately, because this process may be killed at any time.
 
         Raises:
-          ConnectionRefusedError: the soak is gone, so this training may end.
+          ConnectionRefusedError: the soak has ended, so this training may end.
         """
-        note = {"kind": kind, "time": time.time(), "role": self.role, "pid": os.getpid(), **facts}
+        note = {
+            "kind": kind,
+            "time": time.time(),
+            "role": self.role,
+            "pid": os.getpid(),
+            **attributes,
+        }
         self._socket.send(json.dumps(note).encode())
 
 
 def listen(do: Callable[[str], None]) -> None:
-    """Call `do` with each fault that the soak asks this process for, in a thread."""
+    """Calls `do` in a thread with each fault that the soak requests from this process."""
     requests = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     requests.bind(_address(os.environ[VARIABLE], os.getpid()))
 
@@ -62,7 +68,7 @@ def listen(do: Callable[[str], None]) -> None:
 
 
 class Journal:
-    """Notes of all processes of one training; `starts` has the last start of each role."""
+    """Events of all processes of one training; `starts` has the last start of each role."""
 
     def __init__(self) -> None:
         self.name = f"hostopt-soak-{secrets.token_hex(8)}"
@@ -74,24 +80,24 @@ class Journal:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def read(self) -> list[dict[str, Any]]:
-        """The notes since `begin_chapter`, in the order of their times."""
+        """Returns the events since `begin_chapter`, in the order of their times."""
         with self._lock:
             return sorted(self._notes, key=lambda note: note["time"])
 
     def begin_chapter(self) -> list[dict[str, Any]]:
-        """Return the notes so far, and keep the last step alone."""
+        """Returns the events so far, and keeps only the last step."""
         with self._lock:
             notes = sorted(self._notes, key=lambda note: note["time"])
             self._notes = [note for note in notes if note["kind"] == "step"][-1:]
         return notes
 
     def ask(self, pid: int, fault: str) -> None:
-        """Have a process do something to itself."""
+        """Requests a fault from a process."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             asking.sendto(fault.encode(), _address(self.name, pid))
 
     def close(self) -> None:
-        """Hear of nothing any more; whoever still sends gets an error."""
+        """Closes the socket; processes that still send get an error."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

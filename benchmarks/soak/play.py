@@ -1,9 +1,9 @@
-"""One fault from its beginning until the training has gone beyond it, and all that is checked.
+"""One fault, from its injection until the training has recovered, and all checks.
 
 ::
 
-    strike --> launcher goes on --------------------------> new checkpoint --> checks
-       `-----> launcher has ended --> mend --> start again ------^
+    inject --> launcher keeps running ---------------------> new checkpoint --> checks
+       `-----> launcher has ended --> repair --> restart ----------^
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from benchmarks.soak.faults import KINDS, Fault, Scene
 from benchmarks.soak.recovery import has_settled, of_kind, recovery
 from benchmarks.soak.training import Training, kill, within
 
-GONE_S = 2.0  # until the ranks of a launcher that has ended have ended, too
-KEPT_MB, KEPT_DESCRIPTORS = 100.0, 8  # more than a rank had before: a stranger has left that
-_END_S = 90.0  # until a launcher ends that must end
+GONE_S = 2.0  # until the ranks end after their launcher
+KEPT_MB, KEPT_DESCRIPTORS = 100.0, 8  # tolerance for resources that a stranger made a rank use
+_END_S = 90.0  # until the launcher ends, if it must
 _SETTLED_S = 180.0
-CALM_S = 15.0  # until descriptors and files are as they were
+CALM_S = 15.0  # until descriptors and files are as before
 
 
 class Play:
-    """A fault in a training that trains.
+    """A fault in a running training.
 
     Args:
-      training: it has settled.
-      fault: which one.
+      training: a training that has settled.
+      fault: the fault.
     """
 
     def __init__(self, training: Training, fault: Fault) -> None:
@@ -42,7 +42,7 @@ class Play:
         self._fault = fault
         self._kind = KINDS[fault.kind]
         self._scene = Scene(training, fault)
-        self._lived = training.pid("chief:0")
+        self._chief_pid = training.pid("chief:0")
         self._leftovers = checks.leftovers(training.model_dir)
         self._before = checks.sample(training)
         self._log_bytes = training.log_bytes()
@@ -54,77 +54,81 @@ class Play:
         }
 
     def run(self) -> None:
-        """Bring the fault about, wait until the training has gone beyond it, and check all.
+        """Injects the fault, waits until the training has recovered, and checks everything.
 
-        `row` has the fault; `time`, when it happened; what `recovery` finds; exit `codes`; the
-        `sample` of afterwards, and the number of `files`; and all `problems` in words, with the
-        last lines of the `log` if there are any.
+        `row` contains the fault, its `time`, the result of `recovery`, exit `codes`, a `sample`
+        after the recovery, the number of `files`, and descriptions of all `problems`. If there are
+        problems, it also contains the last lines of the `log`.
 
         Raises:
-          BenchmarkError: the training does not go on, not even from a copy of its checkpoint.
+          BenchmarkError: the training does not resume, not even from a copy of its checkpoint.
         """
         time.sleep(self._fault.pause_s)
         copy = _Copy(self._training)
-        self.row["time"] = begun = time.time()
+        self.row["time"] = start = time.time()
         code = None
         try:
-            self.row["time"] = self._kind.strike(self._scene) or begun
+            self.row["time"] = self._kind.inject(self._scene) or start
             code = self._follow(self.row["time"])
         except (common.BenchmarkError, OSError, psutil.Error) as error:
             self._problems.append(str(error).splitlines()[0])
-            copy.go_on_from()
-            if self._settle(begun, True) is not None:
-                raise common.BenchmarkError("it cannot go on from a copy, either") from error
+            copy.restore()
+            if self._settle(start, True) is not None:
+                raise common.BenchmarkError(
+                    "the training does not resume from a copy, either"
+                ) from error
         self._check(code)
 
-    def _follow(self, struck: float) -> int | None:
-        """Wait for what is wanted, and have the training go on; returns the launcher's code."""
-        training, wanted = self._training, self._kind.wanted
-        if wanted.launcher is None:
-            code = self._settle(time.time(), wanted.restarts)
+    def _follow(self, fault_time_s: float) -> int | None:
+        """Waits for the expected end, and resumes the training; returns the launcher's code."""
+        training, expected = self._training, self._kind.expected
+        if expected.launcher is None:
+            code = self._settle(time.time(), expected.restarts)
         else:
-            code = self._wait_for_end(struck)
+            code = self._wait_for_end(fault_time_s)
         if code is None:
             return None
         self._check_orphans("after the launcher's end")
-        self._kind.mend(self._scene)
-        training.start(*wanted.options)
-        again = self._settle(struck, True)
+        self._kind.repair(self._scene)
+        training.start(*expected.options)
+        again = self._settle(fault_time_s, True)
         if again is not None:
             raise common.BenchmarkError(f"started again, the launcher ended with code {again}")
         return code
 
-    def _wait_for_end(self, struck: float) -> int:
+    def _wait_for_end(self, fault_time_s: float) -> int:
         training = self._training
 
         def trains() -> bool:
             steps = of_kind(training.journal.read(), "step")
-            return any(note["time"] > struck and note["pid"] != self._lived for note in steps)
+            return any(
+                note["time"] > fault_time_s and note["pid"] != self._chief_pid for note in steps
+            )
 
         training.wait_until(
             lambda: training.code is not None or trains(), "end of the launcher", _END_S
         )
         if training.code is None:
-            raise common.BenchmarkError("it trains")
+            raise common.BenchmarkError("the training continues")
         return training.code
 
     def _settle(self, since: float, restarted: bool) -> int | None:
-        """Wait until a new checkpoint is there, and all processes; returns the launcher's code."""
+        """Waits for a new checkpoint and all processes; returns the exit code of the launcher."""
         training = self._training
 
         def settled() -> bool:
             notes = training.journal.read()
-            return has_settled(since, self._lived, restarted, notes) and training.all_live()
+            return has_settled(since, self._chief_pid, restarted, notes) and training.all_live()
 
         training.wait_until(
             lambda: training.code is not None or settled(), "new checkpoint", _SETTLED_S
         )
         return training.code
 
-    # -- what is checked --------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------
 
     def _check(self, code: int | None) -> None:
-        training, wanted = self._training, self._kind.wanted
+        training, expected = self._training, self._kind.expected
         notes = training.journal.read()
         attempts = of_kind(notes, "attempt")
         self.row.update(recovery(self.row["time"], notes))
@@ -132,10 +136,10 @@ class Play:
         for attempt in attempts:
             self.row["codes"].update(attempt["codes"])
         self._problems += self._scene.problems
-        self._problems += checks.wrong_codes(wanted, self._scene.role, code, attempts)
-        if wanted.keeps and self.row.get("again"):
-            self._problems.append(f"{self.row['again']} steps made again, wanted none")
-        self._check_orphans("in the end")
+        self._problems += checks.wrong_codes(expected, self._scene.role, code, attempts)
+        if expected.keeps and self.row.get("again"):
+            self._problems.append(f"{self.row['again']} steps repeated, wanted none")
+        self._check_orphans("after the recovery")
         self._check_leftovers()
         if not self.row.get("first_step"):
             self._check_kept()
@@ -153,7 +157,7 @@ class Play:
         kill(orphans)
 
     def _check_leftovers(self) -> None:
-        """A save may be under way, so files are left over that stay."""
+        """Checks for leftover files; files that vanish belong to a save in progress."""
         stay = checks.leftovers(self._training.model_dir) - self._leftovers
 
         def gone() -> bool:
@@ -164,7 +168,7 @@ class Play:
             self._problems.append(f"files that stay: {', '.join(sorted(stay))}")
 
     def _check_kept(self) -> None:
-        """A rank that lives on gives back what others made it take."""
+        """Checks that a surviving rank releases the resources that strangers made it use."""
         role = self._scene.role
 
         def more(measure: str) -> float:
@@ -177,7 +181,7 @@ class Play:
 
 
 class _Copy:
-    """What a backup holds: the newest checkpoint, to go on from where a fault has ended all."""
+    """A backup of the newest checkpoint, to resume from if a fault has destroyed the original."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -191,8 +195,8 @@ class _Copy:
         lines = [f'{name}: "{newest.name}"\n' for name in names]
         (self._directory / "checkpoint").write_text("".join(lines))
 
-    def go_on_from(self) -> None:
-        """Kill all, put the copy in the place of model_dir, and start again."""
+    def restore(self) -> None:
+        """Kills all processes, replaces model_dir by the copy, and restarts."""
         self._training.kill_all()
         for path in (self._training.model_dir, self._training.moved_dir):
             shutil.rmtree(path, ignore_errors=True)
@@ -201,7 +205,7 @@ class _Copy:
 
 
 def describe(process: psutil.Process) -> str:
-    """A process, as messages show it."""
+    """Describes a process for messages."""
     try:
         words = [Path(word).name for word in process.cmdline()]
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""One process of the soak: trains or evaluates, notes what happens, and suffers faults."""
+"""One process of the soak: trains or evaluates, reports events, and injects faults."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,15 @@ import tensorflow as tf
 
 import estimator_ext
 from benchmarks.soak import notes
-from hostopt.transport import grpc_parts
-from hostopt.transport.frame import FrameWriter
+from hostopt.transport.grpc import timing
+from hostopt.transport.grpc.frame import FrameWriter
 
 SEED, EXAMPLES, PIXELS, CLASSES, HIDDEN, BATCH = 7, 1000, 100, 10, 256, 32
 CHECKPOINT_STEPS = 50
-# So that a recovery takes seconds; the default times are for networks, not for tests.
+# Short times, so that a recovery takes seconds; the defaults suit slow networks.
 PING_S, COLLECTIVE_TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 3.0, 30.0, 60.0
 EVALUATION_STEPS, THROTTLE_S = 4, 10
-_FOR_EVER_S = 3600.0
+_FOREVER_S = 3600.0
 _TEXT_CHARACTERS = 2000
 
 
@@ -66,7 +67,7 @@ def model_fn(features: Any, labels: Any, mode: str) -> Any:
 
 
 def input_fn(input_context: tf.distribute.InputContext) -> Any:
-    """Sharded, shuffled anew in each epoch, repeated; numbers are shuffled, not images."""
+    """Returns the data: sharded, reshuffled in each epoch by index, repeated."""
     numbers = tf.data.Dataset.range(EXAMPLES)
     numbers = numbers.shard(input_context.num_input_pipelines, input_context.input_pipeline_id)
     return batches_of(numbers.shuffle(EXAMPLES, SEED, reshuffle_each_iteration=True).repeat())
@@ -81,81 +82,81 @@ def batches_of(numbers: tf.data.Dataset) -> tf.data.Dataset:
 
 
 class Progress(tf.compat.v1.train.SessionRunHook):
-    """Notes every step of the chief.
+    """Reports every step of the chief.
 
     Args:
-      told: where.
-      pause_s: after each step, so that a soak makes no more steps than the unbroken run can.
+      events: receives the events.
+      pause_s: pause after each step, so that the run without faults can make as many steps.
     """
 
-    def __init__(self, told: notes.Notes, pause_s: float) -> None:
-        self._told = told
+    def __init__(self, events: notes.Notes, pause_s: float) -> None:
+        self._events = events
         self._pause_s = pause_s
 
     def begin(self) -> None:
         self._global_step = tf.compat.v1.train.get_global_step()
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        self._told.add("step", step=int(run_context.session.run(self._global_step)))
+        self._events.add("step", step=int(run_context.session.run(self._global_step)))
         time.sleep(self._pause_s)
 
 
 class Saved(tf.compat.v1.train.CheckpointSaverListener):
-    """Notes every checkpoint of the chief."""
+    """Reports every checkpoint of the chief."""
 
-    def __init__(self, told: notes.Notes) -> None:
-        self._told = told
+    def __init__(self, events: notes.Notes) -> None:
+        self._events = events
 
     def after_save(self, session: Any, global_step_value: int) -> None:
-        self._told.add("saved", step=int(global_step_value))
+        self._events.add("saved", step=int(global_step_value))
 
 
 # --- faults inside the process ------------------------------------------------------------------
 
 
 class Faults(tf.compat.v1.train.SessionRunHook):
-    """Has the faults happen that the soak asks this process for: at once, or after a step.
+    """Injects the faults that the soak requests from this process: immediately or after a step.
 
     Args:
-      told: where it is told when one happened.
-      port: where the next rank listens.
+      events: receives the event when a fault happens.
+      port: port of the next rank.
     """
 
-    def __init__(self, told: notes.Notes, port: int) -> None:
-        self._told = told
+    def __init__(self, events: notes.Notes, port: int) -> None:
+        self._events = events
         self._port = port
         self._corrupts = threading.Event()
         self._after_step: Callable[[], None] | None = None
         self._corrupt_frames()
-        notes.listen(self._suffer)
+        notes.listen(self._inject)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         do, self._after_step = self._after_step, None
         if do is not None:
             do()
 
-    def _suffer(self, fault: str) -> None:
+    def _inject(self, fault: str) -> None:
         if fault == "corrupt":
             self._corrupts.set()
         elif fault == "close":
-            self._told.add("fault")
+            self._events.add("fault")
             close_connections(self._port)
         elif fault == "os-exit":
-            self._told.add("fault")
+            self._events.add("fault")
             os._exit(0)
         else:
             do = {
                 "sys-exit": sys.exit,
                 "raise": fail,
-                "hang": lambda: time.sleep(_FOR_EVER_S),
-                "kill-with-child": kill_beside_a_child,
+                "hang": lambda: time.sleep(_FOREVER_S),
+                "kill-with-child": kill_with_child,
             }[fault]
 
-            def tell_and_do() -> None:
-                self._told.add("fault")
+            def report_and_do() -> None:
+                self._events.add("fault")
                 do()
 
-            self._after_step = tell_and_do
+            self._after_step = report_and_do
 
     def _corrupt_frames(self) -> None:
         write = FrameWriter.write
@@ -164,7 +165,7 @@ class Faults(tf.compat.v1.train.SessionRunHook):
             frame = write(writer, tag, payload)
             if self._corrupts.is_set() and len(payload):
                 self._corrupts.clear()
-                self._told.add("fault")
+                self._events.add("fault")
                 middle = len(frame) - 1 - len(payload) // 2
                 frame = frame[:middle] + bytes([frame[middle] ^ 16]) + frame[middle + 1 :]
             return frame
@@ -173,21 +174,21 @@ class Faults(tf.compat.v1.train.SessionRunHook):
 
 
 def fail() -> None:
-    raise ValueError("a fault of the program, as the soak wants it")
+    raise ValueError("a fault of the program, requested by the soak")
 
 
-def kill_beside_a_child() -> None:
-    """Die while a child lives that has all of this process's descriptors."""
+def kill_with_child() -> None:
+    """Kills this process while a child that has inherited its descriptors keeps running."""
     if os.fork() == 0:
-        time.sleep(_FOR_EVER_S)
+        time.sleep(_FOREVER_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def close_connections(port: int) -> None:
-    """Shut down all TCP connections of this process to a port.
+    """Shuts down all TCP connections of this process to a port.
 
     Args:
-      port: where a peer listens.
+      port: port of a peer.
     """
     inodes = set()
     for table in ("tcp", "tcp6"):
@@ -201,36 +202,36 @@ def close_connections(port: int) -> None:
             if inode and inode[1] in inodes:
                 with socket.socket(fileno=os.dup(int(fd))) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it was closed meanwhile
+        except OSError:  # closed in the meantime
             continue
 
 
-# --- both together ------------------------------------------------------------------------------
+# --- the process --------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-dir", required=True)
-    parser.add_argument("--max-steps", type=int, help="without: until a signal comes")
+    parser.add_argument("--max-steps", type=int, help="default: until a signal arrives")
     parser.add_argument("--pause-s", type=float, default=0.0, help="after each step")
     args = parser.parse_args()
-    grpc_parts.KEEPALIVE_S = grpc_parts.PING_TIMEOUT_S = PING_S
+    timing.DEFAULT = replace(timing.DEFAULT, keepalive_s=PING_S, ping_timeout_s=PING_S)
     estimator_ext.install()
     strategy = estimator_ext.HostOffloadStrategy(
         communication="grpc",
-        checksum=True,  # of the data, too, though all addresses are loopback ones
+        checksum=True,  # explicitly, because the default is off on loopback addresses
         collective_timeout_s=COLLECTIVE_TIMEOUT_S,
         rendezvous_timeout_s=RENDEZVOUS_TIMEOUT_S,
     )
     cluster = strategy.cluster
-    told = notes.Notes(cluster.task.name)
+    events = notes.Notes(cluster.task.name)
     hooks: list[Any] = []
     if cluster.rank is not None:
         peers = [*cluster.ring[cluster.rank + 1 :], *cluster.ring[: cluster.rank]]
-        hooks.append(Faults(told, int(peers[0].address.rpartition(":")[2])))
+        hooks.append(Faults(events, int(peers[0].address.rpartition(":")[2])))
     if cluster.is_chief:
-        hooks.append(Progress(told, args.pause_s))
-    told.add("start", address=cluster.task.address)
+        hooks.append(Progress(events, args.pause_s))
+    events.add("start", address=cluster.task.address)
     config = estimator_ext.RunConfig(
         train_distribute=strategy,
         tf_random_seed=SEED,
@@ -239,8 +240,8 @@ def main() -> None:
         log_step_count_steps=None,
     )
     estimator = estimator_ext.Estimator(model_fn, args.model_dir, config)
-    listeners = [Saved(told)] if cluster.is_chief else []
-    with errors_noted(told):
+    listeners = [Saved(events)] if cluster.is_chief else []
+    with errors_reported(events):
         estimator_ext.train_and_evaluate(
             estimator,
             tf.estimator.TrainSpec(input_fn, args.max_steps, hooks, listeners),
@@ -254,12 +255,12 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def errors_noted(told: notes.Notes) -> Iterator[None]:
-    """Tell the soak of the error that ends this process."""
+def errors_reported(events: notes.Notes) -> Iterator[None]:
+    """Reports the error that ends this process to the soak."""
     try:
         yield
     except Exception as error:
-        told.add("error", error=type(error).__name__, text=str(error)[:_TEXT_CHARACTERS])
+        events.add("error", error=type(error).__name__, text=str(error)[:_TEXT_CHARACTERS])
         raise
 
 

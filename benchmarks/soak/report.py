@@ -1,4 +1,4 @@
-"""What became of a soak: tables, a picture, and the verdict."""
+"""Report of a soak: tables, a picture, and all problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WRONG = "black"
 
 
 def verdict(results: dict[str, Any]) -> list[str]:
-    """All that is not as it should be, in words; nothing if all is well."""
+    """Returns descriptions of all problems; an empty list if there are none."""
     wrong = [
         f"{fault['kind']} at {fault['at_s']:.0f} s: {problem}"
         for fault in results["faults"]
@@ -27,7 +27,7 @@ def verdict(results: dict[str, Any]) -> list[str]:
     ]
     end = results["end"]
     if end is None:
-        return [*wrong, "it was interrupted, and nothing was compared"]
+        return [*wrong, "the soak was interrupted, and nothing was compared"]
     if end["exit_code"] != _ENDED:
         wrong.append(f"ended by SIGTERM with exit code {end['exit_code']}, wanted {_ENDED}")
     if end["difference"] is not None:
@@ -36,7 +36,7 @@ def verdict(results: dict[str, Any]) -> list[str]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """A summary, a table of kinds, one of descriptors and memory, and what went wrong."""
+    """Formats a summary, tables of kinds and of descriptors and memory, and the problems."""
     faults, end = results["faults"], results["end"]
     kinds = {fault["kind"] for fault in faults}
     text = f"{len(faults)} faults of {len(kinds)} kinds in {results['minutes']:g} minutes"
@@ -52,7 +52,7 @@ def tables(results: dict[str, Any]) -> str:
     text += f". Processes left over: {orphans or 'none'}. {_files(faults)}"
     parts = [text, _kinds(faults), _growth(results["growth"])]
     if wrong:
-        parts.append("\n".join(["Not as wanted:", "", *(f"- {line}" for line in wrong)]))
+        parts.append("\n".join(["Not as expected:", "", *(f"- {line}" for line in wrong)]))
     return "\n\n".join(parts)
 
 
@@ -69,8 +69,8 @@ def _kinds(faults: Sequence[dict[str, Any]]) -> str:
             right = sum(not fault["problems"] for fault in of_kind)
             cells = [_median_and_max(of_kind, key) for key in ("detected_s", "recovered_s")]
             again = str(sum(fault.get("again", 0) for fault in of_kind))
-            rows.append([name, str(kind.wanted), f"{right} of {len(of_kind)}", *cells, again])
-    header = ["fault", "wanted", "so it was", "detected after, s (median, max)"]
+            rows.append([name, str(kind.expected), f"{right} of {len(of_kind)}", *cells, again])
+    header = ["fault", "expected", "as expected", "detected after, s (median, max)"]
     return common.table([*header, "recovered after, s (median, max)", "steps done again"], rows)
 
 
@@ -89,7 +89,7 @@ def _growth(growth: Sequence[dict[str, Any]]) -> str:
 
 
 def paint(results: dict[str, Any], axes: Any) -> None:
-    """Each fault as a line from its beginning to the recovery, and the steps behind."""
+    """Draws the steps, and each fault as a line from its injection to the recovery."""
     names = [name for name in KINDS if any(f["kind"] == name for f in results["faults"])]
     for fault in results["faults"]:
         begin = (fault["time"] - results["begun"]) / 60
@@ -101,8 +101,8 @@ def paint(results: dict[str, Any], axes: Any) -> None:
     axes.set_xlabel("minutes")
     axes.grid(axis="y", alpha=0.3)
     steps = axes.twinx()
-    for life in results["lives"]:
-        times_s, numbers = zip(*life)
+    for points in results["lives"]:
+        times_s, numbers = zip(*points)
         steps.plot([time_s / 60 for time_s in times_s], numbers, color="grey", linewidth=1)
     steps.set_ylabel("global step")
-    axes.set_title(f"{len(results['faults'])} faults, from each to the first step beyond it")
+    axes.set_title(f"{len(results['faults'])} faults, each until the first new step")

@@ -1,4 +1,4 @@
-"""Somebody who can reach the port of a rank and has no token: four ways to be a nuisance."""
+"""A process without the token that connects to the port of a rank, in four ways."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(kind: str, host: str, port: str, seed: str) -> None:
 
 
 def hold_connections(address: _Address, chance: random.Random) -> None:
-    """Open more connections than many systems let a process have, and say nothing."""
+    """Opens more connections than many systems allow for a process, and sends nothing."""
     with contextlib.ExitStack() as stack:
         for _ in range(IDLE):
             with contextlib.suppress(OSError):
@@ -37,26 +37,26 @@ def hold_connections(address: _Address, chance: random.Random) -> None:
 
 
 def get(address: _Address, chance: random.Random) -> None:
-    """Ask for a page again and again, as a scanner does."""
+    """Sends HTTP requests repeatedly, as a scanner does."""
     for _ in range(GETS):
         send(address, b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n")
 
 
 def send_random_bytes(address: _Address, chance: random.Random) -> None:
-    """Say something else each time; now and then begin as HTTP/2 does."""
+    """Sends random bytes, sometimes after the preface of HTTP/2."""
     for number in range(RANDOM):
         preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" if number % 2 else b""
         send(address, preface + bytes(chance.choices(range(256), k=_BYTES)))
 
 
 def send(address: _Address, data: bytes) -> None:
-    """Send bytes on a connection of their own, and close it; whatever becomes of it."""
+    """Sends bytes on a new connection and closes it, ignoring errors."""
     with contextlib.suppress(OSError), socket.create_connection(address, _TIMEOUT_S) as connection:
         connection.sendall(data)
 
 
 def send_hellos(address: _Address, chance: random.Random) -> None:
-    """Call as a rank does that wants to meet, with as much as a message may hold."""
+    """Sends rendezvous requests of the maximum message size."""
     import grpc
 
     junk = chance.randbytes(_HELLO_BYTES)

@@ -1,4 +1,4 @@
-"""A training under the launcher, which may end and be started again, and all of its processes."""
+"""A training under the launcher, which may end and be restarted, and all of its processes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _GONE_S = 10.0
 
 
 def role_of(rank: int) -> str:
-    """The task of a rank, as the launcher shows it."""
+    """Returns the task of a rank, as the launcher shows it."""
     return "chief:0" if rank == 0 else f"worker:{rank - 1}"
 
 
 class Training:
-    """A training that goes on in one directory, however often its launcher is started.
+    """A training in one directory, over any number of starts of its launcher.
 
     Args:
-      directory: where the model, the log and temporary files are; made if it is not there.
-      *arguments: of each rank.
-      evaluators: how many.
-      model_dir: another place for the model.
+      directory: directory of the model, the log and temporary files; created if necessary.
+      *arguments: arguments of each rank.
+      evaluators: number of evaluators.
+      model_dir: another directory for the model.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Training:
     ) -> None:
         self.journal = notes.Journal()
         self.model_dir = model_dir or directory / "model"
-        self._token = secrets.token_hex(16)  # strangers have none
-        self.moved_dir = self.model_dir.with_name("moved")  # where a fault may put it
+        self._token = secrets.token_hex(16)  # unknown to strangers
+        self.moved_dir = self.model_dir.with_name("moved")  # target of the fault that moves it
         self.temporary = directory / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         self._log = directory / "log"
@@ -65,10 +65,10 @@ class Training:
     # -- the launcher ----------------------------------------------------------------------------
 
     def start(self, *options: str) -> None:
-        """Start the launcher.
+        """Starts the launcher.
 
         Args:
-          *options: of `hostopt run`, beside those that are always the same.
+          *options: options of `hostopt run`, in addition to the fixed ones.
         """
         run = ["run", "-np", RANKS, "--evaluators", self._evaluators, "--max-restarts", 100_000]
         rank = [HERE / "rank.py", "--model-dir", self.model_dir, *self._arguments]
@@ -90,7 +90,7 @@ class Training:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the soak alone
+                start_new_session=True,  # Ctrl-C goes to the soak only
             )
 
     @property
@@ -108,30 +108,30 @@ class Training:
         return 128 - code if code is not None and code < 0 else code
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the launcher."""
+        """Sends a signal to the launcher."""
         os.kill(self.launcher, signum)
 
     def end(self, timeout_s: float = _END_S) -> int:
-        """Wait for the launcher's end, and return its exit code.
+        """Waits for the end of the launcher, and returns its exit code.
 
         Raises:
-          BenchmarkError: it does not come in time.
+          BenchmarkError: it does not end in time.
         """
         self.wait_until(lambda: self.code is not None, "end of the launcher", timeout_s)
         assert self.code is not None
         return self.code
 
-    def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float) -> None:
-        """Wait for something.
+    def wait_until(self, condition: Callable[[], object], name: str, timeout_s: float) -> None:
+        """Waits for a condition.
 
         Raises:
-          BenchmarkError: it does not come in time.
+          BenchmarkError: it does not become true in time.
         """
         if not within(timeout_s, condition):
-            raise common.BenchmarkError(f"no {what} within {timeout_s:g} s")
+            raise common.BenchmarkError(f"no {name} within {timeout_s:g} s")
 
     def second(self) -> Training:
-        """Another run, with the same command and model_dir."""
+        """Runs the same command in the same model_dir."""
         directory = self._log.with_name("second")
         arguments, evaluators = self._arguments, self._evaluators
         return Training(directory, *arguments, evaluators=evaluators, model_dir=self.model_dir)
@@ -139,42 +139,42 @@ class Training:
     # -- processes -------------------------------------------------------------------------------
 
     def pid(self, role: str) -> int:
-        """The process of a role that was started last."""
+        """Returns the latest process of a role."""
         return int(self.journal.starts[role]["pid"])
 
     def roles(self) -> list[str]:
-        """All roles beside the launcher."""
+        """All roles except the launcher."""
         return [*map(role_of, range(RANKS)), *(f"evaluator:{i}" for i in range(self._evaluators))]
 
     def all_live(self) -> bool:
-        """Whether the last process of each role is there."""
+        """Returns True if the latest process of each role is running."""
         return all(
             role in self.journal.starts and psutil.pid_exists(self.pid(role))
             for role in self.roles()
         )
 
     def supervisors(self) -> list[int]:
-        """The processes between the launcher and its tasks."""
+        """Returns the processes between the launcher and its tasks."""
         return [child.pid for child in psutil.Process(self.launcher).children()]
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of this training, whoever their parents are now."""
+        """Returns all processes of this training, including those with a new parent."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def orphans(self) -> list[psutil.Process]:
-        """Those that are not below the launcher that runs, or all if none does."""
-        lives = self._launcher is not None and self.code is None
-        return [process for process in self.processes() if not (lives and self._belongs(process))]
+        """Returns processes that do not descend from the running launcher; all if none runs."""
+        runs = self._launcher is not None and self.code is None
+        return [process for process in self.processes() if not (runs and self._belongs(process))]
 
     def kill_all(self) -> None:
-        """Kill the launcher and whatever is left."""
+        """Kills the launcher and all remaining processes."""
         if self._launcher is not None:
             self._launcher.kill()
             self._launcher.wait()
         kill(self.processes())
 
     def close(self) -> None:
-        """`kill_all`, and hear of nothing any more."""
+        """Kills all processes, and closes the journal."""
         self.kill_all()
         self.journal.close()
 
@@ -187,24 +187,24 @@ class Training:
     def _belongs(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):
             return self.launcher in (process.pid, *(parent.pid for parent in process.parents()))
-        return True  # it has ended meanwhile
+        return True  # ended in the meantime
 
     # -- files -----------------------------------------------------------------------------------
 
     def newest(self) -> Path:
-        """Path of the checkpoint that the file `checkpoint` names."""
+        """Returns the path of the checkpoint that the file `checkpoint` names."""
         text = (self.model_dir / "checkpoint").read_text()
-        found = re.search(r'^model_checkpoint_path: "(.*)"', text)
-        if found is None:
+        result = re.search(r'^model_checkpoint_path: "(.*)"', text)
+        if result is None:
             raise common.BenchmarkError(f"no checkpoint is named in {text!r}")
-        return self.model_dir / found[1]
+        return self.model_dir / result[1]
 
     def log_bytes(self) -> int:
-        """Size of what all processes have printed."""
+        """Returns the size of the output of all processes."""
         return self._log.stat().st_size
 
     def log_since(self, begin: int, lines: int = 40) -> list[str]:
-        """The last lines of what they have printed since it had this size."""
+        """Returns the last lines of the output after this size."""
         with self._log.open("rb") as log:
             log.seek(begin)
             text = log.read().decode(errors="replace")
@@ -212,7 +212,7 @@ class Training:
 
 
 def within(timeout_s: float, condition: Callable[[], Any]) -> bool:
-    """Wait for something, and return whether it came in time."""
+    """Waits for a condition; returns True if it became true in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
@@ -222,7 +222,7 @@ def within(timeout_s: float, condition: Callable[[], Any]) -> bool:
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """Kill processes, and wait until they are gone."""
+    """Kills processes, and waits until they have ended."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)

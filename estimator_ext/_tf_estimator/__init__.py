@@ -1,4 +1,4 @@
-"""The one door to tensorflow_estimator: everything that this package takes from it."""
+"""The one door to tensorflow_estimator: all names that this package uses of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from estimator_ext._tf_estimator._loading import load
 
 __all__: list[str] = []
 
-# what `tf.estimator` and `tf.compat.v1.estimator` are, or were
+# the modules `tf.estimator` and `tf.compat.v1.estimator`, which new releases no longer have
 estimator_v2 = load("api._v2.estimator")
 estimator_v1 = load("api._v1.estimator")
 _training = load("training")
@@ -19,10 +19,10 @@ RunConfig = estimator_v2.RunConfig
 TrainSpec = estimator_v2.TrainSpec
 
 train_and_evaluate = _training.train_and_evaluate
-# checks TrainSpec and EvalSpec, runs the local loop, and evaluates and exports a checkpoint
+# checks TrainSpec and EvalSpec, runs the local loop, evaluates and exports checkpoints
 TrainingExecutor = _training._TrainingExecutor
 Evaluator = _training._TrainingExecutor._Evaluator
 parse_input_fn_result = load("util").parse_input_fn_result
 make_early_stopping_hook = load("early_stopping").make_early_stopping_hook
-fn_args = load("util").fn_args  # names of the arguments that a function takes
+fn_args = load("util").fn_args  # names of the arguments of a function
 feeding = load("inputs.queues.feeding_functions")  # of numpy_input_fn and pandas_input_fn

@@ -1,9 +1,8 @@
-"""What tensorflow_estimator needs of the module that TensorFlow 2.16 removed.
+"""Replacement for `tensorflow.python.distribute.estimator_training`, removed in TensorFlow 2.16.
 
-`tensorflow.python.distribute.estimator_training` joined Estimator to TensorFlow's distribute
-coordinator, for MultiWorkerMirroredStrategy and for a strategy's parameter servers. Here a
-RunConfig learns its cluster as before, and what would have gone to the coordinator ends with an
-error that says what to use.
+That module connected Estimator to TensorFlow's distribute coordinator, for
+MultiWorkerMirroredStrategy and for parameter servers. This one reads the cluster of a RunConfig as
+before. In place of starting the coordinator it raises an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _COORDINATED = "independent_worker"
 
 
 def init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
-    """Give a RunConfig the cluster and task that TF_CONFIG names, in place.
+    """Sets cluster and task of a RunConfig from TF_CONFIG, in place.
 
     Args:
       config: a `tf.estimator.RunConfig` under construction.
@@ -43,7 +42,7 @@ def init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
 
 
 def _adopt_distribute_config(config: Any) -> None:
-    """Take over the strategies of RunConfig(experimental_distribute=...)."""
+    """Copies the strategies of RunConfig(experimental_distribute=...)."""
     distribute = config._experimental_distribute
     for name in ("train_distribute", "eval_distribute"):
         strategy = getattr(distribute, name, None)
@@ -57,7 +56,7 @@ def _adopt_distribute_config(config: Any) -> None:
 
 
 def should_run_distribute_coordinator(config: Any) -> bool:
-    """Say whether TensorFlow's coordinator would run this configuration.
+    """Returns True if TensorFlow's coordinator would run this configuration.
 
     Args:
       config: a `tf.estimator.RunConfig`.
@@ -66,9 +65,10 @@ def should_run_distribute_coordinator(config: Any) -> bool:
       True for a strategy that trains on several tasks through the coordinator.
 
     Raises:
-      ValueError: tf.estimator.train_and_evaluate asks for an evaluator that it has no work for.
+      ValueError: this task is an evaluator other than the first, which
+        tf.estimator.train_and_evaluate does not support.
     """
-    if config.task_type == "evaluator" and config.task_id > 0:  # what TensorFlow says, and more
+    if config.task_type == "evaluator" and config.task_id > 0:  # TensorFlow's text, extended
         raise ValueError(
             "For distributed training, there can only be one `evaluator` task (with task id 0).  "
             f"Given task id {config.task_id}. Use estimator_ext.train_and_evaluate, which takes "
@@ -85,7 +85,7 @@ def _warn_of_lonely_workers(cluster: dict[str, Any]) -> None:
     if workers > 1 and "ps" not in cluster:
         tf.get_logger().warning(
             "TF_CONFIG names several workers, but RunConfig has no train_distribute and there are "
-            "no parameter servers: the workers would wait for variables that nobody shares. Give "
+            "no parameter servers: the workers would wait for variables that are not shared. Give "
             "estimator_ext.RunConfig a HostOffloadStrategy as train_distribute"
         )
 
@@ -95,7 +95,7 @@ def _refuse(estimator: Any, *arguments: Any) -> NoReturn:
     strategy = estimator.config.train_distribute or estimator.config.eval_distribute
     raise UnsupportedError(
         f"tf.estimator.Estimator cannot work with {type(strategy).__name__} on a cluster: "
-        f"TensorFlow {tf.__version__} no longer has what joined Estimator to its distribute "
+        f"TensorFlow {tf.__version__} no longer connects Estimator to its distribute "
         "coordinator. Use estimator_ext.Estimator with estimator_ext.HostOffloadStrategy"
     )
 

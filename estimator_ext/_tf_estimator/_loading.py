@@ -1,9 +1,9 @@
-"""Loads tensorflow_estimator on every TensorFlow, also on those that no longer know it.
+"""Loads tensorflow_estimator on every supported TensorFlow, also on releases without Estimator.
 
-tensorflow_estimator 2.15.0 is the last release, made for TensorFlow 2.15, the last TensorFlow
-with `tf.estimator`. Whatever lies between it and a later TensorFlow is dealt with here and nowhere
-else. Nothing is written to disk, no import hook is installed, and what TensorFlow's own packages
-lack they lack again afterwards.
+tensorflow_estimator 2.15.0 is the last release. It was made for TensorFlow 2.15, the last release
+with `tf.estimator`. All differences to later releases are handled in this module. It writes
+nothing to disk and installs no import hook. Modules that it adds to TensorFlow's packages are
+removed after the import.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__: list[str] = []
 _OLDEST, _NEWEST = (2, 15), (2, 21)
 _COORDINATOR = "tensorflow.python.distribute.estimator_training"
 _EXPORT = "tensorflow_estimator.python.estimator.estimator_export"
-# the parts of the API in which there is nothing but TPU
+# the modules of the API that contain only TPU classes
 _TPU = (
     "tensorflow_estimator._api.v1.estimator.tpu",
     "tensorflow_estimator.python.estimator.api._v1.estimator.tpu",
 )
-# Where programs look for estimator and keras, and which of two APIs they find. `tf.compat.v1` and
-# what `import tensorflow.compat.v1` finds can be two modules.
+# The packages in which programs look for estimator and keras, and the API that they find there.
+# `tf.compat.v1` and the result of `import tensorflow.compat.v1` can be two modules.
 PACKAGES = {
     "tensorflow": "_v2",
     "tensorflow.compat.v1": "_v1",
@@ -44,10 +44,10 @@ _KERAS_SWITCH = "TF_USE_LEGACY_KERAS"
 
 
 def load(name: str) -> types.ModuleType:
-    """Import a module of tensorflow_estimator, with stand-ins for what TensorFlow has not.
+    """Imports a module of tensorflow_estimator, with stand-ins for removed parts of TensorFlow.
 
     Args:
-      name: of the module, within `tensorflow_estimator.python.estimator`.
+      name: name of the module within `tensorflow_estimator.python.estimator`.
 
     Returns:
       The module.
@@ -62,18 +62,18 @@ def load(name: str) -> types.ModuleType:
         _load_with_stand_ins()
         try:
             check_keras()
-        except hostopt.ConfigError as error:  # no harm to a model_fn without Keras
+        except hostopt.ConfigError as error:  # harmless for a model_fn without Keras
             tf.get_logger().warning("%s", error)
     return importlib.import_module(f"tensorflow_estimator.python.estimator.{name}")
 
 
 def _load_with_stand_ins() -> None:
-    # These lie in tensorflow_estimator's own namespace and are for good: its other modules look
-    # there when a program imports them later.
+    # These are in tensorflow_estimator's namespace and stay: its other modules need them when a
+    # program imports them later.
     sys.modules[_EXPORT] = _export_module()
     for name in _TPU:
         sys.modules[name] = _TpuModule(name)
-    # This one lies in TensorFlow's, and is gone when its importers, all loaded here, have it.
+    # This one is in TensorFlow's namespace. It is removed when all its importers are loaded.
     sys.modules[_COORDINATOR] = _coordinator
     try:
         importlib.import_module("tensorflow_estimator")
@@ -82,15 +82,15 @@ def _load_with_stand_ins() -> None:
 
 
 def knows_estimator() -> bool:
-    """Say whether this TensorFlow has Estimator of itself, as 2.15 has."""
+    """Returns True if this TensorFlow contains Estimator, as 2.15 does."""
     return importlib.util.find_spec(_COORDINATOR) is not None
 
 
 def check_keras() -> None:
-    """Find out whether `tf.keras` is the Keras that works in an Estimator's graphs.
+    """Checks that `tf.keras` is Keras 2, which works in an Estimator's graphs.
 
     Raises:
-      hostopt.ConfigError: a part of it is Keras 3 already, for the rest of the process.
+      hostopt.ConfigError: a part of it is Keras 3 already, which cannot be undone.
     """
     keras_3 = [
         f"{package}.{name}"
@@ -99,7 +99,7 @@ def check_keras() -> None:
         if _is_keras_3(part)
     ]
     if not keras_3 and not tf.keras.layers.Layer.__module__.startswith("tf_keras."):
-        keras_3 = ["tensorflow.keras"]  # which was imported by that name
+        keras_3 = ["tensorflow.keras"]  # imported as a module
     if keras_3:
         remedy = (
             f"Set {_KERAS_SWITCH}=1 in the environment before Python starts (`hostopt run` does "
@@ -110,7 +110,7 @@ def check_keras() -> None:
             value = os.environ[_KERAS_SWITCH]
             remedy = f"{_KERAS_SWITCH} is {value} in the environment: set it to 1"
         raise hostopt.ConfigError(
-            f"{', '.join(keras_3)} is Keras 3 in this process already, which is not made for the "
+            f"{', '.join(keras_3)} is Keras 3 in this process already, which does not support the "
             f"graphs of Estimator; wanted Keras 2 (tf_keras). {remedy}"
         )
 
@@ -120,18 +120,18 @@ def _keras_2_is_wanted() -> bool:
 
 
 def _is_keras_3(part: Any) -> bool:
-    """Whether an attribute of tensorflow is a part of Keras that has become Keras 3.
+    """Returns True if an attribute of tensorflow is a part of Keras 3.
 
-    Each of them (keras, layers, metrics, ...) is decided by itself when it is first used, and has
-    no name before.
+    Each part (keras, layers, metrics, ...) is loaded separately at its first use, and has no name
+    before.
     """
     name = vars(part).get("__name__", "") if isinstance(part, types.ModuleType) else ""
     return name.startswith("keras.")
 
 
 def _check_versions() -> None:
-    found = tuple(int(part) for part in tf.__version__.split(".")[:2])
-    if not _OLDEST <= found <= _NEWEST:
+    installed = tuple(int(part) for part in tf.__version__.split(".")[:2])
+    if not _OLDEST <= installed <= _NEWEST:
         too_new = (_NEWEST[0], _NEWEST[1] + 1)
         oldest, newest, too_new = (".".join(map(str, v)) for v in (_OLDEST, _NEWEST, too_new))
         raise hostopt.ConfigError(
@@ -146,21 +146,21 @@ def _check_versions() -> None:
 
 def _check_package(name: str, wanted: str) -> None:
     try:
-        found = importlib.metadata.version(name)
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        found = "missing"
-    if not found.startswith(f"{wanted}."):
+        version = "missing"
+    if not version.startswith(f"{wanted}."):
         raise hostopt.ConfigError(
-            f"{name} is {found}, wanted {wanted} for TensorFlow {tf.__version__}. Run "
+            f"{name} is {version}, wanted {wanted} for TensorFlow {tf.__version__}. Run "
             f"pip install '{name}=={wanted}.*'"
         )
 
 
 def _use_keras_2() -> None:
-    """Let `tf.keras` become tf_keras when it is first used: Keras 3 knows no graphs.
+    """Makes `tf.keras` load tf_keras at its first use, as Keras 3 does not support graphs.
 
-    TensorFlow decides at the first use, by an environment variable; `import tensorflow.keras`
-    looks at TensorFlow's search path, which was fixed when TensorFlow was imported.
+    The attribute `tf.keras` reads an environment variable at its first use. The statement
+    `import tensorflow.keras` uses TensorFlow's search path instead, so that is changed too.
     """
     if not _keras_2_is_wanted():
         return
@@ -171,10 +171,9 @@ def _use_keras_2() -> None:
 
 
 def _export_module() -> types.ModuleType:
-    """A stand-in for tensorflow_estimator's decorator, which adds to tables of TensorFlow.
+    """Returns a stand-in for the module of tensorflow_estimator's export decorator.
 
-    Those tables, from which TensorFlow's public API was generated, have no place for Estimator
-    any more.
+    The decorator adds symbols to tables of TensorFlow, which have no entry for Estimator any more.
     """
     module = types.ModuleType(_EXPORT, "Decorator of public symbols, which does nothing.")
     module.estimator_export = _Export
@@ -193,10 +192,10 @@ class _Export:
 
 
 class _TpuModule(types.ModuleType):
-    """Stands for the TPU part of the API, whose foundations TensorFlow 2.16 removed."""
+    """Stand-in for the TPU modules of the API, whose basis TensorFlow 2.16 removed."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what Python itself asks of a module
+        if name.startswith("__"):  # attributes that Python itself reads
             raise AttributeError(name)
         raise AttributeError(
             f"tf.compat.v1.estimator.tpu.{name} does not exist on TensorFlow {tf.__version__}, "

@@ -1,8 +1,8 @@
-"""Makes small data and configurations for the programs of bert-tensorflow and albert-tensorflow.
+"""Generates small data and configurations for programs of bert-tensorflow and albert-tensorflow.
 
-Sentences that praise or blame a film, documents of such sentences, and questions of who lives
-where: enough to see each program train, evaluate and predict within a minute on a CPU. Each
-program finds all of it through one file of flags:
+The data are opinions about films, documents of such sentences, and questions about people's home
+towns. With them each program trains, evaluates and predicts within a minute on a CPU. A file of
+flags for each program names all files:
 
     python examples/bert/make_data.py bert_data
     python -m estimator_ext -m bert.run_classifier --flagfile bert_data/run_classifier.flags
@@ -48,7 +48,7 @@ def opinion(chooser: random.Random, is_good: bool) -> str:
 
 
 def write_sentences(directory: Path, chooser: random.Random) -> None:
-    """In the form of the CoLA task: id, label, a mark, sentence; the test has no labels."""
+    """Writes files in the format of the CoLA task; the test data have no labels."""
     for name, count in (("train", 320), ("dev", 64), ("test", 16)):
         rows = ["index\tsentence"] if name == "test" else []
         for index in range(count):
@@ -59,7 +59,7 @@ def write_sentences(directory: Path, chooser: random.Random) -> None:
 
 
 def write_corpus(path: Path, chooser: random.Random) -> None:
-    """Documents of one opinion each, a sentence a line, with empty lines between them."""
+    """Writes documents of one opinion each: one sentence per line, separated by empty lines."""
     documents = (
         "\n".join(opinion(chooser, is_good) for _ in range(8)) for is_good in [False, True] * 20
     )
@@ -67,7 +67,7 @@ def write_corpus(path: Path, chooser: random.Random) -> None:
 
 
 def write_questions(path: Path, chooser: random.Random) -> None:
-    """In the form of SQuAD 1.1."""
+    """Writes questions in the format of SQuAD 1.1."""
     paragraphs: list[dict[str, Any]] = []
     for number in range(160):
         people = list(zip(chooser.sample(NAMES, 3), chooser.sample(TOWNS, 3)))
@@ -88,7 +88,7 @@ def write_flags(path: Path, flags: dict[str, Any]) -> None:
 
 
 def write_all_flags(directory: Path) -> None:
-    """One file for each program; what a program writes goes below the directory as well."""
+    """Writes a file of flags for each program, with output directories below `directory`."""
     vocabulary = {"vocab_file": directory / "vocab.txt"}
     config = {"bert_config_file": directory / "bert_config.json"}
     batches = {"train_batch_size": 16, "learning_rate": 1e-3}
@@ -117,7 +117,7 @@ def write_all_flags(directory: Path) -> None:
             "max_seq_length": 32,
             "max_predictions_per_seq": 5,
             "dupe_factor": 2,
-            "masked_lm_prob": 0.5,  # so that each example has all of its predictions
+            "masked_lm_prob": 0.5,  # so that each example has the full number of predictions
         },
         "run_pretraining": {
             **config,
@@ -152,7 +152,7 @@ def write_all_flags(directory: Path) -> None:
 
 
 def make_data(directory: Path, seed: int = 1) -> None:
-    """Write everything; the same for the same seed."""
+    """Writes all files; the same seed gives the same files."""
     directory.mkdir(parents=True, exist_ok=True)
     chooser = random.Random(seed)
     vocabulary = [*SPECIAL, *OTHER, *GOOD, *BAD, *THINGS, *NAMES, *TOWNS]
@@ -168,7 +168,7 @@ def make_data(directory: Path, seed: int = 1) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("directory", type=Path, help="where the data go")
+    parser.add_argument("directory", type=Path, help="directory for the data")
     directory = parser.parse_args().directory.resolve()
     make_data(directory)
     print(f"data for run_classifier, run_pretraining and run_squad are in {directory}")

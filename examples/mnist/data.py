@@ -1,4 +1,4 @@
-"""Handwritten digits: from IDX files, else the Keras copy, else scikit-learn's digits."""
+"""Loads handwritten digits: IDX files, the Keras copy of MNIST, or scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ DIGITS_TEST_EVERY = 5
 
 
 class DataError(Exception):
-    """Data that was asked for cannot be used; says what was found and what was wanted."""
+    """The requested data cannot be used. The message says what was found and expected."""
 
 
 class DownloadError(Exception):
-    """The Keras copy cannot be had at the moment."""
+    """The Keras copy cannot be downloaded at the moment."""
 
 
 @dataclass(frozen=True)
 class Digits:
-    """One data set.
+    """A data set.
 
     Args:
       x_train: images, uint8 [n, 28, 28], 0 (paper) to 255 (ink).
-      y_train: their digits, uint8 [n], 0 to 9.
+      y_train: digits, uint8 [n], 0 to 9.
       x_test: images, uint8 [m, 28, 28].
-      y_test: their digits, uint8 [m].
-      source: one line that says where the data comes from.
+      y_test: digits, uint8 [m].
+      source: one line that names the source.
     """
 
     x_train: np.ndarray
@@ -63,14 +63,14 @@ def _keras_cache() -> Path:
 
 @dataclass(frozen=True)
 class KerasCopy:
-    """Where the Keras copy of MNIST lives, and how long to try for it.
+    """Settings of the Keras copy of MNIST.
 
     Args:
       url: address to download from.
-      sha256: hexadecimal digest that a download must have.
-      cache: file that Keras itself uses too.
-      deadline_s: seconds for the whole download, name look-up included.
-      retry_after_s: seconds for which a failed download is not tried again, by any process.
+      sha256: expected digest of the download, in hexadecimal.
+      cache: path of the file, which Keras uses, too.
+      deadline_s: seconds for the whole download, including the name lookup.
+      retry_after_s: seconds before any process retries a failed download.
     """
 
     url: str = "https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz"
@@ -81,14 +81,14 @@ class KerasCopy:
 
 
 def load(data_dir: str | None = None, keras: KerasCopy | None = None) -> Digits:
-    """Loads the first source there is: IDX files, Keras copy, scikit-learn's digits.
+    """Loads the first available source: IDX files, the Keras copy, or scikit-learn's digits.
 
     Args:
-      data_dir: directory of the four IDX files; None takes the environment's MNIST_DIR, if set.
-      keras: settings of the Keras copy; None takes the usual ones.
+      data_dir: directory of the four IDX files; None means MNIST_DIR of the environment, if set.
+      keras: settings of the Keras copy; None means the defaults.
 
     Raises:
-      DataError: a directory was named but its files cannot be used, or no source is left.
+      DataError: the files of the named directory cannot be used, or no source is available.
     """
     directory = data_dir if data_dir is not None else os.environ.get("MNIST_DIR") or None
     if directory is not None:
@@ -106,7 +106,7 @@ def load_idx(directory: Path) -> Digits:
     """Loads the four IDX files of a directory, each plain or .gz.
 
     Raises:
-      DataError: a file is missing or malformed, or images and labels do not fit each other.
+      DataError: a file is missing or malformed, or images and labels do not match.
     """
     x_train, y_train = _read_split(directory, "train")
     x_test, y_test = _read_split(directory, "t10k")
@@ -119,12 +119,12 @@ def parse_idx(raw: bytes, magic: int, name: str) -> np.ndarray:
     """Parses one IDX file: a magic number, one size per dimension, then the bytes.
 
     Args:
-      raw: the file, unpacked.
-      magic: the magic number wanted; its last byte is the number of dimensions.
-      name: file name for error messages.
+      raw: contents of the file, decompressed.
+      magic: expected magic number; its last byte is the number of dimensions.
+      name: name of the file for error messages.
 
     Returns:
-      uint8 array of the shape that the header tells.
+      uint8 array with the shape in the header.
 
     Raises:
       DataError: wrong magic number or length.
@@ -197,23 +197,23 @@ def _source(origin: str, x_train: np.ndarray, x_test: np.ndarray) -> str:
 
 
 def load_keras(keras: KerasCopy) -> Digits:
-    """Loads MNIST from Keras's cache file, downloading it first where it is not there.
+    """Loads MNIST from the cache file of Keras, and downloads it first if it is missing.
 
-    Of several processes one downloads while the others wait for it. A failure is noted in a file
-    beside the cache, so that the others do not each wait for a host that cannot be reached.
+    One of several processes downloads the file while the others wait. A failure is noted in a file
+    next to the cache, so that not every process waits for a host that cannot be reached.
 
     Raises:
-      DownloadError: no usable cache file, and none could be downloaded.
+      DownloadError: there is no usable cache file, and the download failed.
     """
-    found = _read_cache(keras.cache)
-    if found is not None:
-        return found
+    digits = _read_cache(keras.cache)
+    if digits is not None:
+        return digits
     try:
         keras.cache.parent.mkdir(parents=True, exist_ok=True)
         with _locked(_beside(keras.cache, ".lock"), keras.deadline_s + 5):
-            found = _read_cache(keras.cache)  # another process may have been faster
-            return found if found is not None else _download(keras)
-    except OSError as error:  # a home that cannot be written
+            digits = _read_cache(keras.cache)  # another process may have been faster
+            return digits if digits is not None else _download(keras)
+    except OSError as error:  # the home directory cannot be written to
         raise DownloadError(f"{keras.cache}: {error}") from error
 
 
@@ -238,7 +238,7 @@ def _parse_npz(raw: bytes, name: str) -> Digits:
 
 
 def _download(keras: KerasCopy) -> Digits:
-    """Fetches, checks and stores the file; the caller holds the lock."""
+    """Downloads, checks and stores the file; the caller holds the lock."""
     note = _beside(keras.cache, ".failed")
     _raise_recent_failure(note, keras.retry_after_s)
     try:
@@ -268,8 +268,8 @@ def _raise_recent_failure(note: Path, retry_after_s: float) -> None:
 def _fetch(url: str, deadline_s: float) -> bytes:
     """Reads a URL within a deadline.
 
-    urlopen's timeout covers neither the name look-up nor the sum of slow reads, therefore the
-    request runs on a daemon thread that is left behind when the time is up.
+    The timeout of urlopen covers neither the name lookup nor the sum of slow reads. So the request
+    runs in a daemon thread, which is abandoned at the deadline.
     """
     answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
 
@@ -301,7 +301,7 @@ def _write_atomically(path: Path, raw: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, deadline_s: float) -> Iterator[None]:
-    """Holds a lock between processes; the system releases it if the holder dies."""
+    """Holds a lock between processes, which the system releases if the holder dies."""
     give_up = time.monotonic() + deadline_s
     with path.open("a") as file:
         while True:
@@ -323,12 +323,12 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def load_digits(why: str = "") -> Digits:
-    """Loads the 1,797 digits of 8x8 pixels that scikit-learn brings along; needs no network.
+    """Loads the 1,797 digits of 8x8 pixels that scikit-learn contains. Needs no network.
 
-    Every fifth image is a test image. Pixels become squares of 3x3, in a frame of 2.
+    Every fifth image is a test image. Each pixel becomes 3x3 pixels, with a margin of 2.
 
     Args:
-      why: why no better source could be used, for the source line.
+      why: reason why MNIST could not be used, for the source line.
 
     Raises:
       DataError: scikit-learn is not installed.

@@ -1,4 +1,4 @@
-"""A digit classifier, trained data-parallel on one or more workers with hostopt."""
+"""Trains a digit classifier on one or more ranks, on MNIST or similar data."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model-dir",
         default="./mnist_model",
-        help="checkpoints and logs; the same one for every process, and kept between runs",
+        help="directory of checkpoints and logs, the same for all processes; kept between runs",
     )
-    parser.add_argument("--batch-size", type=int, default=64, help="images per worker and step")
-    parser.add_argument("--steps", type=int, default=1500, help="train up to this global step")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per rank and step")
+    parser.add_argument("--steps", type=int, default=1500, help="global step at which to stop")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--hidden", type=int, default=64, help="units of the dense layer")
-    parser.add_argument("--bucket-mb", type=float, help="MiB of gradients that travel together")
+    parser.add_argument("--bucket-mb", type=float, help="size of a gradient bucket, in MiB")
     return parser.parse_args()
 
 
@@ -48,7 +48,7 @@ def logits_of(images: tf.Tensor, hidden: int) -> tf.Tensor:
 
 
 def make_model_fn(learning_rate: float, hidden: int) -> Callable[..., Any]:
-    """Binds the hyperparameters; what it returns is the model_fn of the Estimator."""
+    """Returns the model_fn of the Estimator, with these hyperparameters."""
 
     def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
         logits = logits_of(features, hidden)
@@ -59,7 +59,7 @@ def make_model_fn(learning_rate: float, hidden: int) -> Callable[..., Any]:
             return estimator_ext.EstimatorSpec(mode=mode, predictions=predictions)
 
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-        # the mean over this worker's batch; the framework takes the mean over the workers
+        # the mean over the local batch; the framework averages gradients over the ranks
         loss = tf.reduce_sum(losses) / tf.cast(tf.size(labels), tf.float32)
 
         if mode == tf.estimator.ModeKeys.EVAL:
@@ -84,10 +84,10 @@ def make_model_fn(learning_rate: float, hidden: int) -> Callable[..., Any]:
 
 
 def dataset_of(images: np.ndarray, labels: np.ndarray) -> tf.data.Dataset:
-    """Makes a dataset of single images.
+    """Returns a dataset of single images.
 
     from_tensor_slices would write all images into the graph, and so into each checkpoint and event
-    file. Here one Python call hands over the arrays, and `unbatch` takes them apart in C++.
+    file. Here one Python call passes the arrays, and `unbatch` splits them in C++.
     """
     signature = (
         tf.TensorSpec([None, data.SIDE, data.SIDE], tf.uint8),
@@ -107,7 +107,7 @@ def normalise(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tenso
 def make_train_input_fn(digits: data.Digits, batch_size: int) -> Callable[..., tf.data.Dataset]:
     def input_fn(input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
         context = input_context or tf.distribute.InputContext()
-        # numbers of images are shuffled, not images: how far they are read goes into checkpoints
+        # shuffles indices instead of images, as checkpoints contain the state of the dataset
         rows = tf.data.Dataset.range(len(digits.x_train))
         rows = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
         rows = rows.shuffle(len(digits.x_train), seed=SEED + context.input_pipeline_id).repeat()
@@ -130,7 +130,7 @@ def make_test_input_fn(images: np.ndarray, labels: np.ndarray) -> Callable[..., 
     def input_fn(input_context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
         context = input_context or tf.distribute.InputContext()
         dataset = dataset_of(images, labels).batch(EVAL_BATCH)
-        # every evaluator takes a part of the batches, so that the metrics are those of all
+        # each evaluator reads its shard of the batches; metrics are summed over the evaluators
         dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
         return dataset.map(normalise).prefetch(2)
 
@@ -138,9 +138,9 @@ def make_test_input_fn(images: np.ndarray, labels: np.ndarray) -> Callable[..., 
 
 
 class StepRate(tf.estimator.SessionRunHook):
-    """Measures steps per second, without the first step and without what runs between steps.
+    """Measures steps per second, without the first step and without the time between steps.
 
-    Checkpoints and evaluations take place between two steps.
+    Checkpoints and evaluations happen between steps.
     """
 
     def __init__(self) -> None:
@@ -165,9 +165,9 @@ class StepRate(tf.estimator.SessionRunHook):
 
     def __str__(self) -> str:
         if self._first_step is None:
-            return "none, the model directory already holds that many steps"
+            return "no steps, as the model directory already has that many"
         if not self._steps:
-            return "a single step, too short to measure"
+            return "a single step, which is too short to measure"
         return f"{self._steps / self._seconds:.1f} steps/s"
 
 
@@ -223,7 +223,7 @@ def main() -> None:
     )
     if not classifier.config.is_chief:
         return
-    # with an evaluator in the cluster, the numbers are in its process
+    # if there is an evaluator, only its process has the metrics
     metrics = (result and result[0]) or classifier.evaluate(test_input_fn)
     report(classifier, digits, float(metrics["accuracy"]), rate)
 

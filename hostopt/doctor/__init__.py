@@ -1,1 +1,1 @@
-"""`hostopt doctor`: what is wrong with this machine or cluster, before a training finds it."""
+"""`hostopt doctor`: checks a machine and a cluster before a training runs there."""

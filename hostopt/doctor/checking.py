@@ -1,7 +1,7 @@
-"""What a check says, and how it is run: with a deadline, and never with a traceback.
+"""Findings, and functions that run checks with a deadline.
 
-A check is a function that yields findings. It may raise: a HostOptError's message becomes a
-finding, and so does any other exception, as a check that breaks says something too.
+A check is a function that yields findings. If it raises an exception or hangs, that becomes a
+finding, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ OK, NOTE, WRONG = "ok", "note", "WRONG"
 
 
 class Finding(NamedTuple):
-    """One line of what the doctor says.
+    """One line of the doctor's output.
 
     Args:
-      verdict: `OK`; `NOTE` for what is worth knowing; `WRONG` for what keeps a training from
-        running as it should.
-      text: what was found, and where it is not `OK`, what to do.
+      verdict: `OK`; `NOTE` for something to know about; `WRONG` for something that prevents a
+        training from running properly.
+      text: the observation and, unless the verdict is `OK`, what to do.
     """
 
     verdict: str
@@ -36,28 +36,28 @@ class Finding(NamedTuple):
 
 
 def run(check: Callable[..., Iterable[Finding]], *args: Any, timeout_s: float) -> list[Finding]:
-    """Run a check.
+    """Runs a check.
 
     Args:
-      check: what to call.
+      check: the function to call.
       args: its arguments.
-      timeout_s: how long it may take.
+      timeout_s: deadline in seconds.
 
     Returns:
-      Its findings, and one more where it did not come to its end.
+      The findings, and one more if the check failed or did not finish in time.
     """
-    found: list[Finding] = []
-    (end,) = outcomes(lambda _: found.extend(_all_of(check, args)), [None], timeout_s)
+    findings: list[Finding] = []
+    (outcome,) = outcomes(lambda _: findings.extend(_run(check, args)), [None], timeout_s)
     name = check.__name__.strip("_").replace("_", " ")
-    if isinstance(end, TimeoutError):
-        text = f"the check of {name} did not end within {timeout_s:g} s: what it looks at hangs"
-        return [*found, Finding(WRONG, text)]
-    if isinstance(end, Exception):
-        return [*found, Finding(WRONG, f"the check of {name} failed: {end!r}")]
-    return found
+    if isinstance(outcome, TimeoutError):
+        text = f"the check of {name} did not finish within {timeout_s:g} s: what it accesses hangs"
+        return [*findings, Finding(WRONG, text)]
+    if isinstance(outcome, Exception):
+        return [*findings, Finding(WRONG, f"the check of {name} failed: {outcome!r}")]
+    return findings
 
 
-def _all_of(check: Callable[..., Iterable[Finding]], args: Sequence[Any]) -> Iterator[Finding]:
+def _run(check: Callable[..., Iterable[Finding]], args: Sequence[Any]) -> Iterator[Finding]:
     try:
         yield from check(*args)
     except HostOptError as error:
@@ -65,15 +65,15 @@ def _all_of(check: Callable[..., Iterable[Finding]], args: Sequence[Any]) -> Ite
 
 
 def outcomes(function: Callable[[Any], Any], items: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Call a function for several items at the same time, none longer than a deadline.
+    """Calls a function for several items in parallel, with a common deadline.
 
     Args:
-      function: what may block; it goes on in vain after the deadline, in a daemon thread.
-      items: its arguments.
-      timeout_s: how long to wait for all of them.
+      function: may block. After the deadline its daemon thread keeps running, without effect.
+      items: one argument for each call.
+      timeout_s: seconds to wait for all calls.
 
     Returns:
-      What it returned for each item, or the exception, a TimeoutError where it has not come back.
+      For each item the result or the exception; a TimeoutError if the call did not finish.
     """
     ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 

@@ -1,6 +1,7 @@
-"""All checks, in the order in which they are run and shown.
+"""Runs all checks in order.
 
-To add one, write a function that yields findings beside those of its kind, and name it here.
+To add a check, write a function that yields findings in the module for its topic, and list it
+here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hostopt.cluster import Cluster
-from hostopt.doctor import machine, meeting, network, software
+from hostopt.doctor import all_ranks, machine, network, software
 from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
@@ -17,21 +18,21 @@ from hostopt.options import Options
 __all__: list[str] = []
 
 _CHECK_TIMEOUT_S = 10.0
-_TOGETHER_TIMEOUT_S = 30.0  # of ranks that have met
+_CONNECTED_TIMEOUT_S = 30.0  # for the checks between connected ranks
 
 
 def examine(
     environ: Mapping[str, str], model_dir: str | None, timeout_s: float
 ) -> Iterator[Finding]:
-    """Check this machine and, where TF_CONFIG names a cluster, this task's place in it.
+    """Checks this machine and, if TF_CONFIG names a cluster, this task in it.
 
     Args:
-      environ: the environment of the training.
-      model_dir: where it writes; None where that was not said.
-      timeout_s: how long to wait for the doctors of the other ranks.
+      environ: environment variables of the training.
+      model_dir: model_dir of the training; None if unknown.
+      timeout_s: seconds to wait for the doctors of the other ranks.
 
     Yields:
-      What was found, as soon as it is.
+      Findings, as soon as they are known.
     """
     checks: list[tuple[Any, ...]] = [
         (software.versions,),
@@ -44,19 +45,20 @@ def examine(
     ]
     for check, *arguments in checks:
         yield from run(check, *arguments, timeout_s=_CHECK_TIMEOUT_S)
-    (found,) = outcomes(_clusters, [environ], _CHECK_TIMEOUT_S)
-    if isinstance(found, Exception):
-        known = isinstance(found, HostOptError)
-        yield Finding(WRONG, str(found) if known else f"TF_CONFIG cannot be used: {found!r}")
+    (outcome,) = outcomes(_clusters, [environ], _CHECK_TIMEOUT_S)
+    if isinstance(outcome, Exception):
+        is_ours = isinstance(outcome, HostOptError)
+        text = str(outcome) if is_ours else f"TF_CONFIG cannot be used: {outcome!r}"
+        yield Finding(WRONG, text)
         return
-    cluster, ring = found
+    cluster, ring = outcome
     yield from run(network.task, cluster, timeout_s=_CHECK_TIMEOUT_S)
     if ring is not None:
         yield from _examine_ring(ring, environ, model_dir, timeout_s)
 
 
 def _clusters(environ: Mapping[str, str]) -> tuple[Cluster, Cluster | None]:
-    """All tasks, and those among which this one reduces or evaluates; None where it is alone."""
+    """Returns the cluster, and the ring that this task connects to; None if it is alone."""
     cluster = Cluster.from_tf_config(environ)
     if cluster.rank is not None:
         return cluster, cluster if cluster.size > 1 else None
@@ -69,27 +71,27 @@ def _examine_ring(
 ) -> Iterator[Finding]:
     try:
         options = Options().with_environment(environ)
-    except ConfigError:  # `software.variables` has said so
+    except ConfigError:  # `software.variables` has reported it
         options = None
     healthy = options is not None
     checks: list[tuple[Any, ...]] = [
         (network.names, ring),
-        (network.own_address, ring.task),
+        (network.local_address, ring.task),
     ]
     if options is not None:
         checks.append((network.security, ring, options, environ))
     for check, *arguments in checks:
-        found = run(check, *arguments, timeout_s=_CHECK_TIMEOUT_S)
-        healthy = healthy and not any(finding.verdict == WRONG for finding in found)
-        yield from found
+        findings = run(check, *arguments, timeout_s=_CHECK_TIMEOUT_S)
+        healthy = healthy and not any(finding.verdict == WRONG for finding in findings)
+        yield from findings
     if not healthy:
-        yield Finding(NOTE, "skipped to meet the other ranks: correct what is wrong here first")
+        yield Finding(NOTE, "skipped the checks between ranks: correct what is WRONG here first")
         return
     yield from run(
-        meeting.other_ranks,
+        all_ranks.other_ranks,
         ring,
         options,
         model_dir,
         timeout_s,
-        timeout_s=2 * timeout_s + _TOGETHER_TIMEOUT_S,
+        timeout_s=2 * timeout_s + _CONNECTED_TIMEOUT_S,
     )

@@ -1,4 +1,4 @@
-"""What this machine gives a training: shared memory, files, a directory to write to."""
+"""Checks of this machine: shared memory, open files and model_dir."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hostopt import shared_file
+from hostopt.collectives import shared_file
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding
 from hostopt.options import MIB
 
@@ -27,54 +27,56 @@ _LITTLE_DISK_BYTES = 1024 * MIB
 
 
 def shared_memory(directory: str = shared_file.DIRECTORY) -> Iterator[Finding]:
-    """Whether there is room for what ranks of one host share."""
-    remedy = "ranks of one host reduce over gRPC where they need more: in Docker, say --shm-size"
+    """Checks the free space for ranks of one host."""
+    remedy = "ranks of one host reduce over gRPC if they need more: in Docker, set --shm-size"
     try:
-        found = os.statvfs(directory)
+        stats = os.statvfs(directory)
     except OSError as error:
         yield Finding(NOTE, f"{directory} cannot be used ({error.strerror}): {remedy}")
         return
-    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     text = f"{directory} has {free // MIB} MiB free of {size // MIB} MiB"
-    if min(size - 1, free) < _DOCKER_SHM_BYTES:  # Docker's default is just this size
+    if min(size - 1, free) < _DOCKER_SHM_BYTES:  # Docker's default is exactly this size
         yield Finding(NOTE, f"{text}: {remedy}")
     else:
         yield Finding(OK, text)
     with os.scandir(directory) as entries:
-        ours = [entry for entry in entries if entry.name.startswith(shared_file.PREFIX)]
+        buffers = [entry for entry in entries if entry.name.startswith(shared_file.PREFIX)]
     stale = 0
-    for entry in ours:
+    for entry in buffers:
         with contextlib.suppress(FileNotFoundError):
             stale += time.time() - entry.stat().st_mtime >= shared_file.STALE_AFTER_S
     if stale:
         yield Finding(
             NOTE,
-            f"{stale} files {directory}/{shared_file.PREFIX}* are left of ranks that were killed: "
+            f"{stale} files {directory}/{shared_file.PREFIX}* remain of ranks that were killed: "
             "the next run of the same user removes them",
         )
 
 
 def open_files() -> Iterator[Finding]:
-    """Whether a rank may open as many files and sockets as it is likely to."""
+    """Checks the limit of open files and sockets."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
-        yield Finding(NOTE, f"{limit} open files are allowed, which may be few: ulimit -n 1024")
+        yield Finding(
+            NOTE, f"{limit} open files are allowed, which may be too few: run ulimit -n 1024"
+        )
     else:
         yield Finding(OK, f"{limit} open files are allowed")
 
 
 def model_dir(path: str | None) -> Iterator[Finding]:
-    """Whether checkpoints can be written, and which is the newest."""
+    """Checks that checkpoints can be written, and names the newest one."""
     if path is None:
-        yield Finding(NOTE, "no model_dir to look at: name it with --model-dir")
+        yield Finding(NOTE, "model_dir was not checked: name it with --model-dir")
         return
     if "://" in path:
-        yield Finding(NOTE, f"model_dir {path} is no local path: only TensorFlow sees it")
+        yield Finding(NOTE, f"model_dir {path} is not a local path, so it was not checked")
         return
     directory = existing(path)
-    what = f"model_dir {path}"
+    name = f"model_dir {path}"
     if not os.path.exists(path):
-        what += f" does not exist yet, {directory}"
+        name += f" does not exist yet, {directory}"
     try:
         with trial_file(directory):
             pass
@@ -82,20 +84,20 @@ def model_dir(path: str | None) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             WRONG,
-            f"{what} cannot be written to ({error.strerror or error}): name another directory, or "
+            f"{name} cannot be written to ({error.strerror or error}): use another directory, or "
             "correct its owner, mode or disk",
         )
         return
-    text = f"{what} can be written to, {free // MIB} MiB are free"
+    text = f"{name} can be written to, {free // MIB} MiB are free"
     if free < _LITTLE_DISK_BYTES:
-        yield Finding(NOTE, f"{text}, which may be little for checkpoints")
+        yield Finding(NOTE, f"{text}, which may be too little for checkpoints")
     else:
         yield Finding(OK, text)
     yield from _newest_checkpoint(Path(path))
 
 
 def existing(path: str) -> str:
-    """The directory itself, or the nearest one above it that exists."""
+    """Returns the directory, or its nearest existing parent, as an absolute path."""
     path = os.path.abspath(path)
     while not os.path.exists(path):
         path = os.path.dirname(path)
@@ -104,32 +106,32 @@ def existing(path: str) -> str:
 
 @contextlib.contextmanager
 def trial_file(directory: str) -> Iterator[str]:
-    """A small file in a directory while it is needed, written as a checkpoint is.
+    """Creates a small file in the same way as a checkpoint, and removes it at the end.
 
     Args:
-      directory: where.
+      directory: directory of the file.
 
     Yields:
-      Its name, without the directory.
+      The name of the file, without the directory.
 
     Raises:
-      OSError: it cannot be written, flushed, renamed, read or removed.
+      OSError: the file cannot be written, flushed, renamed, read or removed.
     """
     name = _TRIAL_PREFIX + secrets.token_hex(8)
     path = Path(directory, name)
-    first = path.with_suffix(".tmp")
+    draft = path.with_suffix(".tmp")
     written = os.urandom(4096)
     try:
-        with first.open("xb") as file:
+        with draft.open("xb") as file:
             file.write(written)
             file.flush()
             os.fsync(file.fileno())
-        first.rename(path)
+        draft.rename(path)
         if path.read_bytes() != written:
-            raise OSError("a file holds other bytes than were written")
+            raise OSError("a file does not contain the bytes that were written")
         yield name
     finally:
-        for each in (first, path):
+        for each in (draft, path):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 each.unlink()
 
@@ -138,27 +140,27 @@ def _newest_checkpoint(directory: Path) -> Iterator[Finding]:
     try:
         state = (directory / "checkpoint").read_text(errors="replace")
     except FileNotFoundError:
-        yield Finding(NOTE, "model_dir holds no checkpoint: a training begins at step 0")
+        yield Finding(NOTE, "model_dir has no checkpoint: a training starts at step 0")
         return
     except OSError as error:
-        why = error.strerror or error
+        reason = error.strerror or error
         yield Finding(
-            WRONG, f"{directory / 'checkpoint'} cannot be read ({why}): correct or remove it"
+            WRONG, f"{directory / 'checkpoint'} cannot be read ({reason}): correct or remove it"
         )
         return
-    found = re.search(r'^model_checkpoint_path: "([^"\0]+)"$', state, re.MULTILINE)
-    if not found:
+    match = re.search(r'^model_checkpoint_path: "([^"\0]+)"$', state, re.MULTILINE)
+    if not match:
         yield Finding(
             WRONG, f"{directory / 'checkpoint'} names no checkpoint: correct or remove it"
         )
         return
-    prefix = directory / found[1]  # an absolute one stays as it is
+    prefix = directory / match[1]  # which may be absolute
     shards = glob.glob(f"{glob.escape(str(prefix))}.data-{_DIGITS}-of-{_DIGITS}")
     if not Path(f"{prefix}.index").exists() or not shards or len(shards) != int(shards[0][-5:]):
         yield Finding(
             WRONG,
-            f"{directory / 'checkpoint'} names {prefix}, whose files are not all there: with "
-            "HOSTOPT_RESTORE_PREVIOUS=true a training goes on from the newest that is whole",
+            f"{directory / 'checkpoint'} names {prefix}, of which files are missing: set "
+            "HOSTOPT_RESTORE_PREVIOUS=true to resume from the newest complete checkpoint",
         )
     else:
-        yield Finding(NOTE, f"a training goes on from {prefix}")
+        yield Finding(NOTE, f"a training resumes from {prefix}")

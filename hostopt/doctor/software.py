@@ -1,4 +1,4 @@
-"""What is installed, and what the environment says."""
+"""Checks of installed packages and environment variables."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
 def installed() -> dict[str, str]:
-    """Versions of what a rank needs, as ranks compare them; without what is not installed."""
+    """Returns the versions of the installed packages that ranks compare."""
     versions = {"Python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("hostopt", *_SHOWN):
-        found = _version(name)
-        if found is not None:
-            versions[name] = found
+        version = _version(name)
+        if version is not None:
+            versions[name] = version
     return versions
 
 
 def versions() -> Iterator[Finding]:
-    """What hostopt, and what it needs itself, want to be installed, against what is."""
-    found = installed()
-    if "hostopt" not in found:
-        yield Finding(WRONG, "hostopt is not installed: pip install it, with what it needs")
+    """Checks the requirements of hostopt, and those of the packages that it requires."""
+    packages = installed()
+    if "hostopt" not in packages:
+        yield Finding(WRONG, "hostopt is not installed: run pip install in its repository")
         return
     wrong = sorted(set(_unmet()))
     yield from (Finding(WRONG, text) for text in wrong)
     if sys.version_info[:2] > _TESTED_PYTHON:
         newest = ".".join(map(str, _TESTED_PYTHON))
         yield Finding(
-            NOTE, f"Python {found['Python']} is newer than {newest}, the last tested one"
+            NOTE, f"Python {packages['Python']} is newer than {newest}, the newest tested version"
         )
     if not wrong:
-        yield Finding(OK, ", ".join(f"{name} {version}" for name, version in found.items()))
+        yield Finding(OK, ", ".join(f"{name} {version}" for name, version in packages.items()))
 
 
 def _unmet() -> Iterator[str]:
-    """What hostopt requires, and each of those, such as TensorFlow its protobuf, and is not so."""
-    from packaging.requirements import Requirement  # which TensorFlow requires
+    """Yields the unmet requirements of hostopt, and of the packages that it requires."""
+    from packaging.requirements import Requirement  # installed with TensorFlow
     from packaging.specifiers import SpecifierSet
 
     direct = [Requirement(text) for text in importlib.metadata.requires("hostopt") or ()]
@@ -56,26 +56,26 @@ def _unmet() -> Iterator[str]:
     python = ".".join(map(str, sys.version_info[:3]))
     for package in packages:
         if _version(package) is None:
-            continue  # hostopt's own requirements name it
+            continue  # reported as a requirement of hostopt
         wanted = ",".join(importlib.metadata.metadata(package).get_all("Requires-Python") or ())
         if python not in SpecifierSet(wanted):
-            yield f"Python is {python}, {package} wants {wanted}: use another Python"
+            yield f"Python is {python}, but {package} requires {wanted}: use another Python"
         for text in importlib.metadata.requires(package) or ():
             requirement = Requirement(text)
             if not _applies(requirement):
                 continue
-            found = _version(requirement.name)
-            if found is None or not requirement.specifier.contains(found, prereleases=True):
+            version = _version(requirement.name)
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
                 needed = f"{requirement.name}{requirement.specifier}"
                 yield (
-                    f"{requirement.name} is {found or 'not installed'}, {package} "
-                    f"{_version(package)} wants {requirement.specifier or 'any'}: "
+                    f"{requirement.name} is {version or 'not installed'}, but {package} "
+                    f"{_version(package)} requires {requirement.specifier or 'it'}: "
                     f"pip install '{needed}'"
                 )
 
 
 def _applies(requirement: Any) -> bool:
-    """Whether a requirement is one of this machine, and of no extra."""
+    """Returns True if a requirement applies to this machine without extras."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
@@ -87,11 +87,11 @@ def _version(package: str) -> str | None:
 
 
 def keras(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether `tf.keras` will be the Keras that works in Estimator's graphs."""
+    """Checks that `tf.keras` is Keras 2, which Estimator needs."""
     release = (_version("tensorflow") or "0.0").split(".")[:2]
     value = environ.get(_LEGACY_KERAS)
     if [int(part) for part in release] < [2, 16]:
-        yield Finding(OK, "tf.keras is Keras 2, TensorFlow's own")
+        yield Finding(OK, "tf.keras is Keras 2, included in TensorFlow")
     elif value is None:
         yield Finding(
             NOTE,
@@ -103,32 +103,32 @@ def keras(environ: Mapping[str, str]) -> Iterator[Finding]:
     else:
         yield Finding(
             WRONG,
-            f"{_LEGACY_KERAS} is {value!r}, so tf.keras is Keras 3, which is not made for "
-            f"Estimator's graphs: set it to 1",
+            f"{_LEGACY_KERAS} is {value!r}, so tf.keras is Keras 3, which does not support "
+            "Estimator: set it to 1",
         )
 
 
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the HOSTOPT_* variables are known, and their values accepted."""
-    ours = sorted(name for name in environ if name.startswith("HOSTOPT_"))
-    unknown = [name for name in ours if name not in VARIABLES]
+    """Checks the names and values of the HOSTOPT_* variables."""
+    names = sorted(name for name in environ if name.startswith("HOSTOPT_"))
+    unknown = [name for name in names if name not in VARIABLES]
     for name in unknown:
         near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.8)
         if near:
-            text = f"{name} is set, which hostopt does not read: did you mean {near[0]}?"
+            text = f"hostopt does not read {name}: did you mean {near[0]}?"
             yield Finding(WRONG, text)
         else:
-            yield Finding(NOTE, f"{name} is set, which hostopt does not read")
+            yield Finding(NOTE, f"hostopt does not read {name}")
     Options().with_environment(environ)
     if not unknown:
-        yield Finding(OK, f"HOSTOPT_* variables: {', '.join(ours) or 'none is set'}")
+        yield Finding(OK, f"HOSTOPT_* variables: {', '.join(names) or 'none is set'}")
 
 
 def proxies(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Proxies that the environment names."""
-    found = sorted(name for name in environ if name.lower() in _PROXIES)
-    if found:
-        text = f"{', '.join(found)}: the ranks reach each other directly, and ignore proxies"
+    """Notes the proxies in the environment."""
+    names = sorted(name for name in environ if name.lower() in _PROXIES)
+    if names:
+        text = f"{', '.join(names)}: ignored, as ranks connect to each other directly"
         yield Finding(NOTE, text)
     else:
         yield Finding(OK, "no proxies")

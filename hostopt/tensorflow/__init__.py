@@ -1,4 +1,4 @@
-"""Collectives as operations of a TensorFlow graph."""
+"""Collectives as TensorFlow graph operations."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Python calls in a graph that may wait for other ranks without holding a thread of TensorFlow.
+"""Graph operations that call Python functions which may block, without blocking a pool thread.
 
-`tf.numpy_function` runs in a thread of the inter-op pool, and keeps it while it waits. With as
-many waiting calls as the pool has threads, nothing else of the step runs, and ranks that wait for
-each other wait for ever. TensorFlow has kernels that hold no such thread; the one that takes the
-only element out of a dataset has a thread of its own. So a call that waits becomes the mapping
-function of a dataset of one element. Any number of them can wait at the same time, in a pool of
-any size.
+`tf.numpy_function` runs on a thread of the inter-op pool, and blocks that thread while it waits.
+With as many waiting calls as the pool has threads, no other operation of the step can run, and
+ranks that wait for each other deadlock. Asynchronous kernels do not block pool threads: the kernel
+`DatasetToSingleElement` runs on a separate thread. A function that may block is therefore the
+map function of a dataset with one element. Any number of such calls can wait at the same time, in
+a pool of any size.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from hostopt.collectives.call import Array
 from hostopt.communicator import Communicator
 from hostopt.errors import HostOptError
-from hostopt.ring import Array
 
 __all__: list[str] = []
 
@@ -31,18 +31,18 @@ def call_in_background(
     dtypes: Sequence[tf.DType],
     name: str,
 ) -> list[tf.Tensor]:
-    """Adds a call of a Python function that may wait, in a thread of its own.
+    """Adds an operation that calls a Python function on a separate thread.
 
-    Arrays are passed in and out without copying, as `tf.numpy_function` does.
+    Arrays are passed without copying, as in `tf.numpy_function`.
 
     Args:
-      function: takes an array for each input, and returns a list of an array for each dtype.
-      inputs: tensors, of one at least.
-      dtypes: dtypes of the results, of one at least.
+      function: takes one array per input, and returns a list with one array per dtype.
+      inputs: input tensors, at least one.
+      dtypes: dtypes of the results, at least one.
       name: name of the operation.
 
     Returns:
-      The results, on the host; their shapes are not known.
+      The results, on the host, with unknown shapes.
     """
     with tf.device(HOST_DEVICE):
         single = tf.raw_ops.TensorDataset(
@@ -55,7 +55,7 @@ def call_in_background(
             f=_as_graph_function(function, inputs, dtypes),
             output_types=list(dtypes),
             output_shapes=shapes,
-            use_inter_op_parallelism=False,  # in the thread of the kernel below
+            use_inter_op_parallelism=False,  # on the thread of the kernel below
         )
         return list(
             tf.raw_ops.DatasetToSingleElement(
@@ -77,14 +77,18 @@ def _as_graph_function(
 
 
 def abort_on_error(communicator: Communicator, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Ends the ring with the typed error that leaves a function: TensorFlow would drop its type.
+    """Wraps a function that a graph calls: a HostOptError aborts the ring before it is re-raised.
+
+    TensorFlow reports the error as text only, so this is the last place that knows its type. The
+    ring is aborted by the code that first raises inside a collective, and otherwise here, in the
+    thread of the reducer, or when a communicator is left by an exception.
 
     Args:
-      communicator: whose ring.
-      function: what a graph is to call.
+      communicator: communicator whose ring is aborted.
+      function: the function.
 
     Returns:
-      A function that does the same.
+      A function with the same arguments and results.
     """
 
     def call(*arrays: Array) -> Any:

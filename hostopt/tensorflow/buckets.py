@@ -1,29 +1,27 @@
-"""Gradients fused into buckets: the graph that feeds a reducer, and takes the sums from it.
+"""Graph operations that reduce gradients in buckets.
 
-The numbers are those of the way of a gradient in docs/architecture.md.
+[G2] to [G5] are steps of "Path of a gradient" in docs/architecture.md.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, Callable, Union
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
 
-from hostopt.bucket import TensorSpec, plan_buckets
+from hostopt.collectives.call import Array
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError
-from hostopt.inline_reducer import InlineReducer
-from hostopt.nonfinite import NonFiniteCheck
-from hostopt.reducer import Reducer
-from hostopt.ring import Array
+from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.gradients.reducer import Reducer
+from hostopt.gradients.reducers import BucketReducer, open_reducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 __all__: list[str] = []
-
-BucketReducer = Union[Reducer, InlineReducer]
 
 
 def reduce_in_buckets(
@@ -33,18 +31,18 @@ def reduce_in_buckets(
     weight: tf.Tensor | None = None,
     check: NonFiniteCheck | None = None,
 ) -> tuple[list[tf.Tensor], BucketReducer | None]:
-    """Sums gradients over the ranks, bucket by bucket, while the rest of the graph goes on.
+    """Sums gradients over the ranks in buckets, while backward computes other gradients.
 
     Args:
       tensors: gradients of static shape, in variable order. All ranks reduce in rank 0's order.
-      names: the names of their variables; the same on all ranks.
-      communicator: all ranks build the same operations on it, in the same order.
-      weight: scalar of float64 by which this rank's gradients are multiplied, if it is not 1.
-      check: what follows if sums are not finite; by default what the option says.
+      names: names of their variables, the same on all ranks.
+      communicator: communicator on which all ranks build the same operations in the same order.
+      weight: float64 scalar that multiplies this rank's gradients; None for 1.
+      check: check of the sums; by default one with the option `nonfinite`.
 
     Returns:
-      The sums on the host, in the order of `tensors`, and the reducer, to be closed when the
-      graph is done; None if there is one rank and nothing to reduce.
+      The sums on the host, in the order of `tensors`, and the reducer, which the caller must close
+      after the last step. The reducer is None if there is only one rank.
 
     Raises:
       ConfigError: the shape of a gradient is not static.
@@ -54,8 +52,10 @@ def reduce_in_buckets(
         return receive_on_host(tensors), None
     specs = [static_spec(tensor, name) for tensor, name in zip(tensors, names)]
     bucket_bytes = communicator.transport.options.bucket_bytes
-    facts = [(spec.name, str(spec)) for spec in specs]
-    order = order_of_rank_0(communicator, facts, {"size of a bucket": f"{bucket_bytes} bytes"})
+    descriptions = [(spec.name, str(spec)) for spec in specs]
+    order = order_of_rank_0(
+        communicator, descriptions, {"size of a bucket": f"{bucket_bytes} bytes"}
+    )
     sums, reducer = build_buckets(
         [tensors[i] for i in order], [specs[i] for i in order], communicator, weight, check
     )
@@ -70,60 +70,56 @@ def build_buckets(
     weight: tf.Tensor | None,
     check: NonFiniteCheck | None,
 ) -> tuple[list[tf.Tensor], BucketReducer]:
-    """`reduce_in_buckets` of gradients that all ranks have in the same order.
+    """Builds `reduce_in_buckets` for gradients that all ranks have in the same order.
 
     Args:
-      tensors: gradients.
+      tensors: gradients of static shape.
       specs: their names, shapes and dtypes.
-      communicator: of two ranks at least.
+      communicator: communicator of at least two ranks.
       weight: as for `reduce_in_buckets`.
       check: as for `reduce_in_buckets`.
 
     Returns:
       The sums on the host, and the reducer.
     """
-    arrived = receive_on_host(tensors)
-    check = check or NonFiniteCheck(communicator)
+    received = receive_on_host(tensors)
     buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
-    gradients = communicator.duplicate("gradients")
-    reducer: BucketReducer
-    if communicator.on_one_host:
-        reducer = InlineReducer(gradients, buckets, check)
-        build = functools.partial(_reduce_inline, reducer, weight)
-    else:
-        reducer = Reducer(gradients, buckets, check)
-        build = functools.partial(_launch_and_wait, reducer, weight)
+    reducer = open_reducer(communicator, buckets, check)
     reduced: dict[int, tf.Tensor] = {}
-    before: list[tf.Tensor] = []
+    previous: list[tf.Tensor] = []
     with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
         for number, bucket in enumerate(buckets):
-            # one after the other, in the order in which the ranks reduce
-            results = build(number, [arrived[i] for i in bucket.indices], before)
-            before = results[:1]
+            gradients = [received[i] for i in bucket.indices]
+            # chained, as all ranks must reduce the buckets in the same order
+            if isinstance(reducer, InlineReducer):
+                results = _reduce_inline(reducer, weight, number, gradients, previous)
+            else:
+                results = _launch_and_wait(reducer, weight, number, gradients, previous)
+            previous = results[:1]
             for index, result in zip(bucket.indices, results):
-                result.set_shape(arrived[index].shape)
+                result.set_shape(received[index].shape)
                 reduced[index] = result
-    return [reduced[index] for index in range(len(arrived))], reducer
+    return [reduced[index] for index in range(len(received))], reducer
 
 
 def receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """2. Receives each gradient on the host, the moment it exists."""
+    """[G2] Receives each gradient on the host, as soon as it is computed."""
     with tf.device(HOST_DEVICE):
         return [tf.identity(tensor) for tensor in tensors]
 
 
 def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
-    """Describes a tensor of static shape.
+    """Returns the spec of a tensor of static shape.
 
     Args:
       tensor: the tensor.
-      name: what it is called on all ranks.
+      name: its name on all ranks.
 
     Returns:
       Its name, shape and dtype.
 
     Raises:
-      ConfigError: its shape is not static.
+      ConfigError: the shape is not static.
     """
     if not tensor.shape.is_fully_defined():
         raise ConfigError(
@@ -134,51 +130,55 @@ def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
 
 
 def order_of_rank_0(
-    communicator: Communicator, facts: Sequence[tuple[str, str]], settings: dict[str, str]
+    communicator: Communicator, descriptions: Sequence[tuple[str, str]], settings: dict[str, str]
 ) -> list[int]:
-    """Finds the order in which all ranks reduce; all of them call this together.
+    """Returns the order in which all ranks reduce their tensors.
+
+    Collective: all ranks must call it.
 
     Args:
-      communicator: reaches all ranks.
-      facts: name and description of each tensor of this rank.
-      settings: what else must be the same.
+      communicator: communicator of all ranks.
+      descriptions: name and description of each tensor of this rank.
+      settings: other values, by name, that must be the same on all ranks.
 
     Returns:
-      Positions of this rank's tensors, in the order in which rank 0 has those of these names.
+      Indices of this rank's tensors, in the order in which rank 0 has the same names.
 
     Raises:
       CollectiveMismatchError: a name occurs twice, or two ranks have different tensors.
     """
-    names = [name for name, _ in facts]
+    names = [name for name, _ in descriptions]
     if len({*names}) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise CollectiveMismatchError(
             f"the tensors to reduce have these names twice: {twice}. Give each its own name"
         )
-    agreed = communicator.check_same({**settings, **dict(facts)}, "the tensors to reduce")
-    return [names.index(name) for name in agreed if name not in settings]
+    names_of_rank_0 = communicator.check_same(
+        {**settings, **dict(descriptions)}, "the tensors to reduce"
+    )
+    return [names.index(name) for name in names_of_rank_0 if name not in settings]
 
 
 def _launch_and_wait(
     reducer: Reducer,
     weight: tf.Tensor | None,
     number: int,
-    parts: Sequence[tf.Tensor],
-    after: Sequence[tf.Tensor],
+    gradients: Sequence[tf.Tensor],
+    previous: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """A communication thread reduces; the graph brings a bucket, and waits when it has waited."""
+    """Adds operations that launch a bucket, and wait for it after the previous bucket."""
     communicator = reducer.communicator
-    token = tf.numpy_function(  # 3. the last gradient of the bucket is there
+    token = tf.numpy_function(  # [G3] runs when the last gradient of the bucket is received
         abort_on_error(communicator, _weighted(_launcher(reducer, number), weight)),
-        [*parts, *_as_list(weight)],
+        [*gradients, *_as_list(weight)],
         tf.int32,
         name=f"launch_{number}",
     )
-    with tf.control_dependencies(after):  # 5.
+    with tf.control_dependencies(previous):  # [G5]
         return call_in_background(
             abort_on_error(communicator, lambda _: reducer.wait(number)),
             [token],
-            [part.dtype for part in parts],
+            [gradient.dtype for gradient in gradients],
             name=f"wait_{number}",
         )
 
@@ -187,16 +187,16 @@ def _reduce_inline(
     reducer: InlineReducer,
     weight: tf.Tensor | None,
     number: int,
-    parts: Sequence[tf.Tensor],
-    after: Sequence[tf.Tensor],
+    gradients: Sequence[tf.Tensor],
+    previous: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """The graph's own thread reduces a bucket when it is full."""
+    """Adds an operation that reduces a bucket, after the previous one."""
     call = _weighted(lambda *arrays: reducer.reduce(number, arrays), weight)
-    with tf.control_dependencies(after):
-        return call_in_background(  # 3. to 5. in one
+    with tf.control_dependencies(previous):
+        return call_in_background(  # [G3] to [G5]
             abort_on_error(reducer.communicator, call),
-            [*parts, *_as_list(weight)],
-            [part.dtype for part in parts],
+            [*gradients, *_as_list(weight)],
+            [gradient.dtype for gradient in gradients],
             name=f"reduce_{number}",
         )
 
@@ -206,19 +206,19 @@ def _as_list(weight: tf.Tensor | None) -> list[tf.Tensor]:
 
 
 def _weighted(call: Callable[..., Any], weight: tf.Tensor | None) -> Callable[..., Any]:
-    """`call` of arrays that are multiplied by the last argument; 1 leaves them as they are."""
+    """Wraps `call`: the last argument is a weight, which multiplies the other arguments."""
     if weight is None:
         return call
 
-    def weigh(*arrays_and_weight: Array) -> Any:
+    def call_weighted(*arrays_and_weight: Array) -> Any:
         *arrays, factor = arrays_and_weight
-        if factor == 0:  # NaN too
+        if factor == 0:  # also removes NaN
             arrays = [np.zeros_like(array) for array in arrays]
         elif factor != 1:
             arrays = [np.asarray(array * array.dtype.type(factor)) for array in arrays]
         return call(*arrays)
 
-    return weigh
+    return call_weighted
 
 
 def _launcher(reducer: Reducer, bucket: int) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Collectives as operations of a graph, each matched by its name on all ranks."""
+"""Graph operations for collectives, which the ranks match by name."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
-from hostopt.communicator import Communicator, ReduceOp
-from hostopt.posted_sum import open_posted_sum
-from hostopt.ring import Array
+from hostopt.collectives.call import Array
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.communicator import Communicator
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 __all__: list[str] = []
 
 
 def all_reduce(
-    tensor: tf.Tensor, communicator: Communicator, op: ReduceOp = ReduceOp.SUM, what: str = ""
+    tensor: tf.Tensor, communicator: Communicator, op: ReduceOp = ReduceOp.SUM, name: str = ""
 ) -> tf.Tensor:
     """Reduces one tensor over the ranks.
 
@@ -27,33 +27,33 @@ def all_reduce(
     on each rank: they are matched by name.
 
     Args:
-      tensor: tensor of any shape, one of `hostopt.communicator.DTYPES`.
+      tensor: tensor of any shape, one of `hostopt.collectives.reduce_op.DTYPES`.
       communicator: reaches all ranks.
       op: how to reduce.
-      what: name of the tensor, the same on all ranks; by default its name in the graph.
+      name: name of the tensor, the same on all ranks; by default its name in the graph.
 
     Returns:
       Tensor like `tensor`, on the host.
     """
-    channel = communicator.duplicate(what or tensor.op.name)
+    channel = communicator.duplicate(name or tensor.op.name)
     return _array_op(
         communicator, lambda array: channel.all_reduce(array, op), tensor, "HostAllReduce"
     )
 
 
-_FLAG_BASE = 4096  # more than there are ranks; two such digits are exact in a float32
+_FLAG_BASE = 4096  # more than the number of ranks; two such digits are exact in float32
 
 
 @dataclasses.dataclass
-class Flags:
-    """What a rank asks the others for between two steps; it travels with a posted number.
+class StopSaveFlags:
+    """Requests of the ranks to stop training and to save, exchanged once in each step.
 
     Args:
-      stop: this rank asks for a stop.
-      save: this rank is about to save.
-      ranks_stopping: how many ranks asked for a stop in the last step.
-      ranks_saving: how many were about to save.
-      travel: whether a number that carries the flags is posted in each step.
+      stop: True if this rank requests a stop.
+      save: True if this rank is about to save.
+      ranks_stopping: number of ranks that requested a stop in the last step.
+      ranks_saving: number of ranks that were about to save in the last step.
+      travel: True if a sum that the graph starts in each step carries the flags.
     """
 
     stop: bool = False
@@ -63,73 +63,73 @@ class Flags:
     travel: bool = False
 
     @property
-    def own(self) -> int:
-        """This rank's flags as a number whose sum tells how many ranks have set each."""
+    def local(self) -> int:
+        """This rank's flags as an integer; the sum over all ranks counts each flag."""
         return self.stop + _FLAG_BASE * self.save
 
-    def agree(self, total: float) -> None:
-        """Take in the sum of all ranks' flags."""
+    def set_total(self, total: float) -> None:
+        """Decodes the sum of `local` over all ranks."""
         self.ranks_saving, self.ranks_stopping = divmod(int(total), _FLAG_BASE)
 
 
-def sum_posted(
+def start_scalar_sum(
     scalar: tf.Tensor,
     name: str,
     communicator: Communicator,
     after: Sequence[tf.Tensor],
-    flags: Flags,
+    flags: StopSaveFlags,
 ) -> tf.Tensor:
-    """Sum one number over the ranks, without making them wait for each other.
+    """Sums a scalar over the ranks without blocking backward.
 
-    Each rank posts its number when it has it, and reads the sum later on.
+    The sum starts as soon as the local scalar is computed, and is waited for later.
 
     Args:
       scalar: tensor of shape [], float32.
-      name: what all ranks call it.
-      communicator: all ranks build the same operations on it, in the same order.
-      after: the sum is read when these have been computed, from all ranks.
-      flags: travel with the number.
+      name: name of the scalar, the same on all ranks.
+      communicator: communicator on which all ranks build the same operations in the same order.
+      after: tensors that are computed before this rank waits for the sum.
+      flags: flags that are summed in the same messages.
 
     Returns:
       Tensor of shape [], on the host.
     """
-    posted = open_posted_sum(communicator, f"the sum of {name}")
+    scalar_sum = communicator.open_scalar_sum(f"the sum of {name}")
 
-    def post(value: Array) -> Any:
-        posted.post(float(value), float(flags.own))
+    def start(value: Array) -> Any:
+        scalar_sum.start(float(value), float(flags.local))
         return np.int32(0)
 
-    def collect() -> Any:
-        total, agreed = posted.collect()
-        flags.agree(float(agreed))
+    def wait() -> Any:
+        total, flags_total = scalar_sum.wait()
+        flags.set_total(float(flags_total))
         return total
 
     flags.travel = True
 
     with tf.device(HOST_DEVICE):
-        token = tf.numpy_function(post, [scalar], tf.int32, name="HostPost")
+        token = tf.numpy_function(start, [scalar], tf.int32, name="HostPost")
         with tf.control_dependencies(after):
-            call = abort_on_error(communicator, lambda _: [collect()])
+            call = abort_on_error(communicator, lambda _: [wait()])
             (result,) = call_in_background(call, [token], [tf.float32], name="HostCollect")
     result.set_shape([])
     return result
 
 
 def broadcast(
-    tensor: tf.Tensor, communicator: Communicator, root: int = 0, what: str = ""
+    tensor: tf.Tensor, communicator: Communicator, root: int = 0, name: str = ""
 ) -> tf.Tensor:
-    """Gives every rank the tensor of one.
+    """Sends the tensor of one rank to all ranks.
 
     Args:
       tensor: tensor of any shape and fixed-size dtype.
-      communicator: reaches all ranks.
-      root: rank whose values hold.
-      what: name of the tensor, the same on all ranks; by default its name in the graph.
+      communicator: communicator of all ranks.
+      root: rank whose values are sent.
+      name: name of the tensor, the same on all ranks; by default its name in the graph.
 
     Returns:
       Tensor like `tensor`, on the host.
     """
-    channel = communicator.duplicate(what or tensor.op.name)
+    channel = communicator.duplicate(name or tensor.op.name)
     return _array_op(
         communicator, lambda array: channel.broadcast(array, root), tensor, "HostBroadcast"
     )
@@ -154,13 +154,12 @@ _SAME_ON_ALL_RANKS = re.compile(
 
 
 def is_same_on_all_ranks(op: tf.Operation) -> bool:
-    """Whether an operation is one of these, whose results all ranks have alike.
+    """Returns True if an operation is a reduction or a broadcast of this package.
+
+    Its results are the same on all ranks.
 
     Args:
-      op: an operation of a graph.
-
-    Returns:
-      True for a reduction or a broadcast.
+      op: operation of a graph.
     """
     types = ("DatasetToSingleElement", "PlaceholderWithDefault", "PyFunc")
     return op.type in types and _SAME_ON_ALL_RANKS.match(op.name) is not None

@@ -1,49 +1,45 @@
-"""All reductions of a graph that can be made together: buckets, and one exchange for the rest."""
+"""Reduction of all tensors of a step: large gradients in buckets, the others in one exchange."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from hostopt.communicator import DTYPES, Communicator, ReduceOp
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.reduce_op import DTYPES, ReduceOp
+from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError
-from hostopt.fused_exchange import DenseValue, FusedExchange, Rows, SideValue, Table
-from hostopt.nonfinite import NonFiniteCheck
-from hostopt.ring import Array, Operation
+from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table
+from hostopt.gradients.fused_exchange import FusedExchange, SideValue
+from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.gradients.reducers import AnyReducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
-from hostopt.tensorflow.buckets import (
-    BucketReducer,
-    build_buckets,
-    order_of_rank_0,
-    static_spec,
-)
+from hostopt.tensorflow.buckets import build_buckets, order_of_rank_0, static_spec
 from hostopt.tensorflow.ops import all_reduce
 
 __all__: list[str] = []
 
-# What a rank may receive of the dense arrays of an exchange, as all of them travel to all ranks;
-# more than that is reduced in buckets, or by itself.
+# A rank receives at most this many bytes of dense arrays in an exchange, which sends all arrays to
+# all ranks. Larger ones are reduced in buckets, or in separate operations.
 _SMALL_BYTES = 256 << 10
-
-AnyReducer = Union[BucketReducer, FusedExchange]
 
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A tensor of this rank that is reduced over the ranks.
+    """A tensor that is to be reduced over the ranks.
 
     Args:
       value: tensor of static shape, or sparse gradient.
-      name: what all ranks call it; of a gradient, the name of its variable.
-      op: how a tensor is reduced; sparse gradients are summed.
-      is_gradient: True if it counts by the weight of this rank, and must be finite.
-      row_shape: of a sparse gradient, the shape of one row.
-      sums_rows: of a sparse gradient, whether rows of one index become one row.
+      name: name on all ranks; for a gradient, the name of its variable.
+      op: reduction operator of a tensor; sparse gradients are summed.
+      is_gradient: True if it is scaled by the weight of its rank, and its sum must be finite.
+      row_shape: shape of one row of a sparse gradient.
+      sums_rows: True if rows of a sparse gradient with the same index are summed.
     """
 
     value: tf.Tensor | tf.IndexedSlices
@@ -59,10 +55,7 @@ class Reduction:
         return isinstance(self.value, tf.IndexedSlices)
 
     def dense_value(self) -> DenseValue:
-        """Describes a tensor for the exchange.
-
-        Returns:
-          Name, shape and dtype.
+        """Returns the description of a dense tensor for the exchange.
 
         Raises:
           ConfigError: the shape is not static, or the dtype cannot be reduced.
@@ -71,10 +64,7 @@ class Reduction:
         return DenseValue(static_spec(self.value, self.name), self.op, self.is_gradient)
 
     def table(self) -> Table:
-        """Describes a sparse gradient for the exchange.
-
-        Returns:
-          Name, shape of a row and dtypes.
+        """Returns the description of a sparse gradient for the exchange.
 
         Raises:
           ConfigError: the dtype cannot be reduced.
@@ -97,36 +87,39 @@ class Reduction:
         return str(spec) if self.is_gradient else f"{self.op.value} of {spec}"
 
 
-def reduce_together(
+def reduce_tensors(
     reductions: Sequence[Reduction],
     communicator: Communicator,
     weight: tf.Tensor | None = None,
     nonfinite: str | None = None,
     side_value: SideValue | None = None,
 ) -> tuple[list[Any], list[AnyReducer]]:
-    """Reduces tensors that do not depend on each other, with as few exchanges as possible.
+    """Reduces tensors that do not depend on each other, with few messages.
 
-    Large dense gradients go through buckets while backward goes on, and a large tensor that is no
-    gradient is reduced by itself. Sparse gradients and small tensors share one exchange.
+    Large dense gradients are reduced in buckets while backward computes others. A large tensor
+    that is not a gradient has an operation of its own. All other tensors, and sparse gradients,
+    share one exchange.
 
     Args:
-      reductions: what to reduce. All ranks reduce in rank 0's order.
-      communicator: all ranks build the same operations on it, in the same order.
-      weight: scalar of float64 by which this rank's gradients are multiplied, if it is not 1.
-      nonfinite: what follows if sums of gradients are not finite; by default what the option says.
-      side_value: a number that travels with the exchange, if there is one.
+      reductions: the tensors. All ranks reduce them in rank 0's order.
+      communicator: communicator on which all ranks build the same operations in the same order.
+      weight: float64 scalar that multiplies this rank's gradients; None for 1.
+      nonfinite: "error", "skip", "warn" or `ALLOW`, as for `NonFiniteCheck`.
+      side_value: integer that is summed along with the exchange, if there is an exchange.
 
     Returns:
-      The results, in the order of `reductions`, and what reduces, to be closed when the graph is
-      done.
+      The results, in the order of `reductions`, and the reducers, which the caller must close
+      after the last step.
 
     Raises:
-      ConfigError: a tensor has no static shape, or a dtype that cannot be reduced.
+      ConfigError: the shape of a tensor is not static, or its dtype cannot be reduced.
       CollectiveMismatchError: two ranks reduce different tensors.
     """
-    facts = [(each.name, str(each)) for each in reductions]
+    descriptions = [(each.name, str(each)) for each in reductions]
     bucket_bytes = communicator.transport.options.bucket_bytes
-    order = order_of_rank_0(communicator, facts, {"size of a bucket": f"{bucket_bytes} bytes"})
+    order = order_of_rank_0(
+        communicator, descriptions, {"size of a bucket": f"{bucket_bytes} bytes"}
+    )
     parts = _split([reductions[i] for i in order], communicator)
     results: dict[Reduction, Any] = {}
     reducers: list[AnyReducer] = []
@@ -137,42 +130,39 @@ def reduce_together(
         sums, reducer = build_buckets(tensors, specs, communicator, weight, check)
         results.update(zip(parts.in_buckets, sums))
         reducers.append(reducer)
-    if parts.together:
-        # a check of its own: both may find something at the same time
+    if parts.in_exchange:
+        # a separate check: buckets and the exchange may run at the same time
         check = NonFiniteCheck(communicator, nonfinite)
-        found, exchange = _exchange(parts.together, communicator, weight, check, side_value)
-        results.update(zip(parts.together, found))
+        exchanged, exchange = _exchange(parts.in_exchange, communicator, weight, check, side_value)
+        results.update(zip(parts.in_exchange, exchanged))
         reducers.append(exchange)
-    for each in parts.alone:
+    for each in parts.separate:
         results[each] = all_reduce(each.value, communicator, each.op, each.name)
     return [results[each] for each in reductions], reducers
 
 
-def share_an_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
-    """Whether there is an exchange among what reduces these tensors.
+def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
+    """Returns True if `reduce_tensors` needs an exchange, as not all tensors are large and dense.
 
     Args:
-      reductions: what to reduce.
-      communicator: with which.
-
-    Returns:
-      False if all of them are large and dense.
+      reductions: the tensors.
+      communicator: communicator that reduces them.
     """
-    return bool(_split(reductions, communicator).together)
+    return bool(_split(reductions, communicator).in_exchange)
 
 
 class _Parts(NamedTuple):
-    """Reductions by how they are made.
+    """Tensors by the way in which they are reduced.
 
     Args:
-      together: share an exchange.
-      in_buckets: dense gradients that are large together.
-      alone: other dense tensors that are large.
+      in_exchange: tensors that share one exchange.
+      in_buckets: dense gradients, if their total size is large.
+      separate: other large dense tensors, which have an operation each.
     """
 
-    together: list[Reduction]
+    in_exchange: list[Reduction]
     in_buckets: list[Reduction]
-    alone: list[Reduction]
+    separate: list[Reduction]
 
 
 def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Parts:
@@ -184,9 +174,9 @@ def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Part
         limit, communicator.transport.options.bucket_bytes
     ):
         gradients = []
-    alone = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
-    apart = {*gradients, *alone}
-    return _Parts([each for each in reductions if each not in apart], gradients, alone)
+    separate = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
+    large = {*gradients, *separate}
+    return _Parts([each for each in reductions if each not in large], gradients, separate)
 
 
 def _exchange(
@@ -225,7 +215,7 @@ def _exchange(
 
 
 def _join(kind: Sequence[Reduction]) -> Rows:
-    """The rows of sparse gradients, one after the other."""
+    """Concatenates the rows of sparse gradients of one kind."""
     indices = [each.value.indices for each in kind]
     values = [_reshape(each.value.values, [kind[0].table().width]) for each in kind]
     counts = tf.concat(tf.shape_n(indices, tf.int64), 0)
@@ -235,24 +225,24 @@ def _join(kind: Sequence[Reduction]) -> Rows:
 def _split_rows(
     kind: Sequence[Reduction], counts: tf.Tensor, indices: tf.Tensor, values: tf.Tensor
 ) -> dict[Reduction, tf.IndexedSlices]:
-    """The sums of the rows of each sparse gradient."""
+    """Splits the reduced rows of one kind by sparse gradient."""
     values.set_shape([None, kind[0].table().width])
     columns = tf.split(indices, counts, num=len(kind)), tf.split(values, counts, num=len(kind))
     return {
-        each: tf.IndexedSlices(_reshape(rows, each.row_shape), own, each.value.dense_shape)
-        for each, own, rows in zip(kind, *columns)
+        each: tf.IndexedSlices(_reshape(rows, each.row_shape), row_indices, each.value.dense_shape)
+        for each, row_indices, rows in zip(kind, *columns)
     }
 
 
 def _reshape(rows: tf.Tensor, row_shape: Sequence[int]) -> tf.Tensor:
-    """Rows of another shape."""
+    """Changes the shape of rows."""
     if rows.shape[1:] == row_shape:
         return rows
     return tf.reshape(rows, [-1, *row_shape])
 
 
 def _runner(exchange: FusedExchange, count: int, is_weighted: bool) -> Any:
-    """The function that the graph calls: dense arrays, rows of each kind, a weight."""
+    """Returns the function that the graph calls with arrays, rows of each kind and a weight."""
 
     def run(*inputs: Array) -> list[Array]:
         weight = float(inputs[-1]) if is_weighted else 1.0
@@ -265,8 +255,8 @@ def _runner(exchange: FusedExchange, count: int, is_weighted: bool) -> Any:
 
 
 def _numpy(dtype: tf.DType) -> np.dtype[Any]:
-    found: np.dtype[Any] = np.dtype(dtype.as_numpy_dtype)
-    return found
+    result: np.dtype[Any] = np.dtype(dtype.as_numpy_dtype)
+    return result
 
 
 def check_gradients(
@@ -275,30 +265,30 @@ def check_gradients(
     communicator: Communicator,
     check: NonFiniteCheck,
 ) -> list[Any]:
-    """Checks the gradients of a single rank, for which nothing is reduced.
+    """Checks the gradients of a single rank, which are not reduced.
 
     Args:
-      values: tensors and sparse gradients.
-      names: the names of their variables.
-      communicator: of one rank.
-      check: what follows if they are not finite.
+      values: tensors and sparse gradients, at least one.
+      names: names of their variables.
+      communicator: communicator of one rank.
+      check: check of the gradients.
 
     Returns:
-      The same gradients; the first one is there only when all have been checked.
+      The same gradients. The first one depends on the check of all.
     """
     steps = itertools.count()
 
-    def look(finite: Array) -> Any:
-        found = {name: "NaN or Inf" for name, good in zip(names, finite) if not good}
-        call = Operation(0, next(steps), what="the gradients of one rank")
-        check.look(call, not found, lambda: found, lambda: found)
+    def run(finite: Array) -> Any:
+        nonfinite = {name: "NaN or Inf" for name, good in zip(names, finite) if not good}
+        call = CollectiveCall(0, next(steps), name="the gradients of one rank")
+        check.check(call, not nonfinite, lambda: nonfinite, lambda: nonfinite)
         return np.int32(0)
 
     first, *rest = values
     with tf.device(HOST_DEVICE), tf.name_scope("host_check"):
         finite = [_is_finite(getattr(value, "values", value)) for value in values]
-        token = tf.numpy_function(abort_on_error(communicator, look), [tf.stack(finite)], tf.int32)
-        with tf.control_dependencies([token]):  # backward brings this one last
+        token = tf.numpy_function(abort_on_error(communicator, run), [tf.stack(finite)], tf.int32)
+        with tf.control_dependencies([token]):  # backward computes this one last
             if isinstance(first, tf.IndexedSlices):
                 rows = tf.identity(first.values)
                 return [tf.IndexedSlices(rows, first.indices, first.dense_shape), *rest]

@@ -1,9 +1,9 @@
-"""How bytes get from one rank to another."""
+"""Transports: tagged messages between ranks."""
 
 from __future__ import annotations
 
 import os
 
-# Read when grpc is imported. With gRPC's handlers around fork(), a child of subprocess can abort
-# before it has become another program (seen on Python 3.9); no child of a rank uses its gRPC.
+# gRPC reads this when it is imported. Its fork() handlers can abort a child of `subprocess` before
+# exec() (seen on Python 3.9), and no child of a rank uses its parent's gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,4 +1,4 @@
-"""Addresses of ranks: which are of this machine alone, and where to listen."""
+"""Addresses of ranks: the address to listen at, and addresses of this machine alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ __all__: list[str] = []
 
 
 def listen_address(address: str) -> str:
-    """Where to listen: loopback addresses on loopback only, others on every interface.
+    """Returns the address that a rank listens at.
+
+    A rank with a loopback address listens on loopback only, any other rank on every interface.
 
     Args:
       address: ``host:port`` as the cluster names it.
 
     Returns:
-      One numeric address. With two (::1 and 127.0.0.1) a second process could take the other.
+      One numeric address. With two (::1 and 127.0.0.1) a second process could take one of them.
     """
     host, port = host_and_port(address)
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -27,14 +29,11 @@ def listen_address(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is written as one of this machine alone.
+    """Returns True if an address is written as a loopback address.
 
     Args:
-      address: ``host:port``; a name other than localhost counts as another machine's, as some
-        systems resolve their own name to a loopback address.
-
-    Returns:
-      True where it is.
+      address: ``host:port``. Of host names only localhost counts, as some systems resolve their
+        own name to a loopback address.
     """
     host, _ = host_and_port(address)
     try:
@@ -44,13 +43,13 @@ def is_loopback(address: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split an address; an IPv6 address loses its brackets.
+    """Splits an address.
 
     Args:
       address: ``host:port``.
 
     Returns:
-      Name or IP address of the host, and the port.
+      The name or IP address of the host, without brackets, and the port.
     """
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

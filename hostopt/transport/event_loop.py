@@ -1,7 +1,7 @@
-"""The one thread of a process in which messages travel and collectives run.
+"""The event loop of the process: one thread that sends, receives and runs collectives.
 
-No message is handed to another thread of ours: that was a third of all that it costs. One loop
-serves all transports of a process, as grpc.aio wants it.
+No message is handed to another thread, which would cost half as much again as the message. One
+loop serves all transports of a process, as grpc.aio requires.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 __all__: list[str] = []
 
 _Result = TypeVar("_Result")
-_starting = threading.RLock()  # a handler of signals may come at any time
+_starting = threading.RLock()  # reentrant, as a signal handler may run at any time
 
 
 def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Run a coroutine on the loop, and wait for its end; from any thread but the loop's own.
+    """Runs a coroutine on the loop and waits for its result. The loop's thread must not call it.
 
     Args:
-      coroutine: has deadlines of its own.
+      coroutine: has its own deadlines. It is cancelled if this thread is interrupted.
 
     Returns:
       Its result.
 
     Raises:
-      BaseException: what it raises; it is cancelled where this thread is interrupted.
+      BaseException: the coroutine's exception.
     """
     if asyncio._get_running_loop() is not None:
         coroutine.close()
@@ -41,14 +41,14 @@ def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         future.cancel()
         raise
     finally:
-        del future  # or its error would keep this frame, and the frame the error
+        del future  # breaks the reference cycle of its exception and this frame
 
 
 def start(coroutine: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
-    """Start a coroutine on the loop, from any thread.
+    """Starts a coroutine on the loop; may be called from any thread.
 
     Args:
-      coroutine: what to run.
+      coroutine: the coroutine.
 
     Returns:
       Its future.

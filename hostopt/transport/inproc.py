@@ -1,26 +1,27 @@
-"""Ranks as threads of one process: for tests, and to try an algorithm without sockets."""
+"""Ranks as threads of one process, for tests and experiments without sockets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from hostopt.cluster import WORKER, Cluster, Task
+from hostopt.cluster import Cluster, Task
 from hostopt.errors import HostOptError, PeerLostError
 from hostopt.options import Options
-from hostopt.transport.base import Payload, Tag, Transport
-from hostopt.transport.stall import status_of
+from hostopt.tf_config import WORKER
+from hostopt.transport.base import Transport
+from hostopt.transport.message import Payload, Tag
+from hostopt.transport.stall import Status
 
 __all__: list[str] = []
 
 
 class InprocTransport(Transport):
-    """One rank of a ring of threads; `connect` makes all of them.
+    """One rank of a ring of threads; `connect` creates all of them.
 
     Args:
-      cluster: the ring and this rank's place in it.
+      cluster: the ring and this rank.
       options: deadlines and sizes.
-      peers: list that holds the transports of all ranks, by rank, once all are made.
+      peers: list of the transports of all ranks, which the caller fills in rank order.
     """
 
     def __init__(self, cluster: Cluster, options: Options, peers: list[InprocTransport]) -> None:
@@ -29,11 +30,11 @@ class InprocTransport(Transport):
 
     @classmethod
     def connect(cls, size: int, options: Options | None = None) -> list[InprocTransport]:
-        """Make a ring.
+        """Creates a ring.
 
         Args:
           size: number of ranks.
-          options: deadlines and sizes, the same for all.
+          options: deadlines and sizes of all ranks; the defaults if None.
 
         Returns:
           The transports, in rank order.
@@ -43,18 +44,16 @@ class InprocTransport(Transport):
         peers.extend(cls(Cluster(task, ring), options or Options(), peers) for task in ring)
         return peers
 
-    async def send(self, peer: int, tag: Tag, payload: Payload, what: str = "") -> None:
+    async def send(self, peer: int, tag: Tag, payload: Payload, name: str = "") -> None:
         """See `Transport.send`."""
         if self.error is not None:
             raise self.error
         self._count(len(payload), 0)
         self._peers[peer].mailbox.put(self.rank, tag, memoryview(bytes(payload)))
 
-    async def ask(self, peer: int, waiting: int, tag: Sequence[int]) -> dict[str, Any] | None:
-        """See `Transport.ask`."""
-        asked = self._peers[peer]
-        sent, call = asked.recorder.has_sent(waiting, tag), asked.call_on(tag[0])
-        return {**status_of(asked), "sent": sent, "call": call}
+    async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
+        """See `Transport.request_status`."""
+        return self._peers[peer].status_for(waiting, tag)
 
     def abort(self, error: BaseException) -> None:
         """See `Transport.abort`."""
@@ -70,7 +69,7 @@ class InprocTransport(Transport):
         """See `Transport.close`."""
         for peer in self._peers:
             if self.error is None:
-                peer.mailbox.leave(self.rank, "it has closed its communicator")
-            else:  # who told this rank may not have told that one yet
+                peer.mailbox.mark_left(self.rank, "it has closed its communicator")
+            else:  # the sender of the error may not have reached this peer yet
                 peer.mailbox.fail(self.error)
-        self._finish_record()
+        self._wait_for_dump()

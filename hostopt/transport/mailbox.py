@@ -1,4 +1,4 @@
-"""Messages that have arrived, and the one place where a rank waits for another."""
+"""Messages that have arrived. This is the only place where a rank waits for another."""
 
 from __future__ import annotations
 
@@ -8,96 +8,104 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from hostopt.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
-
-if TYPE_CHECKING:
-    from hostopt.transport.base import Tag
+from hostopt.transport.message import Tag
 
 __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 
-# How long it may take to find out why a wait has come to its deadline.
+# Time to find the reason for a timeout before the wait ends without one.
 _DIAGNOSIS_S = 5.0
-# After so long, and then at doubled times, a rank asks whether the peer makes the same call.
+# A rank compares its call with its peer's after this time, and again after each doubling of it.
 _COMPARE_AFTER_S = 0.25
 
 
 class Wait(NamedTuple):
-    """A wait for a peer that has begun and not ended.
+    """A wait for a message of a peer.
 
     Args:
       peer: rank that is waited for.
-      tag: what is waited for.
-      what: the same in words.
-      since_s: when it began, on the monotonic clock.
+      tag: tag of the message.
+      name: what the message carries, for warnings and errors.
+      since_s: start of the wait, on the monotonic clock.
     """
 
     peer: int
     tag: Tag
-    what: str
+    name: str
     since_s: float
 
 
 class Mailbox:
-    """Messages by sender and tag; waits end with a message, an error or a deadline.
+    """Messages by sender and tag. A wait ends with a message, an error or a deadline.
 
     Args:
-      cluster: the ring, for the names of peers.
+      cluster: the ring and this rank, for texts.
       options: `stall_warning_s` and `collective_timeout_s`.
-      on_stall: called from any thread when it is time to warn of a wait, and, with True, when it
-        has come to its deadline: then it has the ring failed, with what it finds out.
-      on_long_wait: called from any thread when it is time to compare calls with the peer's.
+      on_stall: called from any thread with a wait that is due for a warning. It is called with
+        True as second argument when the wait has timed out; it then aborts the ring.
+      on_long_wait: called from any thread when the calls of this rank and its peer are to be
+        compared.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         options: Options,
-        on_stall: Callable[[Wait, bool], None],
-        on_long_wait: Callable[[Wait], None],
+        on_stall: Callable[[Wait, bool], object],
+        on_long_wait: Callable[[Wait], object],
     ) -> None:
         self._cluster = cluster
         self._options = options
         self._on_stall = on_stall
         self._on_long_wait = on_long_wait
         self._messages: dict[tuple[int, ...], tuple[Tag, memoryview]] = {}
-        self._left: dict[int, str] = {}
-        self._finished: dict[int, Tag] = {}
-        self._resumed_step = -1  # markers up to this one are of work that all have finished
+        self._left: dict[int, str] = {}  # reason by peer
+        self._finished: dict[int, Tag] = {}  # finish marker by peer
+        self._resumed_step = -1  # finish markers up to this step are outdated
         self._waits: dict[object, Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
         self._on_failure: list[Callable[[HostOptError], None]] = []
-        self._lock = threading.RLock()  # a handler of signals may come at any time
+        self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
         self.error: HostOptError | None = None
 
     def put(self, peer: int, tag: Tag, payload: memoryview) -> None:
-        """Store a message that has arrived from `peer`, or note that it has finished its work."""
+        """Stores a message that has arrived from `peer`, or notes its finish marker."""
         with self._lock:
             if not tag.is_finish_marker:
                 self._messages[_key(peer, tag)] = tag, payload
                 self._wake(_key(peer, tag))
-            elif tag.step > self._resumed_step:  # a marker can be slower than the barrier itself
+            elif tag.step > self._resumed_step:  # a marker may arrive after the barrier has ended
                 self._finished[peer] = tag
                 self._wake(*self._awaited)
 
-    async def take(self, peer: int, tag: Tag, what: str) -> tuple[Tag, memoryview]:
-        """Wait for the message of `peer` with `tag`, in whose own tag the layout may differ."""
+    async def take(self, peer: int, tag: Tag, name: str) -> tuple[Tag, memoryview]:
+        """Waits for a message of `peer` and removes it.
+
+        Args:
+          peer: rank that sends it.
+          tag: which message; its signature is not compared.
+          name: what it carries, for warnings and errors.
+
+        Returns:
+          The tag as the peer has sent it, and the payload.
+        """
         key = _key(peer, tag)
         if key not in self._messages:
-            with self.waiting(peer, tag, what) as check:
-                await self._until_here(key, check)
+            with self.waiting(peer, tag, name) as check:
+                await self._wait_until_stored(key, check)
         return self._messages.pop(key)
 
-    async def _until_here(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
+    async def _wait_until_stored(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                with self._lock:  # between the look and the future nothing may arrive
+                with self._lock:  # nothing may arrive between the test and the future
                     if key in self._messages:
                         return
                     timer = loop.call_later(check(), self._wake, key)
@@ -111,7 +119,7 @@ class Mailbox:
                 self._awaited.pop(key, None)
 
     def _wake(self, *keys: tuple[int, ...]) -> None:
-        """Have those who await these messages look again; from any thread."""
+        """Wakes the coroutines that await these messages; may be called from any thread."""
         for key in keys:
             changed = self._awaited.get(key)
             if changed is not None and _is_running(changed.get_loop()):
@@ -120,32 +128,32 @@ class Mailbox:
                 changed.get_loop().call_soon_threadsafe(_settle, changed)
 
     @contextlib.contextmanager
-    def waiting(self, peer: int, tag: Tag, what: str) -> Iterator[Callable[[], float]]:
-        """Wait for a peer by any means: who waits calls what this yields again and again.
+    def waiting(self, peer: int, tag: Tag, name: str) -> Iterator[Callable[[], float]]:
+        """Registers a wait for a peer, by any means. The waiter calls the yielded function often.
 
         Args:
           peer: rank that is waited for.
           tag: what is waited for.
-          what: the same in words, for warnings and errors.
+          name: description of it, for warnings and errors.
 
         Yields:
-          Function that warns where it is time, raises where waiting is in vain, and else returns
-          how many seconds may pass until the next call.
+          Function that warns when a warning is due and raises when the wait cannot succeed.
+          Otherwise it returns the time in seconds until it has to be called again.
         """
-        wait = Wait(peer, tag, what, time.monotonic())
+        wait = Wait(peer, tag, name, time.monotonic())
         warn_after_s, compare_after_s = self._options.stall_warning_s, _COMPARE_AFTER_S
         timeout_s = self._options.collective_timeout_s
-        given_up = False
+        has_timed_out = False
 
         def check() -> float:
-            nonlocal warn_after_s, compare_after_s, given_up
-            self._raise_if_hopeless(peer, tag, what)
+            nonlocal warn_after_s, compare_after_s, has_timed_out
+            self._raise_if_hopeless(peer, tag, name)
             waited_s = time.monotonic() - wait.since_s
             if waited_s >= timeout_s + _DIAGNOSIS_S:
-                raise self.timeout(wait, peer, "")
+                raise self.timeout_error(wait, peer, "")
             if waited_s >= timeout_s:
-                if not given_up:
-                    given_up = True
+                if not has_timed_out:
+                    has_timed_out = True
                     self._on_stall(wait, True)
                 return timeout_s + _DIAGNOSIS_S - waited_s
             if waited_s >= warn_after_s:
@@ -158,11 +166,22 @@ class Mailbox:
                     compare_after_s *= 2
             return min(warn_after_s, compare_after_s, timeout_s) - waited_s
 
-        with self._noted(wait):
+        key = object()
+        self._waits[key] = wait
+        try:
             yield check
+        finally:
+            del self._waits[key]
 
     def fail(self, error: HostOptError) -> bool:
-        """End every wait, now and later, with `error`; False where an earlier error holds."""
+        """Ends all present and future waits with `error`, unless they have failed already.
+
+        Args:
+          error: the error that aborts the ring.
+
+        Returns:
+          False if an earlier error remains in effect.
+        """
         with self._lock:
             if self.error is not None:
                 return False
@@ -172,18 +191,18 @@ class Mailbox:
         for listener in listeners:
             try:
                 listener(error)
-            except Exception:  # the others must hear of it, and the peers
-                _log.exception("after an error of the ring: %s", error)
+            except Exception:  # the other listeners and the peers must still be notified
+                _log.exception("a listener failed after the ring was aborted: %s", error)
         return True
 
     def on_failure(self, listener: Callable[[HostOptError], None]) -> Callable[[], None]:
-        """Have `listener` called with the error that ends the ring, at once if it has ended.
+        """Registers `listener`; it is called once, immediately if the ring is aborted already.
 
         Args:
-          listener: called once, from any thread.
+          listener: receives the aborting error; may be called from any thread.
 
         Returns:
-          Function that takes the listener off again.
+          Function that removes the listener.
         """
         with self._lock:
             self._on_failure.append(listener)
@@ -192,20 +211,25 @@ class Mailbox:
             listener(error)
         return lambda: self._on_failure.remove(listener)
 
-    def leave(self, peer: int, why: str) -> None:
-        """Note that `peer` has left in good order: what it sent stays, nothing more will come."""
+    def mark_left(self, peer: int, reason: str) -> None:
+        """Notes that `peer` has left in good order: its messages stay, and no more will come."""
         with self._lock:
-            self._left[peer] = why
+            self._left[peer] = reason
             self._wake(*self._awaited)
 
+    def has_left(self, peer: int) -> bool:
+        """Returns True if `peer` has left in good order."""
+        with self._lock:
+            return peer in self._left
+
     def resume(self, step: int) -> None:
-        """All have finished `step` together: what comes next is new work."""
+        """Discards the finish markers up to `step`, which all ranks have finished together."""
         with self._lock:
             self._resumed_step = step
             self._finished = {p: tag for p, tag in self._finished.items() if tag.step > step}
 
     def forget(self, peer: int) -> None:
-        """Drop all that has come from `peer`: it begins anew."""
+        """Removes all messages and notes of `peer`, whose process has started again."""
         with self._lock:
             self._left.pop(peer, None)
             self._finished.pop(peer, None)
@@ -213,77 +237,54 @@ class Mailbox:
                 del self._messages[key]
 
     def waits(self) -> list[Wait]:
-        """What this rank waits for at the moment."""
+        """Returns the present waits of this rank."""
         return list(self._waits.values())
 
-    @contextlib.contextmanager
-    def _noted(self, wait: Wait) -> Iterator[None]:
-        key = object()
-        self._waits[key] = wait
-        try:
-            yield
-        finally:
-            del self._waits[key]
-
-    def has_left(self, peer: int) -> bool:
-        """True where `peer` has left in good order."""
-        with self._lock:
-            return peer in self._left
-
-    def _raise_if_hopeless(self, peer: int, tag: Tag, what: str) -> None:
+    def _raise_if_hopeless(self, peer: int, tag: Tag, name: str) -> None:
         if self.error is not None:
             raise self.error
-        why = self._left.get(peer)
+        reason = self._left.get(peer)
         finished = self._finished.get(peer)
-        if why is None and finished is not None and tag.channel != finished.channel:
-            why = "it has finished its training, with fewer steps than this rank"
-        if why is not None:
+        if reason is None and finished is not None and tag.channel != finished.channel:
+            reason = "it has finished after fewer steps than this rank"
+        if reason is not None:
             raise PeerLostError(
-                f"{self._name(peer)} is gone at {tag} while rank {self._cluster.rank} waited for "
-                f"{what or 'its data'}: {why}. Give all ranks the same number of steps",
-                **self._facts(peer, tag),
+                f"{self._cluster.describe(peer)} is gone at {tag} while rank "
+                f"{self._cluster.rank} waited for {name or 'its data'}: {reason}. Give all ranks "
+                "the same number of steps",
+                **self._attributes(peer, tag),
             )
 
-    def timeout(self, wait: Wait, culprit: int, why: str) -> CollectiveTimeoutError:
-        """The error of a wait that has come to its deadline.
+    def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
+        """Builds the error of a wait that has reached its deadline.
 
         Args:
-          wait: which one.
-          culprit: rank that keeps this one waiting, if only through others.
-          why: what was found out, or "".
+          wait: the wait.
+          culprit: rank that keeps this one waiting, directly or through other ranks.
+          reason: result of the diagnosis; "" if there is none.
         """
         timeout_s = self._options.collective_timeout_s
-        found = why or f"{self._name(wait.peer)} is connected but sends nothing"
+        reason = reason or f"{self._cluster.describe(wait.peer)} is connected but sends nothing"
         return CollectiveTimeoutError(
-            f"{self.waiting_text(wait)}: {found}. Look what rank {culprit} does, or raise "
+            f"{self.describe(wait)}: {reason}. Check what rank {culprit} is doing, or raise "
             f"collective_timeout_s ({timeout_s:g} s)",
-            **self._facts(culprit, wait.tag),
-            root_cause=f"{self._name(culprit)} makes no progress",
+            **self._attributes(culprit, wait.tag),
+            root_cause=f"{self._cluster.describe(culprit)} makes no progress",
         )
 
-    def waiting_text(self, wait: Wait) -> str:
-        """A wait in words."""
+    def describe(self, wait: Wait) -> str:
+        """Returns a wait as logs and errors show it."""
         return (
             f"rank {self._cluster.rank} has waited {time.monotonic() - wait.since_s:.1f} s for "
-            f"{wait.what or 'data'} from {self._name(wait.peer)} at {wait.tag}"
+            f"{wait.name or 'data'} from {self._cluster.describe(wait.peer)} at {wait.tag}"
         )
 
-    def _name(self, peer: int) -> str:
-        return f"rank {peer} ({self._cluster.ring[peer]})"
-
-    def _facts(self, peer: int, tag: Tag) -> dict[str, Any]:
-        task = self._cluster.ring[peer]
-        return {
-            "rank": peer,
-            "task": task.name,
-            "address": task.address,
-            "step": tag.step,
-            "bucket": tag.bucket,
-        }
+    def _attributes(self, peer: int, tag: Tag) -> dict[str, Any]:
+        return {**self._cluster.attributes(peer), "step": tag.step, "bucket": tag.bucket}
 
 
 def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    """True in a coroutine or callback of this loop."""
+    """Returns True in a coroutine or callback of this loop."""
     return asyncio._get_running_loop() is loop
 
 
@@ -293,4 +294,4 @@ def _settle(changed: asyncio.Future[None]) -> None:
 
 
 def _key(peer: int, tag: Tag) -> tuple[int, ...]:
-    return (peer, *tag[:-1])
+    return (peer, *tag[:-1])  # without the signature

@@ -1,94 +1,99 @@
-"""Ranks that make different calls: an error that says which rank calls what.
+"""Finds ranks that make different collective calls, and builds the error that names the calls.
 
-Two ranks of a ring may find it at the same time, each at its own predecessor. So whoever finds it
-asks all ranks, and their texts are the same.
+Two ranks may detect the same mismatch at the same time, each with another neighbour. So the rank
+that detects it asks all ranks for their calls, and all ranks report the same text.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hostopt.cluster import Cluster
 from hostopt.errors import CollectiveMismatchError, HostOptError, error_from_dict
-
-if TYPE_CHECKING:
-    from hostopt.transport.base import Transport
+from hostopt.transport.stall import RequestStatus, Status
 
 __all__: list[str] = []
 
-_AGAIN_AFTER_S = 0.1  # for ranks that are about to make their call
+Call = dict[str, Any]  # what `Transport.last_call` returns
+
+_RETRY_AFTER_S = 0.1  # for ranks that are about to make their call
 _SHOWN_CALLS = 4
 
 
-async def find_mismatch(transport: Transport, peer: int, tag: Sequence[int]) -> HostOptError:
-    """Find out what the ranks call instead of one collective.
+async def find_mismatch(
+    cluster: Cluster,
+    peer: int,
+    tag: Sequence[int],
+    local_call: Call | None,
+    request_status: RequestStatus,
+) -> HostOptError:
+    """Asks all ranks which call they make in place of this rank's call.
 
     Args:
-      transport: this rank's transport, which asks the others.
-      peer: a rank that makes another call than this one.
+      cluster: the ring and this rank.
+      peer: a rank whose call differs from this rank's.
       tag: a message of this rank's call.
+      local_call: this rank's last call on the channel of `tag`.
+      request_status: requests the status of another rank.
 
     Returns:
-      The error; another rank's, if it has found one earlier.
+      A `CollectiveMismatchError`, or the error of a rank that has aborted the ring already.
     """
-    peers = [rank for rank in range(transport.size) if rank != transport.rank]
-    calls: dict[int, str] = {}
+    assert cluster.rank is not None
+    peers = [rank for rank in range(cluster.size) if rank != cluster.rank]
+    signatures: dict[int, str] = {}
     for attempt in range(2):
         if attempt:
-            await asyncio.sleep(_AGAIN_AFTER_S)
-        asked = (transport.ask(each, transport.rank, tag) for each in peers)
-        answers = dict(zip(peers, await asyncio.gather(*asked)))
-        for answer in answers.values():
-            if answer is not None and answer["error"]:
-                return error_from_dict(answer["error"])
-        own = transport.call_on(tag[0])
-        calls = {
+            await asyncio.sleep(_RETRY_AFTER_S)
+        requests = (request_status(each, cluster.rank, tag) for each in peers)
+        statuses = dict(zip(peers, await asyncio.gather(*requests)))
+        for status in statuses.values():
+            if status is not None and status["error"]:
+                return error_from_dict(status["error"])
+        calls = {cluster.rank: local_call, **_calls(statuses)}
+        signatures = {
             rank: call["signature"]
-            for rank, call in sorted([(transport.rank, own), *_calls(answers)])
+            for rank, call in sorted(calls.items())
             if call is not None and is_same_call(call, tag)
         }
-        if len(calls) == transport.size:
+        if len(signatures) == cluster.size:
             break
-    calls.setdefault(peer, "another collective")
-    return _error(transport, calls, tag)
+    signatures.setdefault(peer, "another collective")
+    return _mismatch_error(cluster, signatures, tag)
 
 
-def is_same_call(call: dict[str, Any], tag: Sequence[int]) -> bool:
-    """Whether a call is at the same place in its channel as a message.
+def is_same_call(call: Call, tag: Sequence[int]) -> bool:
+    """Returns True if a call has the same position in its channel as a message.
 
     Args:
-      call: what `Transport.call_on` returned.
+      call: what `Transport.last_call` returned.
       tag: tag of the message.
 
     Returns:
-      True if the two belong together, whatever their signatures.
+      True if step and bucket are equal. The signatures are not compared.
     """
     return [call["step"], call["bucket"]] == list(tag[1:3])
 
 
-def _calls(
-    answers: dict[int, dict[str, Any] | None],
-) -> list[tuple[int, dict[str, Any] | None]]:
-    return [(rank, answer and answer.get("call")) for rank, answer in answers.items()]
+def _calls(statuses: dict[int, Status | None]) -> dict[int, Call | None]:
+    return {rank: status and status.get("call") for rank, status in statuses.items()}
 
 
-def _error(
-    transport: Transport, calls: dict[int, str], tag: Sequence[int]
+def _mismatch_error(
+    cluster: Cluster, signatures: dict[int, str], tag: Sequence[int]
 ) -> CollectiveMismatchError:
-    tasks = transport.cluster.ring
-    first = {text: rank for rank, text in sorted(calls.items(), reverse=True)}
+    first = {text: rank for rank, text in sorted(signatures.items(), reverse=True)}
     ranks = sorted(first.values())
-    shown = [f"rank {rank} ({tasks[rank]}) calls {calls[rank]}" for rank in ranks[:_SHOWN_CALLS]]
+    shown = [f"{cluster.describe(rank)} calls {signatures[rank]}" for rank in ranks[:_SHOWN_CALLS]]
     if len(ranks) > _SHOWN_CALLS:
         shown.append(f"and {len(ranks) - _SHOWN_CALLS} more calls differ")
     blamed = ranks[min(1, len(ranks) - 1)]
     return CollectiveMismatchError(
         f"{', '.join(shown)} at step {tag[1]}. Call the collectives in the same order with the "
         "same names, shapes and options on all ranks",
-        rank=blamed,
-        task=tasks[blamed].name,
-        address=tasks[blamed].address,
+        **cluster.attributes(blamed),
         step=tag[1],
         bucket=tag[2],
     )

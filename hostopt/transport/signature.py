@@ -1,4 +1,4 @@
-"""What a collective call is, for the other ranks: its kind, name, dtype, shape and wire format."""
+"""The signature of a collective call: its kind, name, dtype, shape and wire format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__: list[str] = []
 
 
 class Signature(NamedTuple):
-    """What must be the same on all ranks.
+    """Describes a call; it must be the same on all ranks.
 
     Args:
-      text: for people, such as ``all_reduce(sum) of 'dense/kernel' float32[2, 3]``.
-      checksum: CRC-32 of the text, which travels with each message.
+      text: shown in errors, such as ``all_reduce(sum) of 'dense/kernel' float32[2, 3]``.
+      checksum: CRC-32 of the text, which each message carries.
     """
 
     text: str
@@ -27,29 +27,29 @@ UNSIGNED = Signature("", 0)
 @functools.lru_cache(maxsize=4096)  # the same few calls are made in every step
 def signature_of(
     kind: str,
-    what: str = "",
+    name: str = "",
     dtype: Any = None,
     shape: tuple[int, ...] = (),
-    travels_as: str = "",
+    wire_format: str = "",
 ) -> Signature:
-    """Describe a call.
+    """Describes a call.
 
     Args:
-      kind: which collective, with its operation or root.
-      what: name of what it carries.
-      dtype: its numpy dtype; None for bytes, whose number differs by rank.
+      kind: the collective, with its reduce operation or root.
+      name: name of the tensor.
+      dtype: its numpy dtype; None for bytes, whose number may differ by rank.
       shape: its shape.
-      travels_as: name of the wire format; empty if it travels as it is.
+      wire_format: name of the wire format; empty if the tensor is sent uncompressed.
 
     Returns:
       The signature.
     """
     words = [kind]
-    if what:
-        words += ["of", what if "'" in what else repr(what)]
+    if name:
+        words += ["of", name if "'" in name else repr(name)]
     if dtype is not None:
         words.append(f"{dtype.name}{list(shape)}")
-    if travels_as:
-        words += ["as", travels_as]
+    if wire_format:
+        words += ["as", wire_format]
     text = " ".join(words)
     return Signature(text, zlib.crc32(text.encode()))

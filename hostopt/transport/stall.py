@@ -1,91 +1,102 @@
-"""Who keeps a rank waiting: follows the waits from rank to rank, to the one that waits for nobody.
+"""Finds the rank that keeps the others waiting.
 
-In a ring a rank that stops makes all others wait, each of them for its predecessor:
+In a ring, one rank that stops makes all others wait, each of them for its predecessor:
 
     rank 2  waits for  rank 1  waits for  rank 0, which is in no collective
 
-A rank that only named whom it waits for would accuse the wrong one.
+So a waiting rank asks its peer for its status, then the peer that this one waits for, and so on
+to the rank that waits for nobody. That rank is to blame, not the direct predecessor.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Sequence
+from typing import Any, Callable, NamedTuple, Optional
 
-from hostopt.errors import error_from_dict, error_to_dict
-
-if TYPE_CHECKING:
-    from hostopt.transport.base import Transport
+from hostopt.cluster import Cluster
+from hostopt.errors import HostOptError, error_from_dict, error_to_dict
+from hostopt.telemetry.flight_recorder import Event
+from hostopt.transport.mailbox import Wait
 
 __all__: list[str] = []
 
+Status = dict[str, Any]
+# The arguments are those of `Transport.request_status`.
+RequestStatus = Callable[[int, int, Sequence[int]], Awaitable[Optional[Status]]]
+
 
 class Culprit(NamedTuple):
-    """Who keeps the others waiting.
+    """The rank that keeps the others waiting.
 
     Args:
-      rank: the rank.
-      text: how the waits lead to it, and what it does.
+      rank: its number.
+      text: the chain of waits that leads to it, and what it is doing.
     """
 
     rank: int
     text: str
 
 
-def status_of(transport: Transport) -> dict[str, Any]:
-    """What this rank does, as JSON can hold it.
+def build_status(
+    waits: Sequence[Wait],
+    blocked_sends: dict[int, float],
+    last: Event | None,
+    error: HostOptError | None,
+) -> Status:
+    """Describes what a rank is doing, in types that JSON supports.
 
     Args:
-      transport: its transport.
+      waits: the messages that it is waiting for.
+      blocked_sends: start time of each blocked send by peer, in seconds on the monotonic clock.
+      last: its last recorded event.
+      error: the error that aborted its ring.
 
     Returns:
-      The waits and the blocked sends, longest first, the last event, and the error that has ended
-      its ring.
+      All of that; the longest waits and sends come first.
     """
     now_s = time.monotonic()
-    waits = [
+    received = [
         {
             "peer": wait.peer,
-            "what": wait.what,
+            "what": wait.name,
             "tag": list(wait.tag),
             "for_s": now_s - wait.since_s,
         }
-        for wait in transport.mailbox.waits()
+        for wait in waits
     ]
-    sends = [
-        {"peer": peer, "for_s": now_s - since_s}
-        for peer, since_s in transport.blocked_sends().items()
-    ]
-    last = transport.recorder.last
-    error = transport.error
+    sends = [{"peer": peer, "for_s": now_s - since_s} for peer, since_s in blocked_sends.items()]
     return {
         "error": error and error_to_dict(error),
-        "waits": sorted(waits, key=_longest_first),
+        "waits": sorted(received, key=_longest_first),
         "sends": sorted(sends, key=_longest_first),
-        "last": last and {"what": last.what, "step": last.tag.step, "ago_s": now_s - last.time_s},
+        "last": last and {"what": last.name, "step": last.tag.step, "ago_s": now_s - last.time_s},
     }
 
 
-async def find_culprit(transport: Transport, peer: int, tag: Sequence[int]) -> Culprit:
-    """Follow the waits, beginning with a peer that this rank waits for.
+async def find_culprit(
+    cluster: Cluster, peer: int, tag: Sequence[int], request_status: RequestStatus
+) -> Culprit:
+    """Follows the waits from a peer that this rank waits for to the rank that causes them.
 
     Args:
-      transport: this rank's transport, which asks others.
-      peer: whom this rank waits for.
+      cluster: the ring and this rank.
+      peer: rank that this rank waits for.
       tag: the message that it waits for.
+      request_status: requests the status of another rank.
 
     Returns:
-      The rank at the end of the waits.
+      The rank at the end of the chain.
 
     Raises:
-      HostOptError: a rank on the way has found out earlier, and ended the ring.
+      HostOptError: the error of a rank in the chain that has aborted the ring already.
     """
-    path, text = [transport.rank], ""
+    assert cluster.rank is not None
+    path, text = [cluster.rank], ""
     while True:
         path.append(peer)
-        name = f"rank {peer} ({transport.cluster.ring[peer]})"
-        status = await transport.ask(peer, path[-2], tag)
+        name = cluster.describe(peer)
+        status = await request_status(peer, path[-2], tag)
         if status is None:
             return Culprit(
                 peer, f"{text}{name} does not answer: it is frozen, or cannot run Python"
@@ -98,23 +109,24 @@ async def find_culprit(transport: Transport, peer: int, tag: Sequence[int]) -> C
             return Culprit(peer, f"{text}{name} is sending it: {link}")
         if status["waits"]:
             wait = status["waits"][0]
-            following, tag, what = wait["peer"], wait["tag"], f" in {wait['what'] or 'a call'}"
+            next_peer, tag = wait["peer"], wait["tag"]
+            description = f" in {wait['what'] or 'a call'}"
         elif sends:
-            following, what = sends[0], ""
+            next_peer, description = sends[0], ""
         else:
-            return Culprit(peer, f"{text}{name} is in no collective; {_last(status)}")
-        if following in path:
-            text += f"rank {peer} waits for rank {following}{what}"
+            return Culprit(peer, f"{text}{name} is in no collective; {_last_event(status)}")
+        text += f"rank {peer} waits for rank {next_peer}{description}"
+        if next_peer in path:
             return Culprit(peer, f"{text}: they wait for each other, in different collectives")
-        text += f"rank {peer} waits for rank {following}{what}, "
-        peer = following
+        text += ", "
+        peer = next_peer
 
 
 def _longest_first(entry: dict[str, Any]) -> float:
     return -float(entry["for_s"])
 
 
-def _last(status: dict[str, Any]) -> str:
+def _last_event(status: Status) -> str:
     last = status["last"]
     if last is None:
         return "it has taken part in none so far"

@@ -1,8 +1,8 @@
-"""Trainings one after the other, in each of which rank 0 finds a file of model_dir broken.
+"""Runs several trainings, each with a fault in the model_dir of rank 0.
 
-The settings are those of train.py; each of "cells" has a name, which is that of its model_dir, and
-may change settings. "at_start" and "at_step" name what happens to rank 0 before it begins, and
-before a step; all of it is undone when the training has ended.
+The settings are those of train.py. Each of "cells" has a name, which is also the name of its
+model_dir, and may override settings. "at_start" and "at_step" name the faults before the training
+and before a step. All faults are undone after the training.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import tensorflow as tf
 import train
 
 NOBODY = 65534
-STEP = 2  # before which something happens; the checkpoint of the next one is written after it
+STEP = 2  # the fault occurs before this step; the next checkpoint is written after it
 
 Undo = contextlib.ExitStack
 
 
 def limit_files(undo: Undo, largest_bytes: int) -> None:
-    """No file may grow beyond a size: what a full disk or a quota does to a large one."""
+    """Limits the size of files, like a full disk or a quota."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, before[1]))
     undo.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
@@ -42,7 +42,7 @@ def full_for_graph(directory: Path, undo: Undo) -> None:
 
 
 def full_for(name: str) -> Callable[[Path, Undo], None]:
-    """A full disk for one small file."""
+    """Simulates a full disk for one small file."""
 
     def fill(directory: Path, undo: Undo) -> None:
         directory.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def file_at(name: str) -> Callable[[Path, Undo], None]:
 
 
 def read_only(directory: Path, undo: Undo) -> None:
-    """Without the rights to write; root has them anywhere."""
+    """Removes write permission; root gives up its privileges, too."""
     directory.chmod(0o555)
     undo.callback(directory.chmod, 0o755)
     if os.geteuid() == 0:
@@ -119,7 +119,7 @@ HAPPENINGS: dict[str, Callable[[Path, Undo], None]] = {
 
 
 class Break(tf.estimator.SessionRunHook):
-    """Has something happen before a step."""
+    """Calls a function before a step."""
 
     def __init__(self, happen: Callable[[], None]) -> None:
         self._happen = happen

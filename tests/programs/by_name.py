@@ -1,8 +1,8 @@
-"""Trains models by name: the stock Estimator alone, or ours on the ranks of TF_CONFIG.
+"""Trains models by name, with the stock Estimator alone or with ours on the ranks of TF_CONFIG.
 
-Each model is a function of a `Training`. What it ends with is written to files: its variables,
-how many steps it ran, and the error that ended it. An error does not end the process: the next
-model is trained.
+Each model is a function of a `Training`. The outcome is written to files: the variables, the
+number of steps, and the error that ended the training. After an error the process continues with
+the next model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import hostopt
 if os.environ.get("TEST_WITHOUT_V2"):
     tf.compat.v1.disable_v2_behavior()
 estimator_ext.install()
-# before a model module asks for estimators, which know of no cluster when they train alone
+# before a module of models imports estimators; alone, they must not see a cluster
 CONFIG = json.loads(os.environ.get("TF_CONFIG", "{}"))
-# A model that takes longer hangs. It ends the process, and another one trains those after it.
+# A model that takes longer hangs. The process ends, and a new one trains the remaining models.
 LIMIT_S = 120.0
 ALONE = len(CONFIG.get("cluster", {}).get("worker", [])) < 2
 if ALONE:
@@ -65,13 +65,13 @@ class Outcome(tf.estimator.SessionRunHook):
 
 @dataclass
 class Training:
-    """What one model is trained with.
+    """The training of one model.
 
     Args:
-      name: of the model.
-      directory: where its outcome goes, and its checkpoints.
-      strategy: of the ranks; None trains with the stock class.
-      steps: to be trained.
+      name: name of the model.
+      directory: directory of its outcome and checkpoints.
+      strategy: strategy of the ranks; None trains with the stock class.
+      steps: number of steps.
       outcome: hook that every training of the model gets.
     """
 
@@ -93,13 +93,13 @@ class Training:
         return str(self.directory / "models" / self.name)
 
     def config(self, **fields: Any) -> Any:
-        """The configuration: that of the strategy on several ranks, the stock one alone."""
+        """Returns a RunConfig with the strategy, or a stock one without a strategy."""
         if self.strategy is None:
             return tf.estimator.RunConfig(self.model_dir, **fields)
         return estimator_ext.RunConfig(self.model_dir, train_distribute=self.strategy, **fields)
 
     def estimator(self, model_fn: Callable[..., Any], **fields: Any) -> Any:
-        """An Estimator whose first checkpoint is that of step 0, from which all runs begin."""
+        """Returns an Estimator whose first checkpoint is at step 0; all runs start from it."""
         config = self.config(**{"save_checkpoints_steps": self.steps, **fields})
         if self.strategy is None:
             return tf.estimator.Estimator(model_fn, config=config)
@@ -113,7 +113,7 @@ class Training:
 
 
 def rows_of(input_context: Any, rows: int) -> slice:
-    """The rows of a global batch that are this rank's."""
+    """Returns the slice of this rank in a global batch."""
     if input_context is None:
         return slice(0, rows)
     each = rows // input_context.num_input_pipelines
@@ -123,7 +123,7 @@ def rows_of(input_context: Any, rows: int) -> slice:
 
 
 def halves(batches: Any) -> Callable[..., tf.data.Dataset]:
-    """An input_fn of this rank's part of each global batch, again and again.
+    """Returns an input_fn that repeats this rank's rows of all global batches.
 
     Args:
       batches: arrays of shape [batches, rows, ...], in any structure.
@@ -131,8 +131,8 @@ def halves(batches: Any) -> Callable[..., tf.data.Dataset]:
 
     def input_fn(input_context: Any = None) -> tf.data.Dataset:
         rows = tf.nest.flatten(batches)[0].shape[1]
-        mine = rows_of(input_context, rows)
-        parts = tf.nest.map_structure(lambda array: array[:, mine], batches)
+        local = rows_of(input_context, rows)
+        parts = tf.nest.map_structure(lambda array: array[:, local], batches)
         return tf.data.Dataset.from_tensor_slices(parts).repeat()
 
     return input_fn
@@ -161,10 +161,10 @@ def end_process_after(seconds: float) -> threading.Timer:
 
 
 def train_all(models: dict[str, Callable[[Training], None]]) -> None:
-    """Train the models that the first argument of the program names, in that order.
+    """Trains the models in the first argument of the program, in that order.
 
     Args:
-      models: function that trains one, by name.
+      models: functions that train a model, by name.
     """
     settings = json.loads(sys.argv[1])
     strategy = None if ALONE else estimator_ext.HostOffloadStrategy()
@@ -176,7 +176,7 @@ def train_all(models: dict[str, Callable[[Training], None]]) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(end_process_after(LIMIT_S).cancel)
             if strategy is not None:
-                stack.callback(strategy.close)  # an error has ended the ring
+                stack.callback(strategy.close)  # after an error the ring is aborted
             try:
                 models[name](training)
             except Exception as caught:

@@ -1,4 +1,4 @@
-"""Trains canned estimators from one checkpoint: the stock classes, or their model_fns on ranks."""
+"""Trains canned estimators from one checkpoint: stock classes, or their model_fns on ranks."""
 
 import os
 import sys
@@ -52,7 +52,7 @@ def receiver():
 
 def main(kind, directory):
     strategy = estimator_ext.HostOffloadStrategy() if kind == "ranks" else None
-    del os.environ["TF_CONFIG"]  # the stock classes are to know of no cluster
+    del os.environ["TF_CONFIG"]  # the stock classes must not see a cluster
     for name in NAMES:
         model_dir = os.path.join(directory, name)
         estimator = make(name, model_dir, strategy if name == "both" else None)

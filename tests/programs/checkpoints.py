@@ -1,6 +1,8 @@
-"""Makes a checkpoint that other TensorFlow versions are to restore, or restores one.
+"""Makes a checkpoint for other TensorFlow versions to restore, or restores one.
 
-Remake those of the tests with: python tests/programs/checkpoints.py make tests/data/checkpoints/X
+Remake the checkpoints of the tests with
+
+    python tests/programs/checkpoints.py make tests/data/checkpoints/X
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def model_fn(features: dict[str, tf.Tensor], labels: tf.Tensor, mode: str) -> An
 
 
 def estimators(directory: Path) -> dict[str, Any]:
-    """One estimator of the user's own on the host, one canned one with a Keras optimizer."""
+    """Returns a custom estimator on the host, and a canned one with a Keras optimizer."""
     strategy = estimator_ext.HostOffloadStrategy()
     config = estimator_ext.RunConfig(train_distribute=strategy, tf_random_seed=1)
     return {
@@ -71,7 +73,7 @@ def probabilities(estimator: Any) -> list[list[float]]:
 
 
 def make(directory: Path) -> None:
-    """Train to SAVED_STEP, keep that checkpoint, and note what it and LAST_STEP predict."""
+    """Trains to LAST_STEP; keeps the checkpoint of SAVED_STEP and the predictions of both."""
     scratch = directory / "scratch"
     expected = {}
     for name, estimator in estimators(scratch).items():
@@ -90,14 +92,14 @@ def make(directory: Path) -> None:
 
 
 def restore(directory: Path) -> None:
-    """Predict from the checkpoint, train on from it, and predict again."""
+    """Predicts from the checkpoint, resumes the training, and predicts again."""
     expected = json.loads((directory / "expected.json").read_text())
     for name, estimator in estimators(directory).items():
         assert int(estimator.get_variable_value("global_step")) == SAVED_STEP
         np.testing.assert_allclose(probabilities(estimator), expected[name]["saved"], atol=1e-5)
         estimator.train(train_input_fn, max_steps=LAST_STEP)
         assert int(estimator.get_variable_value("global_step")) == LAST_STEP
-        # the same only if the slots were restored too
+        # equal only if the slots were restored, too
         np.testing.assert_allclose(probabilities(estimator), expected[name]["last"], atol=1e-5)
         print("RESTORED", name)
 

@@ -1,4 +1,4 @@
-"""Trains a digit classifier for a few steps, and has evaluators measure it on 10,000 images."""
+"""Trains a digit classifier for a few steps; evaluators measure it on 10,000 images."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ IMAGES, BATCH, STEPS = 10_000, 100, 20
 SETTINGS = {
     "model_dir": "",
     "specs": "slices",  # or "named", one for each evaluator
-    "metric": "",  # "largest": one that cannot be summed, too; "accuracy": that alone
-    "stop": False,  # this evaluator waits to be killed after its first batch
-    "end": "",  # how this evaluator ends after its first batch, or this chief after its first step
-    "end_before": False,  # before it trains
-    "images": IMAGES,  # so many of them
+    "metric": "",  # "largest": adds a metric that cannot be summed; "accuracy": only accuracy
+    "stop": False,  # this evaluator blocks after its first batch, to be killed
+    "end": "",  # ways to end after the first batch (evaluator) or step (chief)
+    "end_before": False,  # or before training
+    "images": IMAGES,  # number of images
 }
 DATA_PY = Path(__file__).parents[2] / "examples" / "mnist" / "data.py"
 
 
 def load_images() -> tuple[np.ndarray, np.ndarray]:
-    """MNIST's test images where MNIST_DIR says where they are, else noise of the same shape."""
+    """Loads the test images of MNIST from MNIST_DIR; noise of that shape if it is not set."""
     directory = os.environ.get("MNIST_DIR")
     if not directory:
         random = np.random.default_rng(1)
@@ -75,7 +75,7 @@ def measure(labels: tf.Tensor, logits: tf.Tensor, settings: dict) -> dict[str, A
     matrix = tf.math.confusion_matrix(labels, digit, 10, dtype=tf.int64)
     certainty = tf.keras.metrics.Mean()
     certainty.update_state(tf.reduce_max(chances, 1))
-    found = {
+    measured = {
         "accuracy": metrics.accuracy(labels, digit),
         "mean": metrics.mean(chances),
         "auc": metrics.auc(is_three, chances[:, 3]),
@@ -89,8 +89,8 @@ def measure(labels: tf.Tensor, logits: tf.Tensor, settings: dict) -> dict[str, A
     if settings["metric"] == "largest":
         largest = local("largest", [], tf.float32)
         update = largest.assign(tf.maximum(largest, tf.reduce_max(chances)))
-        found["largest_chance"] = (tf.identity(largest), update)
-    return found
+        measured["largest_chance"] = (tf.identity(largest), update)
+    return measured
 
 
 def make_model_fn(settings: dict) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ def make_model_fn(settings: dict) -> Callable[..., Any]:
 
 
 class StopHere(tf.estimator.SessionRunHook):
-    """Says that a batch is done, and blocks for a test to kill this process."""
+    """Announces a completed batch, and blocks until a test kills this process."""
 
     def after_run(self, run_context: object, run_values: object) -> None:
         print("stopped here", flush=True)
@@ -117,7 +117,7 @@ class StopHere(tf.estimator.SessionRunHook):
 
 
 def end(how: str) -> None:
-    """End as the setting "end" says: one way after the other, where the first was no end."""
+    """Ends this process in the ways of the setting "end", one after the other until it is gone."""
     print("ends", flush=True)
     for each in how.split():
         if each == "raise":
@@ -130,7 +130,7 @@ def end(how: str) -> None:
 
 
 class EndHere(tf.estimator.SessionRunHook):
-    """Ends this process after a batch; goes on where that was no end."""
+    """Ends this process after a batch, or continues if that did not end it."""
 
     def __init__(self, how: str) -> None:
         self._how = how
@@ -142,7 +142,7 @@ class EndHere(tf.estimator.SessionRunHook):
 
 
 class MeasureAlone(tf.estimator.Exporter):
-    """Exports nothing, but what one process measures on all data."""
+    """Evaluates all data in one process, and exports nothing."""
 
     name = "alone"
 
@@ -184,7 +184,7 @@ def main(settings: dict) -> None:
         end(settings["end"])
     config = estimator_ext.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
     estimator = estimator_ext.Estimator(make_model_fn(settings), settings["model_dir"], config)
-    end_here = EndHere(settings["end"])  # once, be it in training or in evaluation
+    end_here = EndHere(settings["end"])  # acts once, in training or in evaluation
     result = estimator_ext.train_and_evaluate(
         estimator,
         tf.estimator.TrainSpec(lambda: batches(images, labels), max_steps=STEPS, hooks=[end_here]),

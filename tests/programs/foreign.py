@@ -1,6 +1,6 @@
-"""Small models with the traits of published programs; none of them knows of ranks.
+"""Small models with features of published programs, written for a single process.
 
-Each is a function of a `Training`; `by_name` says how it is trained alone and on ranks.
+Each model is a function of a `Training`, which `by_name` runs alone or on ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import estimator_ext
 v1 = tf.compat.v1
 BATCHES, ROWS = 5, 12
 RANDOM = np.random.RandomState(0)
-FLOAT = tf.float64  # but for the canned models, rounding is to hide nothing
+FLOAT = tf.float64  # so that rounding hides no error, except in canned models
 Spec = tf.estimator.EstimatorSpec
 
 
@@ -64,7 +64,7 @@ def layer_norm(x: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def encoder(ids: tf.Tensor, layers: int) -> tf.Tensor:
-    """Layers of attention and a perceptron, with layer norm."""
+    """Attention layers and a perceptron, with layer norm."""
     with v1.variable_scope("embeddings"):
         table = v1.get_variable("word_embeddings", [WORD_COUNT, 8], FLOAT)
     x = tf.nn.embedding_lookup(table, ids)
@@ -80,7 +80,7 @@ def encoder(ids: tf.Tensor, layers: int) -> tf.Tensor:
 
 
 def warmed_up(rate: float, steps: int, warm_up: int) -> tf.Tensor:
-    """A rate that falls to zero, after a warm-up: both follow global_step."""
+    """A learning rate with warm-up and linear decay, which depend on global_step."""
     step = v1.train.get_or_create_global_step()
     falling = v1.train.polynomial_decay(tf.constant(rate, FLOAT), step, steps, 0.0, power=1.0)
     part = tf.cast(step, FLOAT) / warm_up
@@ -88,10 +88,10 @@ def warmed_up(rate: float, steps: int, warm_up: int) -> tf.Tensor:
 
 
 def classifies_sentences(layers: int, make: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """BERT's run_classifier: tf.gradients, clipping, an own optimizer, global_step by hand.
+    """BERT's run_classifier: tf.gradients, clipping, a custom optimizer, global_step by hand.
 
-    No word comes twice in a batch. The norm of a sparse gradient counts each of its rows, and a
-    word's rows are one only after a reduction, so that TensorFlow itself clips by two norms.
+    No word occurs twice in a batch: the norm of a sparse gradient counts each of its rows, and
+    only a reduction merges the rows of a word, so TensorFlow would clip by two different norms.
     """
 
     def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
@@ -101,7 +101,7 @@ def classifies_sentences(layers: int, make: Callable[[Any], Any]) -> Callable[[A
         gradients, _ = tf.clip_by_global_norm(tf.gradients(loss, variables), 0.5)
         step = v1.train.get_or_create_global_step()
         train_op = optimizer.apply_gradients(zip(gradients, variables), global_step=step)
-        with tf.control_dependencies([train_op]):  # or the rate may be that of the next step
+        with tf.control_dependencies([train_op]):  # or the rate could belong to the next step
             return Spec(mode, loss=loss, train_op=step.assign(step + 1).op)
 
     return lambda training: training.train(model_fn, by_name.halves((words_once(), words(3))))
@@ -125,13 +125,13 @@ TAGS, WORDS = ["O", "NAME", "PLACE"], ["the", "a", "Ada", "Bath", "of", "Turing"
 
 
 def sentences(input_context: Any = None) -> tf.data.Dataset:
-    """Batches of words and tags from a generator, padded; this rank's rows of each."""
+    """Padded batches of words and tags from a generator; this rank's rows of each."""
 
     def generate():
         random = np.random.RandomState(3)
         while True:
             length = random.randint(2, 6)
-            chosen = random.randint(0, len(WORDS) + 1, length)  # some of no vocabulary
+            chosen = random.randint(0, len(WORDS) + 1, length)  # some are out of vocabulary
             text = [[*WORDS, "unknown"][i] for i in chosen]
             yield (text, length), [TAGS[i % 3] for i in chosen]
 
@@ -140,12 +140,12 @@ def sentences(input_context: Any = None) -> tf.data.Dataset:
     padding = (("<pad>", 0), "O")
     dataset = tf.data.Dataset.from_generator(generate, types, shapes)
     dataset = dataset.padded_batch(ROWS, shapes, padding)
-    mine = by_name.rows_of(input_context, ROWS)
-    return dataset.map(lambda *batch: tf.nest.map_structure(lambda t: t[mine], batch))
+    local = by_name.rows_of(input_context, ROWS)
+    return dataset.map(lambda *batch: tf.nest.map_structure(lambda t: t[local], batch))
 
 
 def path_scores(scores: tf.Tensor, tags: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
-    """Log-likelihood of tags, of a conditional random field over them: [rows]."""
+    """Log-likelihood of tags in a conditional random field: [rows]."""
     transitions = v1.get_variable("transitions", [3, 3], scores.dtype)
     mask = tf.sequence_mask(lengths, tf.shape(scores)[1], scores.dtype)
     unary = tf.reduce_sum(scores * tf.one_hot(tags, 3, dtype=scores.dtype), -1)
@@ -194,7 +194,7 @@ def tf_ner(training: by_name.Training) -> None:
 
 
 def ema_100(training: by_name.Training) -> None:
-    """Averages of 100 variables, and of 20 activations, whose means differ by rank."""
+    """Moving averages of 100 variables and 20 activations, whose means differ between ranks."""
 
     def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
         x, means = features, []
@@ -219,17 +219,17 @@ def ema_100(training: by_name.Training) -> None:
 
 
 def mirrored(x: np.ndarray) -> np.ndarray:
-    """The second half of each batch is the first, mirrored at its mean.
+    """Makes the second half of each batch the first half, mirrored at its mean.
 
-    So both halves and the whole batch have the same mean and variance of each feature: batch
-    normalisation of what a rank has equals that of the whole. The gradients still differ.
+    Then both halves and the full batch have the same mean and variance of each feature, and batch
+    normalisation of a local batch equals that of the full batch. The gradients still differ.
     """
     half = x[:, : ROWS // 2]
     return np.concatenate([half, 2 * half.mean(1, keepdims=True) - half], 1)
 
 
 def batch_norm(x: tf.Tensor) -> tf.Tensor:
-    """Batch normalisation of slim, which knows no fused operation and no Keras."""
+    """Batch normalisation of slim, without fused operations and without Keras."""
     with v1.variable_scope("BatchNorm"):
         shape, dtype = [x.shape[-1]], x.dtype
         beta = v1.get_variable("beta", shape, dtype, v1.zeros_initializer())
@@ -244,7 +244,7 @@ def batch_norm(x: tf.Tensor) -> tf.Tensor:
 
 
 def create_train_op(total_loss: tf.Tensor, optimizer: Any, step: tf.Variable) -> tf.Tensor:
-    """What slim.learning.create_train_op does."""
+    """Equivalent of slim.learning.create_train_op."""
     updates = v1.get_collection(v1.GraphKeys.UPDATE_OPS)
     with tf.control_dependencies(updates):
         barrier = tf.no_op(name="update_barrier")
@@ -290,14 +290,14 @@ def slim(training: by_name.Training) -> None:
 def deepfm(training: by_name.Training) -> None:
     """DeepFM: embeddings of single and of many ids, one of them partitioned; Adam."""
     lists = words(20, 4) * (RANDOM.rand(BATCHES, ROWS, 4) < 0.5)
-    lists[1::2, ROWS // 2 :] = 0  # a rank without ids: its gradient of a table has no rows
+    lists[1::2, ROWS // 2 :] = 0  # a rank without ids: its table gradient has no rows
     data = (
         {"user": words(9), "item": words(15).astype(np.int32), "history": lists, "x": numbers(3)},
         words(2).astype(np.float64),
     )
 
     def model_fn(features: Any, labels: tf.Tensor, mode: str) -> Any:
-        history = tf.sparse.from_dense(features["history"])  # zeros are no ids
+        history = tf.sparse.from_dense(features["history"])  # zeros are padding
         linear, fields = [], []
         for name, size in (("user", 9), ("item", 15), ("history", 20)):
             split = v1.fixed_size_partitioner(2) if name == "history" else None
@@ -331,7 +331,7 @@ def deepfm(training: by_name.Training) -> None:
 
 
 def wide_and_deep(training: by_name.Training, canned: Any, **optimizers: Any) -> None:
-    """A canned model of crossed columns, hashed and listed words, buckets and embeddings."""
+    """A canned model with crossed columns, hashed and listed words, buckets and embeddings."""
     column = tf.feature_column
     job = column.categorical_column_with_vocabulary_list("job", ["cook", "clerk", "smith"])
     town = column.categorical_column_with_hash_bucket("town", 20)
@@ -355,7 +355,7 @@ def wide_deep(training: by_name.Training) -> None:
 
 
 def wide_deep_v1(training: by_name.Training) -> None:
-    """That of models/r1: optimizers of TensorFlow 1, and a loss that is a sum."""
+    """Wide & deep of models/r1: optimizers of TensorFlow 1, and a loss that is a sum."""
     wide_and_deep(
         training,
         v1.estimator.DNNLinearCombinedClassifier,
@@ -365,7 +365,7 @@ def wide_deep_v1(training: by_name.Training) -> None:
 
 
 def deepctr(training: by_name.Training) -> None:
-    """DeepCTR's head: a loss that is a sum, and then metrics with losses that are means."""
+    """DeepCTR's head: the loss is a sum, but the losses in metrics are means."""
 
     def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
         losses, logits = v1.losses, dense(features, 1, "logits")
@@ -383,7 +383,7 @@ def deepctr(training: by_name.Training) -> None:
 
 
 def tensors(input_fn: Callable[..., tf.data.Dataset]) -> Callable[..., Any]:
-    """An input_fn that returns tensors, as those of TensorFlow 1 do."""
+    """An input_fn that returns tensors, as in TensorFlow 1."""
 
     def made(input_context: Any = None) -> Any:
         return v1.data.make_one_shot_iterator(input_fn(input_context)).get_next()
@@ -392,7 +392,7 @@ def tensors(input_fn: Callable[..., tf.data.Dataset]) -> Callable[..., Any]:
 
 
 def ranking(training: by_name.Training) -> None:
-    """TF-Ranking's: two heads with losses of their own, exports while it trains."""
+    """TF-Ranking: two heads, each with its loss; exports during training."""
     heads = [tf.estimator.RegressionHead(name="score"), tf.estimator.BinaryClassHead(name="click")]
     head = tf.estimator.MultiHead(heads, [1.0, 0.5])
     labels = {"score": numbers(1, dtype=np.float32), "click": words(2, 1)}
@@ -421,7 +421,7 @@ def ranking(training: by_name.Training) -> None:
 
 
 def tape(training: by_name.Training) -> None:
-    """Gradients of a tape, of a loss that is divided as the guides for strategies say."""
+    """Gradients of a tape; the loss is divided as in the guides for strategies."""
 
     def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
         with tf.GradientTape() as recorded:
@@ -444,7 +444,7 @@ def classifier(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
 
 
 def early_stopping(training: by_name.Training) -> None:
-    """Stock hooks with their defaults, which find no reason to stop."""
+    """Stock hooks with their defaults, which do not stop the training."""
     experimental = tf.estimator.experimental
     estimator = training.estimator(classifier)
     hooks = [
@@ -456,7 +456,7 @@ def early_stopping(training: by_name.Training) -> None:
 
 
 def early_stop(training: by_name.Training) -> None:
-    """A stock hook with its defaults that wants to stop when it is first asked."""
+    """A stock hook with its defaults that stops the training at its first check."""
     estimator = training.estimator(classifier)
     hook = tf.estimator.experimental.make_early_stopping_hook(estimator, lambda: True)
     input_fn = by_name.halves((numbers(6), words(3)))
@@ -478,8 +478,8 @@ def horovod_mnist(training: by_name.Training) -> None:
         return Spec(mode, loss=loss, train_op=train_op)
 
     def input_fn(input_context: Any = None) -> Any:
-        mine = by_name.rows_of(input_context, ROWS)
-        x, y = (array[:, mine].reshape(-1, *array.shape[2:]) for array in (images, labels))
+        local = by_name.rows_of(input_context, ROWS)
+        x, y = (array[:, local].reshape(-1, *array.shape[2:]) for array in (images, labels))
         batch_size = len(x) // BATCHES
         read = v1.estimator.inputs.numpy_input_fn({"x": x}, y, batch_size, None, shuffle=False)
         return read()
@@ -509,7 +509,7 @@ MODELS = {
 
 
 def with_same_data(model: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The model with data that do not depend on which models came before."""
+    """Trains a model with data that do not depend on earlier models."""
 
     def train(training: by_name.Training) -> None:
         RANDOM.seed(0)

@@ -1,4 +1,4 @@
-"""Optimizers as programs bring their own: each overrides apply_gradients, and knows of no rank."""
+"""Optimizers of programs, which override apply_gradients for a single process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Pairs = Iterable[tuple[Any, tf.Variable]]
 
 
 class _WithMoments(v1.train.Optimizer):
-    """Keeps two moments of each gradient in variables of its own.
+    """Keeps two moments of each gradient in its own variables.
 
     Args:
       learning_rate: number or tensor.
-      weight_decay: what is added of a weight to its change.
-      exclude: expressions of names whose weights do not decay.
+      weight_decay: fraction of a weight that is added to its change.
+      exclude: regular expressions of names of weights that do not decay.
     """
 
     beta_1, beta_2, epsilon = 0.9, 0.99, 1e-6
@@ -52,7 +52,7 @@ class _WithMoments(v1.train.Optimizer):
     def _moments(
         self, variable: tf.Variable, gradient: Any
     ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
-        """The new moments, and what assigns them."""
+        """Returns the new moments, and the operations that assign them."""
         values, updates = [], []
         for name, beta, power in (("m", self.beta_1, 1), ("v", self.beta_2, 2)):
             moment = v1.get_variable(
@@ -62,7 +62,7 @@ class _WithMoments(v1.train.Optimizer):
                 v1.zeros_initializer(),
                 trainable=False,
             )
-            # a multiplication of tf makes a sparse gradient dense
+            # tf.multiply makes a sparse gradient dense
             summand = gradient if power == 1 else tf.square(gradient)
             summand = tf.multiply(tf.cast(1 - beta, moment.dtype.base_dtype), summand)
             values.append(beta * moment + summand)
@@ -71,7 +71,7 @@ class _WithMoments(v1.train.Optimizer):
 
 
 class AdamWeightDecay(_WithMoments):
-    """Adam without the correction of its moments, and with weight decay: as BERT has it."""
+    """Adam without bias correction and with weight decay, as in BERT."""
 
 
 class Lamb(_WithMoments):

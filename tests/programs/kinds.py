@@ -1,4 +1,4 @@
-"""Trains estimators of every kind a little, in the style of TensorFlow 1; prints their losses."""
+"""Trains estimators of every kind briefly, in TensorFlow 1 style, and prints their losses."""
 
 import json
 import sys
@@ -88,7 +88,7 @@ def kinds(model_dir):
     )
     yield "metrics", with_metrics, input_fn
     yield "local", estimator.Estimator(model_fn, config=config["local"]), data_input_fn
-    # linear has been trained by now: its weights are where this one begins
+    # this one starts with the weights of linear, which has been trained
     warm = estimator.LinearClassifier(
         COLUMNS, f"{model_dir}/warm", warm_start_from=linear.model_dir
     )

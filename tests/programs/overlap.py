@@ -14,7 +14,7 @@ STEPS, DEADLINE_S = 3, 20.0
 
 
 def main(model_dir: str) -> None:
-    # three layers of 3.1 KiB each, the buckets half of that: one layer a bucket
+    # three layers of 3.1 KiB each and buckets of half that size: one layer per bucket
     strategy = estimator_ext.HostOffloadStrategy(
         communication="grpc", bucket_mb=2048 / 2**20, collective_timeout_s=2 * DEADLINE_S
     )
@@ -23,8 +23,8 @@ def main(model_dir: str) -> None:
     buckets = set()
     send = transport.send
 
-    async def watched_send(peer, tag, payload, what="") -> None:
-        await send(peer, tag, payload, what)
+    async def watched_send(peer, tag, payload, name="") -> None:
+        await send(peer, tag, payload, name)
         buckets.add(tag.bucket)
         if tag.bucket == 1 and tag.round == 0:
             bucket_1_sent.release()
@@ -52,7 +52,7 @@ def main(model_dir: str) -> None:
         ]
         x = features
         for index, kernel in enumerate(kernels):
-            # the first layer's gradient is the last of backward
+            # backward computes the gradient of the first layer last
             x = tf.matmul(x, last_gradient_waits(kernel) if index == 0 else kernel)
         loss = tf.reduce_mean(tf.square(x - labels))
         optimizer = tf.compat.v1.train.AdamOptimizer()

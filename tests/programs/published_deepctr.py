@@ -1,4 +1,4 @@
-"""Click prediction with each of DeepCTR's estimators, as its documentation shows them."""
+"""Click prediction with all estimators of DeepCTR, as in its documentation."""
 
 import argparse
 import os
@@ -44,7 +44,7 @@ def make_estimator(name, config):
         return models.AFMEstimator(linear, deep, config=config)
     options = {}
     if name == "AutoIntEstimator":
-        # with its defaults a sum in another order grows from 1e-7 to 4e-2 in 20 steps
+        # with the defaults, rounding differences grow from 1e-7 to 4e-2 in 20 steps
         options = {"att_layer_num": 1, "dnn_optimizer": tf.compat.v1.train.AdagradOptimizer(1e-3)}
     kind = getattr(models, name)
     return kind(linear, deep, dnn_hidden_units=(16, 8), config=config, **options)

@@ -13,7 +13,7 @@ def read_data():
     random = np.random.RandomState(2)
     documents = random.standard_normal((QUERIES, DOCUMENTS, FEATURES)).astype(np.float32)
     quality = documents[..., :3].sum(-1)
-    relevance = quality.argsort(1).argsort(1) // 2  # 0, 1 and 2, each of them twice
+    relevance = quality.argsort(1).argsort(1) // 2  # 0, 1 and 2, each twice
     query = random.standard_normal((QUERIES, 2)).astype(np.float32)
     return {"query": query, "documents": documents}, relevance.astype(np.float32)
 

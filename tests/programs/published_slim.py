@@ -6,8 +6,8 @@ import numpy as np
 import tensorflow as tf
 import tf_slim as slim
 
-# Eight designs come again and again with other labels, so that all batches have the same
-# statistics, whatever their size.
+# Eight patterns repeat with different labels, so that batches of all sizes have the same
+# statistics.
 DESIGNS, FEATURES, CLASSES, ROWS = 8, 12, 4, 512
 
 

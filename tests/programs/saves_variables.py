@@ -1,6 +1,6 @@
 """Runs a script or `-m MODULE`, and saves the variables of each rank when a training ends.
 
-Random numbers are the same each time, and dropout is left out, so that trainings can be compared.
+Seeds are fixed and dropout is disabled, so that trainings can be compared.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""A tiny regression with reductions of all kinds in its step; the table CASES is at the end.
+"""A small regression with all kinds of reductions in its step; the table CASES is at the end.
 
-The same model_fn trains alone, where a reduction is the value itself, and on ranks.
+The same model_fn trains on ranks and in one process, where a reduction returns its input.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Case:
     """One row of the table.
 
     Args:
-      name: what tests call it.
-      build: makes the train_op, or the spec, of a model.
-      input_fn: of the ranks and of one process; by default half of each batch, or all of it.
-      refused: words of the ConfigError that is raised, if one is.
-      fields: of the configuration on ranks.
-      has_losses: whether the reported loss is that of one process.
+      name: name in tests.
+      build: returns the train_op or the spec of a model.
+      input_fn: input_fn on ranks and in one process; by default half of each batch, or all of it.
+      refused: words of the expected ConfigError; empty for none.
+      fields: arguments of the RunConfig on ranks.
+      has_losses: True if the reported loss equals the loss of one process.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Case:
 
 
 class Model:
-    """The regression, in float64, so that rounding hides nothing.
+    """The regression, in float64 so that rounding hides no error.
 
     Args:
-      features: of this rank.
+      features: features of this rank.
       rank: this rank, or "alone".
     """
 
@@ -75,7 +75,7 @@ class Model:
         return gradient_descent().minimize(loss, self.step, **kwargs)
 
     def note(self, name: str, value: tf.Tensor) -> tf.Operation:
-        """Keeps the last value of a tensor in a variable, which the test compares."""
+        """Assigns a tensor to a variable, which the test compares."""
         initial = np.zeros(value.shape.as_list(), value.dtype.as_numpy_dtype)
         kept = v1.get_variable(name, initializer=initial, trainable=False)
         return kept.assign(value, read_value=False)
@@ -106,7 +106,7 @@ def spec(loss: tf.Tensor, train_op: Any, **hooks: Any) -> Any:
 
 
 def uneven(input_context: Any = None) -> tf.data.Dataset:
-    """Of 8 rows of each batch, rank 0 has 6 and rank 1 has 2; the data end after 4 steps."""
+    """Batches of 8 rows: 6 for rank 0 and 2 for rank 1. The data end after 4 steps."""
     rows = slice(0, 8)
     if input_context is not None:
         rows = [slice(0, 6), slice(6, 8)][input_context.input_pipeline_id]
@@ -126,12 +126,12 @@ def number_of_examples(model: Model) -> Any:
 
 def infinite(model: Model) -> Any:
     lowest = tf.where(model.x[0, 0] > 1e9, 1.0, -np.inf)
-    found = all_reduce(MEAN, lowest)
-    return tf.group(model.minimize(), model.note("lowest", found))
+    result = all_reduce(MEAN, lowest)
+    return tf.group(model.minimize(), model.note("lowest", result))
 
 
 def micro_batches(input_context: Any = None) -> tf.data.Dataset:
-    """One process takes two batches at once."""
+    """One process merges two batches."""
     if input_context is not None:
         return by_name.halves(DATA)(input_context)
     pairs = {
@@ -142,7 +142,7 @@ def micro_batches(input_context: Any = None) -> tf.data.Dataset:
 
 
 def accumulated(model: Model) -> Any:
-    """The factor is 1.5 in each micro-batch, and of each rank by itself another one."""
+    """The factor is 1.5 in each micro-batch; a single rank would compute a different one."""
     return model.minimize(model.loss * all_reduce(MEAN, tf.reduce_mean(model.features["rank"])))
 
 
@@ -159,7 +159,7 @@ def accumulated_beside_gradients(model: Model) -> Any:
 
 
 def sparse(model: Model) -> Any:
-    """Slices of which each rank has others, reduced by hand."""
+    """Reduces slices by hand, which differ between ranks."""
     ids = tf.cast(2 * model.features["rank"], tf.int32)  # 2 on rank 0, 4 on rank 1
     values = tf.reduce_sum(model.x, 1, keepdims=True) * tf.ones([1, 3], tf.float64)
     slices = tf.IndexedSlices(values, ids, tf.constant([5, 3]))
@@ -179,7 +179,7 @@ def through_a_sum(how: str) -> Callable[[Model], Any]:
 
 
 def through_a_sum_by_hand(model: Model) -> Any:
-    """Gradients of a loss that is not scaled, which are reduced where they are computed."""
+    """Gradients of an unscaled loss, which are reduced when they are computed."""
     total = all_reduce(SUM, tf.reduce_sum(model.out))
     loss = model.loss + 1e-4 * (total - 1) ** 2
     (gradient,) = tf.gradients(loss, [model.weights])
@@ -187,7 +187,7 @@ def through_a_sum_by_hand(model: Model) -> Any:
 
 
 def through_a_mean(how: str) -> Callable[[Model], Any]:
-    """The value differs by rank in its gradient, too."""
+    """The gradient of the value also differs between ranks."""
 
     def build(model: Model) -> Any:
         mean = REDUCE[how](MEAN, tf.reduce_mean(model.out))
@@ -197,7 +197,7 @@ def through_a_mean(how: str) -> Callable[[Model], Any]:
 
 
 def through_two(model: Model) -> Any:
-    """Normalised by moments of the whole batch, the second of which is made of the first."""
+    """Normalisation by moments of the global batch; the second moment depends on the first."""
     mean = reduce(MEAN, tf.reduce_mean(model.out, 0))
     variance = reduce(MEAN, tf.reduce_mean((model.out - mean) ** 2, 0))
     return model.minimize(model.loss_of((model.out - mean) / tf.sqrt(variance + 1e-3)))
@@ -225,7 +225,7 @@ def through_a_gradient(model: Model) -> Any:
 
 
 def constant_of_a_rank(how: str) -> Callable[[Model], Any]:
-    """As of len(local_data): 1 on rank 0 and 2 on rank 1."""
+    """A Python number like len(local_data): 1 on rank 0 and 2 on rank 1."""
 
     def build(model: Model) -> Any:
         own = 1.5 if model.rank == "alone" else 1.0 + model.rank
@@ -235,7 +235,7 @@ def constant_of_a_rank(how: str) -> Callable[[Model], Any]:
 
 
 def attribute_of_a_rank(model: Model) -> Any:
-    """No constant shows the difference, but an attribute does."""
+    """The difference is visible in an attribute, but not in a constant."""
     slope = 0.375 if model.rank == "alone" else 0.25 * (1.0 + model.rank)
     value = tf.nn.leaky_relu(-tf.abs(model.weights), slope)
     return model.minimize(model.loss * -tf.reduce_sum(reduce(MEAN, value)))
@@ -250,7 +250,7 @@ def skipping(choose: Callable[[Model, tf.Tensor], tf.Tensor]) -> Callable[[Model
     def build(model: Model) -> Any:
         optimizer = gradient_descent()
         pairs = optimizer.compute_gradients(model.loss)
-        own = DATA["x"][[1, 2], [0, 6], 0]  # rank 0 finds one in step 1, rank 1 in step 2
+        own = DATA["x"][[1, 2], [0, 6], 0]  # on rank 0 in step 1, on rank 1 in step 2
         skips = choose(model, tf.reduce_any(tf.equal(model.x[:1, 0], own)))
         if model.rank == "alone":
             skips = tf.reduce_any(tf.equal(model.x[:, :1], own))
@@ -284,7 +284,7 @@ def count_of_data(model: Model) -> tf.Tensor:
 
 
 def with_control_flow_v1(build: Callable[[Model], Any]) -> Callable[[Model], Any]:
-    """Branches and loops are operations of their own graph, not functions."""
+    """Branches and loops are operations of the graph itself, not functions."""
 
     def built(model: Model) -> Any:
         v1.disable_control_flow_v2()
@@ -297,7 +297,7 @@ def with_control_flow_v1(build: Callable[[Model], Any]) -> Callable[[Model], Any
 
 
 def used_within_a_loop(model: Model) -> Any:
-    """The second reduction depends on the first one only through the body of a loop."""
+    """The second reduction depends on the first only through the body of a loop."""
     first = all_reduce(MEAN, tf.reduce_mean(model.x))
     zero = tf.constant(0.0, tf.float64)
     _, total = tf.while_loop(
@@ -321,7 +321,7 @@ def loss_after_the_step(model: Model) -> Any:
 
 
 def posted_loss(model: Model) -> Any:
-    """A float32 is posted, and read after the last exchange."""
+    """Starts the reduction of a float32, and reads it after the last exchange."""
     train_op = model.minimize()
     with tf.control_dependencies([train_op]):
         return spec(tf.cast(model.loss, tf.float32), train_op)
@@ -340,7 +340,7 @@ def loss_of_unknown_shape(shape: list[int]) -> Callable[[Model], Any]:
 
 
 def without_optimizations() -> v1.ConfigProto:
-    """A session that checks shapes where the program does."""
+    """A session without Grappler, which would remove the shape checks of the program."""
     config = v1.ConfigProto(allow_soft_placement=True)
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     return config
@@ -350,7 +350,7 @@ def without_optimizations() -> v1.ConfigProto:
 
 
 class Fetches(tf.estimator.SessionRunHook):
-    """Fetches tensors in each step, or now and then."""
+    """Fetches tensors in every step or in some steps."""
 
     def __init__(self, tensors: Any, every: int = 1) -> None:
         self._tensors, self._every, self._calls = tensors, every, 0
@@ -363,7 +363,7 @@ class Fetches(tf.estimator.SessionRunHook):
 
 
 class RunsByItself(tf.estimator.SessionRunHook):
-    """Runs something after each step, in a run of its own."""
+    """Runs operations after each step, in a separate session run."""
 
     def __init__(self, fetches: Any) -> None:
         self._fetches = fetches
@@ -376,42 +376,42 @@ def fetched_by_the_chief(shape: list[int | None]) -> Callable[[Model], Any]:
     def build(model: Model) -> Any:
         rows = tf.reduce_mean(model.x, 1)[:3]
         rows = v1.placeholder_with_default(rows, shape)
-        found = [all_reduce(MEAN, rows), reduce(SUM, tf.reduce_sum(model.y) + rows)]
-        return spec(model.loss, model.minimize(), training_chief_hooks=[Fetches(found)])
+        result = [all_reduce(MEAN, rows), reduce(SUM, tf.reduce_sum(model.y) + rows)]
+        return spec(model.loss, model.minimize(), training_chief_hooks=[Fetches(result)])
 
     return build
 
 
 def fetched_at_other_steps(model: Model) -> Any:
-    """As by every_n_secs: each rank by its own clock."""
-    found = all_reduce(MEAN, tf.reduce_mean(model.x))
+    """Like every_n_secs: each rank uses its own clock."""
+    result = all_reduce(MEAN, tf.reduce_mean(model.x))
     every = 1 if model.rank == "alone" else 1 + model.rank
-    return spec(model.loss, model.minimize(), training_hooks=[Fetches(found, every)])
+    return spec(model.loss, model.minimize(), training_hooks=[Fetches(result, every)])
 
 
 def summary_of_one_rank(model: Model) -> Any:
-    found = all_reduce(MEAN, tf.reduce_mean(model.x))
+    result = all_reduce(MEAN, tf.reduce_mean(model.x))
     if model.rank in (0, "alone"):
-        v1.summary.scalar("found", found)
+        v1.summary.scalar("found", result)
     return model.minimize()
 
 
 def run_by_a_hook(model: Model) -> Any:
-    """A run of its own, whose value needs no data, takes no batch from the training."""
+    """A separate run whose value needs no data does not consume a batch of the training."""
     kept = v1.get_variable("kept", initializer=np.float64(2.0), trainable=False)
-    found = reduce(SUM, tf.reduce_sum(model.weights) + kept * 3)
+    result = reduce(SUM, tf.reduce_sum(model.weights) + kept * 3)
     reduced_data = reduce(SUM, tf.reduce_sum(model.x))
-    del reduced_data  # nobody fetches it
-    return spec(model.loss, model.minimize(), training_hooks=[RunsByItself(found)])
+    del reduced_data  # not fetched
+    return spec(model.loss, model.minimize(), training_hooks=[RunsByItself(result)])
 
 
 def changed_by_a_hook(model: Model) -> Any:
-    """What a hook alone is to change does not change in each step."""
+    """A variable that only a hook updates does not change in every step."""
     counter = v1.get_variable("counter", initializer=np.float64(0), trainable=False)
     with tf.control_dependencies([counter.assign_add(1.0)]):
-        found = reduce(SUM, tf.reduce_sum(model.weights))
+        result = reduce(SUM, tf.reduce_sum(model.weights))
     total = v1.get_variable("runs", initializer=np.float64(0), trainable=False)
-    run = tf.group(found, total.assign_add(1.0))
+    run = tf.group(result, total.assign_add(1.0))
     return spec(model.loss, model.minimize(), training_hooks=[RunsByItself(run)])
 
 
@@ -438,7 +438,7 @@ CASES = [
     Case("through two", through_two),
     *(Case(f"through a sum, uneven, {how}", through_a_sum(how), uneven) for how in REDUCE),
     Case("through a sum, uneven, own optimizer", through_a_sum_by_hand, uneven),
-    # as in stock, the sum if no optimizer scales the loss
+    # the sum if no optimizer scales the loss, as with stock classes
     Case("through a tape", through_a_tape, has_losses=False),
     Case("through a gradient", through_a_gradient, refused="Differentiate before reducing"),
     *(Case(f"constant of a rank, {how}", constant_of_a_rank(how)) for how in REDUCE),
@@ -464,7 +464,7 @@ CASES = [
     Case("reduced loss", reduced_loss),
     Case("posted loss", posted_loss),
     Case("loss after the step", loss_after_the_step),
-    # whose summary fails in one process, too
+    # its summary also fails in one process
     Case(
         "loss of one element",
         loss_of_unknown_shape([1]),

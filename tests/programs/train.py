@@ -1,4 +1,4 @@
-"""Trains a small model with chosen settings, and writes down what a test wants to compare."""
+"""Trains a small model with the given settings, and writes the values that tests compare."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from estimator_ext.sync_on_read import assign
 estimator_ext.install()
 
 SETTINGS = {
-    "model_dir": "",  # where checkpoints go, one directory for each optimizer
-    "dump_dir": "",  # where each rank writes its final variables
+    "model_dir": "",  # checkpoints, with a subdirectory for each optimizer
+    "dump_dir": "",  # final variables of each rank
     "optimizers": ["sgd"],
     "steps": 20,
     "dtype": "float64",
@@ -32,46 +32,46 @@ SETTINGS = {
     "spec": "host_call",  # or "minimize", or "two_minimize", one for each layer
     "variables_on_host": True,
     "bucket_mb": 25.0,
-    "batches": 0,  # batches of this rank, 0 for endless
-    "shuffled": False,  # examples in an order of chance that goes on and on
-    "as_tensors": False,  # input_fn returns tensors, of whose end nobody is told
+    "batches": 0,  # batches of this rank; 0 for infinite
+    "shuffled": False,  # examples in random order, infinitely
+    "as_tensors": False,  # input_fn returns tensors, without a signal at their end
     "learning_rate": 0.01,
     "api": "train",  # or "ours", "stock": train_and_evaluate
     "trace": False,
     "raise_in": "",  # "model_fn", "host_call" or "input_fn"; "... op": in a step; or "hook"
     "raise_kind": "ZeroDivisionError",
-    "raise_at": 1,  # call in which it is raised
-    "stop_at": 0,  # step after which this rank waits to be killed
+    "raise_at": 1,  # number of the call that raises
+    "stop_at": 0,  # step after which this rank blocks, to be killed
     "evaluated_at": 0,  # step after which the chief waits for an evaluator's result
-    "max_steps": True,  # False: steps, counted from where training starts
+    "max_steps": True,  # False: steps, counted from the start of this training
     "checkpoint_steps": 5,
     "collective_timeout_s": 60.0,
     "summary_steps": 100,
-    "loss_scale": False,  # with a step whose gradient overflows on rank 1, the third
+    "loss_scale": False,  # the gradient of the third step overflows on rank 1
     "clip": 0.0,  # norm to which the reduced gradients are clipped
-    "rotated": False,  # each rank passes its gradients in another order
+    "rotated": False,  # each rank passes its gradients in a different order
     "accumulate_steps": 1,
     "sparse_as_dense": False,
-    "lengths": [],  # examples of each batch, for each rank; one rank alone takes those of all
-    "merge": 1,  # how many of such batches become one
+    "lengths": [],  # examples of each batch, by rank; a single rank takes all
+    "merge": 1,  # number of such batches that are merged into one
     "uneven_data": "join",
-    "early_stopping": False,  # a hook of TensorFlow's that stops after 6 steps
+    "early_stopping": False,  # with TensorFlow's hook, which stops after 6 steps
     "asking": None,  # rank whose hook requests a stop after 5 steps
     "timeline": None,
     "communication": "auto",
     "nonfinite": "error",
     "nan_at": [],  # rank and step at which the gradients of all but the last layer are NaN
     "nan_loss": False,  # True: the loss is NaN as well, and all gradients
-    "leave_out": [],  # batches that are not trained on
+    "leave_out": [],  # batches that are skipped
     "desync_check_steps": 1000,
     "change_at": 0,  # step in which this rank changes its first kernel
-    "catch": False,  # say what error ends the training, and go on
+    "catch": False,  # print the error that ends the training, and continue
 }
 GLOBAL_BATCH, BATCHES, VOCABULARY = 12, 7, 20
 
 
 class Dump(tf.estimator.SessionRunHook):
-    """Writes all variables of this rank at the end, and its loss of every step."""
+    """Writes all variables of this rank at the end, and the loss of each step."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -93,7 +93,7 @@ class Dump(tf.estimator.SessionRunHook):
 
 
 class Trace(tf.estimator.SessionRunHook):
-    """Writes which operations ran on which device in the fourth step."""
+    """Writes the devices of the operations in the fourth step."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -116,7 +116,7 @@ class Trace(tf.estimator.SessionRunHook):
 
 
 class StopHere(tf.estimator.SessionRunHook):
-    """Says that a step is done and blocks before the next, for a test to kill this rank."""
+    """Announces a completed step, and blocks before the next one until a test kills this rank."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -129,7 +129,7 @@ class StopHere(tf.estimator.SessionRunHook):
 
 
 class AwaitEvaluation(tf.estimator.SessionRunHook):
-    """Goes on after a step only when an evaluator has reported an accuracy."""
+    """Waits after a step until an evaluator has reported an accuracy."""
 
     def __init__(self, step: int, eval_dir: Path) -> None:
         self._step = step
@@ -145,7 +145,7 @@ class AwaitEvaluation(tf.estimator.SessionRunHook):
             print("evaluated during training", flush=True)
 
     def _reported(self) -> bool:
-        with contextlib.suppress(tf.errors.DataLossError):  # a record that is being written
+        with contextlib.suppress(tf.errors.DataLossError):  # an incomplete record
             for path in self._eval_dir.glob("events.*"):
                 for event in tf.compat.v1.train.summary_iterator(str(path)):
                     if any(value.tag == "acc" for value in event.summary.value):
@@ -166,7 +166,7 @@ class AskToStop(tf.estimator.SessionRunHook):
 
 
 class ChangeKernel(tf.estimator.SessionRunHook):
-    """Changes a variable of this rank alone before a step."""
+    """Changes a variable on this rank only, before a step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -208,7 +208,7 @@ ERRORS = {
 
 
 def raising(tensor: tf.Tensor, settings: dict, where: str) -> tf.Tensor:
-    """A tensor that goes through a Python function, which may raise."""
+    """Passes a tensor through a Python function, which may raise."""
 
     def call(array: np.ndarray) -> np.ndarray:
         maybe_raise(settings, where)
@@ -222,7 +222,7 @@ def raising(tensor: tf.Tensor, settings: dict, where: str) -> tf.Tensor:
 
 
 def arrays(dtype: str, model: str) -> tuple[np.ndarray, np.ndarray]:
-    """BATCHES global batches of features and labels, the same in every process."""
+    """Returns BATCHES global batches of features and labels, the same in every process."""
     random = np.random.RandomState(0)
     shape = (28, 28, 1) if model == "conv" else (5,)
     if model == "embedding":
@@ -245,8 +245,8 @@ def make_input_fn(settings: dict):
         ranks = input_context.num_input_pipelines
         assert input_context.num_replicas_in_sync == ranks
         rows = GLOBAL_BATCH // ranks
-        mine = slice(input_context.input_pipeline_id * rows, None)
-        x, y = x[:, mine][:, :rows], y[:, mine][:, :rows]
+        local = slice(input_context.input_pipeline_id * rows, None)
+        x, y = x[:, local][:, :rows], y[:, local][:, :rows]
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
         if settings["shuffled"]:
             dataset = shuffled_dataset(settings, input_context)
@@ -261,7 +261,7 @@ def make_input_fn(settings: dict):
 
 
 def shuffled_dataset(settings: dict, context: tf.distribute.InputContext) -> tf.data.Dataset:
-    """Batches of this rank's examples, which come in another order each time."""
+    """Returns batches of this rank's examples, reshuffled in each epoch."""
     x, y = (each.reshape(-1, *each.shape[2:]) for each in arrays(settings["dtype"], "mlp"))
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
     dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
@@ -271,18 +271,18 @@ def shuffled_dataset(settings: dict, context: tf.distribute.InputContext) -> tf.
 
 
 def uneven_dataset(settings: dict, context: tf.distribute.InputContext) -> tf.data.Dataset:
-    """Batches of the chosen lengths; those of one rank alone hold what all ranks would read."""
+    """Returns batches of the given lengths; a single rank reads the examples of all ranks."""
     lengths, rank, merge = settings["lengths"], context.input_pipeline_id, settings["merge"]
-    mine = range(len(lengths)) if context.num_input_pipelines == 1 else [rank]
+    local = range(len(lengths)) if context.num_input_pipelines == 1 else [rank]
 
     def batches():
-        for begin in range(0, max(len(lengths[r]) for r in mine), merge):
+        for begin in range(0, max(len(lengths[r]) for r in local), merge):
             if begin in settings["leave_out"]:
                 continue
             parts = [
                 np.random.RandomState([step, r]).standard_normal((lengths[r][step], 5))
                 for step in range(begin, begin + merge)
-                for r in mine
+                for r in local
                 if step < len(lengths[r])
             ]
             x = np.concatenate(parts).astype(settings["dtype"])
@@ -307,21 +307,21 @@ def make_optimizer(name: str, learning_rate: float) -> tf.compat.v1.train.Optimi
 
 
 def averages(features: tf.Tensor) -> list[tf.Tensor]:
-    """Updates of an average and a count that each rank has of its own; and an unused variable."""
+    """Returns updates of a per-rank average and count; also creates an unused variable."""
     on_read = {"trainable": False, "synchronization": tf.VariableSynchronization.ON_READ}
     mean, total = tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM
     get = tf.compat.v1.get_variable
     zeros = tf.compat.v1.zeros_initializer()
     moving = get("moving", [5], features.dtype, zeros, aggregation=mean, **on_read)
-    seen = get("seen", [], tf.int64, zeros, aggregation=total, **on_read)
+    observed = get("seen", [], tf.int64, zeros, aggregation=total, **on_read)
     get("unused", [3], features.dtype, zeros)
     now = tf.reduce_mean(features, 0)
     rows = tf.shape(features, tf.int64)[0]
-    return [moving.assign_add((now - moving) * 0.1), seen.assign_add(rows)]
+    return [moving.assign_add((now - moving) * 0.1), observed.assign_add(rows)]
 
 
 def variables_of_all_kinds(x: tf.Tensor) -> tf.Tensor:
-    """Features changed by variables that are partitioned, shared, whole numbers and local."""
+    """Applies partitioned, shared, integer and local variables to the features."""
     v1 = tf.compat.v1
     with v1.variable_scope("kinds", reuse=v1.AUTO_REUSE):
         split = v1.fixed_size_partitioner(2)
@@ -335,7 +335,7 @@ def variables_of_all_kinds(x: tf.Tensor) -> tf.Tensor:
 
 
 def poisoned(tensor: tf.Tensor, settings: dict) -> tf.Tensor:
-    """The same tensor, whose gradient or value is NaN on one rank in one step."""
+    """Returns the same tensor, with a NaN gradient or value on one rank in one step."""
     rank, step = settings["nan_at"]
     if tf.distribute.get_strategy().extended.input_context().input_pipeline_id != rank:
         return tensor
@@ -452,7 +452,7 @@ def main(settings: dict) -> None:
 
 def train_all(strategy, settings: dict) -> None:
     for name in settings["optimizers"]:
-        # Keras layers take their seeds from here; the broadcast must hide what rank 1 has
+        # seeds of Keras layers, which differ on rank 1: the broadcast must replace its values
         tf.keras.utils.set_random_seed(1 if strategy.cluster.is_chief else 2)
         fields = {
             "train_distribute": strategy,
@@ -476,10 +476,13 @@ def train_all(strategy, settings: dict) -> None:
             if settings["trace"]:
                 hooks.append(Trace(str(dump / f"trace-{strategy.cluster.rank}.json")))
         if settings["early_stopping"]:
-            seen = iter([False, False, True])
+            observed = iter([False, False, True])
             hooks.append(
                 tf.estimator.experimental.make_early_stopping_hook(
-                    estimator, lambda seen=seen: next(seen), run_every_secs=None, run_every_steps=3
+                    estimator,
+                    lambda observed=observed: next(observed),
+                    run_every_secs=None,
+                    run_every_steps=3,
                 )
             )
         if settings["asking"] is not None and settings["asking"] == strategy.cluster.rank:
@@ -512,7 +515,7 @@ def train(estimator, input_fn, hooks, settings: dict) -> None:
 
 
 def report(training: Callable[[], None]) -> None:
-    """Run a training, and say what error ends it."""
+    """Runs a training, and prints the error that ends it."""
     caught = None
     try:
         training()
@@ -528,9 +531,13 @@ if __name__ == "__main__":
         chosen.update(json.loads(argument))
     task = json.loads(os.environ["TF_CONFIG"])["task"]
     index = os.environ.get("HOSTOPT_SLOT", str(task["index"]))  # `hostopt run` has a chief, too
-    for run in chosen.pop("runs", [{}]):  # one after the other, each with settings of its own
-        settings = {**chosen, **run, **run.get("own", {}).get(index, {})}  # "own": of some ranks
-        settings.pop("own", None)
+    for run in chosen.pop("runs", [{}]):  # one after the other, each with its settings
+        settings = {
+            **chosen,
+            **run,
+            **run.get("rank_settings", {}).get(index, {}),
+        }
+        settings.pop("rank_settings", None)
         assert not set(settings) - set(SETTINGS), settings
         if settings.get("catch"):
             report(lambda s=settings: main({**SETTINGS, **s}))

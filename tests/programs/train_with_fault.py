@@ -1,8 +1,8 @@
-"""train.py, in which something breaks on one rank at a chosen moment of a step.
+"""Runs train.py with a fault on one rank at a given point of a step.
 
-The setting "fault" says what: {"point": ..., "step": of this process, counted from 0, "action":
-...}; with "slot" it is for the process in this slot of the launcher. "grace_s" is the time from
-SIGTERM to the end, "interrupted_again_s" that from the second SIGINT.
+The setting "fault" is {"point": ..., "step": step of this process, from 0, "action": ...}. With
+"slot" it applies only to the process in that slot of the launcher. "grace_s" is the time from
+SIGTERM to the end, and "interrupted_again_s" the time from the second SIGINT to the end.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import numpy as np
 import tensorflow as tf
 import train
 
-from estimator_ext import preemption
-from hostopt.fused_exchange import FusedExchange
-from hostopt.inline_reducer import InlineReducer
-from hostopt.reducer import Reducer
+from estimator_ext import signals
+from hostopt.gradients.fused_exchange import FusedExchange
+from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.reducer import Reducer
 
 
 def stuck_in_user_code() -> None:
-    print("stuck", flush=True)
+    print("input_fn sleeps now", flush=True)
     time.sleep(1000)
 
 
@@ -47,26 +47,26 @@ ACTIONS: dict[str, Callable[[], None]] = {
 }
 
 
-def strike_in_step(fault: dict, calls_per_step: int = 1) -> Callable[[], None]:
-    """A function that does nothing until it is called in the step of the fault."""
+def trigger_in_step(fault: dict, calls_per_step: int = 1) -> Callable[[], None]:
+    """Returns a function to call at the point of the fault; it acts in the step of the fault."""
     calls = iter(range(1_000_000))
 
-    def strike() -> None:
+    def trigger() -> None:
         if next(calls) == fault["step"] * calls_per_step:
             ACTIONS[fault["action"]]()
 
-    return strike
+    return trigger
 
 
 def break_reducers(fault: dict) -> None:
-    """Before a gradient of this rank is handed over, or when the sums are there."""
+    """Faults before the reduction of a gradient, or after it."""
     before = fault["point"] == "before-reduce"
     for kind, names in ((InlineReducer, ("reduce", "reduce")), (Reducer, ("launch", "wait"))):
-        strike, method = strike_in_step(fault), names[0 if before else 1]
+        trigger, method = trigger_in_step(fault), names[0 if before else 1]
         original = getattr(kind, method)
 
         @functools.wraps(original)
-        def broken(self: Any, bucket: int, *args: Any, _o=original, _s=strike) -> Any:
+        def broken(self: Any, bucket: int, *args: Any, _o=original, _s=trigger) -> Any:
             if before and bucket == 0:
                 _s()
             result = _o(self, bucket, *args)
@@ -75,27 +75,27 @@ def break_reducers(fault: dict) -> None:
             return result
 
         setattr(kind, method, broken)
-    strike, run = strike_in_step(fault), FusedExchange.run
+    trigger, run = trigger_in_step(fault), FusedExchange.run
 
     @functools.wraps(run)
     def broken_run(self: Any, *args: Any) -> Any:
         if before:
-            strike()
+            trigger()
         result = run(self, *args)
         if not before:
-            strike()
+            trigger()
         return result
 
     FusedExchange.run = broken_run
 
 
 def break_updates(fault: dict) -> None:
-    """Between the update of the first variable and that of the second."""
+    """Faults between the updates of the first and the second variable."""
     make = train.make_optimizer
-    strike = strike_in_step(fault)
+    trigger = trigger_in_step(fault)
 
     def call() -> np.int32:
-        strike()
+        trigger()
         return np.int32(0)
 
     def make_broken(name: str, learning_rate: float) -> tf.compat.v1.train.Optimizer:
@@ -116,13 +116,13 @@ def break_updates(fault: dict) -> None:
 
 
 def break_input(fault: dict) -> None:
-    """While a batch is made."""
+    """Faults while input_fn computes a batch."""
     make = train.make_input_fn
-    strike = strike_in_step(fault)
+    trigger = trigger_in_step(fault)
 
     def make_broken(settings: dict):
         def hold(x: np.ndarray) -> np.ndarray:
-            strike()
+            trigger()
             return x
 
         def broken(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -147,7 +147,7 @@ if __name__ == "__main__":
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
     for name in ("GRACE_S", "INTERRUPTED_AGAIN_S"):
-        setattr(preemption, name, chosen.pop(name.lower(), getattr(preemption, name)))
+        setattr(signals, name, chosen.pop(name.lower(), getattr(signals, name)))
     fault = chosen.pop("fault", None)
     if fault is not None and fault.get("slot") in (None, int(os.environ.get("HOSTOPT_SLOT", "0"))):
         BREAK[fault["point"]](fault)

@@ -1,4 +1,4 @@
-"""A program for tf.estimator as people write them: nothing in it knows of ranks or of hostopt."""
+"""A typical program for tf.estimator, without any reference to ranks or hostopt."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ def make_input_fn(batch_size):
 def make_queue_input_fn(batch_size):
     x, y = make_data()
     inputs = tf.compat.v1.estimator.inputs
-    # as many steps as one process makes of all rows
+    # the number of steps of one process over all rows
     return inputs.numpy_input_fn(x, y, batch_size, num_epochs=2, shuffle=False)
 
 

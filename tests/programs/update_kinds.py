@@ -1,4 +1,4 @@
-"""A tiny regression that is trained by every kind of update; the table KINDS is at the end."""
+"""A small regression, trained by every kind of update; the table KINDS is at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ train = tf.compat.v1.train
 legacy = tf.keras.optimizers.legacy
 GLOBAL_BATCH, BATCHES, IDS = 12, 4, 10
 RATE = 0.05
-NORM = 10.0  # clips the gradients of some steps, so that a factor in them shows
+NORM = 10.0  # clips the gradients of some steps, so that a wrong factor becomes visible
 RANDOM = np.random.RandomState(0)
 DATA = {
     "x": RANDOM.standard_normal((BATCHES, GLOBAL_BATCH, 5)),
@@ -38,19 +38,19 @@ class Kind:
     """One row of the table.
 
     Args:
-      name: what tests call it.
-      expected: what two ranks end with. "mean": the same bits, equal to one process on the whole
+      name: name in tests.
+      expected: result of two ranks. "mean": the same bits, equal to one process on the full
         batch. "sum": equal to one process whose loss is multiplied by the number of ranks.
-        "alike": the same bits, but not those of one process, as the note says. "refused: WORD;
+        "alike": the same bits, but not those of one process; see the note. "refused: WORD;
         WORD": a ConfigError before the first step, with these words. "mismatch": an error after
-        the first step, which says that the ranks have come to differ; "late mismatch": one at the
-        end. Several of them, separated by "|", are equally right.
-      build: makes the train_op, or the spec, of a model.
-      note: why it is neither "mean" nor refused.
-      sparse: adds an embedding, whose gradient is sparse.
-      own: variables that each rank has by itself.
-      dtype: of the model.
-      options: of the strategy.
+        the first step, because the ranks differ; "late mismatch": an error at the end. "|"
+        separates alternatives.
+      build: returns the train_op or the spec of a model.
+      note: reason if the result is neither "mean" nor "refused".
+      sparse: adds an embedding with a sparse gradient.
+      per_rank: names of variables that may differ between ranks.
+      dtype: dtype of the model.
+      options: options of the strategy.
     """
 
     name: str
@@ -58,18 +58,18 @@ class Kind:
     build: Callable[[Model], Any]
     note: str = ""
     sparse: bool = False
-    own: Sequence[str] = ()
+    per_rank: Sequence[str] = ()
     dtype: str = "float64"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Model:
-    """The regression: float64, so that rounding hides nothing, unless an optimizer cannot.
+    """The regression. It uses float64 if the optimizer can, so that rounding hides no error.
 
     Args:
-      features: of this rank.
-      kind: by which it is trained.
-      alone: True in one process on the whole batch.
+      features: features of this rank.
+      kind: kind of update.
+      alone: True in one process on the full batch.
     """
 
     def __init__(self, features: dict[str, tf.Tensor], kind: Kind, alone: bool) -> None:
@@ -99,7 +99,7 @@ class Model:
         return self.factor * tf.reduce_mean(tf.reduce_sum((out - self._y) ** 2, 1))
 
     def new_loss(self) -> tf.Tensor:
-        """The loss, computed anew: for a tape."""
+        """Computes the loss again, for a tape."""
         return self.loss_of(self.predict())
 
     def gradients(self) -> list[Any]:
@@ -109,7 +109,7 @@ class Model:
         return list(zip(self.gradients(), self.variables))
 
     def counted(self, *updates: Any) -> tf.Operation:
-        """A train_op of updates that do not count steps themselves."""
+        """Returns a train_op for updates that do not increment the step."""
         with tf.control_dependencies(tf.nest.flatten(updates)):
             return self.step.assign_add(1).op
 
@@ -123,7 +123,7 @@ class Model:
 
 
 class Own(train.Optimizer):
-    """Has an apply_gradients of its own, with slots of its own."""
+    """Overrides apply_gradients and creates its own slots."""
 
     def __init__(self, momentum: float = 0.0) -> None:
         super().__init__(False, "Own")
@@ -156,14 +156,14 @@ class ScalesAndCallsSuper(train.GradientDescentOptimizer):
 
 
 class Sign(train.GradientDescentOptimizer):
-    """Overrides only what applies one gradient."""
+    """Overrides only the methods that apply one gradient."""
 
     def _resource_apply_dense(self, grad: tf.Tensor, handle: Any) -> tf.Operation:
         return handle.assign_sub(RATE * tf.sign(grad))
 
 
 class Wrapper(train.Optimizer):
-    """Passes all on to another optimizer."""
+    """Delegates everything to another optimizer."""
 
     def __init__(self, inner: train.Optimizer) -> None:
         super().__init__(False, type(self).__name__)
@@ -199,7 +199,7 @@ class MovingAverage(Wrapper):
 
 
 class Lookahead(Wrapper):
-    """Every second step the weights go half the way from slow ones."""
+    """Every second step the weights move halfway from slow weights."""
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
         pairs = list(grads_and_vars)
@@ -259,7 +259,7 @@ def by_hand(update: Callable[[tf.Variable, Any], Any]) -> Callable[[Model], Any]
 
 
 def without_gradient(update: Callable[[Model], Any]) -> Callable[[Model], Any]:
-    """A usual step, and one more update of the weights."""
+    """A normal step, and another update of the weights."""
 
     def build(model: Model) -> Any:
         with tf.control_dependencies([gradient_descent().minimize(model.loss, model.step)]):
@@ -278,7 +278,7 @@ def clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable
 
 
 def with_rows_clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable]]:
-    """Each row of a sparse gradient by its own norm, which is too long for some."""
+    """Clips each row of a sparse gradient by its norm, which is too large for some rows."""
     *dense, (rows, table) = pairs
     norms = tf.norm(rows.values, axis=1, keepdims=True)
     values = rows.values * tf.minimum(tf.ones_like(norms), 0.1 / tf.maximum(norms, 1e-9))
@@ -286,7 +286,7 @@ def with_rows_clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, t
 
 
 def with_mean_of_rows(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable]]:
-    """Of the rows of one index their mean: so many there are."""
+    """Averages the rows of each index."""
     *dense, (rows, table) = pairs
     mean = tf.math.unsorted_segment_mean(rows.values, rows.indices, table.shape[0])
     return [*dense, (mean, table)]
@@ -343,7 +343,7 @@ def raw_sparse_adagrad(variable: tf.Variable, gradient: Any) -> tf.Operation:
     accumulator = v1.get_variable(
         name, initializer=np.ones((IDS, 3)), trainable=False, use_resource=True
     )
-    # duplicate rows would be squared one by one, so they are added up first, as optimizers do
+    # adds up duplicate rows first, as optimizers do; otherwise they would be squared separately
     rows, places = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
     return tf.raw_ops.ResourceSparseApplyAdagrad(
@@ -371,7 +371,7 @@ def spec(model: Model, train_op: Any, **fields: Any) -> Any:
 
 
 def two_optimizers(model: Model) -> Any:
-    """As a GAN: each on its own loss and its own variables."""
+    """Like a GAN: each optimizer has its own loss and variables."""
     weights, bias = model.variables
     first = gradient_descent().minimize(model.loss, model.step, [weights])
     other = tf.reduce_mean(tf.abs(model.out))
@@ -379,7 +379,7 @@ def two_optimizers(model: Model) -> Any:
 
 
 def accumulated(model: Model) -> Any:
-    """Sums of gradients, applied and set to zero in every second step."""
+    """Accumulates gradients, and applies and clears them every second step."""
     sums = [model.zeros_like(v, "sum") for v in model.variables]
     added = [s.assign_add(g) for s, g in zip(sums, model.gradients())]
     step = tf.identity(model.step)
@@ -395,7 +395,7 @@ def accumulated(model: Model) -> Any:
 
 
 def accumulated_for_an_optimizer(model: Model) -> Any:
-    """The same, and a v1 optimizer applies them in a branch."""
+    """The same, but a v1 optimizer applies them in a branch."""
     optimizer = gradient_descent()
     pairs = optimizer.compute_gradients(model.loss, model.variables)
     sums = [model.zeros_like(v, "sum") for v in model.variables]
@@ -458,7 +458,7 @@ def in_function(model: Model) -> Any:
 
 
 def step_in_function(model: Model) -> Any:
-    """Forward, backward and update as a training loop of TensorFlow 2 has them."""
+    """Forward, backward and update like in a training loop of TensorFlow 2."""
 
     @tf.function(autograph=False)
     def train_step() -> tf.Tensor:
@@ -469,7 +469,7 @@ def step_in_function(model: Model) -> Any:
 
 
 def in_a_hook(model: Model) -> Any:
-    """The train_op counts steps, and a hook runs the update beside it."""
+    """The train_op increments the step, and a hook runs the update."""
     updates = subtract(model.pairs())
 
     class Update(tf.estimator.SessionRunHook):
@@ -480,7 +480,7 @@ def in_a_hook(model: Model) -> Any:
 
 
 def surrogate(model: Model) -> Any:
-    """A loss whose gradient is one that was computed before."""
+    """A loss whose gradient was computed earlier."""
     terms = [tf.reduce_sum(tf.stop_gradient(g) * v) for g, v in model.pairs()]
     return gradient_descent().minimize(tf.add_n(terms), model.step)
 
@@ -496,7 +496,7 @@ def loss_scale(model: Model) -> Any:
 
 
 def on_host(host_model_fn: Callable[..., Any]) -> Callable[[Model], Any]:
-    """A spec with a host_call; alone, what the function of it does."""
+    """A spec with a host_call; in one process the operations of its function."""
 
     def build(model: Model) -> Any:
         gradients = [gradient for gradient, _ in computed(model)]
@@ -516,7 +516,7 @@ def host_own(variables: Sequence[tf.Variable], *gradients: tf.Tensor) -> Any:
 
 
 def rate_in_a_variable(model: Model) -> Any:
-    """The learning rate follows the loss of the step before."""
+    """The learning rate depends on the loss of the previous step."""
     rate = v1.get_variable("rate", initializer=np.float64(RATE), trainable=False)
     done = train.GradientDescentOptimizer(rate).minimize(model.loss, model.step)
     with tf.control_dependencies([done]):
@@ -556,7 +556,7 @@ def reduced_in_replica(model: Model) -> tf.Tensor:
 
 
 def in_branch(model: Model) -> Any:
-    """Weight decay in some steps, as the first number of this rank's batch decides."""
+    """Weight decay in some steps, depending on the first value of this rank's batch."""
     done = gradient_descent().minimize(model.loss, model.step)
     weights = model.variables[0]
 
@@ -577,7 +577,7 @@ def chosen_in_branch(model: Model) -> tf.Tensor:
 
 
 def in_accumulators(model: Model) -> Any:
-    """Gradients wait in accumulators, and every second step takes their means."""
+    """Gradients go to accumulators; every second step applies their means."""
     accumulators = [
         v1.ConditionalAccumulator(tf.float64, v.shape, name=f"{v.op.name}_gradients")
         for v in model.variables
@@ -620,7 +620,7 @@ def in_a_late_hook(model: Model) -> Any:
 
 
 def second_variable(model: Model, **arguments: Any) -> tuple[tf.Variable, tf.Tensor]:
-    """Weights besides those of the model, and the loss with both."""
+    """Additional weights, and the loss with them."""
     more = v1.get_variable("more", initializer=0.5 * START["weights"], **arguments)
     return more, model.loss_of(model.out + model.x @ more)
 
@@ -633,7 +633,7 @@ def not_trainable(model: Model) -> Any:
 
 
 def of_frozen_variable(model: Model) -> Any:
-    """The weights follow the gradient of a variable that is never updated."""
+    """Updates the weights with the gradient of a variable that is never updated."""
     more, loss = second_variable(model, trainable=False)
     return model.counted(model.variables[0].assign_sub(RATE * tf.gradients(loss, more)[0]))
 
@@ -645,7 +645,7 @@ def out_of_collection(model: Model) -> Any:
 
 
 def local_trainable(model: Model) -> Any:
-    """A trainable variable that is no global one, and begins with other numbers on rank 1."""
+    """A trainable local variable, with different initial values on rank 1."""
     keys = v1.GraphKeys
     rank = by_name.CONFIG["task"]["index"] if not model.alone else 0
     more = v1.get_variable(
@@ -658,7 +658,7 @@ def local_trainable(model: Model) -> Any:
 
 
 def behind_an_optimizer(model: Model) -> Any:
-    """As a GAN: an update by hand of a loss that nobody scales, behind one that is scaled."""
+    """Like a GAN: an update by hand of an unscaled loss, after one of a scaled loss."""
     weights, bias = model.variables
     first = gradient_descent().minimize(model.loss, var_list=[weights])
     with tf.control_dependencies([first]):
@@ -667,7 +667,7 @@ def behind_an_optimizer(model: Model) -> Any:
 
 
 def of_reduced_loss(model: Model) -> Any:
-    """The loss is the mean of the ranks already, and its gradient is reduced on its way back."""
+    """The loss is already the mean over the ranks, and backward reduces its gradient."""
     loss = model.loss
     if not model.alone:
         loss = tf.distribute.get_replica_context().all_reduce(MEAN, loss)
@@ -675,7 +675,7 @@ def of_reduced_loss(model: Model) -> Any:
 
 
 def of_gradient(model: Model) -> Any:
-    """A second loss is made of the gradient of a first one, which an optimizer has scaled."""
+    """A second loss depends on the gradient of a first one, which an optimizer has scaled."""
     slopes = [g for g, _ in computed(model)]
     changes = tf.gradients(
         [tf.reduce_sum(tf.sin(v) * tf.stop_gradient(g)) for g, v in zip(slopes, model.variables)],
@@ -691,7 +691,7 @@ def penalty_alone(model: Model) -> Any:
 
 
 def sparse_penalty(model: Model) -> Any:
-    """The number of rows of a sparse gradient, as the graph gives it."""
+    """The number of rows of a sparse gradient in the graph."""
     updates = []
     for gradient, variable in model.pairs():
         if isinstance(gradient, tf.IndexedSlices):
@@ -704,7 +704,7 @@ def sparse_penalty(model: Model) -> Any:
 
 
 def without_dense_shape(model: Model) -> Any:
-    """A lookup whose gradient does not know the shape of the table."""
+    """A lookup whose gradient has no static shape of the table."""
     table, ids = model.variables[2], tf.reshape(model.ids, [-1])
 
     @tf.custom_gradient
@@ -723,7 +723,7 @@ def in_scope_of_gradients(model: Model) -> Any:
 
 
 def of_loop(model: Model) -> Any:
-    """A weight that is used again and again."""
+    """A weight that is used several times."""
     square = v1.get_variable("square", initializer=START["weights"][:3])
     _, state = tf.while_loop(
         lambda i, state: i < 3,
@@ -766,7 +766,7 @@ def loss_of_unknown_shape(model: Model) -> Any:
 
 
 def mean_teacher(model: Model) -> Any:
-    """The weights become their own moving average after each step."""
+    """Replaces the weights by their moving average after each step."""
     average = tf.train.ExponentialMovingAverage(0.5)
     with tf.control_dependencies([gradient_descent().minimize(model.loss, model.step)]):
         applied = average.apply(model.variables)
@@ -861,7 +861,7 @@ KINDS = [
     Kind("keras ftrl", "sum", keras(lambda: legacy.Ftrl(RATE)), SUMS),
     Kind("keras apply_gradients", "sum", keras_apply, SUMS),
     Kind("keras minimize", "sum", keras_minimize, SUMS),
-    # optimizers of others
+    # optimizers of other packages
     Kind("own apply_gradients", "mean", minimize(Own)),
     Kind("own apply_gradients, slots", "mean", minimize(lambda: Own(0.9))),
     Kind("own apply_gradients, sparse", "mean", minimize(Own), sparse=True),
@@ -918,7 +918,7 @@ KINDS = [
     Kind("host_call, clip by hand", "mean", on_host(
         lambda variables, *given: tf.group(subtract(clipped(list(zip(given, variables)))))
     )),
-    # gradients that TensorFlow names or places otherwise
+    # gradients with other names or placements
     Kind("own apply_gradients in a scope named gradients", "mean", in_scope_of_gradients),
     Kind("own apply_gradients of named gradients", "mean", apply(
         lambda m: list(zip(tf.gradients(m.loss, m.variables, name="slopes"), m.variables)), Own
@@ -950,14 +950,15 @@ KINDS = [
         lambda model: [v.assign(0.99 * v.read_value()) for v in model.variables]
     )),
     Kind("mean teacher", "mean", mean_teacher),
-    Kind("statistics in a variable that is not trained", "mean", statistics, own=["statistics"]),
+    Kind("statistics in a variable that is not trained", "mean", statistics,
+         per_rank=["statistics"]),
     Kind("strategy.reduce in merge_call", "mean", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * reduced_in_merge_call(model))
     )),
     Kind("all_reduce of the replica context", "mean", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * reduced_in_replica(model))
     )),
-    # what nothing can mend
+    # programs that cannot be supported
     Kind("mean of the batch", "refused: AssignSubVariableOp", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * batch_mean(model))
     ), OF_DATA),
@@ -1008,7 +1009,7 @@ def train_kind(kind: Kind, training: by_name.Training) -> None:
         built = kind.build(model)
         return built if hasattr(built, "train_op") else spec(model, built)
 
-    # nothing is saved: these models begin with the same numbers anyway
+    # saves nothing, as these models have the same initial values anyway
     nothing = {"save_checkpoints_steps": None, "save_checkpoints_secs": None}
     with contextlib.ExitStack() as stack:
         if training.strategy is not None and kind.options:

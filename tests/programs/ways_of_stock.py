@@ -1,4 +1,4 @@
-"""Trains, evaluates and predicts as programs for the stock Estimator do; prints what comes out."""
+"""Trains, evaluates and predicts like programs for the stock Estimator; prints the results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SETTINGS = {
     "model_dir": "",
     "steps": 5,
     "tensors": True,  # or datasets
-    "then": [],  # what to do after training: "evaluate", "predict"
-    "stop": None,  # arguments of an early-stopping hook: a call that makes it, and its arguments
+    "then": [],  # after training: "evaluate", "predict"
+    "stop": None,  # early-stopping hook: the function that makes it, and its arguments
     "counts": True,  # whether model_fn increments global_step
 }
 ROWS, RATE = 12, 0.125
@@ -70,21 +70,21 @@ def main(settings: dict[str, Any]) -> None:
             model_fn_of(settings), settings["model_dir"] or None, config
         )
         hooks = []
-        if settings["stop"]:  # has a variable, which a checkpoint that is restored has to hold
+        if settings["stop"]:  # it has a variable, which restored checkpoints must contain
             never = tf.estimator.experimental.make_early_stopping_hook(estimator, lambda: False)
             hooks.append(never)
         estimator.train(input_fn_of(settings), hooks=hooks, max_steps=settings["steps"])
-        found = {}
+        result = {}
         if "evaluate" in settings["then"]:
-            found["metrics"] = estimator.evaluate(input_fn_of(settings), steps=1)
+            result["metrics"] = estimator.evaluate(input_fn_of(settings), steps=1)
         if "predict" in settings["then"]:
             predictions = estimator.predict(input_fn_of(settings, features_only=True))
-            found["predictions"] = [next(predictions).tolist() for _ in range(ROWS)]
+            result["predictions"] = [next(predictions).tolist() for _ in range(ROWS)]
         if settings["stop"]:
             hook = stopping_hook(estimator, *settings["stop"], strategy.cluster.is_chief)
             estimator.train(input_fn_of(settings), hooks=[hook], max_steps=100_000)
-            found["stopped"] = estimator.get_variable_value("global_step")
-        print("FOUND", json.dumps(found, default=lambda value: value.item()), flush=True)
+            result["stopped"] = estimator.get_variable_value("global_step")
+        print("FOUND", json.dumps(result, default=lambda value: value.item()), flush=True)
 
 
 if __name__ == "__main__":

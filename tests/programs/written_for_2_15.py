@@ -1,4 +1,4 @@
-"""A program as people wrote them for tf.estimator; the tests add one line to it, or none."""
+"""A typical program for tf.estimator in TensorFlow 2.15; tests add one line to it, or none."""
 
 import json
 import sys
@@ -83,7 +83,7 @@ def canned(model_dir):
 
 
 def custom(model_dir):
-    """A model_fn of the user's own, stopped early by its loss."""
+    """A custom model_fn with early stopping on its loss."""
 
     def model_fn(features, labels, mode, params):
         inputs = tf.compat.v1.feature_column.input_layer(features, feature_columns())

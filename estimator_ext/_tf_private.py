@@ -1,0 +1,142 @@
+"""The one door to private names of TensorFlow, besides `_tf_estimator`.
+
+Any TensorFlow release may change these names. No other module imports `tensorflow.python` or uses
+a private attribute of a graph, an operation or a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint_management
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.data.ops import dataset_ops, iterator_ops
+from tensorflow.python.distribute import distribute_lib, input_lib, one_device_strategy
+from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
+from tensorflow.python.eager import record
+from tensorflow.python.framework import ops
+from tensorflow.python.lib.io import file_io
+from tensorflow.python.ops import (
+    control_flow_util_v2,
+    gen_dataset_ops,
+    gradients_util,
+    resource_variable_ops,
+)
+
+__all__: list[str] = []
+
+# -- the strategy --------------------------------------------------------------------------
+
+OneDeviceExtended = one_device_strategy.OneDeviceExtended
+OneDeviceReplicaContext = one_device_strategy._OneDeviceReplicaContext
+UpdateContext = distribute_lib.UpdateContext
+InputWorkers = input_lib.InputWorkers
+InputFunctionIterator = input_lib_v1.InputFunctionIterator
+DistributedDataset = input_lib.DistributedDataset
+DistributedDatasetV1 = input_lib_v1.DistributedDatasetV1
+DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
+DistributedDatasetsFromFunctionV1 = input_lib_v1.DistributedDatasetsFromFunctionV1
+colocate_with = ops.colocate_with
+
+# -- datasets, files and checkpoints -------------------------------------------------------
+
+AutoShardDataset = distribute._AutoShardDataset
+DatasetV1 = dataset_ops.DatasetV1
+DatasetV1Adapter = dataset_ops.DatasetV1Adapter
+GLOBAL_ITERATORS = iterator_ops.GLOBAL_ITERATORS
+serialize_iterator = gen_dataset_ops.serialize_iterator
+deserialize_iterator = gen_dataset_ops.deserialize_iterator
+FileIO = file_io.FileIO
+WritableFile = file_io._pywrap_file_io.WritableFile
+update_checkpoint_state = checkpoint_management.update_checkpoint_state_internal
+
+# -- gradients -----------------------------------------------------------------------------
+
+Optimizer = tf.compat.v1.train.Optimizer  # for its private `_scale_loss`
+gradients_module = gradients_util  # for its private `_GradientsHelper`
+could_possibly_record = record.could_possibly_record
+record_operation = record.record_operation
+variable_accessed = resource_variable_ops.variable_accessed
+
+
+def loss_is_scaled() -> bool:
+    """Returns True if the optimizer divides the loss of the default graph by the number of ranks.
+
+    TensorFlow does so for the mean of a loss, but not for its sum.
+    """
+    return getattr(tf.compat.v1.get_default_graph(), "_is_loss_scaled_by_optimizer", False)
+
+
+def scaled_loss(strategy: tf.distribute.Strategy) -> Any:
+    """Returns a context manager in which optimizers divide losses by the number of ranks."""
+    return strategy._scale_loss_for_estimator_enabled()
+
+
+# -- graphs --------------------------------------------------------------------------------
+
+get_func_graph = control_flow_util_v2.get_func_graph
+
+
+def is_reference(tensor: tf.Tensor) -> bool:
+    """Returns True if a tensor is a reference to a variable of TensorFlow 1, not a value."""
+    return bool(tensor.dtype._is_ref_dtype)
+
+
+def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
+    """Returns the innermost branch or loop of TensorFlow 1 around an operation.
+
+    Args:
+      builder: an operation, or a graph for the operations that it would build now.
+
+    Returns:
+      The control-flow context; None outside branches and loops.
+    """
+    return builder._get_control_flow_context()
+
+
+def control_dependencies_of(graph: tf.Graph) -> Any:
+    """Returns the operations that new operations of a graph depend on by control."""
+    return graph._current_control_dependencies()
+
+
+def control_outputs(op: tf.Operation) -> Sequence[tf.Operation]:
+    """Returns the operations that wait for an operation without taking its values."""
+    return op._control_outputs
+
+
+def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
+    """Makes an existing operation wait for others.
+
+    Args:
+      op: the operation that waits.
+      before: the operations that run first.
+    """
+    op._add_control_inputs(before)
+
+
+def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Replaces an input of an existing operation.
+
+    Args:
+      op: the operation.
+      index: number of the input.
+      tensor: the new input, of the same dtype.
+    """
+    op._update_input(index, tensor)
+
+
+def set_initializer(variable: tf.Variable, initializer: tf.Operation) -> None:
+    """Replaces the initializer of a variable.
+
+    Args:
+      variable: a resource variable of a graph.
+      initializer: the operation that assigns the initial value.
+    """
+    variable._initializer_op = initializer
+
+
+def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:
+    """Returns the tensor that stands for a dataset in its graph."""
+    return dataset._variant_tensor

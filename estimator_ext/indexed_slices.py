@@ -1,0 +1,51 @@
+"""Dense and sparse gradients handled alike: `tf.Tensor` and `tf.IndexedSlices`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+__all__: list[str] = []
+
+
+def values_of(gradient: Any) -> tf.Tensor:
+    """Returns the values of a sparse gradient, or a dense gradient itself."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def parts_of(gradient: Any) -> list[tf.Tensor]:
+    """Returns the values and indices of a sparse gradient, or a list of the dense gradient."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return [gradient.values, gradient.indices]
+    return [gradient]
+
+
+def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
+    """Applies a function to the values of a gradient.
+
+    Args:
+      fn: takes and returns a tensor; the first dimension keeps its length.
+      gradient: tensor or `tf.IndexedSlices`.
+
+    Returns:
+      Gradient of the same kind, with the same indices.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
+    return fn(gradient)
+
+
+def slices_of(dense: tf.Tensor, index_dtype: tf.DType) -> tf.IndexedSlices:
+    """Returns all rows of a dense gradient as a sparse one.
+
+    Args:
+      dense: tensor with at least one dimension.
+      index_dtype: int32 or int64.
+
+    Returns:
+      Sparse gradient with the indices 0, 1, ... in this order.
+    """
+    shape = tf.shape(dense)
+    return tf.IndexedSlices(dense, tf.cast(tf.range(shape[0]), index_dtype), shape)

@@ -1,0 +1,95 @@
+"""The input of a training step on a ring: this rank's data, and the weight of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from estimator_ext import _tf_estimator
+from estimator_ext.accumulation import Accumulation
+from estimator_ext.gradient_reduction import GradientReduction
+from estimator_ext.input_kinds import log_limits
+from estimator_ext.sharding import dividing
+from estimator_ext.strategy import HostOffloadStrategy
+from estimator_ext.uneven_data import (
+    MODES,
+    BatchWeights,
+    count_examples,
+    has_next,
+    needs_join,
+    repeat_last_batch,
+)
+
+__all__: list[str] = []
+
+
+class TrainingInput(NamedTuple):
+    """Tensors and hooks of the input of a training.
+
+    Args:
+      features: as model_fn takes them.
+      labels: as model_fn takes them.
+      hooks: hooks that initialize the iterators.
+      has_next: scalar of bool that reads a batch; False or an OutOfRangeError means that the data
+        have ended.
+    """
+
+    features: Any
+    labels: Any
+    hooks: list[Any]
+    has_next: tf.Tensor
+
+
+def build_input(
+    strategy: HostOffloadStrategy,
+    reduction: GradientReduction,
+    config: Any,
+    call_input_fn: Callable[[tf.distribute.InputContext], Any],
+    is_sharded: bool,
+) -> TrainingInput:
+    """Builds the input of a training step.
+
+    Collective: all ranks must call it.
+
+    Args:
+      strategy: strategy of the training.
+      reduction: reductions of the graph, which get the accumulation and the weights of batches.
+      config: configuration of the Estimator.
+      call_input_fn: calls input_fn with an input context.
+      is_sharded: True if input_fn itself shards the data, because it takes an input context.
+
+    Returns:
+      Features, labels and hooks.
+    """
+    communicator, context = strategy.communicator, strategy.extended.input_context()
+    if communicator.size == 1 or is_sharded:
+        data = call_input_fn(context)
+    else:
+        with dividing(communicator, context, strategy.extended.auto_shard) as divide:
+            data = divide(call_input_fn(context))
+    if communicator.rank == 0:
+        log_limits(data, communicator.size)
+    micro_batches = getattr(config, "accumulate_steps", 1)
+    if communicator.size == 1 or not needs_join(data, communicator, config.session_config):
+        if micro_batches > 1:
+            reduction.accumulation = Accumulation(micro_batches)
+        features, labels, hooks = _tf_estimator.parse_input_fn_result(data)
+        return TrainingInput(features, labels, hooks, has_next((features, labels)))
+    # each element is (batch, is_new); the stock function returns them as features and labels
+    batch, is_new, hooks = _tf_estimator.parse_input_fn_result(repeat_last_batch(data))
+    counts = count_examples(batch, is_new)
+    if micro_batches > 1:
+        accumulation = reduction.accumulation = Accumulation(micro_batches, counts[0])
+        counts = [accumulation.all_examples, accumulation.total(counts[1], "batches")]
+    weights = BatchWeights(*counts, communicator, getattr(config, "uneven_data", MODES[0]))
+    reduction.values.weights = weights
+    if reduction.accumulation is None:  # compute nothing in a step without data
+        with tf.control_dependencies([weights.mean_weight]):
+            batch = tf.nest.map_structure(tf.identity, batch)
+    if not isinstance(batch, (list, tuple)):
+        return TrainingInput(batch, None, hooks, is_new)
+    if len(batch) != 2:
+        raise ValueError("input_fn should return (features, labels) as a len 2 tuple.")
+    return TrainingInput(batch[0], batch[1], hooks, is_new)

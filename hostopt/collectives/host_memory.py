@@ -1,0 +1,213 @@
+"""Finds the ranks that share a host, and opens shared memory among them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+
+from hostopt import descriptors
+from hostopt.collectives import shared_file
+from hostopt.collectives.channel import Channel
+from hostopt.collectives.hierarchical import HierarchicalAllReduce
+from hostopt.collectives.hosts import Hosts, group_by_host
+from hostopt.collectives.ring_byte_strings import ring_all_gather_bytes
+from hostopt.collectives.shared_file import SharedFile
+from hostopt.collectives.shared_memory import SharedMemoryChannel
+from hostopt.collectives.staging_buffers import channel_bytes
+from hostopt.errors import ConfigError
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+# Block sizes of shared memory. Arrays up to the smaller size use a channel that takes less memory.
+SMALL_BLOCK_BYTES, BLOCK_BYTES = 64 << 10, 1 << 20
+
+
+class HostMemory:
+    """Shared memory of one communicator, opened at first use.
+
+    Args:
+      channel: channel that opens the memory, over gRPC.
+      hosts: ranks grouped by host.
+    """
+
+    def __init__(self, channel: Channel, hosts: Hosts) -> None:
+        self._channel = channel
+        self._hosts = hosts
+        self._hierarchical: dict[int, HierarchicalAllReduce | None] = {}  # by block size
+
+    def hierarchical(self, nbytes: int, name: str = "") -> HierarchicalAllReduce | None:
+        """Returns the two-level all-reduce for arrays of a size.
+
+        Collective: all ranks must call it.
+
+        Args:
+          nbytes: size of the arrays in bytes.
+          name: purpose of the memory, the same on all ranks.
+
+        Returns:
+          The all-reduce; None if memory cannot be shared.
+        """
+        block_bytes = SMALL_BLOCK_BYTES if nbytes <= SMALL_BLOCK_BYTES else BLOCK_BYTES
+        if block_bytes not in self._hierarchical:
+            opened = open_hierarchical(self._channel, self._hosts, block_bytes, name)
+            self._hierarchical[block_bytes] = opened
+        return self._hierarchical[block_bytes]
+
+    def channel_of_all(self, nbytes: int = 0, name: str = "") -> SharedMemoryChannel | None:
+        """Returns the shared-memory channel of all ranks for arrays of a size.
+
+        Collective: all ranks must call it.
+
+        Args:
+          nbytes: size of the arrays in bytes.
+          name: purpose of the memory, the same on all ranks.
+
+        Returns:
+          The channel; None if the ranks run on several hosts or memory cannot be shared.
+        """
+        if not self._hosts.is_single:
+            return None
+        hierarchical = self.hierarchical(nbytes, name or self._channel.name)
+        return None if hierarchical is None else hierarchical.shared_memory
+
+    def allocate(self, nbytes: int) -> memoryview | None:
+        """Allocates memory that the ranks of each host share.
+
+        Collective: all ranks must call it.
+
+        Args:
+          nbytes: size in bytes.
+
+        Returns:
+          The memory, filled with zeros; None with a logged warning if it is not available.
+        """
+        memory, problem = share_memory(self._channel, self._hosts, nbytes)
+        if problem and self._channel.rank == 0:
+            _log.warning("%s: no memory to share: %s", self._channel.name, problem)
+        return memory
+
+
+def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
+    """Groups the ranks by host, as the option `communication` requires.
+
+    Collective: all ranks must call it.
+
+    Args:
+      channel: channel of the call.
+      host_id: identifier of this rank's host, from `local_host_id`.
+
+    Returns:
+      The hosts; None if the option is "grpc", or if no two ranks share a host.
+
+    Raises:
+      ConfigError: the option is "shm", and the ranks run on several hosts.
+    """
+    communication = channel.transport.options.communication
+    if communication == "grpc" or channel.size == 1:
+        return None
+    hosts = group_by_host(_all_gather_texts(channel, host_id, "the hosts of the ranks"))
+    if communication == "shm" and not hosts.is_single:
+        raise ConfigError(
+            f"communication is 'shm', but the ranks that share memory are {list(hosts.groups)}: "
+            "they run on several hosts, in containers with separate /dev/shm, or not on "
+            "x86-64 Linux. Use 'auto', which uses shared memory within each host"
+        )
+    return hosts if len(hosts.groups) < channel.size else None
+
+
+def open_hierarchical(
+    channel: Channel, hosts: Hosts, block_bytes: int, name: str = ""
+) -> HierarchicalAllReduce | None:
+    """Opens a two-level all-reduce.
+
+    Collective: all ranks must call it.
+
+    Args:
+      channel: channel that opens the memory, over gRPC.
+      hosts: ranks grouped by host.
+      block_bytes: block size of the shared-memory channels.
+      name: purpose of the memory, the same on all ranks.
+
+    Returns:
+      The all-reduce; None if a host cannot share memory and the option `communication` is "auto".
+
+    Raises:
+      ConfigError: a host cannot share memory and the option `communication` is "shm".
+    """
+    members = hosts.members(channel.rank)
+    nbytes = channel_bytes(len(members), block_bytes)
+    memory, problem = share_memory(channel, hosts, nbytes, name)
+    if problem:
+        _report(channel, problem)
+        return None
+    shared_memory = None
+    if memory is not None:
+        shared_memory = SharedMemoryChannel(memory, members, block_bytes, channel.transport)
+    return HierarchicalAllReduce(hosts, shared_memory, channel.transport)
+
+
+def share_memory(
+    channel: Channel, hosts: Hosts, nbytes: int, name: str = ""
+) -> tuple[memoryview | None, str]:
+    """Shares new memory among the ranks of each host.
+
+    Collective: all ranks must call it.
+
+    Args:
+      channel: channel of the calls.
+      hosts: ranks grouped by host.
+      nbytes: size in bytes.
+      name: purpose of the memory, the same on all ranks.
+
+    Returns:
+      The memory, filled with zeros, or None if this rank is alone on its host or any rank failed;
+      and the failures with their ranks, or "".
+    """
+    members = hosts.members(channel.rank)
+    is_leader = channel.rank == members[0]
+    purpose = f"shared memory for {name}" if name else "shared memory"
+    memory: mmap.mmap | None = None
+    path = problem = ""
+    with contextlib.ExitStack() as stack:
+        if is_leader and len(members) > 1:
+            try:
+                file = SharedFile(nbytes)
+                stack.callback(file.unlink)  # after all ranks have mapped it
+                path, memory = file.path, file.memory
+            except OSError as error:
+                descriptors.check(error)
+                problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
+        path = _all_gather_texts(channel, path, f"the names of {purpose}")[members[0]]
+        if not is_leader and path:
+            try:
+                memory = shared_file.attach(path, nbytes)
+            except (OSError, ValueError) as error:
+                descriptors.check(error)
+                problem = f"{path} cannot be mapped: {error}"
+        problems = _all_gather_texts(channel, problem, f"the state of {purpose}")
+    describe = channel.transport.cluster.describe
+    text = "; ".join(f"{describe(rank)}: {each}" for rank, each in enumerate(problems) if each)
+    return (None if text or memory is None else memoryview(memory)), text
+
+
+def _report(channel: Channel, problem: str) -> None:
+    """Raises if the option `communication` requires shared memory, else logs a warning."""
+    advice = "Enlarge /dev/shm (in Docker: --shm-size) or use communication='grpc'"
+    if channel.transport.options.communication == "shm":
+        raise ConfigError(
+            f"communication is 'shm', but memory cannot be shared: {problem}. {advice}"
+        )
+    if channel.rank == 0:
+        _log.warning(
+            "memory cannot be shared, reducing over gRPC instead: %s. %s", problem, advice
+        )
+
+
+def _all_gather_texts(channel: Channel, text: str, name: str) -> list[str]:
+    """Gathers the text of each rank over gRPC, in rank order."""
+    call = channel.begin_call("all_gather_bytes", name)
+    data = memoryview(text.encode())
+    return [bytes(each).decode() for each in ring_all_gather_bytes(channel.transport, call, data)]

@@ -1,0 +1,117 @@
+"""Messages of one collective call, as the flight recorder and the timeline show them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.ring_schedule import segments
+from hostopt.errors import ProtocolError
+from hostopt.telemetry.timeline import Track
+from hostopt.transport.base import Transport
+from hostopt.transport.message import Payload, Tag
+
+__all__: list[str] = []
+
+
+class CallMessages:
+    """Sends and receives the messages of one collective call; coroutines for the event loop.
+
+    Args:
+      transport: transport of this rank.
+      call: the collective call.
+    """
+
+    def __init__(self, transport: Transport, call: CollectiveCall) -> None:
+        self._transport = transport
+        self._call = call
+
+    async def send(self, peer: int, tag: Tag, payload: Payload, phase: str) -> None:
+        """Sends a message.
+
+        Args:
+          peer: rank to send to.
+          tag: tag of the message.
+          payload: contiguous bytes, which may be changed once this returns.
+          phase: phase of the call, for warnings and errors.
+        """
+        begin_s = time.monotonic()
+        name = self._call.in_phase(phase)
+        await self._transport.send(peer, tag, payload, name)
+        self._transport.recorder.record("sent", peer, name, tag, len(payload))
+        self._trace(Track.RING_SEND, tag, begin_s, len(payload))
+
+    async def receive(self, peer: int, tag: Tag, phase: str) -> memoryview:
+        """Receives a message of any length.
+
+        Args:
+          peer: rank to receive from.
+          tag: tag of the message.
+          phase: phase of the call, for warnings and errors.
+
+        Returns:
+          The payload, read-only.
+        """
+        begin_s = time.monotonic()
+        name = self._call.in_phase(phase)
+        payload = await self._transport.recv(peer, tag, name)
+        self._transport.recorder.record("received", peer, name, tag, len(payload))
+        self._trace(Track.RING_RECEIVE, tag, begin_s, len(payload))
+        return payload
+
+    async def send_array(self, peer: int, tag: Tag, array: Array, phase: str) -> None:
+        """Sends a contiguous array of shape [n]; see `send`."""
+        await self.send(peer, tag, array.view(np.uint8).data, phase)
+
+    async def receive_array(
+        self, peer: int, tag: Tag, size: int, dtype: np.dtype[Any], phase: str
+    ) -> Array:
+        """Receives an array of a known size.
+
+        Args:
+          peer: rank to receive from.
+          tag: tag of the message.
+          size: number of elements.
+          dtype: dtype of the elements on the wire.
+          phase: phase of the call, for warnings and errors.
+
+        Returns:
+          Array of shape [size], read-only.
+
+        Raises:
+          ProtocolError: the message has another length. The ring is aborted.
+        """
+        payload = await self.receive(peer, tag, phase)
+        nbytes = size * dtype.itemsize
+        if len(payload) != nbytes:
+            transport = self._transport
+            error = ProtocolError(
+                f"rank {transport.rank} expected {nbytes} bytes of {self._call.name} from "
+                f"{transport.cluster.describe(peer)} at {tag}, got {len(payload)}. Run the same "
+                "version of hostopt on all ranks",
+                rank=peer,
+                step=tag.step,
+                bucket=tag.bucket,
+            )
+            transport.abort(error)
+            raise error
+        return np.frombuffer(payload, dtype=dtype)
+
+    async def send_segments(self, peer: int, flat: Array) -> None:
+        """Sends an array of shape [n] to a rank that calls `receive_segments`."""
+        for segment, part in segments(flat, self._transport.options.segment_bytes):
+            await self.send_array(peer, self._call.tag(0, 0, segment), part, "send")
+
+    async def receive_segments(self, peer: int, flat: Array) -> None:
+        """Receives an array of shape [n], in place, from a rank that calls `send_segments`."""
+        for segment, part in segments(flat, self._transport.options.segment_bytes):
+            tag = self._call.tag(0, 0, segment)
+            part[:] = await self.receive_array(peer, tag, part.size, flat.dtype, "send")
+
+    def _trace(self, track: Track, tag: Tag, begin_s: float, nbytes: int) -> None:
+        timeline = self._transport.timeline
+        if timeline is not None:
+            timeline.message(track, tag, self._call.name, begin_s, time.monotonic(), nbytes)

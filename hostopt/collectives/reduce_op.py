@@ -1,0 +1,56 @@
+"""Reduction operators, and the dtypes that they support."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from typing import Any
+
+import numpy as np
+
+from hostopt.errors import ConfigError
+
+__all__: list[str] = []
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+
+
+class ReduceOp(enum.Enum):
+    """Reduction operators."""
+
+    SUM = "sum"
+    AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+
+    @property
+    def ufunc(self) -> np.ufunc:
+        """The binary numpy function; an AVERAGE is a sum, divided at the end."""
+        return _UFUNCS[self]
+
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+
+
+@functools.cache  # reading the name of a dtype takes longer than a small reduction
+def check_dtype(dtype: np.dtype[Any], op: ReduceOp) -> None:
+    """Checks that arrays of a dtype can be reduced.
+
+    Args:
+      dtype: dtype of the arrays.
+      op: reduction operator.
+
+    Raises:
+      ConfigError: they cannot.
+    """
+    if dtype.name not in DTYPES:
+        raise ConfigError(
+            f"arrays of dtype {dtype.name} cannot be reduced, wanted one of {', '.join(DTYPES)}"
+        )
+    if op is ReduceOp.AVERAGE and dtype.kind == "i":
+        raise ConfigError(f"the AVERAGE of {dtype.name} is not exact: reduce with SUM and divide")

@@ -1,0 +1,219 @@
+"""Ring collectives over gRPC: executes the schedules of `ring_schedule` on flat buffers.
+
+A chunk travels as *segments* of at most `segment_bytes`. A rank forwards each segment as soon as
+it is reduced, so reduction and both directions of the network overlap:
+
+    previous rank --segment--> reduce or copy --segment--> next rank
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.messages import CallMessages
+from hostopt.collectives.ring_schedule import (
+    Round,
+    all_gather_rounds,
+    all_reduce_rounds,
+    chunk_slices,
+    reduce_scatter_rounds,
+    segments,
+)
+from hostopt.collectives.wire_format import NoCompression, WireFormat
+from hostopt.transport import event_loop
+from hostopt.transport.base import Transport
+
+__all__: list[str] = []
+
+# Number of segments of the first chunk that a rank sends before it receives. They keep the network
+# busy. Sending the whole chunk at once would fill the receiver with freshly allocated memory, page
+# fault by page fault.
+_SEGMENTS_AHEAD = 4
+
+
+class RingGroup:
+    """Ranks that form a ring, each of which sends to the next one.
+
+    Every collective raises HostOptError if a rank failed, left, timed out or sent a message of the
+    wrong length.
+
+    Args:
+      transport: transport of this rank.
+      members: ranks in ring order, including this one; by default all ranks.
+      wire_format: format of float32 values on the wire; None sends any dtype unchanged.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        members: Sequence[int] = (),
+        wire_format: WireFormat | None = None,
+    ) -> None:
+        self._transport = transport
+        self._members = members or range(transport.size)
+        self._size = len(self._members)
+        self._index = self._members.index(transport.rank)
+        self._next = self._members[(self._index + 1) % self._size]
+        self._previous = self._members[self._index - 1]
+        self._wire_format = wire_format
+
+    def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
+        """Reduces a flat buffer, in place.
+
+        Args:
+          call: the collective call.
+          flat: contiguous array of shape [n], any numeric dtype.
+          op: commutative binary ufunc.
+        """
+        event_loop.run(self._all_reduce(call, flat, op))
+
+    def start_all_reduce(
+        self, call: CollectiveCall, flat: Array
+    ) -> concurrent.futures.Future[None]:
+        """Starts to sum a flat buffer, in place, and returns immediately.
+
+        Args:
+          call: the collective call.
+          flat: contiguous array of shape [n], any numeric dtype. It must not be accessed until the
+            future is done.
+
+        Returns:
+          Future that is done when `flat` holds the sums.
+        """
+        return event_loop.start(self._all_reduce(call, flat, np.add))
+
+    def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
+        """Reduces a flat buffer, which is overwritten.
+
+        Args:
+          call: the collective call.
+          flat: contiguous array of shape [n], any numeric dtype.
+          op: commutative binary ufunc.
+
+        Returns:
+          A copy of this rank's chunk of the result.
+        """
+        rounds = reduce_scatter_rounds(self._index, self._size)
+        event_loop.run(self._run(call, flat, rounds, op, self._size))
+        chunk: Array = flat[chunk_slices(flat.size, self._size)[self._index]].copy()
+        return chunk
+
+    def all_gather(self, call: CollectiveCall, array: Array) -> Array:
+        """Gathers an array from every rank.
+
+        Args:
+          call: the collective call.
+          array: contiguous array of any shape, the same shape and dtype on all ranks.
+
+        Returns:
+          Array of shape [size, ...]; row i is the array of the i-th member.
+        """
+        result = np.empty((self._size, *array.shape), array.dtype)
+        result[self._index] = array
+        rounds = all_gather_rounds(self._index, self._size)
+        event_loop.run(self._run(call, result.reshape(-1), rounds, np.add, self._size))
+        return result
+
+    def broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
+        """Sends `flat` of one rank along the ring in segments, in place.
+
+        The last rank then sends an acknowledgement around the ring: first to the root, then on to
+        all others. So no rank returns before all have the data.
+
+        Args:
+          call: the collective call.
+          flat: contiguous array of shape [n]. It is overwritten on all ranks but `root`.
+          root: rank whose values are sent.
+        """
+        event_loop.run(self._broadcast(call, flat, self._members.index(root)))
+
+    async def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
+        rounds = all_reduce_rounds(self._index, self._size)
+        chunks = 1 if self._size == 2 else self._size
+        await self._run(call, flat, rounds, op, chunks)
+
+    async def _run(
+        self, call: CollectiveCall, flat: Array, rounds: list[Round], op: np.ufunc, chunks: int
+    ) -> None:
+        """Executes a schedule on a flat buffer cut into `chunks` chunks, in place.
+
+        With a wire format, sent values are rounded, and reduction is in float32. The last values
+        that a rank encodes are the ones that all ranks keep: it stores the rounded values itself,
+        and the others forward the bits that they receive. So all ranks get the same bits.
+        """
+        if not rounds:
+            return
+        messages = CallMessages(self._transport, call)
+        wire = self._wire_format or NoCompression(flat.dtype)
+        # The option is the size of a segment on the wire. In memory it may be larger.
+        wire_bytes = self._transport.options.segment_bytes
+        segment_bytes = wire_bytes * flat.itemsize // wire.dtype.itemsize
+        slices = chunk_slices(flat.size, chunks)
+        phases = [round_.phase for round_ in rounds]
+        first_chunk, last = rounds[0].send, len(rounds) - 1
+        # In an exchange and in an all-gather nobody encodes the first chunk again.
+        keep_first = not rounds[0].reduce or first_chunk == rounds[0].recv
+        first_segments = segments(flat[slices[first_chunk]], segment_bytes)
+
+        async def send_first(count: int) -> None:
+            for segment, part in itertools.islice(first_segments, count):
+                encoded = _encode(wire, part, keep_first)
+                tag = call.tag(0, first_chunk, segment)
+                await messages.send_array(self._next, tag, encoded, phases[0])
+
+        await send_first(_SEGMENTS_AHEAD)
+        for index, round_ in enumerate(rounds):
+            # An empty chunk is sent as one empty segment for size - 1 rounds. So every rank hears
+            # from every other one, and mismatched calls are detected, before any rank returns.
+            receives_empty = index + 1 < self._size
+            forwards_empty = index + 2 < self._size
+            chunk = flat[slices[round_.recv]]
+            for segment, part in segments(chunk, segment_bytes, receives_empty):
+                tag = call.tag(index, round_.recv, segment)
+                encoded = await messages.receive_array(
+                    self._previous, tag, part.size, wire.dtype, phases[index]
+                )
+                if round_.reduce:
+                    wire.reduce(part, encoded, op)
+                else:
+                    wire.decode(encoded, part)
+                if index < last and (part.size or forwards_empty):
+                    # Forward in the next round: sums are encoded again, copies are not.
+                    if round_.reduce:
+                        encoded = _encode(wire, part, keep=not rounds[index + 1].reduce)
+                    tag = call.tag(index + 1, round_.recv, segment)
+                    await messages.send_array(self._next, tag, encoded, phases[index + 1])
+                if index == 0:
+                    await send_first(1)  # one out for each one in
+
+    async def _broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
+        messages = CallMessages(self._transport, call)
+        next_, last = (self._index + 1) % self._size, (root - 1) % self._size
+        for segment, part in segments(flat, self._transport.options.segment_bytes):
+            tag = call.tag(0, 0, segment)
+            if self._index != root:
+                part[:] = await messages.receive_array(
+                    self._previous, tag, part.size, flat.dtype, "broadcast"
+                )
+            if next_ != root:
+                await messages.send_array(self._next, tag, part, "broadcast")
+        if self._size == 1:
+            return
+        tag = call.tag(round_=1)
+        if self._index != last:
+            await messages.receive(self._previous, tag, "acknowledgement")
+        if next_ != last:
+            await messages.send(self._next, tag, b"", "acknowledgement")
+
+
+def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
+    """Encodes values for the wire; with `keep`, also replaces them with the decoded values."""
+    encoded = wire.encode(part)
+    if keep and encoded is not part:
+        wire.decode(encoded, part)
+    return encoded

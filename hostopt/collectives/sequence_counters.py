@@ -1,0 +1,196 @@
+"""Synchronization of the ranks of one host through counters in shared memory.
+
+Each rank writes to its own cache line and reads those of the others. The stores are plain 8-byte
+stores after the data. x86-64 makes stores visible to other cores in program order;
+`collectives.hosts` checks the architecture.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from hostopt.collectives.call import CollectiveCall
+from hostopt.errors import HostOptError
+from hostopt.transport import event_loop
+from hostopt.transport.base import Transport
+
+__all__: list[str] = []
+
+_LINE_BYTES = 128  # two cache lines, which processors fetch together
+_LINE_WORDS = _LINE_BYTES // 8
+_PAGE_BYTES = 4096
+
+# Positions in the line of a rank. A rank may be ahead of another by one barrier or one word. So
+# that it never overwrites what the other has yet to read, words and signatures alternate between
+# two positions, flags are followed by a barrier, and _FINITE is written after the first barrier of
+# a call.
+_BARRIER = 0  # number of barriers that the rank has reached
+_FLAGS = 1
+_WORD = 2  # 2 words, then their step numbers, counted from 1
+_WORD_STEP = 4
+_SIGNATURE = 6  # 2 checksums
+_FINITE = 8
+
+# Number of polls, about 2 ms, before the thread sleeps between polls. A sleeping rank wakes up
+# late, and then the others wait for it.
+_SPINS = 40_000
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
+_spinning = threading.Lock()  # a spinning thread holds the interpreter lock: allow only one
+
+
+def counters_bytes(count: int) -> int:
+    """Returns the size of the counters of `count` ranks, a multiple of the page size."""
+    return -(-count * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
+
+
+class SequenceCounters:
+    """Barriers and 64-bit words of the ranks of one host.
+
+    Args:
+      memory: shared memory of `counters_bytes`, initially filled with zeros.
+      members: ranks of this host, in order.
+      transport: transport of this rank, for its deadlines and errors.
+    """
+
+    def __init__(self, memory: memoryview, members: tuple[int, ...], transport: Transport) -> None:
+        self._transport = transport
+        self._words = memory[: counters_bytes(len(members))].cast("Q")
+        self._lines = range(0, len(members) * _LINE_WORDS, _LINE_WORDS)
+        self._line = self._lines[members.index(transport.rank)]
+        self._peers = [
+            (line, rank) for line, rank in zip(self._lines, members) if rank != transport.rank
+        ]
+        # With fewer cores than ranks, a spinning rank would delay the one that it waits for.
+        self._spins = _SPINS if len(members) <= len(os.sched_getaffinity(0)) else 1
+        self._barriers = 0
+        self._calls = 0
+
+    def barrier(self, call: CollectiveCall, round_: int) -> None:
+        """Waits until all ranks of this host have reached this barrier.
+
+        Args:
+          call: the collective call.
+          round_: number of the barrier in the call, for warnings and errors.
+        """
+        self._barriers += 1
+        self._words[self._line + _BARRIER] = self._barriers
+        for line, rank in self._peers:
+            self._wait(line + _BARRIER, self._barriers, rank, call, round_)
+
+    def begin_call(self, call: CollectiveCall, nbytes: int) -> None:
+        """Publishes the signature of a call, before its first barrier.
+
+        Args:
+          call: the collective call.
+          nbytes: size of the data of this rank, for the flight recorder.
+        """
+        tag = call.tag()
+        self._transport.recorder.record("in memory", -1, call.name, tag, nbytes)
+        self._calls += 1
+        self._words[self._line + _SIGNATURE + self._calls % 2] = tag.signature
+
+    def check_signature(self, call: CollectiveCall) -> None:
+        """Compares the signatures of a call, after its first barrier.
+
+        Args:
+          call: the collective call.
+
+        Raises:
+          CollectiveMismatchError: a rank makes another call.
+        """
+        position = _SIGNATURE + self._calls % 2
+        local = self._words[self._line + position]
+        for line, rank in self._peers:
+            if self._words[line + position] != local:
+                raise event_loop.run(self._transport.abort_on_mismatch(rank, call.tag()))
+
+    def all_reduce_band(self, flags: int, call: CollectiveCall) -> int:
+        """Reduces 64 flags with bitwise AND. The next call must contain a barrier.
+
+        Args:
+          flags: 64 bits of this rank.
+          call: the collective call.
+
+        Returns:
+          The bits that are set on all ranks of this host.
+        """
+        self._words[self._line + _FLAGS] = flags
+        self.barrier(call, 0)
+        for line, _ in self._peers:
+            flags &= self._words[line + _FLAGS]
+        return flags
+
+    def all_finite(self, finite: bool, call: CollectiveCall, round_: int) -> bool:
+        """Tells if all ranks have finite values, at the last barrier of a call.
+
+        Args:
+          finite: True if the values of this rank are finite.
+          call: the collective call, after its first barrier.
+          round_: number of the barrier in the call.
+
+        Returns:
+          True if `finite` is True on all ranks of this host.
+        """
+        self._words[self._line + _FINITE] = finite
+        self.barrier(call, round_)
+        return finite and all(self._words[line + _FINITE] for line, _ in self._peers)
+
+    def write_word(self, step: int, word: int) -> None:
+        """Publishes a word of this rank, without waiting.
+
+        Args:
+          step: number of the word, from 0. All ranks must have passed a barrier or read the
+            previous word before they write the next one.
+          word: 64 bits.
+        """
+        position = self._line + step % 2
+        self._words[position + _WORD] = word
+        self._words[position + _WORD_STEP] = step + 1
+
+    def read_words(self, call: CollectiveCall) -> list[int]:
+        """Reads the words of all ranks for a step; waits until all are written.
+
+        Args:
+          call: has the number of the step, and the name for warnings and errors.
+
+        Returns:
+          A word of each rank of this host, in rank order.
+        """
+        position = call.step % 2
+        for line, rank in self._peers:
+            self._wait(line + position + _WORD_STEP, call.step + 1, rank, call, 0)
+        return [self._words[line + position + _WORD] for line in self._lines]
+
+    def _wait(
+        self, position: int, value: int, rank: int, call: CollectiveCall, round_: int
+    ) -> None:
+        """Waits until a counter of a rank is at least `value`."""
+        if self._words[position] >= value or self._spin(position, value):
+            return
+        tag = call.tag(round_)
+        pause_s = _SHORTEST_SLEEP_S
+        try:
+            name = call.in_phase("exchange in memory")
+            with self._transport.mailbox.waiting(rank, tag, name) as check:
+                while self._words[position] < value:
+                    check()
+                    time.sleep(pause_s)
+                    pause_s = min(1.5 * pause_s, _LONGEST_SLEEP_S)
+        except HostOptError as error:
+            self._transport.abort(error)
+            raise
+
+    def _spin(self, position: int, value: int) -> bool:
+        """Polls a counter for about 2 ms, unless another thread of this process is spinning."""
+        if not _spinning.acquire(blocking=False):
+            return False
+        try:
+            words = self._words
+            for _ in range(self._spins):
+                if words[position] >= value:
+                    break
+            return words[position] >= value
+        finally:
+            _spinning.release()

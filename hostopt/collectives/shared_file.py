@@ -1,0 +1,100 @@
+"""Memory shared by the processes of one host: a file in /dev/shm, unlinked after all have it open.
+
+The file has a name only while the ranks open it. After that it exists until the last of them has
+ended. A creator that is killed earlier leaves an unlocked file behind. The next
+process that creates a shared file removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+
+__all__: list[str] = []
+
+DIRECTORY = "/dev/shm"
+PREFIX = "hostopt-"
+STALE_AFTER_S = 60.0  # a younger file may not be locked yet
+
+
+class SharedFile:
+    """A new file, which is locked and has a name until `unlink`.
+
+    Args:
+      nbytes: size in bytes; the memory is reserved immediately.
+      directory: directory of the file, on a file system in memory.
+
+    Raises:
+      OSError: the directory does not exist or has less than `nbytes` free.
+    """
+
+    def __init__(self, nbytes: int, directory: str = DIRECTORY) -> None:
+        remove_stale(directory)
+        self._fd, self.path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._fd, 0, nbytes)  # without it, a write may end in SIGBUS
+            self.memory = _map(self._fd, nbytes)
+        except BaseException:
+            self.unlink()
+            raise
+
+    def unlink(self) -> None:
+        """Removes the name; mapped memory stays valid."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def attach(path: str, nbytes: int) -> mmap.mmap:
+    """Maps a file that another process has created.
+
+    Args:
+      path: path of the file.
+      nbytes: size of the file.
+
+    Returns:
+      The memory, shared with all processes that map the file.
+
+    Raises:
+      OSError: the file does not exist here, or this user may not open it.
+      ValueError: the file is smaller than `nbytes`.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        return _map(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+def remove_stale(directory: str = DIRECTORY) -> None:
+    """Removes files whose creator was killed before it could unlink them.
+
+    Args:
+      directory: directory of the files.
+    """
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX):
+                with contextlib.suppress(OSError):  # of another user, or already removed
+                    _remove_if_stale(entry.path)
+
+
+def _remove_if_stale(path: str) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        if time.time() - os.fstat(fd).st_mtime >= STALE_AFTER_S:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the creator is alive
+            os.unlink(path)
+    finally:
+        os.close(fd)
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)

@@ -1,0 +1,297 @@
+"""Collectives among the ranks of one host, in shared memory.
+
+The data goes through shared memory in *blocks*. Each rank has a *staging buffer*, which it writes
+and the others read. After writing, a rank increments its *sequence counter* and waits until the
+counters of all others have reached the same value: a barrier.
+
+All-reduce of two ranks:
+
+    [X1] each rank copies the block to its staging buffer              barrier
+    [X2] each rank reduces its values with those of the other rank
+
+A staging buffer has several slots, used in turn. A slot is written again only after a later
+barrier, which both ranks reach after they have read the slot.
+
+All-reduce of n > 2 ranks. A block is cut into n chunks; rank r reduces chunk r:
+
+    [R1] each rank copies the chunks of the others to its buffer       barrier
+    [R2] rank r reduces chunk r of all ranks, in rank order, into the
+         shared sums                                                   barrier
+    [R3] each rank copies the other chunks from the sums
+
+The staging buffers are written again after the second barrier, when all chunks are reduced. The
+sums are written again after the first barrier of the next block, when all ranks have copied them.
+
+Reduce-scatter of n >= 2 ranks into shared memory that all ranks then read in place. The whole
+buffer is cut into n chunks. One piece of each chunk goes through the blocks at a time:
+
+    [S1] each rank copies its pieces of the others' chunks             barrier
+    [S2] rank r reduces the piece of chunk r of all ranks, in rank
+         order, into the result
+         after the last piece                                          barrier
+
+That is half the copying of an all-reduce: nothing is written that no other rank needs.
+
+All-gather of byte strings of different lengths, for n >= 2 ranks:
+
+    [B1] each rank copies the length of its string and its first bytes
+         to its buffer, later the rest, block by block                 barrier
+    [B2] each rank copies the bytes of the others from their buffers
+
+After the first block, all ranks know all lengths, and so the number of blocks.
+
+The blocks stay in cache. All ranks reduce in the same order and so get the same bits.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.finite import all_finite
+from hostopt.collectives.ring_schedule import chunk_slices
+from hostopt.collectives.sequence_counters import SequenceCounters
+from hostopt.collectives.staging_buffers import StagingBuffers
+from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.transport.base import Transport
+
+__all__: list[str] = []
+
+_LENGTH = struct.Struct("<Q")  # length of a byte string, before its first bytes
+
+
+class SharedMemoryChannel:
+    """One rank's access to shared memory, for one collective at a time.
+
+    Every collective raises HostOptError if a rank failed, left or timed out, and
+    CollectiveMismatchError if a rank makes another call.
+
+    Args:
+      memory: shared memory of `channel_bytes`, initially filled with zeros.
+      members: ranks of this host, in order.
+      block_bytes: size of a block in bytes.
+      transport: transport of this rank, for its deadlines and errors.
+    """
+
+    def __init__(
+        self, memory: memoryview, members: tuple[int, ...], block_bytes: int, transport: Transport
+    ) -> None:
+        self.counters = SequenceCounters(memory, members, transport)
+        self._staging = StagingBuffers(memory, len(members), block_bytes)
+        self._members = members
+        self._count = len(members)
+        self._index = members.index(transport.rank)
+
+    def all_reduce(
+        self,
+        flat: Array,
+        op: np.ufunc,
+        call: CollectiveCall,
+        source: TensorListView | None = None,
+    ) -> None:
+        """Reduces an array over the ranks of this host, in place.
+
+        Collective: all ranks must call it.
+
+        Args:
+          flat: contiguous array of shape [n], the same shape and dtype on all ranks. It is
+            overwritten with the result.
+          op: binary ufunc.
+          call: the collective call.
+          source: values of this rank, of the same size and dtype; by default those in `flat`.
+        """
+        self.counters.begin_call(call, flat.nbytes)
+        if self._count > 2 and source is not None:
+            source.copy_to(flat)
+            source = None
+        source = source or TensorListView([flat], [0])
+        length = self._staging.block_bytes // flat.itemsize
+        for number, start in enumerate(range(0, max(flat.size, 1), length)):
+            part = flat[start : start + length]
+            if self._count == 2:
+                self._exchange(part, start, source, op, call, number)
+            else:
+                self._reduce_chunks(part, op, call, number)
+
+    def _exchange(
+        self,
+        part: Array,
+        start: int,
+        source: TensorListView,
+        op: np.ufunc,
+        call: CollectiveCall,
+        number: int,
+    ) -> None:
+        """All-reduces block `number`, which begins at element `start`, between two ranks."""
+        peer = 1 - self._index
+        staged = self._staging.blocks(part.dtype, part.size)
+        for values, target in source.between(start, start + part.size):
+            staged[self._index][target] = values  # [X1]
+        self._staging.next_slot()
+        self.counters.barrier(call, number)
+        if number == 0:
+            self.counters.check_signature(call)
+        # Both ranks pass the operands in rank order, so that both get the same bits.
+        for values, target in source.between(start, start + part.size):
+            operands = [values, values]
+            operands[peer] = staged[peer][target]
+            op(operands[0], operands[1], out=part[target])  # [X2]
+
+    def _reduce_chunks(self, part: Array, op: np.ufunc, call: CollectiveCall, number: int) -> None:
+        """All-reduces block `number` among more than two ranks."""
+        staged = self._staging.blocks(part.dtype, part.size)
+        sums = self._staging.block(self._count, part.dtype, part.size)
+        local = chunk_slices(part.size, self._count)[self._index]  # the chunk that is reduced here
+        others = slice(0, local.start), slice(local.stop, part.size)
+        for chunk in others:
+            staged[self._index][chunk] = part[chunk]  # [R1]
+        self.counters.barrier(call, 2 * number)
+        if number == 0:
+            self.counters.check_signature(call)
+        staged[self._index] = part  # the local chunk was not staged
+        op(staged[0][local], staged[1][local], out=sums[local])  # [R2]
+        for values in staged[2:]:
+            op(sums[local], values[local], out=sums[local])
+        part[local] = sums[local]
+        self.counters.barrier(call, 2 * number + 1)
+        for chunk in others:
+            part[chunk] = sums[chunk]  # [R3]
+
+    def reduce_scatter(
+        self, sums: Array, op: np.ufunc, call: CollectiveCall, source: TensorListView
+    ) -> bool:
+        """Reduces into memory that all ranks of this host share and read in place.
+
+        Collective: all ranks must call it.
+
+        Args:
+          sums: array of shape [n] in shared memory, the same memory on all ranks. It is
+            overwritten with the result; no other thread may access it during the call.
+          op: binary ufunc.
+          call: the collective call.
+          source: values of this rank, of the same size and dtype.
+
+        Returns:
+          True if the sums are finite, the same on all ranks.
+        """
+        self.counters.begin_call(call, sums.nbytes)
+        chunks = chunk_slices(sums.size, self._count)
+        # A block holds one piece of each chunk, side by side.
+        length = self._staging.block_bytes // sums.itemsize // self._count
+        longest = max(chunk.stop - chunk.start for chunk in chunks)
+        finite = True
+        for number, start in enumerate(range(0, max(longest, 1), length)):
+            staged = self._staging.blocks(sums.dtype, self._count * length)
+            pieces = [
+                slice(min(c.start + start, c.stop), min(c.start + start + length, c.stop))
+                for c in chunks
+            ]
+            for index, piece in enumerate(pieces):
+                if index != self._index:
+                    target_piece = staged[self._index][index * length :]
+                    for values, target in source.between(piece.start, piece.stop):
+                        target_piece[target] = values  # [S1]
+            self._staging.next_slot()
+            self.counters.barrier(call, number)
+            if number == 0:
+                self.counters.check_signature(call)
+            local = pieces[self._index]
+            self._reduce_piece(
+                [buffer[self._index * length :] for buffer in staged], sums, local, op, source
+            )
+            finite = all_finite(sums[local]) and finite  # while the sums are in cache
+        return self.counters.all_finite(finite, call, number + 1)
+
+    def _reduce_piece(
+        self, staged: list[Array], sums: Array, local: slice, op: np.ufunc, source: TensorListView
+    ) -> None:
+        """Reduces one piece: staged values of the others with the values of this rank."""
+        for values, target in source.between(local.start, local.stop):
+            operands = [buffer[target] for buffer in staged]
+            operands[self._index] = values  # never staged
+            out = sums[local][target]
+            op(operands[0], operands[1], out=out)  # [S2]
+            for operand in operands[2:]:
+                op(out, operand, out=out)
+
+    def broadcast(self, flat: Array, root: int, call: CollectiveCall) -> None:
+        """Sends the values of one rank to all ranks of this host, in place.
+
+        Collective: all ranks must call it.
+
+        Args:
+          flat: contiguous array of shape [n], the same shape and dtype on all ranks.
+          root: rank whose values are sent.
+          call: the collective call.
+        """
+        root_index = self._members.index(root)
+        length = self._staging.block_bytes // flat.itemsize
+        for number, start in enumerate(range(0, max(flat.size, 1), length)):
+            part = flat[start : start + length]
+            staged = self._staging.block(root_index, part.dtype, part.size)
+            if self._index == root_index:
+                staged[...] = part
+            self._staging.next_slot()
+            self.counters.barrier(call, 2 * number)
+            if self._index != root_index:
+                part[...] = staged
+            self.counters.barrier(call, 2 * number + 1)
+
+    def all_gather_bytes(self, data: memoryview, call: CollectiveCall) -> list[bytes | memoryview]:
+        """Gathers byte strings, whose lengths may differ, on every rank of this host.
+
+        Collective: all ranks must call it.
+
+        Args:
+          data: contiguous bytes of this rank.
+          call: the collective call.
+
+        Returns:
+          The bytes of each rank, in rank order; `data` itself for this rank.
+        """
+        self.counters.begin_call(call, len(data))
+        room = self._staging.block_bytes - _LENGTH.size
+        blocks = self._staging.bytes_of_blocks()
+        _LENGTH.pack_into(blocks[self._index], 0, len(data))
+        _copy(data[:room], blocks[self._index][_LENGTH.size :])  # [B1]
+        self._staging.next_slot()
+        self.counters.barrier(call, 0)
+        self.counters.check_signature(call)
+        lengths = [_LENGTH.unpack_from(block)[0] for block in blocks]
+        firsts = [
+            block[_LENGTH.size : _LENGTH.size + min(length, room)]
+            for block, length in zip(blocks, lengths)
+        ]
+        if max(lengths) <= room:
+            gathered: list[bytes | memoryview] = [bytes(first) for first in firsts]  # [B2]
+        else:
+            # numpy arrays cause fewer page faults than `bytes`
+            results = [np.empty(length, np.uint8).data for length in lengths]
+            for result, first in zip(results, firsts):
+                _copy(first, result)  # [B2]
+            self._gather_rest(data, room, results, call)
+            gathered = [result.toreadonly() for result in results]
+        gathered[self._index] = data
+        return gathered
+
+    def _gather_rest(
+        self, data: memoryview, begin: int, results: list[memoryview], call: CollectiveCall
+    ) -> None:
+        """Gathers the bytes after the first block, which ends at `begin`."""
+        size = self._staging.block_bytes
+        for number, start in enumerate(range(begin, max(map(len, results)), size), start=1):
+            blocks = self._staging.bytes_of_blocks()
+            _copy(data[start : start + size], blocks[self._index])  # [B1]
+            self._staging.next_slot()
+            self.counters.barrier(call, number)
+            for index, (block, result) in enumerate(zip(blocks, results)):
+                piece = result[start : start + size]
+                if index != self._index:
+                    _copy(block[: len(piece)], piece)  # [B2]
+
+
+def _copy(values: memoryview, target: memoryview) -> None:
+    """Copies bytes to the beginning of `target`."""
+    target[: len(values)] = values

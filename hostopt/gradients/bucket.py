@@ -1,0 +1,216 @@
+"""Tensor fusion: assigns gradients to buckets, and packs the gradients of a bucket into a buffer.
+
+Backward produces the gradients of the last variables first. Buckets are therefore filled in
+reverse variable order, so that the first bucket is reduced while backward computes the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hostopt.collectives.call import Array
+from hostopt.collectives.finite import PIECE, all_within
+
+__all__: list[str] = []
+
+# TensorFlow uses an array without copying it if the array is aligned to this many bytes.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape and dtype of a gradient.
+
+    Args:
+      name: name of its variable, for warnings and errors.
+      shape: static shape.
+      dtype: numpy dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype.name}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one dtype that are reduced as one flat buffer.
+
+    Args:
+      indices: indices of the gradients in variable order, listed in packing order.
+      specs: the gradients, in packing order.
+    """
+
+    indices: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """Dtype of all gradients in the bucket."""
+        return self.specs[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the packed gradients in bytes, including padding for alignment."""
+        return sum(_padded(spec.nbytes) for spec in self.specs)
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Names of the variables, in packing order."""
+        return [spec.name for spec in self.specs]
+
+    @property
+    def name(self) -> str:
+        """Short description, for warnings and errors."""
+        more = f" and {len(self.specs) - 1} more" if len(self.specs) > 1 else ""
+        return f"the gradient of {self.specs[0].name!r}{more}"
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Offset of each gradient in the flat buffer, in elements, in packing order."""
+        sizes = [_padded(spec.nbytes) // self.dtype.itemsize for spec in self.specs]
+        return [0, *itertools.accumulate(sizes[:-1])]
+
+    def new_buffer(self) -> Array:
+        """Allocates an aligned flat buffer with zero padding, and space for a flag at its end.
+
+        Returns:
+          Array of shape [(nbytes + 64) / itemsize].
+        """
+        nbytes = self.nbytes + ALIGNMENT_BYTES
+        raw = np.zeros(nbytes + ALIGNMENT_BYTES, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT_BYTES
+        return raw[start : start + nbytes].view(self.dtype)
+
+    def views(self, buffer: Array) -> list[Array]:
+        """Splits a flat buffer into gradients.
+
+        Args:
+          buffer: array from `new_buffer`.
+
+        Returns:
+          Views with the shapes of `specs`, in packing order.
+        """
+        return [
+            buffer[start : start + math.prod(spec.shape)].reshape(spec.shape)
+            for start, spec in zip(self.starts, self.specs)
+        ]
+
+    def pack(self, arrays: Sequence[Array], buffer: Array, limit: float = math.inf) -> bool:
+        """Copies gradients into a flat buffer.
+
+        Args:
+          arrays: arrays with the shapes of `specs`, in packing order.
+          buffer: array from `new_buffer`.
+          limit: largest magnitude that needs no check of the sums.
+
+        Returns:
+          True if no magnitude exceeds `limit`; False for a NaN.
+        """
+        within = True
+        for view, array in zip(self.views(buffer), arrays):
+            flat, values = view.reshape(-1), np.asarray(array).reshape(-1)
+            for start in range(0, flat.size, PIECE):
+                piece = flat[start : start + PIECE]
+                np.copyto(piece, values[start : start + PIECE])
+                within = all_within(piece, limit) and within  # the piece is still in cache
+        return within
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Assigns gradients to buckets.
+
+    Args:
+      specs: the gradients, in variable order.
+      bucket_bytes: largest size of a bucket; a larger gradient gets its own bucket.
+
+    Returns:
+      The buckets, in the order in which backward fills them. Each has a single dtype.
+    """
+    groups: list[list[int]] = []
+    open_group: dict[str, list[int]] = {}
+    filled_bytes: dict[str, int] = {}
+    for index in reversed(range(len(specs))):
+        dtype, nbytes = specs[index].dtype.name, _padded(specs[index].nbytes)
+        if dtype not in open_group or filled_bytes[dtype] + nbytes > bucket_bytes:
+            open_group[dtype], filled_bytes[dtype] = [], 0
+            groups.append(open_group[dtype])
+        open_group[dtype].append(index)
+        filled_bytes[dtype] += nbytes
+    groups.sort(
+        key=lambda group: group[-1], reverse=True
+    )  # backward completes a bucket with its last gradient
+    return tuple(Bucket(tuple(group), tuple(specs[i] for i in group)) for group in groups)
+
+
+def describe_bucket(buckets: Sequence[Bucket], index: int) -> str:
+    """Returns text for warnings and errors about one bucket of a plan.
+
+    Args:
+      buckets: all buckets of the plan.
+      index: index of the bucket.
+    """
+    return f"{buckets[index].name} (bucket {index + 1}/{len(buckets)})"
+
+
+class BufferPool:
+    """Flat buffers of one bucket, reused when no view of them is alive.
+
+    TensorFlow or the user may hold a reduced gradient long after the step. The reference count of
+    a buffer tells whether it is free.
+
+    Args:
+      bucket: bucket that the buffers are for.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._buffers: list[Array] = []
+
+    def take(self) -> Array:
+        """Returns a free buffer, and allocates one if there is none.
+
+        Returns:
+          Array from `Bucket.new_buffer`; it holds old values, and zero padding.
+        """
+        for index in free_buffers(self._buffers):
+            return self._buffers[index]
+        self._buffers.append(self._bucket.new_buffer())
+        return self._buffers[-1]
+
+
+def free_buffers(buffers: Sequence[Array]) -> list[int]:
+    """Finds the buffers that nothing else refers to.
+
+    Args:
+      buffers: arrays that only this sequence refers to. Each is a view of its own base array.
+
+    Returns:
+      Indices of the buffers without other references and without other views of their memory.
+    """
+    # A free buffer has two references: the sequence, and the argument of getrefcount. Every view
+    # refers to the base array, so a free base array has two as well: the buffer and the argument.
+    return [
+        index
+        for index in range(len(buffers))
+        if sys.getrefcount(buffers[index]) == 2 and sys.getrefcount(buffers[index].base) == 2
+    ]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,322 @@
+"""Buffer of a fused exchange: small dense arrays and sparse gradients of one rank.
+
+A buffer holds, each part padded to 8 bytes:
+
+    header    int64: the side value, then the number of rows of each kind
+    arrays    the dense arrays, grouped by dtype and operator
+    rows      for each kind of row: keys int64 [n], then values [n, width]
+
+Rows are of one kind if dtype, width, index dtype and summing are the same. The rows of all tables
+of a kind are stored as one array. The key of a row is the position of its table in the upper bits
+and the index of the row in the lower bits. Sorting by key therefore sorts all tables together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hostopt.collectives.call import Array
+from hostopt.collectives.finite import all_finite
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.errors import ConfigError
+from hostopt.gradients.bucket import TensorSpec
+
+__all__: list[str] = []
+
+_INDEX_BITS = 40
+_INDEX_MASK = (1 << _INDEX_BITS) - 1
+_MAX_TABLES = 1 << (63 - _INDEX_BITS)
+_ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class DenseValue:
+    """A dense array of the exchange.
+
+    Args:
+      spec: name, shape and dtype.
+      op: reduction operator.
+      is_gradient: True if it is scaled by the weight of its rank, and its sum must be finite.
+    """
+
+    spec: TensorSpec
+    op: ReduceOp = ReduceOp.SUM
+    is_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """A sparse gradient, which consists of rows of a variable.
+
+    Args:
+      name: name of the variable.
+      row_shape: shape of one row.
+      dtype: dtype of the values.
+      index_dtype: dtype of the indices, int32 or int64.
+      is_summed: True if rows with the same index are summed; otherwise all rows of all ranks stay.
+    """
+
+    name: str
+    row_shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    index_dtype: np.dtype[np.generic]
+    is_summed: bool = True
+
+    @property
+    def width(self) -> int:
+        """Number of values in a row."""
+        return math.prod(self.row_shape)
+
+    def __str__(self) -> str:
+        kind = "sums of sparse rows" if self.is_summed else "sparse rows"
+        row = list(self.row_shape)
+        return f"{kind} of {row} {self.dtype.name}, {self.index_dtype.name} indices"
+
+
+class Rows(NamedTuple):
+    """Rows of all tables of one kind, table by table.
+
+    Args:
+      counts: integers of shape [tables], the number of rows of each table.
+      indices: index of each row in its table, of shape [n].
+      values: values of the rows, of shape [n, width].
+    """
+
+    counts: Array
+    indices: Array
+    values: Array
+
+
+@dataclass
+class Combined:
+    """Result of an exchange, with the same bits on all ranks.
+
+    Args:
+      arrays: the reduced dense arrays.
+      rows: the rows of each kind.
+      side_total: sum of the side values of all ranks.
+      is_finite: True if all gradients are finite.
+    """
+
+    arrays: list[Array]
+    rows: list[Rows]
+    side_total: int
+    is_finite: bool = True
+
+
+class ExchangeBuffer:
+    """Packs the values of one rank into a buffer, and combines the buffers of all ranks.
+
+    Args:
+      dense: the dense arrays, the same on all ranks.
+      tables: the sparse gradients, the same on all ranks.
+
+    Attributes:
+      kinds: indices of the tables of each kind of row.
+
+    Raises:
+      ConfigError: there are more sparse gradients than a key can distinguish.
+    """
+
+    def __init__(self, dense: Sequence[DenseValue], tables: Sequence[Table]) -> None:
+        if len(tables) > _MAX_TABLES:
+            raise ConfigError(
+                f"a step has {len(tables)} sparse gradients, wanted at most {_MAX_TABLES}. Make "
+                "some of them dense with sparse_as_dense=True"
+            )
+        self._dense = tuple(dense)
+        self._tables = tuple(tables)
+        self._groups = _group([(v.spec.dtype.name, v.op, v.is_gradient) for v in self._dense])
+        self.kinds = _group(
+            [(t.dtype.name, t.width, t.index_dtype.name, t.is_summed) for t in self._tables]
+        )
+
+    def weighted(
+        self, dense: Sequence[Array], rows: Sequence[Rows], weight: float
+    ) -> tuple[Sequence[Array], Sequence[Rows]]:
+        """Multiplies the gradients by a weight.
+
+        Args:
+          dense: the dense arrays.
+          rows: the rows of each kind.
+          weight: the weight; 0 also removes NaN, and all rows.
+
+        Returns:
+          The dense arrays, of which only gradients are multiplied, and the rows.
+        """
+        if weight == 1:
+            return dense, rows
+        arrays = [
+            _times(array, weight) if value.is_gradient else array
+            for array, value in zip(dense, self._dense)
+        ]
+        if weight == 0:
+            return arrays, [Rows(0 * c, i[:0], values[:0]) for c, i, values in rows]
+        return arrays, [Rows(c, i, _times(values, weight)) for c, i, values in rows]
+
+    def pack(self, side_value: int, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
+        """Packs the values of this rank.
+
+        Args:
+          side_value: side value of this rank.
+          dense: arrays with the shapes and dtypes of the dense values.
+          rows: the rows of each kind. Indices may repeat.
+
+        Returns:
+          The buffer, bytes of shape [n].
+
+        Raises:
+          ConfigError: an index is negative or too large.
+        """
+        keyed = [
+            self._merge(tables, self._keys(tables, each), each.values)
+            for tables, each in zip(self.kinds, rows)
+        ]
+        parts = [np.array([side_value, *(len(keys) for keys, _ in keyed)], np.int64)]
+        parts += [
+            np.concatenate([dense[index].reshape(-1) for index in group]) for group in self._groups
+        ]
+        parts += [part for keys_and_values in keyed for part in keys_and_values]
+        sizes = [_padded(part.nbytes) for part in parts]
+        buffer = np.empty(sum(sizes), np.uint8)
+        start = 0
+        for part, size in zip(parts, sizes):
+            buffer[start : start + part.nbytes] = part.reshape(-1).view(np.uint8)
+            start += size
+        return buffer
+
+    def combine(self, buffers: Sequence[Array]) -> Combined:
+        """Reduces the buffers of all ranks, in rank order.
+
+        Args:
+          buffers: the buffer of each rank, bytes of shape [n], in rank order.
+
+        Returns:
+          The reduced values.
+        """
+        ranks = [_Reader(buffer) for buffer in buffers]
+        headers = [reader.take(np.dtype(np.int64), 1 + len(self.kinds)) for reader in ranks]
+        side_total = sum(int(header[0]) for header in headers)
+        result = Combined([np.empty(0)] * len(self._dense), [], side_total)
+        for group in self._groups:
+            self._combine_arrays(group, ranks, result)
+        for index, tables in enumerate(self.kinds):
+            counts = [int(header[1 + index]) for header in headers]
+            result.rows.append(self._combine_rows(tables, ranks, counts))
+            result.is_finite = all_finite(result.rows[-1].values) and result.is_finite
+        return result
+
+    def gradients_by_name(self, dense: Sequence[Array], rows: Sequence[Rows]) -> dict[str, Array]:
+        """Returns the values of each gradient, by name of its variable.
+
+        Args:
+          dense: the dense arrays.
+          rows: the rows of each kind.
+        """
+        named = {v.spec.name: a for v, a in zip(self._dense, dense) if v.is_gradient}
+        for tables, each in zip(self.kinds, rows):
+            parts = np.split(each.values, np.cumsum(each.counts)[:-1])
+            named.update((self._tables[table].name, part) for table, part in zip(tables, parts))
+        return named
+
+    def _keys(self, tables: Sequence[int], rows: Rows) -> Array:
+        indices = rows.indices
+        positions = np.repeat(np.arange(len(tables), dtype=np.int64), rows.counts)
+        if len(indices) and not (indices.min() >= 0 and indices.max() <= _INDEX_MASK):
+            wrong = np.flatnonzero((indices < 0) | (indices > _INDEX_MASK))[0]
+            name = self._tables[tables[positions[wrong]]].name
+            raise ConfigError(
+                f"a gradient has row {indices[wrong]} of {name!r}, wanted an index from 0 to "
+                f"{_INDEX_MASK}. Look at the ids that the model looks up there"
+            )
+        keys: Array = indices + (positions << _INDEX_BITS)
+        return keys
+
+    def _merge(self, tables: Sequence[int], keys: Array, values: Array) -> tuple[Array, Array]:
+        """Sorts rows by table. Summed rows are also sorted by index, and summed."""
+        if self._tables[tables[0]].is_summed:
+            return _sum_by_key(keys, values)
+        order = np.argsort(keys >> _INDEX_BITS, kind="stable")
+        return keys.take(order), values.take(order, 0)
+
+    def _combine_arrays(
+        self, group: Sequence[int], ranks: Sequence[_Reader], result: Combined
+    ) -> None:
+        first = self._dense[group[0]]
+        sizes = [math.prod(self._dense[index].spec.shape) for index in group]
+        parts = [reader.take(first.spec.dtype, sum(sizes)) for reader in ranks]
+        total = parts[0].copy()
+        for part in parts[1:]:
+            first.op.ufunc(total, part, out=total)
+        if first.op is ReduceOp.AVERAGE:
+            total /= total.dtype.type(len(ranks))
+        if first.is_gradient:
+            result.is_finite = all_finite(total) and result.is_finite
+        for index, size, end in zip(group, sizes, itertools.accumulate(sizes)):
+            result.arrays[index] = total[end - size : end].reshape(self._dense[index].spec.shape)
+
+    def _combine_rows(
+        self, tables: Sequence[int], ranks: Sequence[_Reader], counts: Sequence[int]
+    ) -> Rows:
+        first = self._tables[tables[0]]
+        parts = [
+            (
+                reader.take(np.dtype(np.int64), count),
+                reader.take(first.dtype, count * first.width).reshape(count, first.width),
+            )
+            for reader, count in zip(ranks, counts)
+        ]
+        keys, values = self._merge(tables, *(np.concatenate(each) for each in zip(*parts)))
+        edges = np.searchsorted(keys >> _INDEX_BITS, np.arange(len(tables) + 1))
+        indices = (keys & _INDEX_MASK).astype(first.index_dtype, copy=False)
+        return Rows(np.diff(edges), indices, values)
+
+
+class _Reader:
+    """Reads consecutive arrays from a buffer."""
+
+    def __init__(self, buffer: Array) -> None:
+        self._buffer = buffer
+        self._start = 0
+
+    def take(self, dtype: np.dtype[np.generic], length: int) -> Array:
+        nbytes = length * dtype.itemsize
+        part: Array = self._buffer[self._start : self._start + nbytes].view(dtype)
+        self._start += _padded(nbytes)
+        return part
+
+
+def _group(kinds: Sequence[object]) -> list[list[int]]:
+    """Returns the indices of equal kinds, in the order in which the kinds first occur."""
+    groups: dict[object, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(index)
+    return list(groups.values())
+
+
+def _sum_by_key(keys: Array, values: Array) -> tuple[Array, Array]:
+    """Returns each key once, in ascending order, and the sum of its rows in input order."""
+    order = np.argsort(keys, kind="stable")  # merges, as the input consists of sorted parts
+    keys, values = keys.take(order), values.take(order, 0)
+    is_first = np.ones(len(keys), np.bool_)
+    np.not_equal(keys[1:], keys[:-1], out=is_first[1:])
+    starts = np.flatnonzero(is_first)
+    if len(starts) == len(keys):
+        return keys, values
+    return keys.take(starts), np.add.reduceat(values, starts, axis=0)
+
+
+def _times(array: Array, weight: float) -> Array:
+    if weight == 0:
+        return np.zeros_like(array)
+    return np.asarray(array * array.dtype.type(weight))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

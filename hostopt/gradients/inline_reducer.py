@@ -1,0 +1,131 @@
+"""Bucket reduction on the calling thread, if all ranks share memory.
+
+Handing a bucket to another thread would cost more time than the copying that it could hide. The
+sums lie in shared memory, which all ranks of the host read in place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.finite import all_finite
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.communicator import Communicator
+from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket
+from hostopt.gradients.bucket_timing import BucketTiming
+from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
+from hostopt.gradients.shared_sums import SharedSums
+from hostopt.gradients.step_stats import StepTimes
+from hostopt.transport.signature import Signature, signature_of
+
+__all__: list[str] = []
+
+
+class InlineReducer:
+    """Sums buckets over the ranks of one host, on the calling thread.
+
+    Each step reduces every bucket once, in bucket order.
+
+    Args:
+      communicator: communicator for this reducer alone (a `duplicate`), of ranks on one host.
+      buckets: all buckets of a step, the same on all ranks.
+      check: check of the sums; by default one with the option `nonfinite`.
+
+    Attributes:
+      nonfinite_check: the check of the sums.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        buckets: Sequence[Bucket],
+        check: NonFiniteCheck | None = None,
+    ) -> None:
+        self.communicator = communicator
+        self.nonfinite_check = check or NonFiniteCheck(communicator)
+        self._buckets = tuple(buckets)
+        self._shared = [SharedSums(communicator, bucket) for bucket in buckets]
+        self._pools = [BufferPool(bucket) for bucket in buckets]
+        self._steps = [0] * len(self._buckets)
+        self._descriptions = [
+            describe_bucket(self._buckets, index) for index in range(len(self._buckets))
+        ]
+        self._signatures = [self._signature(index) for index in range(len(self._buckets))]
+        self._timing = BucketTiming(self._buckets, communicator.transport.timeline)
+        self._lock = threading.Lock()
+
+    @property
+    def last_times(self) -> StepTimes | None:
+        """Times of the last complete step, in which launch and reduction begin together."""
+        return self._timing.stats.last
+
+    def count_from(self, step: int) -> None:
+        """Sets the number of the first step. Call it before the first reduction.
+
+        Args:
+          step: number of the step, the same on all ranks.
+        """
+        self._steps = [step] * len(self._buckets)
+
+    def reduce(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
+        """Sums a bucket over the ranks.
+
+        Collective: all ranks must call it.
+
+        Args:
+          bucket: index of the bucket.
+          arrays: gradients of the bucket, in packing order. They are not modified.
+
+        Returns:
+          The sums, in packing order. They are read-only views of memory that other ranks read
+          too. It is not reused while a view is alive on any rank.
+
+        Raises:
+          NonFiniteGradientError: the sums are not finite, and the check raises for that.
+        """
+        plan = self._buckets[bucket]
+        begin_s = time.monotonic()
+        with self._lock:
+            name, signature = self._descriptions[bucket], self._signatures[bucket]
+            step = self._steps[bucket]
+            call = CollectiveCall(self.communicator.channel, step, bucket, name, signature)
+            self.communicator.begin(call)
+            self._steps[bucket] += 1
+            source = TensorListView([array.reshape(-1) for array in arrays], plan.starts)
+            sums, is_finite = self._sum(bucket, source, call)
+            views = plan.views(sums)
+            end_s = time.monotonic()
+            self._timing.launched(bucket, begin_s, begin_s)
+            self._timing.ring(bucket, begin_s, end_s)
+            self._timing.waited(bucket, begin_s, end_s)
+            self.nonfinite_check.check(
+                call,
+                is_finite,
+                lambda: find_nonfinite(plan.names, arrays),
+                lambda: find_nonfinite(plan.names, views),
+            )
+        return views
+
+    def _signature(self, index: int) -> Signature:
+        bucket = self._buckets[index]
+        shape = (bucket.nbytes // bucket.dtype.itemsize,)
+        return signature_of("all_reduce(sum)", self._descriptions[index], bucket.dtype, shape)
+
+    def _sum(
+        self, bucket: int, source: TensorListView, call: CollectiveCall
+    ) -> tuple[Array, bool]:
+        shared = self._shared[bucket].reduce(source, call)
+        if shared is not None:
+            return shared
+        sums = self._pools[bucket].take()  # no shared memory is left
+        self.communicator.all_reduce_in_place(sums, ReduceOp.SUM, call, source=source)
+        return sums, all_finite(sums)
+
+    def close(self) -> None:
+        """Frees the buffers."""
+        self._pools.clear()
+        self._shared.clear()

@@ -1,0 +1,154 @@
+"""Sums of gradients that are NaN or Inf: errors and warnings that name the ranks to blame.
+
+All ranks see the same sums, so all of them take these decisions alike and in the same order. They
+exchange which of their local gradients were not finite, so that every rank reports the same text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.finite import all_finite
+from hostopt.communicator import Communicator
+from hostopt.errors import NonFiniteGradientError
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+# Neither an error nor a warning: the caller checks the sums itself, as loss scaling does.
+ALLOW = "allow"
+
+_ADVICE = {
+    "error": "Look at the data and the loss of what it names, lower the learning rate or clip. "
+    "nonfinite='skip' would leave such steps out",
+    "skip": "No variable is updated in this step",
+    "warn": "The update is made nevertheless",
+}
+
+
+class NonFiniteCheck:
+    """Raises or logs, depending on `nonfinite`, if sums of gradients are not finite.
+
+    Args:
+      communicator: communicator on which all ranks create their checks in the same order.
+      nonfinite: "error", "skip" or "warn" as for `Options`, or `ALLOW`; by default the option.
+    """
+
+    def __init__(self, communicator: Communicator, nonfinite: str | None = None) -> None:
+        self._channel = communicator.duplicate("gradients that are not finite")
+        self.nonfinite = nonfinite or communicator.transport.options.nonfinite
+        self._nonfinite_calls: set[str] = set()
+
+    @property
+    def finite(self) -> bool:
+        """True if all sums were finite in their last reduction."""
+        return not self._nonfinite_calls
+
+    def check(
+        self,
+        call: CollectiveCall,
+        is_finite: bool,
+        find_in_local: Callable[[], Mapping[str, str]],
+        find_in_sums: Callable[[], Mapping[str, str]],
+        wire_format_name: str | None = None,
+    ) -> None:
+        """Raises or logs unless the sums of a call are finite.
+
+        Collective: all ranks must call it. It communicates only if the sums are not finite.
+
+        Args:
+          call: the call that computed the sums.
+          is_finite: True if the sums are finite; the same on all ranks.
+          find_in_local: returns the result of `find_nonfinite` for the gradients of this rank.
+          find_in_sums: returns the result of `find_nonfinite` for the sums.
+          wire_format_name: wire format in which the sums may have overflowed.
+
+        Raises:
+          NonFiniteGradientError: the sums are not finite, and `nonfinite` is "error".
+        """
+        self._nonfinite_calls.discard(call.name)
+        if is_finite or self.nonfinite == ALLOW:
+            return
+        self._nonfinite_calls.add(call.name)
+        texts = self._channel.all_gather_bytes(json.dumps(find_in_local()).encode())
+        by_rank = [json.loads(text) for text in texts]
+        cluster = self._channel.transport.cluster
+        report = nonfinite_report(
+            call.name,
+            call.step,
+            {cluster.describe(rank): kinds for rank, kinds in enumerate(by_rank)},
+            find_in_sums(),
+            wire_format_name,
+        )
+        report = f"{report}. {_ADVICE[self.nonfinite]}"
+        if self.nonfinite != "error":
+            _log.warning("%s", report)
+            return
+        ranks = [rank for rank, kinds in enumerate(by_rank) if kinds]
+        error = NonFiniteGradientError(
+            report,
+            **(cluster.attributes(ranks[0]) if ranks else {}),
+            step=call.step,
+            bucket=call.bucket,
+        )
+        # a rank that has not received all byte strings raises this error as well
+        self._channel.abort(error)
+        raise error
+
+
+def find_nonfinite(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, str]:
+    """Finds the gradients that are not finite.
+
+    Args:
+      names: names of their variables.
+      arrays: the gradients, in the same order.
+
+    Returns:
+      "NaN" or "Inf" by name, for each gradient that holds one.
+    """
+    return {
+        name: "NaN" if np.isnan(array).any() else "Inf"
+        for name, array in zip(names, arrays)
+        if not all_finite(array)
+    }
+
+
+def nonfinite_report(
+    description: str,
+    step: int,
+    by_rank: Mapping[str, Mapping[str, str]],
+    sums: Mapping[str, str],
+    wire_format_name: str | None = None,
+) -> str:
+    """Explains which gradients are not finite, with the same text on all ranks.
+
+    Args:
+      description: describes the reduced tensors.
+      step: number of the step, from 0.
+      by_rank: result of `find_nonfinite` for the gradients of each rank, by name of the rank.
+      sums: result of `find_nonfinite` for the sums.
+      wire_format_name: wire format in which the sums may have overflowed.
+
+    Returns:
+      Text for an error or a warning.
+    """
+    blamed = [
+        f"{rank} has {', '.join(f'{kind} for {name!r}' for name, kind in kinds.items())}"
+        for rank, kinds in by_rank.items()
+        if kinds
+    ]
+    text = f"not finite in step {step} (counted from 0), summing {description}: "
+    if blamed:
+        return text + "; ".join(blamed)
+    wire = f", or their {wire_format_name} form on the wire," if wire_format_name else ""
+    overflown = ", ".join(f"{kind} for {name!r}" for name, kind in sums.items())
+    return (
+        f"{text}the gradients of every rank are finite, but their sum{wire} has overflowed: "
+        f"{overflown}"
+    )

@@ -1,0 +1,242 @@
+"""Bucket reduction on a communication thread: `launch` does not block, `wait` returns the sums.
+
+[G3] to [G5] are steps of "Path of a gradient" in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.finite import all_finite, safe_limit
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.collectives.wire_format import WireFormat, new_wire_format
+from hostopt.communicator import Communicator
+from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
+from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket
+from hostopt.gradients.bucket_timing import BucketTiming
+from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
+from hostopt.gradients.step_stats import StepTimes
+from hostopt.transport.signature import Signature, signature_of
+
+__all__: list[str] = []
+
+
+class Reducer:
+    """Sums buckets over the ranks on a communication thread, which overlaps with backward.
+
+    The thread reduces the buckets in bucket order on every rank. If all ranks share memory,
+    `InlineReducer` is used instead.
+
+    Each step launches every bucket once and waits for every bucket once, from any thread and in
+    any order.
+
+    Each rank sends a flag after its gradients. The flag is 0 if the gradients are so small that
+    their sum must be finite. If the flags add up to 0, the sums need not be scanned.
+
+    Buckets of float32 are sent in the wire format of the option `compression`, others unchanged.
+
+    Args:
+      communicator: communicator for this reducer alone (a `duplicate`).
+      buckets: all buckets of a step, the same on all ranks.
+      check: check of the sums; by default one with the option `nonfinite`.
+
+    Attributes:
+      nonfinite_check: the check of the sums.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        buckets: Sequence[Bucket],
+        check: NonFiniteCheck | None = None,
+    ) -> None:
+        self.communicator = communicator
+        self.nonfinite_check = check or NonFiniteCheck(communicator)
+        self._buckets = tuple(buckets)
+        self._pools = [BufferPool(bucket) for bucket in buckets]
+        self._wire_format = new_wire_format(communicator.transport.options.compression)
+        self._first_step = 0
+        self._limits = [self._limit(bucket) for bucket in buckets]
+        self._descriptions = [
+            describe_bucket(self._buckets, index) for index in range(len(self._buckets))
+        ]
+        self._signatures = [self._signature(index) for index in range(len(self._buckets))]
+        self._pending: set[int] = set()  # launched, and not yet waited for
+        # by bucket: buffer, and result of `find_nonfinite` for the local gradients
+        self._launched: dict[int, tuple[Array, dict[str, str]]] = {}
+        self._reduced: dict[int, Array] = {}
+        self._timing = BucketTiming(self._buckets, communicator.transport.timeline)
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._is_reducing = False
+        self._progress_s = time.monotonic()
+        self._stop_listening = communicator.transport.mailbox.on_failure(self._fail)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="hostopt-reducer")
+        self._thread.start()
+
+    @property
+    def last_times(self) -> StepTimes | None:
+        """Times of the last complete step; None if there is none yet."""
+        return self._timing.stats.last
+
+    def count_from(self, step: int) -> None:
+        """Sets the number of the first step. Call it before the first launch.
+
+        Args:
+          step: number of the step, the same on all ranks.
+        """
+        self._first_step = step
+
+    def launch(self, bucket: int, arrays: Sequence[Array]) -> None:
+        """Starts the reduction of a bucket, without blocking.
+
+        Args:
+          bucket: index of the bucket.
+          arrays: gradients of the bucket, in packing order. They are copied.
+
+        Raises:
+          ConfigError: the bucket was launched twice in a step.
+        """
+        begin_s = time.monotonic()
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if bucket in self._pending:
+                raise ConfigError(
+                    f"bucket {bucket} ({self._buckets[bucket].name}) was launched twice in one "
+                    "step. Run the training operation once in each session.run",
+                    bucket=bucket,
+                )
+            self._pending.add(bucket)
+            buffer = self._pools[bucket].take()
+        plan = self._buckets[bucket]
+        is_safe = plan.pack(arrays, buffer, self._limits[bucket])  # [G3] copy to the flat buffer
+        # the ring overwrites the local gradients: scan them before
+        nonfinite = {} if is_safe else find_nonfinite(plan.names, arrays)
+        buffer[-1] = 0 if is_safe else 1  # the flag
+        with self._changed:
+            self._launched[bucket] = buffer, nonfinite
+            self._progress_s = time.monotonic()
+            self._timing.launched(bucket, begin_s, self._progress_s)
+            self._changed.notify_all()
+
+    def wait(self, bucket: int) -> list[Array]:
+        """Waits until a bucket is reduced.
+
+        Args:
+          bucket: index of the bucket.
+
+        Returns:
+          The sums, in packing order. They are views of a buffer that is not reused while one of
+          them is alive.
+
+        Raises:
+          NonFiniteGradientError: the sums are not finite, and the check raises for that.
+          CollectiveTimeoutError: no bucket was launched or reduced for `collective_timeout_s`.
+        """
+        begin_s = time.monotonic()
+        with self._changed:
+            while bucket not in self._reduced:
+                self._wait_for_progress(bucket)
+            buffer = self._reduced.pop(bucket)
+            self._pending.discard(bucket)
+            self._timing.waited(bucket, begin_s, time.monotonic())
+        return self._buckets[bucket].views(buffer)  # [G5] back to the graph
+
+    def close(self) -> None:
+        """Ends the communication thread after its current bucket, and frees the buffers."""
+        self._fail(PeerLostError("this reducer is closed", rank=self.communicator.rank))
+        self._stop_listening()
+        self._thread.join(self.communicator.transport.options.collective_timeout_s)
+        self._pools.clear()
+
+    def _run(self) -> None:
+        try:
+            for step in itertools.count():
+                for index in range(len(self._buckets)):
+                    self._reduce(step, index)
+        except BaseException as error:
+            if self._error is None:
+                self.communicator.abort(error)
+            self._fail(error)
+
+    def _wait_for_progress(self, bucket: int) -> None:
+        """Waits for a launch or the end of a reduction. The ring checks its own deadlines."""
+        if self._error is not None:
+            raise self._error
+        timeout_s = self.communicator.transport.options.collective_timeout_s
+        remaining_s = self._progress_s + timeout_s - time.monotonic()
+        if remaining_s <= 0 and not self._is_reducing:
+            raise self._never_launched(bucket)
+        self._changed.wait(None if self._is_reducing else remaining_s)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _reduce(self, step: int, index: int) -> None:
+        with self._changed:
+            while index not in self._launched:  # until the graph launches the bucket
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait()
+            buffer, nonfinite = self._launched.pop(index)
+            self._is_reducing = True
+        begin_s = time.monotonic()
+        step += self._first_step
+        name, signature = self._descriptions[index], self._signatures[index]
+        call = CollectiveCall(self.communicator.channel, step, index, name, signature)
+        wire_format = self._format_of(buffer.dtype)
+        # [G4] the ring, while backward computes the next buckets
+        self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, call, wire_format)
+        end_s = time.monotonic()
+        plan = self._buckets[index]
+        self.nonfinite_check.check(
+            call,
+            not buffer[-1] or all_finite(buffer),  # scanned unless all flags are 0
+            lambda: nonfinite,
+            lambda: find_nonfinite(plan.names, plan.views(buffer)),
+            None if wire_format is None else wire_format.name,
+        )
+        with self._changed:
+            self._reduced[index] = buffer
+            self._is_reducing = False
+            self._progress_s = time.monotonic()
+            self._timing.ring(index, begin_s, end_s)
+            self._changed.notify_all()
+
+    def _format_of(self, dtype: np.dtype[np.generic]) -> WireFormat | None:
+        return self._wire_format if dtype == np.float32 else None
+
+    def _signature(self, index: int) -> Signature:
+        bucket, wire_format = self._buckets[index], self._format_of(self._buckets[index].dtype)
+        format_name = "" if wire_format is None else wire_format.name
+        shape = (bucket.nbytes // bucket.dtype.itemsize,)
+        return signature_of(
+            "all_reduce(sum)", self._descriptions[index], bucket.dtype, shape, format_name
+        )
+
+    def _limit(self, bucket: Bucket) -> float:
+        """Largest magnitude of a gradient whose sum must be finite, in memory and on the wire."""
+        dtypes = [bucket.dtype]
+        wire_format = self._format_of(bucket.dtype)
+        if wire_format is not None:
+            dtypes.append(wire_format.dtype)
+        return min(safe_limit(dtype, self.communicator.size) for dtype in dtypes)
+
+    def _never_launched(self, bucket: int) -> CollectiveTimeoutError:
+        rank = self.communicator.rank
+        return CollectiveTimeoutError(
+            f"rank {rank} waited for {self._descriptions[bucket]}, and no bucket was launched or "
+            "reduced meanwhile. A gradient of an earlier bucket was never computed: check whether "
+            "the accelerator still works",
+            rank=rank,
+            bucket=bucket,
+        )

@@ -1,0 +1,40 @@
+"""Kinds of reducers, and the choice of the reducer for gradient buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Union
+
+from hostopt.communicator import Communicator
+from hostopt.gradients.bucket import Bucket
+from hostopt.gradients.fused_exchange import FusedExchange
+from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.gradients.reducer import Reducer
+
+__all__: list[str] = []
+
+BucketReducer = Union[Reducer, InlineReducer]
+AnyReducer = Union[BucketReducer, FusedExchange]
+
+
+def open_reducer(
+    communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck | None = None
+) -> BucketReducer:
+    """Opens a reducer of gradient buckets on a new channel.
+
+    Collective: all ranks must call it.
+
+    Args:
+      communicator: communicator of all ranks.
+      buckets: all buckets of a step, the same on all ranks.
+      check: check of the sums; by default one with the option `nonfinite`.
+
+    Returns:
+      An `InlineReducer` if all ranks share memory, else a `Reducer`.
+    """
+    check = check or NonFiniteCheck(communicator)
+    gradients = communicator.duplicate("gradients")
+    if communicator.on_one_host:
+        return InlineReducer(gradients, buckets, check)
+    return Reducer(gradients, buckets, check)

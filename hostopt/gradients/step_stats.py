@@ -1,0 +1,173 @@
+"""Communication time of a step, and the part of it that overlaps with backward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__: list[str] = []
+
+
+class StepTimes(NamedTuple):
+    """Communication times of one rank in one step.
+
+    Args:
+      step: number of the step, from 0.
+      communication_ms: time in the ring, summed over the buckets.
+      exposed_ms: the part of it after the last launch, when backward is done.
+      wait_ms: time in `wait`, summed over the buckets.
+      last_launch_s: time when the last launch returned, on this rank's monotonic clock.
+      first_return_s: time when the first wait returned, on this rank's monotonic clock.
+      total_wait_ms: sum of `wait_ms` over all steps so far.
+    """
+
+    step: int
+    communication_ms: float
+    exposed_ms: float
+    wait_ms: float
+    last_launch_s: float
+    first_return_s: float
+    total_wait_ms: float
+
+    @property
+    def overlap_percent(self) -> float:
+        """Share of the communication that is not exposed; 100 if there was no communication."""
+        if not self.communication_ms:
+            return 100.0
+        return 100.0 * (1.0 - self.exposed_ms / self.communication_ms)
+
+
+def merge(times: Sequence[StepTimes]) -> StepTimes:
+    """Merges the times of several reducers in the same step.
+
+    Args:
+      times: times of each reducer, at least one.
+
+    Returns:
+      The sums of the durations, the latest launch and the earliest return.
+    """
+    return StepTimes(
+        times[0].step,
+        sum(each.communication_ms for each in times),
+        sum(each.exposed_ms for each in times),
+        sum(each.wait_ms for each in times),
+        max(each.last_launch_s for each in times),
+        min(each.first_return_s for each in times),
+        sum(each.total_wait_ms for each in times),
+    )
+
+
+def slowest_rank(waits_ms: Sequence[float]) -> int:
+    """Returns the rank whose buckets arrive last. The others are ready, so it waits least.
+
+    Args:
+      waits_ms: `StepTimes.wait_ms` of each rank, in rank order.
+
+    Returns:
+      The rank; the lowest one if several wait equally long.
+    """
+    return min(range(len(waits_ms)), key=lambda rank: waits_ms[rank])
+
+
+@dataclass
+class _Step:
+    launched_s: dict[int, float] = field(default_factory=dict)
+    ring_s: dict[int, tuple[float, float]] = field(default_factory=dict)
+    wait_s: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def times(self, step: int, earlier_waits_ms: float) -> StepTimes:
+        wait_ms = 1e3 * sum(end - begin for begin, end in self.wait_s.values())
+        last_launch_s = max(self.launched_s.values())
+        rings = self.ring_s.values()
+        exposed_s = sum(max(end - max(begin, last_launch_s), 0.0) for begin, end in rings)
+        return StepTimes(
+            step,
+            1e3 * sum(end - begin for begin, end in rings),
+            1e3 * exposed_s,
+            wait_ms,
+            last_launch_s,
+            min(end for _, end in self.wait_s.values()),
+            earlier_waits_ms + wait_ms,
+        )
+
+
+class StepStats:
+    """Collects the times of the buckets of each step; thread-safe.
+
+    A step is complete when all its buckets have been waited for. The first launch of a bucket
+    belongs to step 0 and the second to step 1. The same holds for its ring and its wait.
+
+    Args:
+      buckets: number of buckets of a step.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        self._buckets = buckets
+        self._launches = [0] * buckets
+        self._rings = [0] * buckets
+        self._waits = [0] * buckets
+        self._steps: dict[int, _Step] = {}
+        self._lock = threading.Lock()
+        self._last: StepTimes | None = None
+
+    @property
+    def last(self) -> StepTimes | None:
+        """Times of the last complete step; None if there is none yet."""
+        return self._last
+
+    def launched(self, bucket: int, at_s: float) -> int:
+        """Records a launch.
+
+        Args:
+          bucket: index of the bucket.
+          at_s: time when the launch returned.
+
+        Returns:
+          Number of the step, from 0.
+        """
+        with self._lock:
+            step = self._step_of_next(self._launches, bucket)
+            self._steps.setdefault(step, _Step()).launched_s[bucket] = at_s
+            return step
+
+    def ring(self, bucket: int, begin_s: float, end_s: float) -> int:
+        """Records a ring all-reduce. Call it before `waited` of the same bucket.
+
+        Args:
+          bucket: index of the bucket.
+          begin_s: time when the all-reduce began.
+          end_s: time when it ended.
+
+        Returns:
+          Number of the step, from 0.
+        """
+        with self._lock:
+            step = self._step_of_next(self._rings, bucket)
+            self._steps.setdefault(step, _Step()).ring_s[bucket] = begin_s, end_s
+            return step
+
+    def waited(self, bucket: int, begin_s: float, end_s: float) -> int:
+        """Records a wait.
+
+        Args:
+          bucket: index of the bucket.
+          begin_s: time when the wait began.
+          end_s: time when it returned.
+
+        Returns:
+          Number of the step, from 0.
+        """
+        with self._lock:
+            step = self._step_of_next(self._waits, bucket)
+            times = self._steps.setdefault(step, _Step())
+            times.wait_s[bucket] = begin_s, end_s
+            if len(times.wait_s) == self._buckets:
+                earlier_waits_ms = self._last.total_wait_ms if self._last else 0.0
+                self._last = self._steps.pop(step).times(step, earlier_waits_ms)
+            return step
+
+    def _step_of_next(self, counts: list[int], bucket: int) -> int:
+        counts[bucket] += 1
+        return counts[bucket] - 1

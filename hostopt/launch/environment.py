@@ -1,0 +1,62 @@
+"""The environment variables of a task, and the ports of a cluster on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+
+from hostopt.tf_config import EVALUATOR
+
+__all__: list[str] = []
+
+
+@contextlib.contextmanager
+def ports_reserved(count: int) -> Iterator[list[int]]:
+    """Reserves free loopback ports.
+
+    A socket that is bound with SO_REUSEADDR and does not listen keeps its port from programs that
+    ask for any free port. A server that names the port can still bind it and listen.
+    """
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for _ in range(count):
+            holder = stack.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            ports.append(holder.getsockname()[1])
+        yield ports
+
+
+def address_of(port: int) -> str:
+    """Returns the loopback address with this port."""
+    return f"127.0.0.1:{port}"
+
+
+def task_environment(
+    base: Mapping[str, str], cluster: dict[str, list[str]], task: tuple[str, int], size: int
+) -> dict[str, str]:
+    """Returns the environment variables of one task.
+
+    Args:
+      base: environment of the launcher, which overrides the defaults set here.
+      cluster: addresses by job, for TF_CONFIG.
+      task: job and index.
+      size: number of ranks that share the cores of this machine.
+    """
+    job, index = task
+    threads = 1 if job == EVALUATOR else max(1, len(os.sched_getaffinity(0)) // size)
+    defaults = {
+        "PYTHONHASHSEED": "0",  # sets have the same order on all ranks
+        "PYTHONUNBUFFERED": "1",
+        "TF_NUM_INTRAOP_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(threads),
+        "TF_USE_LEGACY_KERAS": "1",  # Estimator's graphs need Keras 2
+    }
+    config = {"cluster": cluster, "task": {"type": job, "index": index}}
+    environment = {**defaults, **base, "TF_CONFIG": json.dumps(config)}
+    if job == EVALUATOR:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment

@@ -1,0 +1,222 @@
+"""Starts the processes of one cluster on this machine, ends them together, and restarts them.
+
+::
+
+    hostopt run --- lifeline --- supervisor --- command      (one row for each task)
+         `--------- lifeline --- supervisor --- command
+
+A lifeline is a socket pair. Through it the launcher sends signals for the command's process group.
+Each end also detects the death of the other: the launcher sees that a task has ended, and the
+supervisor sees that the launcher was killed. If a supervisor is killed, the kernel kills its
+command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from hostopt import descriptors
+from hostopt.launch import output
+from hostopt.launch.environment import address_of, ports_reserved
+from hostopt.launch.restarts import Slots
+from hostopt.launch.task_group import FORWARDED, Evaluator, Group, Ring
+from hostopt.tf_config import EVALUATOR
+
+__all__: list[str] = []
+
+GRACE_S = 10.0  # from the first failure to SIGTERM
+_LOG = logging.getLogger(__name__)
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    size: int,
+    evaluators: int = 0,
+    max_restarts: int = 0,
+    min_size: int | None = None,
+    grace_s: float = GRACE_S,
+) -> int:
+    """Runs one command as every task of a cluster on this machine, and waits for all of them.
+
+    Args:
+      command: program and arguments; a program that ends in ``.py`` is run with this Python.
+      size: number of ranks: one chief and ``size - 1`` workers.
+      evaluators: number of evaluators besides the ranks.
+      max_restarts: number of restarts of the ring in total, and of each evaluator.
+      min_size: smallest number of ranks to restart with, without slots that fail repeatedly; None
+        means `size`.
+      grace_s: seconds from a rank's failure to SIGTERM for the others; SIGKILL follows 5 s later.
+
+    Returns:
+      0 if all tasks succeed. Otherwise the exit code of the root cause of the ring's last failure,
+      or of the evaluator that failed first if all ranks succeed. 128 + n stands for a task that
+      signal n ended, and for a run that signal n stopped.
+
+    Raises:
+      FileNotFoundError: the command does not exist.
+      ValueError: a number is out of range, or this is not the main thread.
+    """
+    min_size = size if min_size is None else min_size
+    if evaluators < 0 or max_restarts < 0 or not 1 <= min_size <= size:
+        raise ValueError(
+            f"a number is out of range: (size: {size}, min_size: {min_size}, evaluators: "
+            f"{evaluators}, max_restarts: {max_restarts})"
+        )
+    command = _find_command(command)
+    if "TF_CONFIG" in os.environ:
+        _LOG.warning("TF_CONFIG is set but not used: each task gets its own")
+    descriptors.raise_limit()
+    with contextlib.ExitStack() as stack:
+        stack.callback(output.flush)
+        wake_fd = stack.enter_context(_signals_caught())
+        selector = stack.enter_context(selectors.DefaultSelector())
+        ports = stack.enter_context(ports_reserved(evaluators))  # evaluators outlive an attempt
+        cluster = {EVALUATOR: list(map(address_of, ports))} if evaluators else {}
+        shared = (command, cluster, selector, max_restarts, grace_s)
+        ring = Ring(*shared, slots=Slots(size, min_size))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
+        ring_ended = os.path.join(directory, "ring-ended")
+        evaluator_groups = [
+            Evaluator(*shared, index=index, ring_ended=ring_ended) for index in range(evaluators)
+        ]
+        for group in (ring, *evaluator_groups):
+            stack.callback(group.close)
+        return _Run(ring, evaluator_groups, selector, ring_ended).wait(wake_fd)
+
+
+class _Run:
+    """The groups of a cluster from start to end, and the signals that the launcher receives.
+
+    Args:
+      ring: the ranks.
+      evaluators: one group for each evaluator.
+      selector: registers the lifelines of all tasks.
+      ring_ended: path of the file that tells evaluators that all ranks have succeeded.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        evaluators: Sequence[Evaluator],
+        selector: selectors.BaseSelector,
+        ring_ended: str,
+    ) -> None:
+        self._ring = ring
+        self._evaluators = evaluators
+        self._groups: tuple[Group, ...] = (ring, *evaluators)
+        self._failed: list[Group] = []  # in the order in which they failed for good
+        self._selector = selector
+        self._ring_ended = ring_ended
+        self._is_announced = False  # to the evaluators: all ranks have succeeded
+        self._is_interrupted = False
+
+    def wait(self, wake_fd: int) -> int:
+        """Runs until all groups have ended, and returns the exit code of the run."""
+        self._selector.register(
+            wake_fd, selectors.EVENT_READ, lambda: self._forward(os.read(wake_fd, 64))
+        )
+        self._advance()
+        while any(group.code is None for group in self._groups):
+            for key, _ in self._selector.select(self._timeout_s()):
+                key.data()
+            self._advance()
+        root = self._ring if self._ring.code else next(iter(self._failed), None)
+        if root is None:
+            return 0
+        if root.cause:  # the last line that the run prints
+            _LOG.error("%s", root.cause)
+        return root.code or 0
+
+    def _advance(self) -> None:
+        self._ring.advance()
+        if self._ring.code:
+            for evaluator in self._evaluators:
+                evaluator.end()
+        elif self._ring.code == 0 and not self._is_announced:
+            self._announce_success()
+        for evaluator in self._evaluators:
+            evaluator.advance()
+        self._failed += [
+            group for group in self._groups if group.code and group not in self._failed
+        ]
+
+    def _announce_success(self) -> None:
+        self._is_announced = True
+        try:
+            open(self._ring_ended, "w").close()
+        except OSError as error:
+            _LOG.warning("cannot tell evaluators that all ranks have succeeded: %s", error)
+
+    def _timeout_s(self) -> float | None:
+        times_s = [group.next_time_s() for group in self._groups]
+        soonest_s = min((time_s for time_s in times_s if time_s is not None), default=None)
+        return None if soonest_s is None else max(0.0, soonest_s - time.monotonic())
+
+    def _forward(self, signums: bytes) -> None:
+        for signum in signums:
+            if signum not in FORWARDED:  # of a handler that is not the launcher's
+                continue
+            if signum == signal.SIGINT and self._is_interrupted:
+                _LOG.warning("interrupted again: killing all tasks")
+                for group in self._groups:
+                    group.kill()
+                continue
+            _LOG.warning("received %s, forwarding it to all tasks", signal.Signals(signum).name)
+            self._is_interrupted = self._is_interrupted or signum == signal.SIGINT
+            for group in self._groups:
+                group.forward(signum)
+
+
+def _find_command(command: Sequence[str]) -> list[str]:
+    if not command:
+        raise FileNotFoundError("no command to run")
+    program = command[0]
+    if program.endswith(".py"):
+        if not os.path.isfile(program):
+            raise FileNotFoundError(f"no such script: {program!r}")
+        return [sys.executable, *command]
+    if shutil.which(program) is None:
+        raise FileNotFoundError(f"no such command: {program!r}")
+    return list(command)
+
+
+@contextlib.contextmanager
+def _signals_caught() -> Iterator[int]:
+    """Turns signals into bytes of a pipe, and yields its reading end. Ignored ones stay ignored.
+
+    Children inherit ignored and blocked signals. A parent that ignores SIGCHLD or blocks signals
+    would hide the exits of tasks, so both are reset here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("launch() handles signals: call it from the main thread")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    wakeup_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    handlers = {
+        signum: signal.signal(signum, lambda *_: None)
+        for signum in FORWARDED
+        if signal.getsignal(signum) is not signal.SIG_IGN
+    }
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, (*FORWARDED, signal.SIGCHLD))
+    try:
+        yield reader
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(wakeup_fd)
+        os.close(reader)
+        os.close(writer)

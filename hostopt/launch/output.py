@@ -1,0 +1,116 @@
+"""Standard output and standard error of the launcher, which never block on a slow reader.
+
+If the output of a rank were not read, the rank would block in the middle of a step, and all other
+ranks with it. So output is queued in memory until it is read. Ranks block only if the queue is
+full. If the reader then makes no progress for `READER_TIMEOUT_S`, lines are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import threading
+import time
+from collections import deque
+
+__all__: list[str] = []
+
+MAX_QUEUED_BYTES = 16 << 20
+READER_TIMEOUT_S = 10.0  # without progress of the reader, before lines are dropped
+_FLUSH_TIMEOUT_S = 5.0  # without progress of the reader, at the end
+_CHUNK_BYTES = 64 << 10  # of one write: the capacity of a pipe
+
+
+class QueuedWriter:
+    """Writes lines to a file descriptor from a separate thread.
+
+    Args:
+      fd: the descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._changed = threading.Condition()
+        self._lines: deque[bytes] = deque()
+        self._queued_bytes = 0  # of the queued lines and of the line being written
+        self._dropped = 0
+        self._progress_s = 0.0  # `time.monotonic` of the last write, or of the first queued line
+        self._thread: threading.Thread | None = None
+
+    def write(self, line: bytes) -> None:
+        """Queues a line; blocks while the queue is full; drops the line if the reader stalls."""
+        with self._changed:
+            while self._queued_bytes + len(line) > MAX_QUEUED_BYTES:
+                left_s = self._progress_s + READER_TIMEOUT_S - time.monotonic()
+                if left_s <= 0:
+                    self._dropped += 1
+                    return
+                self._changed.wait(left_s)
+            if self._dropped:
+                line = b"hostopt: %d lines dropped: nobody read them\n%b" % (self._dropped, line)
+                self._dropped = 0
+            if not self._queued_bytes:
+                self._progress_s = time.monotonic()
+            self._lines.append(line)
+            self._queued_bytes += len(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until the queue is empty, or the reader makes no progress for `timeout_s`."""
+        self.write(b"")
+        with self._changed:
+            while self._queued_bytes:
+                left_s = self._progress_s + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._changed.wait(left_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                line = self._lines.popleft()
+            self._write(line)
+            with self._changed:
+                self._queued_bytes -= len(line)
+                self._changed.notify_all()
+
+    def _write(self, line: bytes) -> None:
+        data = memoryview(line)
+        with contextlib.suppress(OSError):  # the reader has closed its end
+            while data:
+                try:
+                    data = data[os.write(self._fd, data[:_CHUNK_BYTES]) :]
+                except BlockingIOError:
+                    select.select([], [self._fd], [])
+                self._progress_s = time.monotonic()
+
+
+class LogStream(io.TextIOBase):
+    """A text stream for `logging` that writes to a `QueuedWriter`.
+
+    Args:
+      writer: receives the encoded text.
+    """
+
+    def __init__(self, writer: QueuedWriter) -> None:
+        self._writer = writer
+
+    def write(self, text: str) -> int:
+        """Queues a text, and returns its length."""
+        self._writer.write(text.encode(errors="backslashreplace"))
+        return len(text)
+
+
+OUT, ERR = QueuedWriter(1), QueuedWriter(2)
+
+
+def flush() -> None:
+    """Waits until standard output and standard error are written, unless their reader stalls."""
+    OUT.flush(_FLUSH_TIMEOUT_S)
+    ERR.flush(_FLUSH_TIMEOUT_S)

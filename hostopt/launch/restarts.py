@@ -1,0 +1,219 @@
+"""Decides what follows a failed attempt: a restart, when and on which slots, or the end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from hostopt import errors
+
+__all__: list[str] = []
+
+FIRST_DELAY_S = 1.0  # before the second attempt; doubled before each further one
+MAX_DELAY_S = 60.0
+STEADY_S = 60.0  # an attempt that lasts longer resets the delay
+_MAX_CONSECUTIVE_FAILURES = 2  # attempts in a row after which a slot is left out
+_LAST_PERMANENT = 128
+_FIRST_RETRYABLE = 193
+# Below 128 like the permanent failures, but a damaged message may arrive intact the next time.
+_DAMAGED = errors.ProtocolError.exit_code
+_KINDS = (
+    errors.ConfigError,
+    errors.CollectiveMismatchError,
+    errors.ProtocolError,
+    errors.AuthError,
+    errors.CheckpointError,
+    errors.NonFiniteGradientError,
+    errors.PeerLostError,
+    errors.CollectiveTimeoutError,
+    errors.RendezvousTimeoutError,
+    errors.ResourceError,
+)
+_NAMES = {kind.exit_code: kind.__name__ for kind in _KINDS}
+# Exit codes of reporters: ranks that failed because of another rank.
+_REPORTERS = {
+    _DAMAGED,
+    errors.PeerLostError.exit_code,
+    errors.CollectiveTimeoutError.exit_code,
+    errors.RendezvousTimeoutError.exit_code,
+}
+
+
+@dataclass(frozen=True)
+class TaskExit:
+    """The exit of one process of an attempt.
+
+    Args:
+      name: the task, as the log shows it.
+      slot: slot of this machine, 0 to N-1, which may differ from the rank; None for an evaluator.
+      code: exit code; 128 + n if signal n ended the process.
+      forced: True if the launcher signalled the process because its grace period was over.
+      cause: the error that the process reported; empty if it reported none.
+    """
+
+    name: str
+    slot: int | None
+    code: int
+    forced: bool = False
+    cause: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {describe(self.code)}"
+
+
+@dataclass(frozen=True)
+class RestartDecision:
+    """The root cause of a failed attempt, and whether to retry.
+
+    Args:
+      code: exit code of the root cause; 0 if all processes succeeded.
+      retry: True if another attempt may succeed.
+      reason: the root cause in words, for the log.
+      failed_slots: slots that caused the failure; empty if there are only reporters.
+      cause: the error that the root cause reported, or else the first error that any process
+        reported; empty if there is none.
+    """
+
+    code: int
+    retry: bool
+    reason: str
+    failed_slots: frozenset[int] = frozenset()
+    cause: str = ""
+
+
+def classify_exits(exits: Sequence[TaskExit]) -> RestartDecision:
+    """Finds the root cause of a failed attempt.
+
+    The first of these is the root cause:
+
+    1. a process with a permanent failure,
+    2. a process that a signal ended,
+    3. a process that failed by itself, which excludes reporters,
+    4. a process that the launcher had to end after the others had failed,
+    5. a process that exited with 0 while the others still needed it,
+    6. the first reporter.
+
+    Args:
+      exits: exits of all processes, in the order in which the launcher saw them. The order proves
+        little: a survivor's exit may be seen before the exit of the rank that it lost.
+
+    Returns:
+      The decision.
+    """
+    failed = [each for each in exits if each.code and not each.forced]
+    if not failed:
+        return RestartDecision(0, False, "all tasks succeeded")
+    for each in failed:
+        if is_permanent(each.code):
+            return _decide(each, failed, retry=False)
+    killed = [each for each in failed if _LAST_PERMANENT < each.code < _FIRST_RETRYABLE]
+    causes = killed or [each for each in failed if each.code not in _REPORTERS]
+    if causes:
+        return _decide(causes[0], failed, retry=True, causes=causes)
+    late = [each for each in exits if each.forced]
+    if late:
+        decision = _decide(failed[0], failed, retry=True, causes=late)
+        return replace(decision, reason=f"{_names(late)} did not exit in time ({failed[0]})")
+    early = [each for each in exits if not each.code]
+    decision = _decide(failed[0], failed, retry=True)
+    if early and failed[0].code != _DAMAGED:
+        reason = f"{_names(early)} exited with code 0 before the other tasks ({failed[0]})"
+        return replace(decision, reason=reason)
+    return decision
+
+
+def _decide(
+    root: TaskExit, failed: Sequence[TaskExit], retry: bool, causes: Sequence[TaskExit] = ()
+) -> RestartDecision:
+    slots = frozenset(each.slot for each in causes if each.slot is not None)
+    reported = next((each for each in (root, *failed) if each.cause), None)
+    cause = f"{reported.name}: {reported.cause}" if reported else ""
+    return RestartDecision(root.code, retry, str(root), slots, cause)
+
+
+def _names(exits: Sequence[TaskExit]) -> str:
+    return ", ".join(each.name for each in exits)
+
+
+def is_permanent(code: int) -> bool:
+    """Returns True if the same command would fail with this exit code again."""
+    return 0 < code <= _LAST_PERMANENT and code != _DAMAGED
+
+
+def describe(code: int) -> str:
+    """Returns an exit code with the name of its signal or error."""
+    if code in _NAMES:
+        return f"exit code {code} ({_NAMES[code]})"
+    try:
+        return f"exit code {code} ({signal.Signals(code - 128).name})"
+    except ValueError:
+        return f"exit code {code}"
+
+
+class Restarts:
+    """Counts the restarts of a group and computes the delay before each (exponential back-off).
+
+    Args:
+      max_restarts: number of restarts in total.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self.max_restarts = max_restarts
+        self.used = 0
+        self._delay_s = FIRST_DELAY_S
+
+    def next_delay_s(self, lasted_s: float) -> float | None:
+        """Uses up one restart.
+
+        Args:
+          lasted_s: seconds that the failed attempt lasted.
+
+        Returns:
+          Seconds to wait before the restart; None if no restart is left.
+        """
+        if self.used == self.max_restarts:
+            return None
+        self.used += 1
+        delay_s = FIRST_DELAY_S if lasted_s > STEADY_S else self._delay_s
+        self._delay_s = min(2 * delay_s, MAX_DELAY_S)
+        return delay_s
+
+
+class Slots:
+    """The slots of this machine that are used in an attempt.
+
+    Args:
+      size: number of slots.
+      min_size: smallest number of ranks to train with.
+    """
+
+    def __init__(self, size: int, min_size: int) -> None:
+        self.in_use = list(range(size))
+        self._size = size
+        self._min_size = min_size
+        self._consecutive_failures = [0] * size
+
+    def choose(self, failed_slots: Collection[int]) -> None:
+        """Chooses the slots of the next attempt: all but those that failed twice in a row.
+
+        A slot that was left out rejoins at the restart after that. It is left out again at once if
+        it fails again.
+
+        Args:
+          failed_slots: slots that caused the last failure. If these are all slots in use, none of
+            them counts as the cause.
+        """
+        if set(failed_slots) == set(self.in_use):
+            failed_slots = ()
+        failures = self._consecutive_failures
+        for slot in self.in_use:
+            failures[slot] = failures[slot] + 1 if slot in failed_slots else 0
+        failing = [slot for slot in self.in_use if failures[slot] >= _MAX_CONSECUTIVE_FAILURES]
+        left_out = failing[: self._size - self._min_size]
+        self.in_use = [slot for slot in range(self._size) if slot not in left_out]
+
+    def describe(self) -> str:
+        """Returns ", without slot i, j", or an empty string if all slots are in use."""
+        left_out = [str(slot) for slot in range(self._size) if slot not in self.in_use]
+        return f", without slot {', '.join(left_out)}" if left_out else ""

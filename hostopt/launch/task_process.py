@@ -1,0 +1,154 @@
+"""One task of a cluster on this machine: its supervisor, its lifeline and its output."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import IO
+
+from hostopt.launch import output
+from hostopt.launch.output import QueuedWriter
+
+__all__: list[str] = []
+
+_DRAIN_TIMEOUT_S = 5.0  # for the last output of a task that has ended
+_FIRST_DRAIN_TIMEOUT_S = 0.5
+_END_TIMEOUT_S = 2.0  # for a supervisor to kill its command
+_LINE_BYTES = 1 << 20  # a longer line is split
+_SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_supervisor.py")
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class TaskProcess:
+    """A started task.
+
+    Args:
+      task: job and index.
+      supervisor: the process that runs the command.
+      lifeline: the launcher's end of the socket pair.
+      pumps: threads that copy standard output and standard error.
+      report: path of the file in which the command may report the error that ends it.
+      group: process group of the command, once it is known.
+      code: exit code of the command, once it has ended.
+      forced: True if the launcher signalled the task because its grace period was over.
+    """
+
+    task: tuple[str, int]
+    supervisor: subprocess.Popen[bytes]
+    lifeline: socket.socket
+    pumps: list[threading.Thread]
+    report: str = ""
+    group: int | None = None
+    code: int | None = None
+    forced: bool = False
+    _reported_code: int | None = None  # exit code of the command, as the supervisor sent it
+    _is_killed: bool = False
+
+    @property
+    def name(self) -> str:
+        """``type:index``, for logs."""
+        return "{}:{}".format(*self.task)
+
+    def signal(self, signum: int) -> None:
+        """Delivers a signal to all processes of the command, through the supervisor.
+
+        A stopped supervisor does not deliver signals. So the second SIGKILL kills the supervisor,
+        and the kernel then kills the command.
+        """
+        if signum == signal.SIGKILL and self._is_killed:
+            self.supervisor.kill()
+        self._is_killed = self._is_killed or signum == signal.SIGKILL
+        with contextlib.suppress(OSError):  # the task has ended
+            self.lifeline.send(bytes([signum]))
+
+    def has_ended(self) -> bool:
+        """Reads one message from the lifeline, and returns True at the end of the task."""
+        try:
+            kind, _, number = self.lifeline.recv(64).partition(b" ")
+        except OSError:
+            kind = b""
+        if kind == b"group":
+            self.group = int(number)
+        elif kind == b"code":
+            self._reported_code = int(number)
+        if kind:
+            return False
+        code = self.supervisor.wait()
+        if self._reported_code is not None:
+            code = self._reported_code
+        elif code == 0:  # killed before it could report, and reaped by other code of this process
+            code = -signal.SIGKILL
+        self.code = code if code >= 0 else 128 - code
+        if code < 0 and self.group is not None:  # the supervisor was killed
+            with contextlib.suppress(OSError):
+                os.killpg(self.group, signal.SIGKILL)
+        self.drain(_FIRST_DRAIN_TIMEOUT_S)  # shows its last lines before what the launcher logs
+        return True
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits for the pumps, and returns True if all output was copied."""
+        deadline = time.monotonic() + timeout_s
+        for pump in self.pumps:
+            pump.join(max(0.0, deadline - time.monotonic()))
+        return not any(pump.is_alive() for pump in self.pumps)
+
+    def close(self) -> None:
+        """Kills the command if it still runs, and waits for the rest of its output."""
+        self.lifeline.close()
+        try:
+            self.supervisor.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.supervisor.kill()
+            self.supervisor.wait()
+        if not self.drain(_DRAIN_TIMEOUT_S):
+            _LOG.warning("the output of %s is still open; the rest of it is dropped", self.name)
+
+
+def start(command: list[str], task: tuple[str, int], environment: dict[str, str]) -> TaskProcess:
+    """Starts one task.
+
+    Args:
+      command: program and arguments.
+      task: job and index.
+      environment: environment variables of the command.
+
+    Returns:
+      The task, which runs until it ends or is closed.
+    """
+    lifeline, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", _SUPERVISOR, *command],
+            stdin=supervisor_end.fileno(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches only the launcher
+        )
+    except BaseException:
+        lifeline.close()
+        raise
+    finally:
+        supervisor_end.close()
+    process = TaskProcess(task, supervisor, lifeline, [])
+    for pipe, writer in ((supervisor.stdout, output.OUT), (supervisor.stderr, output.ERR)):
+        arguments = (pipe, writer, f"[{process.name}] ".encode())
+        process.pumps.append(threading.Thread(target=_pump, args=arguments, daemon=True))
+        process.pumps[-1].start()
+    return process
+
+
+def _pump(pipe: IO[bytes], writer: QueuedWriter, prefix: bytes) -> None:
+    """Copies `pipe` to `writer` line by line, each with `prefix`, until all writers are gone."""
+    with pipe:
+        for line in iter(lambda: pipe.readline(_LINE_BYTES), b""):
+            writer.write(prefix + line.rstrip(b"\n") + b"\n")

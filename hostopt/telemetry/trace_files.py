@@ -1,0 +1,137 @@
+"""Reads trace files, and merges those of several ranks by the clock of rank 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hostopt.errors import ConfigError
+from hostopt.options import shown
+from hostopt.shapes import has_shape
+from hostopt.telemetry.timeline import Event, write_trace
+
+__all__: list[str] = []
+
+_TRACE = {"otherData": {"hostopt": {"size": int}}, "traceEvents": list}
+_SINGLE_RANK = {"rank": int, "clock_offset_us": float}
+_EVENT = {"ph": str, "name": str, "pid": int, "tid": int, "args": dict}
+_SPAN = {**_EVENT, "cat": str, "ts": float, "dur": float}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The content of a trace file that a timeline or `merge` has written.
+
+    Args:
+      path: the file.
+      attributes: its attributes, such as rank and size.
+      events: in the Trace Event Format; times in us.
+    """
+
+    path: str
+    attributes: dict[str, Any]
+    events: list[Event]
+
+    @property
+    def spans(self) -> list[Event]:
+        """The events that are spans, sorted by start."""
+        return [event for event in self.events if event["ph"] == "X"]
+
+
+def read(path: str) -> Trace:
+    """Reads a trace.
+
+    Args:
+      path: the file.
+
+    Returns:
+      Its content.
+
+    Raises:
+      ConfigError: the file cannot be read, or is not a trace of hostopt.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}. Give the path of a readable file"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _no_trace(path, f"{type(error).__name__}: {error}") from error
+    if not has_shape(content, _TRACE):
+        raise _no_trace(path, "its content differs")
+    for number, event in enumerate(content["traceEvents"]):
+        if not _is_event(event):
+            raise _no_trace(path, f"event {number} is {shown(event)}")
+    return Trace(path, content["otherData"]["hostopt"], content["traceEvents"])
+
+
+def _is_event(event: Any) -> bool:
+    if not has_shape(event, _EVENT):
+        return False
+    if event["ph"] == "M":
+        return event["name"] != "thread_name" or has_shape(event["args"], {"name": str})
+    wanted = {"bucket": int} if event.get("cat") == "launch" else {}
+    is_span = event["ph"] == "X" and has_shape(event, _SPAN) and has_shape(event["args"], wanted)
+    return is_span and has_shape(event["args"].get("step", 0), int)
+
+
+def _no_trace(path: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a trace of hostopt ({reason}). Give files that a run with "
+        "HOSTOPT_TIMELINE has written"
+    )
+
+
+def merge(paths: Sequence[str], output: str) -> None:
+    """Merges the traces of several ranks. The earliest span starts at 0.
+
+    Args:
+      paths: one file per rank, in any order.
+      output: the merged file.
+
+    Raises:
+      ConfigError: a file is not the trace of a single rank, two files have the same rank, the
+        rings have different sizes, or `output` cannot be written.
+    """
+    traces = [read(path) for path in paths]
+    by_rank: dict[int, Trace] = {}
+    for trace in traces:
+        if not has_shape(trace.attributes, _SINGLE_RANK):
+            raise ConfigError(
+                f"{trace.path} has the attributes {shown(trace.attributes)}, expected the trace "
+                "of one rank. Give the files of the ranks"
+            )
+        other = by_rank.setdefault(trace.attributes["rank"], trace)
+        if other is not trace:
+            raise ConfigError(
+                f"{other.path} and {trace.path} are both of rank {trace.attributes['rank']}. "
+                "Give one file for each rank"
+            )
+        if trace.attributes["size"] != traces[0].attributes["size"]:
+            raise ConfigError(
+                f"{traces[0].path} is of a ring of {traces[0].attributes['size']} ranks and "
+                f"{trace.path} of {trace.attributes['size']}. Give files of one run"
+            )
+    attributes = {"ranks": sorted(by_rank), "size": traces[0].attributes["size"]}
+    try:
+        write_trace(
+            Path(output), _aligned([by_rank[rank] for rank in sorted(by_rank)]), attributes
+        )
+    except (OSError, ValueError) as error:  # ValueError: a path without a name, such as "/"
+        raise ConfigError(f"{output} cannot be written: {error}. Give another file") from error
+
+
+def _aligned(traces: Sequence[Trace]) -> list[Event]:
+    named = [event for trace in traces for event in trace.events if event["ph"] == "M"]
+    spans = [
+        {**event, "ts": event["ts"] + trace.attributes["clock_offset_us"]}
+        for trace in traces
+        for event in trace.spans
+    ]
+    spans.sort(key=lambda event: float(event["ts"]))
+    begin_us = spans[0]["ts"] if spans else 0.0
+    return named + [{**event, "ts": round(event["ts"] - begin_us, 3)} for event in spans]

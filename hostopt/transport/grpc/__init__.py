@@ -1,0 +1,5 @@
+"""The gRPC transport."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,174 @@
+"""Metadata of calls, with a proof that the caller knows the token if the ring has one.
+
+Each call carries the caller's `rank`, and the incarnations `from` of the caller and `to` of the
+rank that is called. With a token it also carries `digest` and `proof`, and the answer carries a
+`proof`. A caller that does not know the other's incarnation is refused with that incarnation as
+challenge, and calls again. docs/wire.md has the details.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+from hostopt.errors import AuthError
+from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.security import Security
+
+__all__: list[str] = []
+
+Metadata = tuple[tuple[str, str], ...]
+Caller = dict[str, str]  # metadata of a call
+
+_CALL, _ANSWER = "call", "answer"
+MAX_RANK_DIGITS = 9
+
+
+class Claim(NamedTuple):
+    """The rank that a caller claims to be.
+
+    Args:
+      rank: its rank; -1 if it names none.
+      incarnation: its incarnation.
+    """
+
+    rank: int
+    incarnation: str
+
+
+class Authenticator:
+    """Signs and checks the calls of one rank.
+
+    Args:
+      peers: the incarnations.
+      security: the token.
+    """
+
+    def __init__(self, peers: Peers, security: Security) -> None:
+        self._peers = peers
+        self._security = security
+
+    def call_metadata(
+        self, peer: int, incarnation: str, method: str, request: bytes = b""
+    ) -> Metadata:
+        """Returns the metadata of a call to a peer.
+
+        Args:
+          peer: rank that is called.
+          incarnation: its incarnation; "" if unknown.
+          method: name of the method.
+          request: the request; empty for a stream.
+        """
+        rank, local = str(self._peers.rank), self._peers.incarnation
+        metadata = (("rank", rank), ("from", local), ("to", incarnation))
+        if not self._security.has_token:
+            return metadata
+        fields, digest = (_CALL, method, rank, str(peer), local, incarnation), _digest(request)
+        proof = self._security.proof(*fields, body=digest.encode())
+        return (*metadata, ("digest", digest), ("proof", proof))
+
+    def check_answer(
+        self, peer: int, incarnation: str, method: str, answer: bytes, metadata: Any
+    ) -> None:
+        """Raises an error unless an answer proves that the peer knows the token.
+
+        Args:
+          peer: rank that was called.
+          incarnation: its incarnation.
+          method: name of the method.
+          answer: the answer.
+          metadata: trailing metadata of the answer.
+
+        Raises:
+          AuthError: the proof is missing or wrong.
+        """
+        proof = read_metadata(metadata).get("proof", "")
+        fields = (_ANSWER, method, str(peer), str(self._peers.rank))
+        incarnations = (incarnation, self._peers.incarnation)
+        if self._security.has_token and not self._security.is_proof(
+            proof, *fields, *incarnations, body=answer
+        ):
+            raise self.auth_error(peer, "answers without knowing the token of this rank")
+
+    def answer_metadata(self, method: str, caller: Caller, answer: bytes) -> Metadata:
+        """Returns the trailing metadata of an answer.
+
+        Args:
+          method: name of the method.
+          caller: metadata of the call.
+          answer: the answer.
+        """
+        if not self._security.has_token:
+            return ()
+        fields = (_ANSWER, method, str(self._peers.rank), caller.get("rank", ""))
+        incarnations = (self._peers.incarnation, caller.get("from", ""))
+        return (("proof", self._security.proof(*fields, *incarnations, body=answer)),)
+
+    def needs_challenge(self, caller: Caller) -> bool:
+        """Returns True if a caller with a token does not know this rank's incarnation yet."""
+        is_signed = self._security.has_token and "proof" in caller
+        return is_signed and caller.get("to") != self._peers.incarnation
+
+    def reason_to_refuse(self, method: str, caller: Caller) -> str | None:
+        """Checks the proof of a call; the request has not been read yet.
+
+        Args:
+          method: name of the method.
+          caller: metadata of the call.
+
+        Returns:
+          The reason to refuse the call; None if it is accepted.
+        """
+        proof = caller.get("proof")
+        if not self._security.has_token:
+            return None if proof is None else "the caller has a token, and this rank has none"
+        if proof is None:
+            return "the caller has no token, and this rank has one"
+        fields = (_CALL, method, caller.get("rank", ""), str(self._peers.rank))
+        incarnations = (caller.get("from", ""), self._peers.incarnation)
+        digest = caller.get("digest", "").encode()
+        if self._security.is_proof(proof, *fields, *incarnations, body=digest):
+            return None
+        return "the caller has another token"
+
+    def is_signed(self, caller: Caller, request: bytes) -> bool:
+        """Returns True if the request of an accepted call is the one that was signed."""
+        return not self._security.has_token or _digest(request) == caller.get("digest")
+
+    def is_peer(self, claim: Claim) -> bool:
+        """Returns True if the claim of an accepted call is true. A token has proved it."""
+        incarnation = self._peers.incarnations.get(claim.rank)
+        return self._security.has_token or claim.incarnation == incarnation
+
+    def auth_error(self, rank: int, fault: str) -> AuthError:
+        """Builds the error of a rank that may not be part of the ring.
+
+        Args:
+          rank: the rank.
+          fault: what is wrong with it, such as "refuses this rank".
+        """
+        cluster = self._peers.cluster
+        fault = f"{cluster.describe(rank)} {fault}"
+        return AuthError(
+            f"{fault}. Found by {cluster.describe(self._peers.rank)}. Give all ranks the same "
+            "token, in token_file or HOSTOPT_TOKEN, and each a tls_dir with a valid certificate "
+            "of the same CA, or none of them any",
+            **cluster.attributes(rank),
+            root_cause=fault,
+        )
+
+
+def read_metadata(metadata: Any) -> Caller:
+    """Returns the texts of metadata by key; gRPC's own type is not always a dict."""
+    return {key: value for key, value in metadata or () if isinstance(value, str)}
+
+
+def claim_of(caller: Caller) -> Claim:
+    """Returns the claim in the metadata of a call."""
+    rank = caller.get("rank", "")
+    is_number = rank.isascii() and rank.isdigit() and len(rank) <= MAX_RANK_DIGITS
+    return Claim(int(rank) if is_number else -1, caller.get("from", ""))
+
+
+def _digest(request: bytes) -> str:
+    return hashlib.sha256(request).hexdigest()

@@ -1,0 +1,216 @@
+"""Detects peers that are lost: it watches connections, and asks a peer for its status.
+
+A broken connection alone does not abort the ring. The peer may be about to send a Leave message
+with its reason, or another rank's error may be on its way, so this rank waits for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any, Callable
+
+from hostopt.errors import AuthError, HostOptError, PeerLostError
+from hostopt.telemetry.flight_recorder import FlightRecorder
+from hostopt.transport.grpc.client import RpcClient
+from hostopt.transport.grpc.notes import read_status
+from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.runtime import grpc
+from hostopt.transport.grpc.stream import Streams
+from hostopt.transport.grpc.timing import Timing
+from hostopt.transport.mailbox import Mailbox
+from hostopt.transport.stall import Status
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+_SILENT = "no answer to ping, its process is frozen, or its host or link is silent"
+_INCARNATION_CHANGED = "incarnation changed, its process was started again"
+
+
+class PeerState(enum.Enum):
+    """The state of a peer whose connection broke."""
+
+    GONE = "its process is gone, or another one listens there"
+    SILENT = "it does not answer"
+    ALIVE = "it answers"
+
+
+class Liveness:
+    """Watches the peers of one rank; used on the event loop.
+
+    Args:
+      peers: state of the peers.
+      client: calls the peers.
+      streams: streams to the peers.
+      mailbox: knows which peers have left in good order.
+      recorder: the last events of this rank, for error messages.
+      timing: deadlines.
+      abort: aborts the ring with an error.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        client: RpcClient,
+        streams: Streams,
+        mailbox: Mailbox,
+        recorder: FlightRecorder,
+        timing: Timing,
+        abort: Callable[[HostOptError], None],
+    ) -> None:
+        self._peers = peers
+        self._client = client
+        self._streams = streams
+        self._mailbox = mailbox
+        self._recorder = recorder
+        self._timing = timing
+        self._abort = abort
+        self._watches: list[asyncio.Future[None]] = []
+        self.closed = False  # True once this rank leaves the ring
+
+    # -- status of a peer ------------------------------------------------------------------
+
+    async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
+        """See `Transport.request_status`."""
+        try:
+            return await self._call_status(peer, {"waiting": waiting, "tag": tag})
+        except (grpc.aio.AioRpcError, AuthError, ValueError):
+            return None
+
+    async def _call_status(
+        self, peer: int, request: dict[str, Any], timeout_s: float | None = None
+    ) -> Status:
+        """Returns the status of a peer; raises ValueError if its answer is malformed."""
+        data = json.dumps(request).encode()
+        timeout_s = self._timing.status_timeout_s if timeout_s is None else timeout_s
+        answer = await self._client.call(peer, "Status", data, timeout_s)
+        size, most_bytes = self._peers.cluster.size, self._peers.most_note_bytes
+        return read_status(answer, most_bytes, size, for_message=bool(request))
+
+    # -- connections -----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Watches the connections to all peers, once the rendezvous is complete."""
+        self._watches = [
+            asyncio.ensure_future(self._watch(peer)) for peer in self._client.channels
+        ]
+
+    def stop(self) -> None:
+        """Stops watching."""
+        for watch in self._watches:
+            watch.cancel()
+
+    async def _watch(self, peer: int) -> None:
+        """Declares a peer lost if the connection that gRPC pings breaks and the peer is gone."""
+        channel, was_ready = self._client.channels[peer], False
+        while True:
+            connectivity = channel.get_state(try_to_connect=True)
+            is_ready = connectivity is grpc.ChannelConnectivity.READY
+            if was_ready and not is_ready:
+                error, state = await self._examine(peer, "connection reset")
+                if state is not PeerState.ALIVE:
+                    await self._lose(peer, error, state)
+                    return
+            if is_ready and not was_ready:
+                await self._identify(peer)
+            was_ready = is_ready
+            await channel.wait_for_state_change(connectivity)
+
+    async def _identify(self, peer: int) -> None:
+        """Makes a call over a new connection, as the peer closes connections without calls."""
+        with contextlib.suppress(grpc.aio.AioRpcError, AuthError, ValueError):
+            await self._call_status(peer, {})
+
+    async def stream_broken(self, peer: int, reason: str) -> None:
+        """Handles a broken stream to or from a peer, unless the peer has left in good order."""
+        if not self.closed and not self._mailbox.has_left(peer):
+            await self._lose(peer, *await self._examine(peer, reason))
+
+    async def check_restart(self, peer: int, incarnation: str) -> None:
+        """Checks the claim that a peer has been started again, by a call to its address.
+
+        Args:
+          peer: its rank.
+          incarnation: the new incarnation.
+        """
+        try:
+            status = await self._call_status(peer, {})
+        except (grpc.aio.AioRpcError, AuthError, ValueError):
+            return
+        if status["incarnation"] != incarnation:
+            return  # a stranger, such as the same task on another host
+        if not self._peers.connected:
+            self.forget(peer)
+        else:  # its broken connection has not been detected yet
+            self._peers.gone.add(peer)
+            self._abort(self._lost_error(peer, _INCARNATION_CHANGED))
+
+    def forget(self, peer: int) -> None:
+        """Removes the state of a peer that has been started again during the rendezvous."""
+        self._peers.forget(peer)
+        self._mailbox.forget(peer)
+        self._streams.forget(peer)
+
+    async def _lose(self, peer: int, error: PeerLostError, state: PeerState) -> None:
+        """Aborts the ring, unless a Leave message or another error arrives first."""
+        incarnation = self._peers.incarnations.get(peer)
+        # A peer that is alive may find this rank gone: its message has the better reason.
+        messages = 3 if state is PeerState.ALIVE else 1
+        await asyncio.sleep(messages * self._timing.last_message_s)
+        if self.closed or self._mailbox.has_left(peer):
+            if state is not PeerState.ALIVE:
+                self._streams.cancel(peer)  # nobody takes its frames any more
+        elif self._peers.connected:
+            if state is PeerState.GONE:
+                self._peers.gone.add(peer)
+            self._abort(error)
+        elif incarnation == self._peers.incarnations.get(peer):
+            _log.warning("during the rendezvous: %s", error)
+            self.forget(peer)
+
+    async def _examine(self, peer: int, reason: str) -> tuple[PeerLostError, PeerState]:
+        """Finds the state of a peer whose connection broke, and the error if it is lost."""
+        try:
+            status = await self._call_status(peer, {}, self._timing.last_message_s)
+            incarnation = status["incarnation"]
+        except grpc.aio.AioRpcError as error:
+            details = f"{reason}, {error.details()}".lower()
+            is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if is_silent or any(word in details for word in ("ping", "keepalive")):
+                return self._lost_error(peer, _SILENT), PeerState.SILENT
+            gone = f"connection reset, process gone ({reason})"
+            return self._lost_error(peer, gone), PeerState.GONE
+        except (AuthError, ValueError):
+            incarnation = None  # another program listens there
+        if incarnation != self._peers.incarnations.get(peer):
+            return self._lost_error(peer, _INCARNATION_CHANGED), PeerState.GONE
+        # Each of the two ranks finds the other alive, so both blame the higher rank.
+        ends = sorted((self._peers.rank, peer))
+        between = " and ".join(map(self._peers.cluster.describe, ends))
+        broken = f"the connection between {between} broke ({reason}), though both are alive"
+        return self._lost_error(ends[1], broken, between), PeerState.ALIVE
+
+    def _lost_error(self, peer: int, reason: str, between: str = "") -> PeerLostError:
+        cluster, rank = self._peers.cluster, self._peers.rank
+        attributes, at = cluster.attributes(peer), ""
+        waits, last = self._mailbox.waits(), self._recorder.last
+        if waits:
+            tag, name = waits[0].tag, waits[0].name
+            attributes |= {"step": tag.step, "bucket": tag.bucket}
+            at = f" at step {tag.step} while rank {rank} waited for {name or 'data'} ({tag})"
+        elif last is not None:
+            attributes |= {"step": last.tag.step, "bucket": last.tag.bucket}
+            at = f" at step {last.tag.step}, after rank {rank} had {last.kind} {last.name}"
+        lost = f"connection between {between}" if between else cluster.describe(peer)
+        return PeerLostError(
+            f"{cluster.describe(peer)} lost{at}: {reason}. Found by {cluster.describe(rank)}. "
+            f"Check the output of rank {peer}, then run the same command again",
+            **attributes,
+            root_cause=f"{lost} lost",
+        )

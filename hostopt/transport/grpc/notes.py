@@ -1,0 +1,117 @@
+"""Reads JSON messages. Each has its documented fields and types, or raises ValueError."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hostopt.errors import HostOptError, error_from_dict
+from hostopt.shapes import Each, Or, has_shape
+from hostopt.transport.grpc.limits import NOTE_DEPTH
+
+__all__: list[str] = []
+
+_ERROR = {"kind": str, "message": str, "facts": dict}
+_TAG = (int,) * 7
+LEAVE = {"sender": int, "from": str, "to": Or(str, None)}  # and "error", an _ERROR
+STATUS_REQUEST = {"waiting": int, "tag": _TAG}
+STATUS = {
+    "incarnation": str,
+    "error": Or(_ERROR, None),
+    "waits": Each({"peer": int, "what": str, "tag": _TAG, "for_s": float}),
+    "sends": Each({"peer": int, "for_s": float}),
+    "last": Or({"what": str, "step": int, "ago_s": float}, None),
+}
+STATUS_FOR_MESSAGE = {
+    **STATUS,
+    "sent": bool,
+    "call": Or({"step": int, "bucket": int, "signature": str, "checksum": int}, None),
+}
+
+
+def read_note(data: bytes, most_bytes: int) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Args:
+      data: the message.
+      most_bytes: its maximum size.
+
+    Returns:
+      The object; all of its texts can be encoded as UTF-8.
+
+    Raises:
+      ValueError: it is not a JSON object, is too long, or nested too deeply.
+    """
+    if len(data) > most_bytes:
+        raise ValueError(f"a message of {len(data)} bytes, expected at most {most_bytes}")
+    try:
+        note = json.loads(data)
+        if b"\\ud" in data.lower():  # a lone surrogate, which UTF-8 cannot represent
+            note = json.loads(json.dumps(note, ensure_ascii=False).encode("utf-8", "replace"))
+    except RecursionError:
+        raise ValueError("a message that is nested too deeply") from None
+    if not isinstance(note, dict):
+        raise ValueError("a message that is not a JSON object")
+    _check_depth(note)
+    return note
+
+
+def read_status_request(data: bytes, most_bytes: int) -> dict[str, Any]:
+    """Reads the Status request of a waiting rank; arguments and errors as for `read_note`."""
+    return _with_shape(read_note(data, most_bytes), STATUS_REQUEST)
+
+
+def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -> dict[str, Any]:
+    """Reads the answer of a Status call.
+
+    Args:
+      data: the answer.
+      most_bytes: its maximum size.
+      size: number of ranks.
+      for_message: True if the request named a message.
+
+    Returns:
+      The status of the peer and its incarnation: see `stall.build_status`. With `for_message`
+      also "sent" and "call": see `Transport.status_for`.
+
+    Raises:
+      ValueError: the answer is malformed, or names a rank that does not exist.
+    """
+    shape = STATUS_FOR_MESSAGE if for_message else STATUS
+    status = _with_shape(read_note(data, most_bytes), shape)
+    if any(not 0 <= each["peer"] < size for each in status["waits"] + status["sends"]):
+        raise ValueError("a status that names no rank of this ring")
+    return status
+
+
+def read_leave(data: bytes, most_bytes: int) -> tuple[dict[str, Any], HostOptError | None]:
+    """Reads a Leave message.
+
+    Args:
+      data: the message.
+      most_bytes: its maximum size.
+
+    Returns:
+      The message, and the error in it or None.
+
+    Raises:
+      ValueError: it is malformed.
+    """
+    note = _with_shape(read_note(data, most_bytes), LEAVE)
+    return note, error_from_dict(note["error"]) if "error" in note else None
+
+
+def _with_shape(note: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    if not has_shape(note, shape):
+        raise ValueError("a message that lacks a field, or has a field of another type")
+    return note
+
+
+def _check_depth(note: dict[str, Any]) -> None:
+    parts: list[Any] = [note]
+    for _ in range(NOTE_DEPTH):
+        inner = [list(part.values()) if isinstance(part, dict) else part for part in parts]
+        parts = [each for part in inner for each in part if isinstance(each, (dict, list))]
+        if not parts:
+            return
+    raise ValueError("a message that is nested too deeply")

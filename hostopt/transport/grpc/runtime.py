@@ -1,0 +1,57 @@
+"""Process-wide settings of gRPC and of the allocator, applied before gRPC is imported.
+
+Import gRPC from here: `from hostopt.transport.grpc.runtime import grpc`. gRPC reads these
+variables when it is imported or first used. A value that the user has set wins.
+
+GRPC_EXPERIMENTS: newer releases poll sockets in a pool of threads, which hands each message on.
+That doubles the context switches and costs 15 % more processor time, so gRPC polls in the thread
+that awaits the message instead.
+
+GRPC_VERBOSITY: gRPC's core would log events such as each GOAWAY; the transport raises them as
+typed errors.
+
+GRPC_ENABLE_FORK_SUPPORT is set in `hostopt.transport`, as a program may import gRPC between
+`import hostopt` and its first communicator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+
+_EXPERIMENTS = "GRPC_EXPERIMENTS"
+_SET_BY_USER = _EXPERIMENTS in os.environ
+if not _SET_BY_USER:
+    os.environ[_EXPERIMENTS] = (
+        "-event_engine_client,-event_engine_listener,tcp_rcv_lowat,tcp_frame_size_tuning"
+    )
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc as grpc  # noqa: E402, PLC0414  after the variables that it reads
+
+if not _SET_BY_USER:
+    del os.environ[_EXPERIMENTS]
+
+__all__: list[str] = []
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
+_SETTINGS = {
+    _M_MMAP_THRESHOLD: 32 << 20,  # glibc's maximum
+    _M_TRIM_THRESHOLD: 256 << 20,
+    _M_TOP_PAD: 16 << 20,
+}
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep up to 256 MiB of freed memory, unless the environment tunes malloc.
+
+    grpcio copies each message several times into fresh memory. By default glibc returns that
+    memory to the kernel at once and page-faults it in again: half of a message's cost.
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for setting, nbytes in _SETTINGS.items():
+            mallopt(setting, nbytes)

@@ -1,0 +1,322 @@
+"""Protects a ring by a token that all ranks share, or by certificates.
+
+The token itself is never sent. The caller and the answering rank each prove that they know it, by
+an HMAC of the message, both ranks and both incarnations. An incarnation is a random number that a
+rank draws at each start, so a recorded proof is useless in another ring or after a restart. The
+kind of the message is part of the HMAC, so a proof cannot be reflected. This module does not
+depend on gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import os
+import ssl
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from hostopt import descriptors
+from hostopt.cluster import Cluster
+from hostopt.errors import ConfigError
+from hostopt.options import Options
+from hostopt.transport.addresses import host_and_port, is_loopback
+
+__all__: list[str] = []
+
+_CA, _CERT, _KEY = "ca.pem", "cert.pem", "key.pem"
+_ROUND_TRIPS = 4  # more than any TLS handshake needs
+# ssl.VERIFY_X509_PARTIAL_CHAIN, which Python 3.9 lacks: trusts an intermediate CA, as gRPC does.
+_PARTIAL_CHAIN = 0x80000
+_PROBE_TIMEOUT_S = 1.0
+_MAX_FILE_BYTES = 1 << 20  # of a token or certificate file
+_WANTS_TLS = "wants TLS, and this rank has no tls_dir"
+
+
+def read_token(options: Options, environ: Mapping[str, str] | None = None) -> bytes | None:
+    """Reads the token that all ranks share.
+
+    Args:
+      options: `token_file` names the file.
+      environ: the environment; `os.environ` if None. Its variable HOSTOPT_TOKEN, which contains
+        the token itself, overrides the file.
+
+    Returns:
+      The token without surrounding white space; None if there is no token.
+
+    Raises:
+      ConfigError: the file cannot be read, is accessible to other users, or is empty.
+    """
+    environ = os.environ if environ is None else environ
+    if "HOSTOPT_TOKEN" in environ:
+        source, token = "the variable HOSTOPT_TOKEN", os.fsencode(environ["HOSTOPT_TOKEN"])
+    elif options.token_file is not None:
+        source = f"token_file {options.token_file}"
+        token = _read(Path(options.token_file), source, is_secret=True)
+    else:
+        return None
+    if not token.strip():
+        raise ConfigError(
+            f"{source} is empty, expected a token that all ranks share. Create one with "
+            "`openssl rand -hex 32`"
+        )
+    return token.strip()
+
+
+def check_tls_dir(path: str, host: str | None = None) -> datetime:
+    """Checks that peers with the same CA would accept the certificate of a directory.
+
+    Args:
+      path: directory with ca.pem, cert.pem and key.pem.
+      host: name or IP address of this rank in TF_CONFIG, which the certificate must name.
+
+    Returns:
+      The time at which the certificate expires, in UTC.
+
+    Raises:
+      ConfigError: a file is missing or no PEM file, key.pem is accessible to other users or does
+        not match the certificate, or peers would refuse the certificate.
+    """
+    tls = Tls(path)
+    fault = tls.fault(host)
+    if fault is not None:
+        raise ConfigError(f"{fault}. Create a new one: see docs/security.md")
+    return tls.expires
+
+
+class Security:
+    """The token and the certificates of one rank.
+
+    Args:
+      cluster: the ring and this rank.
+      options: `token_file`, `tls_dir` and `insecure`.
+      environ: the environment with HOSTOPT_TOKEN; `os.environ` if None.
+
+    Attributes:
+      tls: the certificates of this rank; None if there are none.
+      local_fault: the reason why peers would refuse them; None if they are accepted.
+
+    Raises:
+      ConfigError: the token or the certificates cannot be used, or the ring has neither although
+        other machines can reach it.
+    """
+
+    def __init__(
+        self, cluster: Cluster, options: Options, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._token = read_token(options, environ)
+        self.tls = None if options.tls_dir is None else Tls(options.tls_dir)
+        host = None if cluster.task is None else host_and_port(cluster.task.address)[0]
+        self.local_fault = None if self.tls is None else self.tls.fault(host)
+        others = [task for task in cluster.ring if not is_loopback(task.address)]
+        if others and not (self.has_token or self.tls or options.insecure):
+            raise ConfigError(
+                f"the ring has addresses that other machines can reach, such as {others[0]}, but "
+                "neither a token nor certificates. Give all ranks the same token, in a "
+                "token_file or in HOSTOPT_TOKEN, or each a tls_dir (see docs/security.md), or set "
+                "insecure=True if nobody else can reach these addresses"
+            )
+
+    @property
+    def has_token(self) -> bool:
+        """True if the ranks have a token."""
+        return self._token is not None
+
+    def proof(self, *fields: str, body: bytes) -> str:
+        """Returns the proof that this rank knows the token.
+
+        Args:
+          fields: kind of the message, method, both ranks and both incarnations.
+          body: the message.
+
+        Returns:
+          Hexadecimal HMAC-SHA256 of the fields and the message, with the token as key.
+        """
+        signed = json.dumps(fields).encode() + b"\n" + body
+        return hmac.new(self._token or b"", signed, hashlib.sha256).hexdigest()
+
+    def is_proof(self, proof: str, *fields: str, body: bytes) -> bool:
+        """Returns True if `proof` is the proof of these fields and this message."""
+        expected = self.proof(*fields, body=body)
+        return hmac.compare_digest(proof.encode(), expected.encode())
+
+
+class Tls:
+    """The certificates of one rank. The files are read once.
+
+    Args:
+      path: directory with ca.pem, cert.pem and key.pem.
+
+    Raises:
+      ConfigError: they cannot be used at all; `fault` checks if peers would accept them.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._directory = Path(path)
+        description = f"tls_dir {path}"
+        self.ca, self.cert, self.key = (
+            _read(self._directory / name, f"{name} of {description}", is_secret=name == _KEY)
+            for name in (_CA, _CERT, _KEY)
+        )
+        self._context(ssl.PROTOCOL_TLS_SERVER)  # raises if they cannot be used
+
+    @property
+    def expires(self) -> datetime:
+        """The time at which the certificate expires, in UTC; it must have no `fault`."""
+        seconds = ssl.cert_time_to_seconds(str(self._handshake_with_self(None)["notAfter"]))
+        return datetime.fromtimestamp(seconds, timezone.utc)
+
+    def fault(self, host: str | None) -> str | None:
+        """Checks if a peer with the same CA would accept the certificate.
+
+        Args:
+          host: name or IP address that the certificate must name; None for any.
+
+        Returns:
+          The reason to refuse it; None if it is accepted.
+        """
+        try:
+            self._handshake_with_self(host)
+        except ssl.SSLError as error:
+            return f"{_CERT} of tls_dir {self._directory} is not accepted: {_reason(error)}"
+        return None
+
+    def client_context(self, host: str | None) -> ssl.SSLContext:
+        """Returns the TLS settings for calls to a peer.
+
+        Args:
+          host: name or IP address that the peer's certificate must name; None for any.
+        """
+        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = host is not None
+        return context
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.set_alpn_protocols(["h2"])
+        context.verify_flags |= _PARTIAL_CHAIN
+        try:
+            context.load_verify_locations(self._directory / _CA)
+        except ssl.SSLError as error:
+            raise self._unusable(_CA, "CA certificates in PEM format", error) from None
+        try:
+            context.load_cert_chain(
+                self._directory / _CERT, self._directory / _KEY, password=self._refuse_password
+            )
+        except ssl.SSLError as error:
+            expected = f"a certificate in PEM format, and its key in {_KEY}"
+            raise self._unusable(_CERT, expected, error) from None
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _refuse_password(self) -> str:
+        raise ConfigError(
+            f"{_KEY} of tls_dir {self._directory} has a password. Use a key without a password "
+            "in a file that only its owner can read"
+        )
+
+    def _unusable(self, name: str, expected: str, error: ssl.SSLError) -> ConfigError:
+        fault = f"cannot be used ({_reason(error)})"
+        return ConfigError(f"{name} of tls_dir {self._directory} {fault}, expected {expected}")
+
+    def _handshake_with_self(self, host: str | None) -> dict[str, Any]:
+        """Runs a TLS handshake of this rank with itself in memory; returns the certificate."""
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.client_context(host).wrap_bio(to_client, to_server, server_hostname=host)
+        server = self._context(ssl.PROTOCOL_TLS_SERVER).wrap_bio(
+            to_server, to_client, server_side=True
+        )
+        for _ in range(_ROUND_TRIPS):
+            for end in (client, server):
+                with suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        return client.getpeercert() or {}
+
+
+def _read(path: Path, name: str, *, is_secret: bool) -> bytes:
+    try:
+        with open(path, "rb", opener=_open_without_blocking) as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        descriptors.check(error)
+        raise ConfigError(
+            f"{name} cannot be read: {error.strerror}. Give a file that this user can read"
+        ) from None
+    if is_secret and mode & 0o077:
+        raise ConfigError(
+            f"{name} has mode {mode:04o} and is accessible to other users, expected 0600 or less. "
+            f"Run `chmod 600 {path}`, and replace the secret if others could have read it"
+        )
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{name} has more than {_MAX_FILE_BYTES} bytes. Give the path of the right file"
+        )
+    return content
+
+
+def _open_without_blocking(path: str, flags: int) -> int:
+    """Opens a file like `os.open`, but does not block on a named pipe without a writer."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (getattr(error, "verify_message", "") or error.reason or str(error)).rstrip(".")
+
+
+async def probe(address: str, tls: Tls | None) -> str | None:
+    """Checks if TLS is the reason why a peer cannot be reached; gRPC does not report it.
+
+    Args:
+      address: ``host:port`` of the peer.
+      tls: certificates of this rank; None if it has none.
+
+    Returns:
+      The fault, as the predicate of a sentence about the peer. None if there is no listener, or
+      if TLS is not the reason.
+    """
+    try:
+        for _ in range(2):  # a peer that is just shutting down does not accept a second connection
+            if await asyncio.wait_for(_handshake(address, tls), _PROBE_TIMEOUT_S):
+                return None if tls else _WANTS_TLS
+    except ssl.SSLError as error:
+        return _fault_of(error, tls)
+    except (OSError, asyncio.TimeoutError):
+        return None
+    return "does not accept the certificate of this rank: it ends the connection"
+
+
+async def _handshake(address: str, tls: Tls | None) -> bool:
+    """Returns False if the peer closes the connection after it has this rank's certificate."""
+    host, port = host_and_port(address)
+    if tls is None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    else:
+        context = tls.client_context(host)
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        return tls is None or bool(await reader.read(1))
+    finally:
+        writer.transport.abort()
+
+
+def _fault_of(error: ssl.SSLError, tls: Tls | None) -> str | None:
+    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+        return None  # it is shutting down
+    speaks_tls = isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or "")
+    if tls is None:
+        return _WANTS_TLS if speaks_tls else None
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"has a certificate that is not accepted: {_reason(error)}"
+    if speaks_tls:
+        return f"does not accept the certificate of this rank: {_reason(error)}"
+    return "answers without TLS, which this rank wants"

@@ -1,0 +1,214 @@
+"""The server of one rank: it accepts calls of peers and refuses all others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Callable
+
+from hostopt import descriptors
+from hostopt.errors import ConfigError
+from hostopt.options import Options
+from hostopt.transport.addresses import listen_address
+from hostopt.transport.grpc import forked, limits
+from hostopt.transport.grpc.authentication import (
+    MAX_RANK_DIGITS,
+    Authenticator,
+    Caller,
+    claim_of,
+    read_metadata,
+)
+from hostopt.transport.grpc.channel_options import server_options
+from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.runtime import grpc
+from hostopt.transport.grpc.security import Tls
+from hostopt.transport.grpc.strangers import Strangers
+from hostopt.transport.grpc.timing import Timing
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+
+
+class RpcServer:
+    """Answers the calls of peers; used on the event loop.
+
+    Args:
+      peers: the ring and the incarnations.
+      options: sizes.
+      authenticator: checks the calls.
+      tls: certificates of this rank; None for plain connections.
+      timing: the time that a call may take while the server stops.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        options: Options,
+        authenticator: Authenticator,
+        tls: Tls | None,
+        timing: Timing,
+    ) -> None:
+        self._peers = peers
+        self._options = options
+        self._authenticator = authenticator
+        self._tls = tls
+        self._timing = timing
+        self._refused_hosts: set[str] = set()
+        self._unknown: asyncio.Semaphore | None = None
+        self._server: grpc.aio.Server | None = None
+        self._port = 0
+        self._guard: asyncio.Future[None] | None = None
+        self.strangers = Strangers(peers.cluster.size, authenticator.is_peer)
+
+    async def start(self, service: str, on_stream: Any, **handlers: Handler) -> None:
+        """Listens at this rank's address and begins to answer calls.
+
+        Args:
+          service: name of the gRPC service.
+          on_stream: takes a stream of frames, and calls `admit_stream` first.
+          **handlers: take a request and return the answer, by name of the method.
+
+        Raises:
+          ConfigError: the address is in use, or belongs to another machine.
+          ResourceError: the process has no file descriptor left.
+        """
+        cluster = self._peers.cluster
+        self._unknown = asyncio.Semaphore(limits.UNKNOWN_REQUESTS)
+        self._server = grpc.aio.server(
+            options=server_options(self._options, self._timing, cluster.size)
+        )
+        methods = {name: self._method(name, handler) for name, handler in handlers.items()}
+        methods["Stream"] = grpc.stream_unary_rpc_method_handler(on_stream)
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(service, methods)]
+        )
+        task = cluster.ring[self._peers.rank]
+        address = listen_address(task.address)
+        self._port = self._bind(self._server, address)
+        if not self._port:
+            descriptors.check_room()
+            raise ConfigError(
+                f"address {task.address} of this task ({task.name}) is in use or not of this "
+                "machine. End the process that listens there (is this task already running?) or "
+                "choose another port in TF_CONFIG on all ranks",
+                **cluster.attributes(self._peers.rank),
+            )
+        forked.keep_from_children(self._port)
+        await self._server.start()
+        self._guard = asyncio.ensure_future(self.strangers.watch(address, self._port))
+
+    def _bind(self, server: grpc.aio.Server, address: str) -> int:
+        """Returns the port; 0 if the address is in use."""
+        try:
+            if self._tls is None:
+                return int(server.add_insecure_port(address))
+            pair = [(self._tls.key, self._tls.cert)]
+            credentials = grpc.ssl_server_credentials(pair, self._tls.ca, require_client_auth=True)
+            return int(server.add_secure_port(address, credentials))
+        except RuntimeError:  # older releases of gRPC return 0 instead
+            return 0
+
+    def stop_guard(self) -> None:
+        """Stops looking for connections of strangers."""
+        if self._guard is not None:
+            self._guard.cancel()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops the server.
+
+        Args:
+          grace_s: time that open calls may take to end.
+        """
+        if self._server is not None:
+            stopped = self._server.stop(grace_s)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stopped, 2 * self._timing.leave_timeout_s)
+        forked.forget(self._port)
+
+    def _method(self, name: str, handler: Handler) -> grpc.RpcMethodHandler:
+        async def handle(_: Any, context: grpc.aio.ServicerContext) -> bytes:
+            caller = await self._admit(name, context)
+            request = await self._read(caller, context)
+            answer = await handler(request, context)
+            metadata = self._authenticator.answer_metadata(name, caller, answer)
+            if metadata:
+                context.set_trailing_metadata(metadata)
+            return answer
+
+        # as a stream, since gRPC would read a single request before `_admit` is called
+        return grpc.stream_unary_rpc_method_handler(handle)
+
+    async def admit_stream(self, context: grpc.aio.ServicerContext) -> int:
+        """Returns the peer that starts a stream; ends the call of anybody else.
+
+        Args:
+          context: context of the call.
+        """
+        caller, code = await self._admit("Stream", context), grpc.StatusCode
+        claim = claim_of(caller)
+        if claim.rank not in self._peers:
+            await context.abort(code.INVALID_ARGUMENT, "this is not a rank of this ring")
+        incarnation = self._peers.incarnations.get(claim.rank)
+        is_here = caller.get("to") == self._peers.incarnation
+        if not is_here or caller.get("from") != incarnation:
+            await context.abort(code.NOT_FOUND, "this rank is of another ring")
+        return claim.rank
+
+    async def _admit(self, method: str, context: grpc.aio.ServicerContext) -> Caller:
+        """Returns the metadata of an acceptable call; ends every other call."""
+        caller = read_metadata(context.invocation_metadata())
+        if self._authenticator.needs_challenge(caller):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._peers.incarnation)
+        reason = self._authenticator.reason_to_refuse(method, caller)
+        if reason is not None:
+            await self._refuse(context, caller, reason)
+        claim = claim_of(caller)
+        if claim.rank in self._peers:
+            self.strangers.add_claim(context.peer(), claim)
+        return caller
+
+    async def _read(self, caller: Caller, context: grpc.aio.ServicerContext) -> bytes:
+        """Reads the request of an admitted caller. No byte of it has been read before."""
+        request: Any = None
+        with contextlib.suppress(asyncio.TimeoutError):
+            request = await asyncio.wait_for(self._read_all(caller, context), limits.READ_S)
+        if not isinstance(request, bytes):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
+        if not self._authenticator.is_signed(caller, request):
+            await self._refuse(context, caller, "the request is not the one that was signed")
+        return bytes(request)
+
+    async def _read_all(self, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
+        async with self._memory_limit(caller):
+            request = await context.read()
+            # The call counts as open until its end is read, and the caller may soon call again.
+            return request if await context.read() is grpc.aio.EOF else None
+
+    def _memory_limit(self, caller: Caller) -> AbstractAsyncContextManager[Any]:
+        """Scope of a read; few callers that may be strangers are in it at the same time."""
+        if self._authenticator.is_peer(claim_of(caller)) or self._unknown is None:
+            return contextlib.AsyncExitStack()
+        return self._unknown
+
+    async def _refuse(
+        self, context: grpc.aio.ServicerContext, caller: Caller, reason: str
+    ) -> None:
+        """Ends a call. The ring is not aborted, as the caller may be a stranger."""
+        host = context.peer().rpartition(":")[0]
+        if host not in self._refused_hosts and len(self._refused_hosts) < limits.SHOWN_STRANGERS:
+            self._refused_hosts.add(host)
+            claim = caller.get("rank", "")[:MAX_RANK_DIGITS]
+            _log.warning(
+                "rank %d has refused a call from %s, which claims to be rank %r: %s",
+                self._peers.rank,
+                context.peer(),
+                claim,
+                reason,
+            )
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)

@@ -1,0 +1,298 @@
+"""Messages over gRPC: one stream of frames to each rank that this rank sends to.
+
+Each rank is a server at its own address and a client of its peers. The methods carry raw bytes
+(generic handlers without serializers), so only frames and small JSON messages are sent:
+
+    Hello    JSON, both ways: describes a rank, in the rendezvous
+    Stream   frames, one way; ends in good order when the sender leaves
+    Status   JSON: asks what a rank is doing
+    Leave    JSON: the sender leaves the ring, because of an error or in good order
+
+A rank has two connections to the rank that it sends to: one for frames, and one for all other
+calls, on which gRPC pings. It has only the second one to every other peer. Everything runs on the
+event loop; other threads hand work over to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import threading
+from collections.abc import Sequence
+
+from hostopt import descriptors
+from hostopt.cluster import Cluster
+from hostopt.error_report import cause_of
+from hostopt.errors import (
+    AuthError,
+    CollectiveTimeoutError,
+    HostOptError,
+    PeerLostError,
+    ProtocolError,
+    ResourceError,
+)
+from hostopt.options import Options
+from hostopt.transport import event_loop
+from hostopt.transport.addresses import is_loopback
+from hostopt.transport.base import Transport
+from hostopt.transport.grpc import timing as timing_
+from hostopt.transport.grpc.authentication import Authenticator
+from hostopt.transport.grpc.client import RpcClient
+from hostopt.transport.grpc.departure import Departure
+from hostopt.transport.grpc.frame import HEADER_BYTES, FrameReader, FrameWriter
+from hostopt.transport.grpc.liveness import Liveness
+from hostopt.transport.grpc.notes import read_status_request
+from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.rendezvous import Rendezvous
+from hostopt.transport.grpc.runtime import grpc, keep_freed_memory
+from hostopt.transport.grpc.security import Security
+from hostopt.transport.grpc.server import RpcServer
+from hostopt.transport.grpc.stream import END_OF_STREAM, Stream, Streams
+from hostopt.transport.message import Payload, Tag
+from hostopt.transport.stall import Status
+
+__all__: list[str] = []
+
+
+class GrpcTransport(Transport):
+    """One rank of a ring over gRPC. The constructor returns once all peers are connected.
+
+    Args:
+      cluster: the ring and this rank.
+      options: deadlines and sizes.
+      service: name of the gRPC service; ranks with different names do not connect.
+      timing: times that are not options; `timing.DEFAULT` if None.
+
+    Raises:
+      ConfigError: this rank's address is in use, a peer has another ring or other options, or the
+        token or the certificates cannot be used.
+      AuthError: a peer has another token, or its certificate or this rank's is not accepted.
+      RendezvousTimeoutError: a rank did not appear in time; the message names it.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        options: Options,
+        service: str = "hostopt.Ring",
+        timing: timing_.Timing | None = None,
+    ) -> None:
+        super().__init__(cluster, options)
+        keep_freed_memory()
+        self._timing = timing = timing or timing_.DEFAULT
+        self._ending = threading.RLock()  # held while the ring is aborted or closed
+        self._closed = False
+        self._pid = os.getpid()
+        self._receiving_from: set[int] = set()  # peers whose stream is open
+        security = Security(cluster, options)
+        has_checksum = options.checksum
+        if has_checksum is None:
+            is_local = all(is_loopback(task.address) for task in cluster.ring)
+            has_checksum = not is_local and security.tls is None  # TLS has checksums itself
+        self._checksum = has_checksum
+
+        self._peers = peers = Peers(cluster)
+        self._authenticator = Authenticator(peers, security)
+        self._client = RpcClient(
+            peers, options, self._authenticator, security.tls, service, timing
+        )
+        self._server = RpcServer(peers, options, self._authenticator, security.tls, timing)
+        self._streams = Streams(self._open_stream)
+        parts = (peers, self._client, self._streams, self.mailbox)
+        self._departure = Departure(*parts, timing, self.abort)
+        self._liveness = Liveness(*parts, self.recorder, timing, self.abort)
+        self._rendezvous = Rendezvous(
+            *parts, self._liveness, security, options, timing, self.abort
+        )
+
+        self.mailbox.on_failure(self._start_drop_of_streams)
+        event_loop.run(self._serve(service))
+        atexit.register(self.close)
+        try:
+            event_loop.run(self._connect())
+        except BaseException as error:
+            self.abort(error)
+            if isinstance(error, AuthError):
+                event_loop.run(asyncio.sleep(timing.auth_linger_s))
+            self.close()
+            raise
+
+    async def _serve(self, service: str) -> None:
+        self._client.open()
+        await self._server.start(
+            service,
+            self._on_stream,
+            Hello=self._rendezvous.on_hello,
+            Status=self._on_status,
+            Leave=self._departure.on_leave,
+        )
+
+    async def _connect(self) -> None:
+        await self._rendezvous.run()
+        self._liveness.start()
+
+    # -- sending ---------------------------------------------------------------------------
+
+    async def send(self, peer: int, tag: Tag, payload: Payload, name: str = "") -> None:
+        """See `Transport.send`."""
+        if self.error is not None:
+            raise self.error
+        if self._closed:
+            raise PeerLostError(
+                "this rank has left the ring", **self.cluster.attributes(self.rank)
+            )
+        stream = self._streams.to(peer)
+        self._count(len(payload), HEADER_BYTES)
+        if await stream.put(tag, payload):
+            return
+        has_left = stream.ended or self.mailbox.has_left(peer)
+        error = self._send_error(peer, tag, name, has_left)
+        self.abort(error)
+        raise self.error or error
+
+    def _send_error(self, peer: int, tag: Tag, name: str, has_left: bool) -> HostOptError:
+        peer_name = self.cluster.describe(peer)
+        attributes = {**self.cluster.attributes(peer), "step": tag.step, "bucket": tag.bucket}
+        if has_left:
+            return PeerLostError(
+                f"{peer_name} has left while rank {self.rank} wanted to send {name or 'data'} at "
+                f"{tag}. Give all ranks the same number of steps",
+                **attributes,
+            )
+        return CollectiveTimeoutError(
+            f"{peer_name} has taken no data from rank {self.rank} for "
+            f"{self.options.collective_timeout_s:g} s, at {tag} of {name or 'data'}. Check what "
+            "it is doing, or raise collective_timeout_s",
+            **attributes,
+            root_cause=f"{peer_name} makes no progress",
+        )
+
+    def _open_stream(self, peer: int) -> Stream:
+        channel, call = self._client.open_stream(peer)
+        return Stream(
+            channel,
+            call,
+            FrameWriter(self._peers.origin(self.rank), self._checksum),
+            self.options.collective_timeout_s,
+            lambda reason: self._liveness.stream_broken(peer, reason),
+        )
+
+    def blocked_sends(self) -> dict[int, float]:
+        """See `Transport.blocked_sends`."""
+        return self._streams.blocked()
+
+    def send_time_s(self) -> float:
+        """See `Transport.send_time_s`."""
+        return sum(stream.written_s for stream in self._streams.all())
+
+    # -- receiving -------------------------------------------------------------------------
+
+    async def _on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
+        """Receives the frames of a peer until its stream ends."""
+        peer = await self._server.admit_stream(context)
+        if peer in self._receiving_from:
+            await context.abort(
+                grpc.StatusCode.ALREADY_EXISTS, f"rank {peer} has a stream already"
+            )
+        reader = FrameReader(self._peers.origin(peer))
+        self._receiving_from.add(peer)
+        self._server.strangers.add_stream(context.peer(), peer)
+        reason = "connection reset"
+        try:
+            await context.send_initial_metadata(())  # the peer waits for it
+            while (data := await context.read()) is not grpc.aio.EOF:
+                if data == END_OF_STREAM:
+                    self.mailbox.mark_left(peer, "it has closed its communicator")
+                elif (message := reader.read(data)) is not None:
+                    self.mailbox.put(peer, *message)
+        except ProtocolError as error:
+            self._abort_on_bad_frame(peer, error)
+        except (Exception, asyncio.CancelledError) as error:  # depends on how the connection broke
+            reason = str(error) or reason
+        finally:
+            self._receiving_from.discard(peer)
+        # Does nothing after END_OF_STREAM. The shield is needed as gRPC may cancel this call now.
+        await asyncio.shield(self._liveness.stream_broken(peer, reason))
+        return b""
+
+    def _abort_on_bad_frame(self, peer: int, error: ProtocolError) -> None:
+        attributes = {
+            **self.cluster.attributes(peer),
+            "step": error.step,
+            "bucket": error.bucket,
+        }
+        self.abort(
+            ProtocolError(
+                f"{self.cluster.describe(peer)} sent data to rank {self.rank} "
+                f"({self.cluster.task}) that cannot be used: {error}",
+                **attributes,
+                root_cause=str(error),
+            )
+        )
+
+    async def _on_status(self, request: bytes, _: grpc.aio.ServicerContext) -> bytes:
+        """Answers a Status call; the request may name a message or be empty."""
+        try:
+            message = read_status_request(request, self._peers.most_note_bytes)
+            status = self.status_for(message["waiting"], message["tag"])
+        except ValueError:
+            status = self.status()
+        return json.dumps({"incarnation": self._peers.incarnation, **status}).encode()
+
+    async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
+        """See `Transport.request_status`."""
+        return await self._liveness.request_status(peer, waiting, tag)
+
+    # -- end -------------------------------------------------------------------------------
+
+    def abort(self, error: BaseException) -> None:
+        """See `Transport.abort`."""
+        if not isinstance(error, HostOptError):
+            is_out, cause = descriptors.is_out(error), cause_of(error)
+            text = descriptors.advice(error) if is_out else f"Root cause: {cause}"
+            error = (ResourceError if is_out else PeerLostError)(
+                f"{self.cluster.describe(self.rank)} stopped with an error. {text}",
+                **self.cluster.attributes(self.rank),
+                root_cause=cause,
+            )
+        with self._ending:
+            if not self._closed and self.mailbox.fail(error):
+                self._departure.send_error(error)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if os.getpid() != self._pid:  # a child of fork(), which has no event loop
+            return
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = self._liveness.closed = True
+        atexit.unregister(self.close)
+        event_loop.run(self._close())
+        self._wait_for_dump()
+
+    async def _close(self) -> None:
+        streams, timeout_s = self._streams.all(), self._timing.leave_timeout_s
+        if self.error is None:
+            await asyncio.gather(*(stream.flush() for stream in streams))
+            await self._departure.send_goodbye()
+        await self._departure.wait_until_sent()
+        self._liveness.stop()
+        self._server.stop_guard()
+        closing = [stream.close() for stream in streams]
+        closing += [channel.close() for channel in self._client.channels.values()]
+        closed = [asyncio.ensure_future(each) for each in closing]
+        if closed:
+            await asyncio.wait(closed, timeout=timeout_s)
+        await self._server.stop(timeout_s if self.error is None else 0)  # peers end their streams
+
+    def _start_drop_of_streams(self, error: HostOptError) -> None:
+        """Cancels the streams soon after an abort: sends that are blocked must end."""
+        event_loop.start(self._drop_streams())
+
+    async def _drop_streams(self) -> None:
+        await asyncio.sleep(self._timing.drop_after_s)  # until the peers have the error
+        for stream in self._streams.all():
+            stream.cancel()

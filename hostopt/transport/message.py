@@ -1,0 +1,81 @@
+"""Messages between ranks: their tags and payloads, and a count of the traffic."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Union
+
+__all__: list[str] = []
+
+Payload = Union[bytes, memoryview]
+
+# Channel of `Communicator.finish`. Bucket 1 on it marks "I send no more messages for now".
+FINISH_CHANNEL = 0xFFFF_FFFF
+
+
+class Tag(NamedTuple):
+    """Identifies a message; sender and receiver compute the same tag.
+
+    Args:
+      channel: number of the communicator; the duplicates of a communicator share a transport.
+      step: sequence number of the collective on its channel.
+      bucket: index of the gradient bucket; 0 if there is only one.
+      round: round of the ring schedule.
+      chunk: part of the buffer that one rank reduces.
+      segment: part of the chunk that is sent as one message.
+      signature: checksum of the call's `Signature`.
+    """
+
+    channel: int
+    step: int
+    bucket: int = 0
+    round: int = 0
+    chunk: int = 0
+    segment: int = 0
+    signature: int = 0
+
+    @property
+    def is_finish_marker(self) -> bool:
+        """True for the message that says that its sender only waits for the other ranks."""
+        return self.channel == FINISH_CHANNEL and self.bucket == 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the numbers by name, as the files of the flight recorder show them."""
+        numbers = self._asdict()
+        numbers["layout"] = numbers.pop("signature")
+        return numbers
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, bucket {self.bucket}, round {self.round}, chunk {self.chunk}, "
+            f"segment {self.segment}"
+        )
+
+
+@dataclass
+class Traffic:
+    """Counts the messages that this rank has sent.
+
+    Args:
+      messages: number of messages.
+      payload_bytes: bytes of data.
+      header_bytes: bytes of frame headers.
+    """
+
+    messages: int = 0
+    payload_bytes: int = 0
+    header_bytes: int = 0
+
+
+def channel_number(name: str) -> int:
+    """Returns the number of a channel name, which is the same in every process.
+
+    Args:
+      name: any text.
+
+    Returns:
+      31 bits, so never `FINISH_CHANNEL`. Never 0, which is the number of the first communicator.
+    """
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFF_FFFF or 1

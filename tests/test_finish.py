@@ -1,0 +1,105 @@
+"""The barrier at the end: ranks that have finished, and ranks that still wait for them."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from rings import Spawn, failure
+
+from hostopt.communicator import Communicator
+from hostopt.errors import (
+    HostOptError,
+    PeerLostError,
+)
+from hostopt.transport import event_loop
+from hostopt.transport.message import Tag
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_collectives_after_finish(spawn: Spawn, size: int) -> None:
+    def work(communicator: Communicator) -> None:
+        for _ in range(10):
+            local = np.array([communicator.rank + 1.0])
+            assert communicator.all_reduce(local)[0] == size * (size + 1) / 2
+            communicator.finish()
+
+    spawn(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_waits_for_one_that_has_finished(spawn: Spawn, size: int) -> None:
+    def work(communicator: Communicator) -> HostOptError:
+        communicator.barrier()
+        if communicator.rank == 0:
+            return failure(communicator, communicator.finish)
+        return failure(communicator, lambda: communicator.all_reduce(np.ones(9), name="step 7"))
+
+    errors = spawn(size, work)
+    # who receives from rank 0 finds it, and the others hear it from there
+    for error in errors:
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 0
+        assert "rank 0" in str(error)
+        assert "finished" in str(error)
+        assert re.search(r"rank [1-9] waited for step 7", str(error))
+
+
+def test_a_rank_that_finishes_twice_while_the_other_continues(spawn_inproc: Spawn) -> None:
+    said_again = threading.Event()
+
+    def work(communicator: Communicator) -> HostOptError:
+        mailbox = communicator.transport.mailbox
+        if communicator.rank == 0:
+            send = communicator.transport.send
+
+            async def send_and_say(*message: Any) -> None:
+                await send(*message)
+                said_again.set()
+
+            communicator.finish()
+            communicator.transport.send = send_and_say  # type: ignore[method-assign]
+            return failure(communicator, communicator.finish)
+        resume = mailbox.resume
+
+        def late_resume(*step: int) -> None:
+            assert said_again.wait(30)
+            resume(*step)
+
+        mailbox.resume = late_resume  # type: ignore[method-assign]
+        communicator.finish()
+        return failure(communicator, lambda: communicator.all_reduce(np.ones(9)))
+
+    for error in spawn_inproc(2, work):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 0
+
+
+def test_a_marker_that_arrives_after_the_end(spawn_inproc: Spawn) -> None:
+    together = threading.Barrier(3)
+
+    def work(communicator: Communicator) -> float:
+        send = communicator.transport.send
+        late: list[Any] = []
+
+        async def hold_the_marker(peer: int, tag: Tag, *rest: Any) -> None:
+            if tag.is_finish_marker:
+                late.append((peer, tag, *rest))
+            else:
+                await send(peer, tag, *rest)
+
+        communicator.transport.send = hold_the_marker  # type: ignore[method-assign]
+        communicator.finish()
+        for message in late:
+            event_loop.run(send(*message))
+        together.wait(30)
+        mailbox, previous = communicator.transport.mailbox, (communicator.rank - 1) % 3
+        with mailbox.waiting(previous, Tag(0, 1), "new work") as check:
+            left_s = check()
+        together.wait(30)  # a rank that left would be another reason to give up
+        return left_s
+
+    assert all(left_s > 0 for left_s in spawn_inproc(3, work))

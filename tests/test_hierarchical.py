@@ -1,0 +1,80 @@
+"""Two-level all-reduce against its definition, bit by bit."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from rings import Spawn
+
+from hostopt.collectives.call import CollectiveCall
+from hostopt.collectives.host_memory import open_hierarchical
+from hostopt.collectives.hosts import Hosts
+from hostopt.collectives.ring_schedule import chunk_slices
+from hostopt.collectives.wire_format import new_wire_format
+from hostopt.communicator import Communicator
+
+
+def values(rank: int, length: int) -> Any:
+    random = np.random.default_rng([rank, length])
+    scale = 10.0 ** random.integers(0, 4, length)
+    return (random.standard_normal(length) * scale).astype(np.float32)
+
+
+ROUND = {
+    None: lambda array: array,
+    "fp16": lambda array: array.astype(np.float16).astype(np.float32),
+    "bf16": lambda array: array.astype(ml_dtypes.bfloat16).astype(np.float32),
+}
+
+
+def reference(groups: list[tuple[int, ...]], length: int, compression: str | None) -> Any:
+    """The defined sum: in rank order on each host, then around the ring of leaders."""
+    on_host = [reduce(np.add, [values(rank, length) for rank in group]) for group in groups]
+    if len(groups) == 1:
+        return on_host[0]
+    travel = ROUND[compression]
+    if len(groups) == 2:  # exchanged: both add what both have rounded
+        return travel(on_host[0]) + travel(on_host[1])
+    result = np.empty(length, np.float32)
+    for index, part in enumerate(chunk_slices(length, len(groups))):
+        # chunk c travels from leader c + 1 around to leader c, which adds last
+        order = [(index + 1 + i) % len(groups) for i in range(len(groups))]
+        partial = on_host[order[0]][part]
+        for host in order[1:]:
+            partial = on_host[host][part] + travel(partial)
+        result[part] = travel(partial)
+    return result
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(0, 1)],
+        [(0, 1, 2), (3,)],
+        [(0, 2), (1, 3)],
+        [(0,), (1, 2), (3,)],
+        [(0, 1), (2, 3), (4, 5), (6, 7)],
+        [(0, 1, 2, 3, 4, 5, 6, 7)],
+    ],
+)
+@pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
+def test_results_have_the_defined_bits(
+    spawn_inproc: Spawn, groups: list[tuple[int, ...]], compression: str | None
+) -> None:
+    hosts = Hosts(tuple(groups))
+    size = sum(map(len, groups))
+
+    def work(communicator: Communicator) -> None:
+        hierarchical = open_hierarchical(communicator.duplicate(), hosts, 4096)
+        assert hierarchical is not None
+        for step, length in enumerate([0, 1, 5, 1024, 1025, 3001]):
+            local = values(communicator.rank, length)
+            wire_format = new_wire_format(compression)
+            hierarchical.all_reduce(local, np.add, CollectiveCall(7, step), wire_format)
+            np.testing.assert_array_equal(local, reference(groups, length, compression))
+
+    spawn_inproc(size, work, segment_bytes=64)

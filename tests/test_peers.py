@@ -1,0 +1,45 @@
+"""The state of the peers during the rendezvous."""
+
+from __future__ import annotations
+
+from hostopt.cluster import Cluster
+from hostopt.transport.grpc.peers import INCARNATION, Peers
+
+CLUSTER = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]}, "worker", 2)
+
+
+def test_all_other_ranks_are_missing_at_first() -> None:
+    peers = Peers(CLUSTER)
+    assert peers.missing == {0, 1}
+    assert peers.successor == 0
+    assert [rank in peers for rank in range(-1, 4)] == [False, True, True, False, False]
+
+
+def test_each_start_has_another_incarnation() -> None:
+    first, second = Peers(CLUSTER), Peers(CLUSTER)
+    assert first.incarnation != second.incarnation
+    assert INCARNATION.fullmatch(first.incarnation)
+    assert first.origin(2).job == second.origin(2).job
+    assert first.origin(2).incarnation == int(first.incarnation, 16)
+
+
+def test_a_restarted_peer() -> None:
+    peers = Peers(CLUSTER)
+    assert not peers.is_restarted(1, "77")
+    peers.incarnations[1] = "77"
+    peers.missing.discard(1)
+    assert not peers.is_restarted(1, "77")
+    assert peers.is_restarted(1, "78")
+    peers.gone.add(1)
+    peers.forget(1)
+    assert peers.missing == {0, 1}
+    assert not peers.gone
+    assert not peers.is_restarted(1, "78")
+
+
+def test_names_and_reasons_of_missing_peers() -> None:
+    peers = Peers(CLUSTER)
+    peers.reasons[1] = "runs another program"
+    assert peers.missing_names() == (
+        "worker:0 (127.0.0.1:1), worker:1 (127.0.0.1:2), which runs another program"
+    )

@@ -1,0 +1,193 @@
+"""Collectives in shared memory: results bit by bit."""
+
+from __future__ import annotations
+
+import mmap
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from rings import Spawn
+
+from hostopt.collectives.call import CollectiveCall
+from hostopt.collectives.shared_memory import SharedMemoryChannel
+from hostopt.collectives.staging_buffers import channel_bytes
+from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.communicator import Communicator
+from hostopt.errors import CollectiveMismatchError
+from hostopt.transport.signature import signature_of
+
+BLOCK_BYTES = 4096
+LENGTHS = [0, 1, 2, 7, 1024, 1025, 2047, 2049, 5000]  # of float32: up to five blocks
+
+
+def shared_channel(size: int) -> Any:
+    """Returns a function that opens the same memory on each rank."""
+    memory = mmap.mmap(-1, channel_bytes(size, BLOCK_BYTES))
+
+    def open_(communicator: Communicator) -> SharedMemoryChannel:
+        members = tuple(range(size))
+        return SharedMemoryChannel(
+            memoryview(memory), members, BLOCK_BYTES, communicator.transport
+        )
+
+    return open_
+
+
+def values(rank: int, length: int, dtype: Any = np.float32) -> Any:
+    # magnitudes that differ, so that the order of additions shows in the bits
+    random = np.random.default_rng([rank, length])
+    return (random.standard_normal(length) * 10.0 ** random.integers(0, 4, length)).astype(dtype)
+
+
+def call(step: int, name: str = "") -> CollectiveCall:
+    return CollectiveCall(1, step, name=name)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, ml_dtypes.bfloat16])
+def test_all_reduce_adds_in_rank_order(spawn_inproc: Spawn, size: int, dtype: Any) -> None:
+    open_channel = shared_channel(size)
+
+    def work(communicator: Communicator) -> None:
+        channel = open_channel(communicator)
+        for step, length in enumerate(LENGTHS):
+            local = values(communicator.rank, length, dtype)
+            expected = reduce(np.add, [values(rank, length, dtype) for rank in range(size)])
+            channel.all_reduce(local, np.add, call(step))
+            np.testing.assert_array_equal(local, expected, strict=True)
+
+    spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("op", [np.minimum, np.maximum])
+def test_minimum_and_maximum(spawn_inproc: Spawn, op: np.ufunc) -> None:
+    open_channel = shared_channel(3)
+
+    def work(communicator: Communicator) -> None:
+        local = values(communicator.rank, 3000)
+        open_channel(communicator).all_reduce(local, op, call(0))
+        expected = reduce(op, [values(rank, 3000) for rank in range(3)])
+        np.testing.assert_array_equal(local, expected)
+
+    spawn_inproc(3, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_alternating_reductions_and_broadcasts(spawn_inproc: Spawn, size: int) -> None:
+    open_channel = shared_channel(size)
+
+    def work(communicator: Communicator) -> None:
+        channel = open_channel(communicator)
+        for step in range(40):
+            length, root = LENGTHS[step % len(LENGTHS)], step % size
+            local = values(communicator.rank, length)
+            channel.broadcast(local, root, call(2 * step))
+            np.testing.assert_array_equal(local, values(root, length))
+            local = values(communicator.rank, length)
+            channel.all_reduce(local, np.add, call(2 * step + 1))
+            expected = reduce(np.add, [values(rank, length) for rank in range(size)])
+            np.testing.assert_array_equal(local, expected)
+
+    spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("other", [np.ones(9, np.float32), np.ones(10, np.int32)])
+def test_arrays_that_do_not_match(spawn_inproc: Spawn, size: int, other: Any) -> None:
+    open_channel = shared_channel(size)
+
+    def work(communicator: Communicator) -> str:
+        local = other if communicator.rank == 1 else np.ones(10, np.float32)
+        signature = signature_of("all_reduce(sum)", "bread", local.dtype, local.shape)
+        mismatched = CollectiveCall(1, 0, 0, "bread", signature)
+        communicator.begin(mismatched)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            open_channel(communicator).all_reduce(local, np.add, mismatched)
+        return str(caught.value)
+
+    (text,) = {*spawn_inproc(size, work)}
+    assert "rank 0 (worker:0, inproc:0) calls all_reduce(sum) of 'bread' float32[10]" in text
+    assert f"calls all_reduce(sum) of 'bread' {other.dtype.name}[{other.size}] at step 0" in text
+
+
+def test_byte_strings_on_one_rank_and_a_reduction_on_another(spawn_inproc: Spawn) -> None:
+    open_channel = shared_channel(2)
+
+    def work(communicator: Communicator) -> str:
+        kind = "all_gather_bytes" if communicator.rank else "all_reduce(sum)"
+        mismatched = CollectiveCall(1, 0, 0, "bread", signature_of(kind, "bread"))
+        communicator.begin(mismatched)
+        channel = open_channel(communicator)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            if communicator.rank:
+                channel.all_gather_bytes(memoryview(b"flour"), mismatched)
+            else:
+                channel.all_reduce(np.ones(9), np.add, mismatched)
+        return str(caught.value)
+
+    (text,) = {*spawn_inproc(2, work)}
+    assert "rank 1 (worker:1, inproc:1) calls all_gather_bytes of 'bread' at step 0" in text
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_byte_strings_of_all_lengths(spawn_inproc: Spawn, size: int) -> None:
+    open_channel = shared_channel(size)
+    room = BLOCK_BYTES - 8  # of the first block
+    lengths = [0, 1, 7, room - 1, room, room + 1, room + BLOCK_BYTES, room + 3 * BLOCK_BYTES + 1]
+
+    def text(rank: int, step: int) -> bytes:
+        length = lengths[(3 * rank + step) % len(lengths)]
+        return np.random.default_rng([rank, step]).integers(0, 256, length, np.uint8).tobytes()
+
+    def work(communicator: Communicator) -> None:
+        channel = open_channel(communicator)
+        for step in range(0, 40, 2):
+            local = memoryview(text(communicator.rank, step))
+            expected = [text(rank, step) for rank in range(size)]
+            assert channel.all_gather_bytes(local, call(step)) == expected
+            array = values(communicator.rank, 1500)
+            channel.all_reduce(array, np.add, call(step + 1))
+            sums = reduce(np.add, [values(rank, 1500) for rank in range(size)])
+            np.testing.assert_array_equal(array, sums)
+
+    spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduce_of_several_arrays(spawn_inproc: Spawn, size: int) -> None:
+    open_channel = shared_channel(size)
+    lengths, starts = [5, 1, 3000, 7], [0, 16, 32, 3040]  # gaps between them, and three blocks
+
+    def parts(rank: int) -> list[Any]:
+        return [values(rank, length) for length in lengths]
+
+    def work(communicator: Communicator) -> None:
+        channel, flat = open_channel(communicator), np.zeros(3056, np.float32)
+        channel.all_reduce(flat, np.add, call(0), TensorListView(parts(communicator.rank), starts))
+        expected = np.zeros(3056, np.float32)
+        for number, (start, length) in enumerate(zip(starts, lengths)):
+            sums = reduce(np.add, [parts(rank)[number] for rank in range(size)])
+            expected[start : start + length] = sums
+        np.testing.assert_array_equal(flat, expected)
+
+    spawn_inproc(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, ml_dtypes.bfloat16])
+def test_reduce_scatter_adds_in_rank_order(spawn_inproc: Spawn, size: int, dtype: Any) -> None:
+    open_channel = shared_channel(size)
+    results = [np.zeros(length, dtype) for length in LENGTHS]  # all threads share them
+
+    def work(communicator: Communicator) -> None:
+        channel = open_channel(communicator)
+        for step, (length, sums) in enumerate(zip(LENGTHS, results)):
+            local = values(communicator.rank, length, dtype)
+            channel.reduce_scatter(sums, np.add, call(step), TensorListView([local], [0]))
+            expected = reduce(np.add, [values(rank, length, dtype) for rank in range(size)])
+            np.testing.assert_array_equal(sums, expected, strict=True)
+
+    spawn_inproc(size, work)
