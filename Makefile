@@ -76,7 +76,8 @@ test-core: $(TEST_STAMP)
 		tests/test_faults_training.py tests/test_input_state.py tests/test_checkpoints.py \
 		tests/test_model_dir_faults.py tests/test_background.py \
 		tests/test_many_reductions.py tests/test_unreduced_updates.py \
-		tests/test_foreign_programs.py
+		tests/test_foreign_programs.py \
+		tests/test_ways_of_stock.py::test_the_stock_function_trains_with_the_stock_strategy
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
 test-matrix:

@@ -110,7 +110,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             max_steps = whole_loops(max_steps, self._iterations)
         strategy = self._train_distribution
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
-            with training_without_ring(self._model_dir, self._config.is_chief):
+            with training_without_ring(self._model_dir, self._config):
                 super().train(input_fn, hooks, steps, max_steps, saving_listeners)
             return self
         preemption = Preemption(strategy.close)

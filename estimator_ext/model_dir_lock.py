@@ -15,6 +15,7 @@ import hostopt
 from estimator_ext.file_errors import cannot_save
 from hostopt import lock_file
 from hostopt.connect import exit_with_error_code
+from hostopt.tf_config import RING_JOBS, read_tf_config
 
 __all__: list[str] = []
 
@@ -62,14 +63,22 @@ def training_in(
 
 
 def training_without_ring(
-    model_dir: str, is_chief: bool
+    model_dir: str, config: tf.estimator.RunConfig
 ) -> contextlib.AbstractContextManager[None]:
     """Returns `training_in` of a process that is not part of a ring.
 
+    Only the chief needs the lock. TensorFlow's distribute coordinator sets `is_chief` in the
+    RunConfig of every task, so TF_CONFIG decides if it runs.
+
     Args:
       model_dir: model_dir of the Estimator.
-      is_chief: False for a process that does not write there, which needs no lock.
+      config: configuration of the Estimator.
     """
+    is_chief = config.is_chief
+    tf_config = read_tf_config(os.environ)
+    if getattr(config, "_distribute_coordinator_mode", None) and tf_config is not None:
+        jobs, job, index = tf_config
+        is_chief = index == 0 and job == next((name for name in RING_JOBS if name in jobs), job)
     return training_in(model_dir) if is_chief else contextlib.nullcontext()
 
 

@@ -58,7 +58,7 @@ def train_and_evaluate(
     TrainingExecutor(estimator, train_spec, eval_specs[0])  # checks its arguments
     strategy = estimator.config.train_distribute
     if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.task is None:
-        with training_without_ring(estimator.model_dir, estimator.config.is_chief):
+        with training_without_ring(estimator.model_dir, estimator.config):
             if len(eval_specs) == 1:
                 return stock_train_and_evaluate(estimator, train_spec, eval_specs[0])
             _train(estimator, train_spec)

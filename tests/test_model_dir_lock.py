@@ -26,7 +26,7 @@ import estimator_ext
 import hostopt
 from estimator_ext import model_dir_lock
 from estimator_ext.chief_liveness import ChiefLiveness
-from estimator_ext.model_dir_lock import is_training, training_in
+from estimator_ext.model_dir_lock import is_training, training_in, training_without_ring
 from hostopt import lock_file
 from hostopt.collectives import hosts
 
@@ -182,6 +182,23 @@ import estimator_ext
 estimator_ext.install()
 estimator_ext.Estimator(lambda features, labels: None, sys.argv[1]).train(print, steps=1)
 """
+
+
+@pytest.mark.parametrize(
+    ("job", "index", "locks"),
+    [("worker", 0, True), ("worker", 1, False), ("evaluator", 0, False)],
+)
+def test_only_the_chief_locks_under_a_strategy_of_tensorflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, index: int, locks: bool
+) -> None:
+    """TensorFlow's own RunConfig says of each of these tasks that it is the chief."""
+    cluster = {"worker": ["127.0.0.1:1", "127.0.0.1:2"], "evaluator": ["127.0.0.1:3"]}
+    task = {"type": job, "index": index}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    config = estimator_ext.RunConfig(train_distribute=tf.distribute.OneDeviceStrategy("/cpu:0"))
+    assert config.is_chief
+    with training_without_ring(str(tmp_path), config):
+        assert is_training(str(tmp_path)) == locks
 
 
 def test_a_program_without_a_strategy_exits_with_the_code_of_the_error(
