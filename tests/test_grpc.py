@@ -143,6 +143,31 @@ def test_a_rank_may_restart_during_the_rendezvous(processes: NewRing) -> None:
     assert waiting[0].exit_code() == 0, waiting[0].stderr
 
 
+def test_a_stream_that_breaks_during_the_rendezvous_loses_no_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer is alive, and has sent its first message when this rank opens a new stream."""
+    open_stream, broken = client.RpcClient.open_stream, threading.Event()
+
+    def open_first_to_nobody(self: client.RpcClient, peer: int) -> Any:
+        service = self._service
+        if self._peers.rank == 1 and not broken.is_set():
+            broken.set()
+            self._service = "nobody"
+        try:
+            return open_stream(self, peer)
+        finally:
+            self._service = service
+
+    monkeypatch.setattr(client.RpcClient, "open_stream", open_first_to_nobody)
+
+    def work(communicator: Communicator) -> None:
+        assert communicator.all_reduce(np.ones(3)).tolist() == [2.0] * 3
+
+    Spawn("grpc")(2, work)
+    assert broken.is_set()
+
+
 def test_a_late_leave_message_does_not_affect_the_next_ring(spawn_grpc: Spawn) -> None:
     def work(communicator: Communicator) -> None:
         communicator.barrier()

@@ -171,8 +171,11 @@ class Liveness:
                 self._peers.gone.add(peer)
             self._abort(error)
         elif incarnation == self._peers.incarnations.get(peer):
+            # The peer may only be slow, and its messages are still wanted. If it has been started
+            # again, its next Hello message says so.
             _log.warning("during the rendezvous: %s", error)
-            self.forget(peer)
+            self._peers.missing.add(peer)
+            self._streams.forget(peer)
 
     async def _examine(self, peer: int, reason: str) -> tuple[PeerLostError, PeerState]:
         """Finds the state of a peer whose connection broke, and the error if it is lost."""
