@@ -184,7 +184,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="number of runs; the table shows their median (default: 7)",
     )
     parser.add_argument(
-        "--communication", choices=["auto", "grpc", "shm"], help="transport between the ranks"
+        "--communication",
+        choices=["auto", "grpc+tcp", "grpc", "shm"],
+        help="transport between the ranks",
     )
     parser.add_argument(
         "--compression", choices=["none", "fp16", "bf16"], help="wire format of the values"

@@ -30,7 +30,7 @@ from hostopt.collectives.sequence_counters import SequenceCounters
 from hostopt.collectives.shared_file import SharedFile
 from hostopt.communicator import Communicator
 from hostopt.transport.grpc import server, timing
-from hostopt.transport.grpc.stream import END_OF_STREAM
+from hostopt.transport.grpc.grpc_stream import END_OF_STREAM
 
 STUCK_S = 20  # longer than any test waits
 _MESSAGES_BEFORE = {"before-send": 0, "mid-chunk": 1}

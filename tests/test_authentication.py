@@ -11,7 +11,7 @@ from hostopt.errors import AuthError
 from hostopt.options import Options
 from hostopt.transport.grpc.authentication import Authenticator, Claim, claim_of
 from hostopt.transport.grpc.peers import Peers
-from hostopt.transport.grpc.security import Security
+from hostopt.transport.security import Security
 
 JOBS = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
 TOKEN, OTHER_TOKEN = "flour", "water"

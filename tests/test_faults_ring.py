@@ -17,7 +17,7 @@ from harness import is_gone, listens, reserved_addresses, split_address, until
 from proxy import Proxy
 from rings import NewRing, RankProcess, RankProcesses
 
-from hostopt.transport.grpc.frame import FrameWriter, Origin
+from hostopt.transport.frame import FrameWriter, Origin
 from hostopt.transport.message import Tag
 
 pytestmark = [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostopt.errors import ProtocolError
-from hostopt.transport.grpc.frame import HEADER_BYTES, FrameReader, FrameWriter, Origin
+from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter, Origin
 from hostopt.transport.message import FINISH_CHANNEL, Tag
 
 TAG = Tag(channel=1, step=2, bucket=3, round=4, chunk=5, segment=6, signature=7)

@@ -27,7 +27,7 @@ from hostopt.errors import ConfigError, HostOptError, ProtocolError, error_to_di
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.transport import mismatch
-from hostopt.transport.grpc.frame import HEADER_BYTES, FrameReader, Origin
+from hostopt.transport.frame import HEADER_BYTES, FrameReader, Origin
 from hostopt.transport.grpc.hello import HelloMessages
 from hostopt.transport.grpc.notes import read_leave, read_status, read_status_request
 from hostopt.transport.grpc.peers import Peers

@@ -26,7 +26,7 @@ from hostopt.gradients.reducer import Reducer
 from hostopt.options import MAX_COUNT, MAX_SEGMENT_BYTES, VARIABLES, YEAR_S, Options
 from hostopt.transport.grpc.hello import HelloMessages
 from hostopt.transport.grpc.peers import Peers
-from hostopt.transport.grpc.security import read_token
+from hostopt.transport.security import read_token
 
 DEFAULTS = dataclasses.asdict(Options())
 HUGE = 10**5000  # Python does not print it

@@ -27,8 +27,8 @@ from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError
 from hostopt.options import Options
-from hostopt.transport.grpc.frame import FrameWriter
-from hostopt.transport.grpc.security import Security, check_tls_dir, read_token
+from hostopt.transport.frame import FrameWriter
+from hostopt.transport.security import Security, check_tls_dir, read_token
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.message import Tag
 

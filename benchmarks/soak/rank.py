@@ -24,7 +24,7 @@ import tensorflow as tf
 import estimator_ext
 from benchmarks.soak import notes
 from hostopt.transport.grpc import timing
-from hostopt.transport.grpc.frame import FrameWriter
+from hostopt.transport.frame import FrameWriter
 
 SEED, EXAMPLES, PIXELS, CLASSES, HIDDEN, BATCH = 7, 1000, 100, 10, 256, 32
 CHECKPOINT_STEPS = 50

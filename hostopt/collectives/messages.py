@@ -44,20 +44,23 @@ class CallMessages:
         self._transport.recorder.record("sent", peer, name, tag, len(payload))
         self._trace(Track.RING_SEND, tag, begin_s, len(payload))
 
-    async def receive(self, peer: int, tag: Tag, phase: str) -> memoryview:
+    async def receive(
+        self, peer: int, tag: Tag, phase: str, into: memoryview | None = None
+    ) -> memoryview:
         """Receives a message of any length.
 
         Args:
           peer: rank to receive from.
           tag: tag of the message.
           phase: phase of the call, for warnings and errors.
+          into: memory that the payload may be received into; see `Transport.recv`.
 
         Returns:
-          The payload, read-only.
+          The payload, read-only, in `into` or elsewhere.
         """
         begin_s = time.monotonic()
         name = self._call.in_phase(phase)
-        payload = await self._transport.recv(peer, tag, name)
+        payload = await self._transport.recv(peer, tag, name, into)
         self._transport.recorder.record("received", peer, name, tag, len(payload))
         self._trace(Track.RING_RECEIVE, tag, begin_s, len(payload))
         return payload
@@ -67,7 +70,13 @@ class CallMessages:
         await self.send(peer, tag, array.view(np.uint8).data, phase)
 
     async def receive_array(
-        self, peer: int, tag: Tag, size: int, dtype: np.dtype[Any], phase: str
+        self,
+        peer: int,
+        tag: Tag,
+        size: int,
+        dtype: np.dtype[Any],
+        phase: str,
+        into: Array | None = None,
     ) -> Array:
         """Receives an array of a known size.
 
@@ -77,14 +86,17 @@ class CallMessages:
           size: number of elements.
           dtype: dtype of the elements on the wire.
           phase: phase of the call, for warnings and errors.
+          into: contiguous array of shape [size] and dtype that may receive the elements, which
+            saves a copy.
 
         Returns:
-          Array of shape [size], read-only.
+          Array of shape [size], read-only; `into` itself if it has received the elements.
 
         Raises:
           ProtocolError: the message has another length. The ring is aborted.
         """
-        payload = await self.receive(peer, tag, phase)
+        offered = None if into is None else into.view(np.uint8).data
+        payload = await self.receive(peer, tag, phase, offered)
         nbytes = size * dtype.itemsize
         if len(payload) != nbytes:
             transport = self._transport
@@ -98,6 +110,8 @@ class CallMessages:
             )
             transport.abort(error)
             raise error
+        if into is not None and payload is offered:
+            return into
         return np.frombuffer(payload, dtype=dtype)
 
     async def send_segments(self, peer: int, flat: Array) -> None:
@@ -109,7 +123,11 @@ class CallMessages:
         """Receives an array of shape [n], in place, from a rank that calls `send_segments`."""
         for segment, part in segments(flat, self._transport.options.segment_bytes):
             tag = self._call.tag(0, 0, segment)
-            part[:] = await self.receive_array(peer, tag, part.size, flat.dtype, "send")
+            received = await self.receive_array(
+                peer, tag, part.size, flat.dtype, "send", into=part
+            )
+            if received is not part:
+                part[:] = received
 
     def _trace(self, track: Track, tag: Tag, begin_s: float, nbytes: int) -> None:
         timeline = self._transport.timeline

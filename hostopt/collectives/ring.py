@@ -175,12 +175,13 @@ class RingGroup:
             chunk = flat[slices[round_.recv]]
             for segment, part in segments(chunk, segment_bytes, receives_empty):
                 tag = call.tag(index, round_.recv, segment)
+                into = None if round_.reduce or wire.dtype != part.dtype else part
                 encoded = await messages.receive_array(
-                    self._previous, tag, part.size, wire.dtype, phases[index]
+                    self._previous, tag, part.size, wire.dtype, phases[index], into
                 )
                 if round_.reduce:
                     wire.reduce(part, encoded, op)
-                else:
+                elif encoded is not part:
                     wire.decode(encoded, part)
                 if index < last and (part.size or forwards_empty):
                     # Forward in the next round: sums are encoded again, copies are not.
@@ -197,9 +198,11 @@ class RingGroup:
         for segment, part in segments(flat, self._transport.options.segment_bytes):
             tag = call.tag(0, 0, segment)
             if self._index != root:
-                part[:] = await messages.receive_array(
-                    self._previous, tag, part.size, flat.dtype, "broadcast"
+                received = await messages.receive_array(
+                    self._previous, tag, part.size, flat.dtype, "broadcast", into=part
                 )
+                if received is not part:
+                    part[:] = received
             if next_ != root:
                 await messages.send_array(self._next, tag, part, "broadcast")
         if self._size == 1:

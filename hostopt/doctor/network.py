@@ -15,7 +15,7 @@ from hostopt.cluster import Cluster, Task
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, outcomes
 from hostopt.options import Options
 from hostopt.transport.addresses import host_and_port, listen_address
-from hostopt.transport.grpc.security import Security, check_tls_dir
+from hostopt.transport.security import Security, check_tls_dir
 
 __all__: list[str] = []
 

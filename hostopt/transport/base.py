@@ -83,23 +83,27 @@ class Transport(abc.ABC):
           HostOptError: the ring is aborted, or the peer takes no data before the deadline.
         """
 
-    async def recv(self, peer: int, tag: Tag, name: str = "") -> memoryview:
+    async def recv(
+        self, peer: int, tag: Tag, name: str = "", into: memoryview | None = None
+    ) -> memoryview:
         """Waits for a message. An error aborts the ring, as no rank can continue.
 
         Args:
           peer: rank that sends it.
           tag: which message.
           name: what is waited for, for warnings and error messages.
+          into: memory that the payload may be received into, which saves a copy. Its content is
+            undefined after an error.
 
         Returns:
-          The payload, read-only.
+          The payload, read-only, in `into` or elsewhere.
 
         Raises:
           CollectiveMismatchError: the peer has sent the message in another call than this rank's.
           HostOptError: the ring is aborted, the peer has left, or the deadline has passed.
         """
         try:
-            sent_tag, payload = await self.mailbox.take(peer, tag, name)
+            sent_tag, payload = await self.mailbox.take(peer, tag, name, into)
         except HostOptError as error:
             self.abort(error)
             raise

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
+import numpy as np
+
 from hostopt.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
-from hostopt.transport.message import Tag
+from hostopt.transport.message import Destination, Tag
 
 __all__: list[str] = []
 
@@ -70,6 +72,7 @@ class Mailbox:
         self._resumed_step = -1  # finish markers up to this step are outdated
         self._waits: dict[object, Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
+        self._destinations: dict[tuple[int, ...], Destination] = {}  # of awaited messages
         self._on_failure: list[Callable[[HostOptError], None]] = []
         self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
         self.error: HostOptError | None = None
@@ -84,22 +87,57 @@ class Mailbox:
                 self._finished[peer] = tag
                 self._wake(*self._awaited)
 
-    async def take(self, peer: int, tag: Tag, name: str) -> tuple[Tag, memoryview]:
+    def destination(self, peer: int, tag: Tag, nbytes: int) -> Destination:
+        """Returns the memory for the payload of a message whose header has arrived.
+
+        Args:
+          peer: rank that sends it.
+          tag: tag of the message.
+          nbytes: size of the payload in bytes.
+
+        Returns:
+          The memory that `take` offers for this message; otherwise new memory.
+        """
+        destination = self._destinations.get(_key(peer, tag))
+        if destination is None or len(destination.view) != nbytes:
+            return Destination(memoryview(np.empty(nbytes, np.uint8)))
+        return destination
+
+    async def take(
+        self, peer: int, tag: Tag, name: str, into: memoryview | None = None
+    ) -> tuple[Tag, memoryview]:
         """Waits for a message of `peer` and removes it.
 
         Args:
           peer: rank that sends it.
           tag: which message; its signature is not compared.
           name: what it carries, for warnings and errors.
+          into: memory that the payload may be received into. It is used only if the message has
+            not begun to arrive.
 
         Returns:
-          The tag as the peer has sent it, and the payload.
+          The tag as the peer has sent it, and the payload, in `into` or elsewhere.
         """
         key = _key(peer, tag)
         if key not in self._messages:
-            with self.waiting(peer, tag, name) as check:
+            with self.waiting(peer, tag, name) as check, self._offer(key, into):
                 await self._wait_until_stored(key, check)
         return self._messages.pop(key)
+
+    @contextlib.contextmanager
+    def _offer(self, key: tuple[int, ...], into: memoryview | None) -> Iterator[None]:
+        """Offers memory for the payload of a message until the scope ends."""
+        if into is None:
+            yield
+            return
+        self._destinations[key] = destination = Destination(into)
+        try:
+            yield
+        except BaseException:
+            destination.withdraw()
+            raise
+        finally:
+            del self._destinations[key]
 
     async def _wait_until_stored(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
         loop = asyncio.get_running_loop()

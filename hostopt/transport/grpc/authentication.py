@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hostopt.errors import AuthError
 from hostopt.transport.grpc.peers import Peers
-from hostopt.transport.grpc.security import Security
+from hostopt.transport.security import Security
 
 __all__: list[str] = []
 

@@ -11,8 +11,8 @@ from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.channel_options import control_options, message_options
 from hostopt.transport.grpc.peers import INCARNATION, Peers
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.security import Tls
 from hostopt.transport.grpc.timing import Timing
+from hostopt.transport.security import Tls
 
 __all__: list[str] = []
 

@@ -14,9 +14,9 @@ from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.notes import read_leave
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.stream import Streams
 from hostopt.transport.grpc.timing import Timing
 from hostopt.transport.mailbox import Mailbox
+from hostopt.transport.stream import Streams
 
 __all__: list[str] = []
 

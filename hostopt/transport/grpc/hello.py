@@ -9,7 +9,7 @@ from typing import Any
 from hostopt.errors import ConfigError
 from hostopt.options import Options
 from hostopt.shapes import has_shape
-from hostopt.transport.grpc.frame import WIRE_VERSION
+from hostopt.transport.frame import WIRE_VERSION
 from hostopt.transport.grpc.limits import SHOWN_CHARACTERS, SHOWN_DIFFERENCES
 from hostopt.transport.grpc.notes import read_note
 from hostopt.transport.grpc.peers import INCARNATION, Peers
@@ -19,7 +19,8 @@ __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 
-_DIFFERS_BY_RANK = ("incarnation", "met", *MAY_DIFFER)
+_DIFFERS_BY_RANK = ("incarnation", "met", "data_port", *MAY_DIFFER)
+_MAX_PORT = (1 << 16) - 1
 _NAMES = {"version": "wire version", "python": "Python", "tensorflow": "TensorFlow"}
 _ABSENT = object()
 
@@ -54,6 +55,7 @@ class HelloMessages:
             "version": WIRE_VERSION,
             "rank": self._peers.rank,
             "incarnation": self._peers.incarnation,
+            "data_port": self._peers.data_port,
             "ring": [str(task) for task in self._cluster.ring],
             "segment_bytes": options.segment_bytes,
             "timeline": options.timeline is not None,  # all ranks must compare their clocks
@@ -71,7 +73,8 @@ class HelloMessages:
           data: the request or answer.
 
         Returns:
-          The message, whose "rank" is that of a peer and whose "incarnation" is well formed.
+          The message, whose "rank" is that of a peer, and whose "incarnation" and "data_port" are
+          well formed.
           `check` compares the other fields.
 
         Raises:
@@ -80,6 +83,9 @@ class HelloMessages:
         hello = read_note(data, self._peers.most_note_bytes)
         if not has_shape(hello, {"rank": int, "incarnation": str}):
             raise ValueError("a Hello message without rank and incarnation")
+        port = hello.setdefault("data_port", 0)  # `check` names an older version of hostopt
+        if not has_shape(hello, {"data_port": int}) or not 0 <= port <= _MAX_PORT:
+            raise ValueError("a Hello message with a data port that does not exist")
         if hello["rank"] not in self._peers or not INCARNATION.fullmatch(hello["incarnation"]):
             raise ValueError("a Hello message that does not identify a peer")
         return hello

@@ -20,10 +20,10 @@ from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.notes import read_status
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.stream import Streams
 from hostopt.transport.grpc.timing import Timing
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.stall import Status
+from hostopt.transport.stream import Streams
 
 __all__: list[str] = []
 

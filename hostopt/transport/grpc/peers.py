@@ -10,9 +10,10 @@ import json
 import re
 import secrets
 import zlib
+from typing import Any
 
 from hostopt.cluster import Cluster
-from hostopt.transport.grpc.frame import Origin
+from hostopt.transport.frame import Origin
 from hostopt.transport.grpc.limits import most_note_bytes
 
 __all__: list[str] = []
@@ -29,6 +30,8 @@ class Peers:
     Attributes:
       incarnation: incarnation of this rank.
       incarnations: incarnation of each connected peer, by rank.
+      data_port: port of this rank's data server; 0 if there is none.
+      data_ports: the same of each connected peer, by rank.
       missing: peers that the rendezvous waits for.
       reasons: the reason why a peer that answers is still missing, by rank.
       gone: peers that have left or whose process is gone.
@@ -43,6 +46,8 @@ class Peers:
         self.successor = (cluster.rank + 1) % cluster.size
         self.incarnation = secrets.token_hex(8)
         self.incarnations: dict[int, str] = {}
+        self.data_port = 0
+        self.data_ports: dict[int, int] = {}
         self.missing = set(range(cluster.size)) - {cluster.rank}
         self.reasons: dict[int, str] = {}
         self.gone: set[int] = set()
@@ -57,6 +62,16 @@ class Peers:
         ring = json.dumps([str(task) for task in self.cluster.ring])
         incarnation = self.incarnation if rank == self.rank else self.incarnations[rank]
         return Origin(zlib.crc32(ring.encode()), int(incarnation, 16))
+
+    def add(self, peer: int, hello: dict[str, Any]) -> None:
+        """Notes the incarnation and the data port of a peer.
+
+        Args:
+          peer: its rank.
+          hello: its Hello message.
+        """
+        self.incarnations[peer] = hello["incarnation"]
+        self.data_ports[peer] = hello["data_port"]
 
     def is_restarted(self, peer: int, incarnation: str) -> bool:
         """Returns True if a connected peer had another incarnation than this one."""

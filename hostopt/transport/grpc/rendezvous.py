@@ -15,10 +15,10 @@ from hostopt.transport.grpc.hello import HelloMessages
 from hostopt.transport.grpc.liveness import Liveness
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.security import Security, probe
-from hostopt.transport.grpc.stream import Streams
 from hostopt.transport.grpc.timing import Timing
 from hostopt.transport.mailbox import Mailbox
+from hostopt.transport.security import Security, probe
+from hostopt.transport.stream import Streams
 
 __all__: list[str] = []
 
@@ -91,7 +91,7 @@ class Rendezvous:
                 self.messages.check(peer, hello)
             except ConfigError as error:
                 self._abort(error)
-            peers.incarnations[peer] = incarnation
+            peers.add(peer, hello)
             if peer != peers.successor:  # which must read this rank's stream first
                 peers.missing.discard(peer)
         return json.dumps(self.messages.build(to=peer)).encode()
@@ -147,7 +147,7 @@ class Rendezvous:
         self.messages.check(peer, hello)
         if peers.is_restarted(peer, hello["incarnation"]):
             self._liveness.forget(peer)
-        peers.incarnations[peer] = hello["incarnation"]
+        peers.add(peer, hello)
         if peer != peers.successor or await self._streams.to(peer).wait_until_open(timeout_s):
             peers.missing.discard(peer)
 

@@ -24,9 +24,9 @@ from hostopt.transport.grpc.authentication import (
 from hostopt.transport.grpc.channel_options import server_options
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.security import Tls
 from hostopt.transport.grpc.strangers import Strangers
 from hostopt.transport.grpc.timing import Timing
+from hostopt.transport.security import Tls
 
 __all__: list[str] = []
 

@@ -30,28 +30,29 @@ from hostopt.errors import (
     CollectiveTimeoutError,
     HostOptError,
     PeerLostError,
-    ProtocolError,
     ResourceError,
 )
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.addresses import is_loopback
 from hostopt.transport.base import Transport
+from hostopt.transport.frame import HEADER_BYTES
 from hostopt.transport.grpc import timing as timing_
 from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.departure import Departure
-from hostopt.transport.grpc.frame import HEADER_BYTES, FrameReader, FrameWriter
+from hostopt.transport.grpc.incoming import IncomingStreams
 from hostopt.transport.grpc.liveness import Liveness
 from hostopt.transport.grpc.notes import read_status_request
+from hostopt.transport.grpc.outgoing import StreamOpener
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.rendezvous import Rendezvous
 from hostopt.transport.grpc.runtime import grpc, keep_freed_memory
-from hostopt.transport.grpc.security import Security
 from hostopt.transport.grpc.server import RpcServer
-from hostopt.transport.grpc.stream import END_OF_STREAM, Stream, Streams
 from hostopt.transport.message import Payload, Tag
+from hostopt.transport.security import Security
 from hostopt.transport.stall import Status
+from hostopt.transport.stream import Streams
 
 __all__: list[str] = []
 
@@ -85,26 +86,27 @@ class GrpcTransport(Transport):
         self._ending = threading.RLock()  # held while the ring is aborted or closed
         self._closed = False
         self._pid = os.getpid()
-        self._receiving_from: set[int] = set()  # peers whose stream is open
         security = Security(cluster, options)
         has_checksum = options.checksum
         if has_checksum is None:
             is_local = all(is_loopback(task.address) for task in cluster.ring)
             has_checksum = not is_local and security.tls is None  # TLS has checksums itself
-        self._checksum = has_checksum
-
         self._peers = peers = Peers(cluster)
         self._authenticator = Authenticator(peers, security)
         self._client = RpcClient(
             peers, options, self._authenticator, security.tls, service, timing
         )
         self._server = RpcServer(peers, options, self._authenticator, security.tls, timing)
-        self._streams = Streams(self._open_stream)
+        opener = StreamOpener(peers, self._client, security, options, has_checksum)
+        self._streams = Streams(lambda peer: opener.open(peer, self._streams, self._liveness))
         parts = (peers, self._client, self._streams, self.mailbox)
         self._departure = Departure(*parts, timing, self.abort)
         self._liveness = Liveness(*parts, self.recorder, timing, self.abort)
         self._rendezvous = Rendezvous(
             *parts, self._liveness, security, options, timing, self.abort
+        )
+        self._incoming = IncomingStreams(
+            peers, self._server, self.mailbox, self._liveness, security, options, self.abort
         )
 
         self.mailbox.on_failure(self._start_drop_of_streams)
@@ -121,9 +123,10 @@ class GrpcTransport(Transport):
 
     async def _serve(self, service: str) -> None:
         self._client.open()
+        self._incoming.listen()
         await self._server.start(
             service,
-            self._on_stream,
+            self._incoming.on_stream,
             Hello=self._rendezvous.on_hello,
             Status=self._on_status,
             Leave=self._departure.on_leave,
@@ -143,10 +146,12 @@ class GrpcTransport(Transport):
             raise PeerLostError(
                 "this rank has left the ring", **self.cluster.attributes(self.rank)
             )
-        stream = self._streams.to(peer)
         self._count(len(payload), HEADER_BYTES)
-        if await stream.put(tag, payload):
-            return
+        stream = None
+        while stream is not self._streams.to(peer):  # it is replaced if a port cannot be reached
+            stream = self._streams.to(peer)
+            if await stream.put(tag, payload):
+                return
         has_left = stream.ended or self.mailbox.has_left(peer)
         error = self._send_error(peer, tag, name, has_left)
         self.abort(error)
@@ -169,16 +174,6 @@ class GrpcTransport(Transport):
             root_cause=f"{peer_name} makes no progress",
         )
 
-    def _open_stream(self, peer: int) -> Stream:
-        channel, call = self._client.open_stream(peer)
-        return Stream(
-            channel,
-            call,
-            FrameWriter(self._peers.origin(self.rank), self._checksum),
-            self.options.collective_timeout_s,
-            lambda reason: self._liveness.stream_broken(peer, reason),
-        )
-
     def blocked_sends(self) -> dict[int, float]:
         """See `Transport.blocked_sends`."""
         return self._streams.blocked()
@@ -187,50 +182,7 @@ class GrpcTransport(Transport):
         """See `Transport.send_time_s`."""
         return sum(stream.written_s for stream in self._streams.all())
 
-    # -- receiving -------------------------------------------------------------------------
-
-    async def _on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
-        """Receives the frames of a peer until its stream ends."""
-        peer = await self._server.admit_stream(context)
-        if peer in self._receiving_from:
-            await context.abort(
-                grpc.StatusCode.ALREADY_EXISTS, f"rank {peer} has a stream already"
-            )
-        reader = FrameReader(self._peers.origin(peer))
-        self._receiving_from.add(peer)
-        self._server.strangers.add_stream(context.peer(), peer)
-        reason = "connection reset"
-        try:
-            await context.send_initial_metadata(())  # the peer waits for it
-            while (data := await context.read()) is not grpc.aio.EOF:
-                if data == END_OF_STREAM:
-                    self.mailbox.mark_left(peer, "it has closed its communicator")
-                elif (message := reader.read(data)) is not None:
-                    self.mailbox.put(peer, *message)
-        except ProtocolError as error:
-            self._abort_on_bad_frame(peer, error)
-        except (Exception, asyncio.CancelledError) as error:  # depends on how the connection broke
-            reason = str(error) or reason
-        finally:
-            self._receiving_from.discard(peer)
-        # Does nothing after END_OF_STREAM. The shield is needed as gRPC may cancel this call now.
-        await asyncio.shield(self._liveness.stream_broken(peer, reason))
-        return b""
-
-    def _abort_on_bad_frame(self, peer: int, error: ProtocolError) -> None:
-        attributes = {
-            **self.cluster.attributes(peer),
-            "step": error.step,
-            "bucket": error.bucket,
-        }
-        self.abort(
-            ProtocolError(
-                f"{self.cluster.describe(peer)} sent data to rank {self.rank} "
-                f"({self.cluster.task}) that cannot be used: {error}",
-                **attributes,
-                root_cause=str(error),
-            )
-        )
+    # -- status ----------------------------------------------------------------------------
 
     async def _on_status(self, request: bytes, _: grpc.aio.ServicerContext) -> bytes:
         """Answers a Status call; the request may name a message or be empty."""
@@ -286,7 +238,9 @@ class GrpcTransport(Transport):
         closed = [asyncio.ensure_future(each) for each in closing]
         if closed:
             await asyncio.wait(closed, timeout=timeout_s)
-        await self._server.stop(timeout_s if self.error is None else 0)  # peers end their streams
+        grace_s = timeout_s if self.error is None else 0
+        await self._incoming.stop(grace_s)
+        await self._server.stop(grace_s)  # peers end their streams
 
     def _start_drop_of_streams(self, error: HostOptError) -> None:
         """Cancels the streams soon after an abort: sends that are blocked must end."""

@@ -197,6 +197,10 @@ class Tls:
         context.check_hostname = host is not None
         return context
 
+    def server_context(self) -> ssl.SSLContext:
+        """Returns the TLS settings for calls of peers, which need a certificate."""
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.set_alpn_protocols(["h2"])
@@ -229,9 +233,7 @@ class Tls:
         """Runs a TLS handshake of this rank with itself in memory; returns the certificate."""
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self.client_context(host).wrap_bio(to_client, to_server, server_hostname=host)
-        server = self._context(ssl.PROTOCOL_TLS_SERVER).wrap_bio(
-            to_server, to_client, server_side=True
-        )
+        server = self.server_context().wrap_bio(to_server, to_client, server_side=True)
         for _ in range(_ROUND_TRIPS):
             for end in (client, server):
                 with suppress(ssl.SSLWantReadError):

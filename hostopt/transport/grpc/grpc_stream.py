@@ -1,4 +1,4 @@
-"""Streams of frames from this rank to its peers."""
+"""A stream of frames in gRPC messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import time
 from collections.abc import Awaitable
 from typing import Any, Callable
 
-from hostopt.transport import event_loop
-from hostopt.transport.grpc.frame import FrameWriter
+from hostopt.transport.frame import FrameWriter
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.message import Payload, Tag
+from hostopt.transport.stream import Stream
 
 __all__: list[str] = []
 
@@ -23,7 +23,7 @@ END_OF_STREAM = b"end"
 _QUEUED_FRAMES = 4
 
 
-class Stream:
+class GrpcStream(Stream):
     """Frames to one peer, written one by one from a short queue; used on the event loop.
 
     Args:
@@ -42,6 +42,7 @@ class Stream:
         timeout_s: float,
         on_broken: Callable[[str], Awaitable[None]],
     ) -> None:
+        super().__init__()
         self._writer = writer
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
         self._room = asyncio.Semaphore(_QUEUED_FRAMES)
@@ -51,36 +52,19 @@ class Stream:
         self._initial_metadata = asyncio.ensure_future(self._call.initial_metadata())
         self._writing = asyncio.ensure_future(self._write())
         self._watcher = asyncio.ensure_future(self._watch(on_broken))
-        self.writing_since_s: float | None = None  # start of the write in progress
-        self.written_s = 0.0  # duration of all completed writes
 
     @property
     def ended(self) -> bool:
-        """True once nothing can be sent any more, and the reason is known."""
+        """See `Stream.ended`."""
         return self._watcher.done()
 
     async def wait_until_open(self, timeout_s: float) -> bool:
-        """Waits until the peer reads the stream; then each side detects the end of the other.
-
-        Args:
-          timeout_s: time to wait.
-
-        Returns:
-          True if the peer reads the stream.
-        """
+        """See `Stream.wait_until_open`."""
         await self._wait_for(self._initial_metadata, timeout_s)
         return self._initial_metadata.done() and not self._call.done()
 
     async def put(self, tag: Tag, payload: Payload) -> bool:
-        """Queues a message.
-
-        Args:
-          tag: which message this is.
-          payload: contiguous bytes; may be changed once this returns.
-
-        Returns:
-          False if the stream has `ended`, or made no progress before the deadline.
-        """
+        """Queues a message; see `Stream.put`."""
         if not await self._acquire_room():
             return False
         # no await between the two: frames are numbered in the order of the queue
@@ -88,17 +72,17 @@ class Stream:
         return not self.ended
 
     async def flush(self) -> None:
-        """Ends the stream in good order, and returns once the peer has all frames."""
+        """See `Stream.flush`."""
         if await self._acquire_room():
             self._frames.put_nowait(END_OF_STREAM)
             await asyncio.wait({self._watcher}, timeout=self._timeout_s)
 
     def cancel(self) -> None:
-        """Ends the stream at once and drops the queued frames."""
+        """See `Stream.cancel`."""
         self._call.cancel()
 
     async def close(self) -> None:
-        """Cancels the stream and closes its connection."""
+        """See `Stream.close`."""
         self.cancel()
         await self._channel.close()
 
@@ -141,45 +125,3 @@ class Stream:
             pass
         finally:
             self._writing.cancel()
-
-
-class Streams:
-    """The streams of one rank, each opened by the first message to its peer.
-
-    Args:
-      open_stream: opens the stream to a peer.
-    """
-
-    def __init__(self, open_stream: Callable[[int], Stream]) -> None:
-        self._open_stream = open_stream
-        self._streams: dict[int, Stream] = {}
-
-    def to(self, peer: int) -> Stream:
-        """Returns the stream to a peer; opens it if there is none."""
-        if peer not in self._streams:
-            self._streams[peer] = self._open_stream(peer)
-        return self._streams[peer]
-
-    def all(self) -> list[Stream]:
-        """Returns the open streams; may be called from any thread."""
-        return list(self._streams.values())
-
-    def cancel(self, peer: int) -> None:
-        """Cancels the stream to a peer, if there is one."""
-        if peer in self._streams:
-            self._streams[peer].cancel()
-
-    def forget(self, peer: int) -> None:
-        """Closes and removes the stream to a peer, if there is one."""
-        stream = self._streams.pop(peer, None)
-        if stream is not None:
-            event_loop.start(stream.close())
-
-    def blocked(self) -> dict[int, float]:
-        """Returns the start time of each write in progress; may be called from any thread.
-
-        Returns:
-          Seconds on the monotonic clock, by peer.
-        """
-        since = {peer: stream.writing_since_s for peer, stream in list(self._streams.items())}
-        return {peer: since_s for peer, since_s in since.items() if since_s is not None}

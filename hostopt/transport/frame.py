@@ -1,0 +1,216 @@
+"""Frames: a header of 64 bytes, then the payload. docs/wire.md documents the format.
+
+A frame carries the job and the incarnation of its sender, and its sequence number on the stream.
+The reader accepts each frame exactly once and in order. It ignores repeated frames and raises an
+error for any other unexpected frame, before the payload is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+from zlib import crc32
+
+from hostopt.errors import ProtocolError
+from hostopt.transport.message import Payload, Tag
+
+__all__: list[str] = []
+
+WIRE_VERSION = 4
+_MAGIC = b"HO"
+# Flags: the checksum covers the payload, too, not only the header; no frame follows (on sockets).
+_WITH_PAYLOAD, _LAST = 1, 2
+# magic, version, flags, tag (channel, step, bucket, round, chunk, segment, signature), length,
+# job, incarnation, number; then the checksum. The payload is aligned after 64 bytes.
+_HEADER = struct.Struct("<2sBBIQIIIIIQIQI")
+_CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+_NUMBERS = 1 << 32
+
+
+class Origin(NamedTuple):
+    """Identifies the sender of a frame.
+
+    Args:
+      job: number of the job, the same on all of its ranks; 32 bits.
+      incarnation: number of this start of the sender; 64 bits.
+    """
+
+    job: int
+    incarnation: int
+
+
+class FrameWriter:
+    """Builds the frames of one stream.
+
+    Args:
+      origin: origin of this rank.
+      checksum: adds the payload to the checksum, which always covers the header.
+    """
+
+    def __init__(self, origin: Origin, checksum: bool) -> None:
+        self._origin = origin
+        self._checksum = checksum
+        self._next = 0
+
+    def write(self, tag: Tag, payload: Payload) -> bytes:
+        """Builds the next frame.
+
+        Args:
+          tag: which message this is.
+          payload: contiguous bytes.
+
+        Returns:
+          Header and payload, in one new byte string.
+        """
+        return b"".join((self.header(tag, payload), payload))
+
+    def header(self, tag: Tag, payload: Payload, is_last: bool = False) -> bytes:
+        """Builds the header of the next frame, whose payload follows it.
+
+        Args:
+          tag: which message this is.
+          payload: contiguous bytes.
+          is_last: True if no frame follows this one.
+
+        Returns:
+          `HEADER_BYTES` bytes.
+        """
+        flags = _WITH_PAYLOAD * self._checksum | _LAST * is_last
+        header = _HEADER.pack(
+            _MAGIC, WIRE_VERSION, flags, *tag, len(payload), *self._origin, self._next
+        )
+        self._next = (self._next + 1) % _NUMBERS
+        checksum = crc32(header)
+        if self._checksum:
+            checksum = crc32(payload, checksum)
+        return header + _CHECKSUM.pack(checksum)
+
+
+class Header(NamedTuple):
+    """The header of a frame.
+
+    Args:
+      tag: which message this is.
+      length: size of the payload in bytes.
+      origin: the sender.
+      number: number of the frame on its stream.
+      expected: the checksum that the sender has computed.
+      checksum: checksum of the header.
+      covers_payload: True if the expected checksum covers the payload, too.
+      is_last: True if no frame follows.
+    """
+
+    tag: Tag
+    length: int
+    origin: Origin
+    number: int
+    expected: int
+    checksum: int
+    covers_payload: bool
+    is_last: bool
+
+    @classmethod
+    def parse(cls, data: Payload) -> Header:
+        """Reads a header.
+
+        Args:
+          data: the header, or more.
+
+        Raises:
+          ProtocolError: this is not a header of this wire version, or it is damaged and its
+            checksum does not cover the payload.
+        """
+        if len(data) < HEADER_BYTES:
+            raise ProtocolError(
+                f"a frame of {len(data)} bytes arrived, expected {HEADER_BYTES} bytes of header"
+            )
+        magic, version, flags, *rest = _HEADER.unpack_from(data)
+        *numbers, length, job, incarnation, number = rest
+        if magic != _MAGIC or version != WIRE_VERSION:
+            raise ProtocolError(
+                f"a frame begins with {magic!r} version {version}, expected {_MAGIC!r} version "
+                f"{WIRE_VERSION}. Run the same version of hostopt on all ranks"
+            )
+        checksum = crc32(memoryview(data)[: _HEADER.size])
+        (expected,) = _CHECKSUM.unpack_from(data, _HEADER.size)
+        tag, origin = Tag(*numbers), Origin(job, incarnation)
+        covers_payload, is_last = bool(flags & _WITH_PAYLOAD), bool(flags & _LAST)
+        header = cls(tag, length, origin, number, expected, checksum, covers_payload, is_last)
+        if not covers_payload:
+            header.check(b"")
+        return header
+
+    def check(self, payload: Payload) -> None:
+        """Raises ProtocolError unless header and payload have the checksum of the sender."""
+        checksum = crc32(payload, self.checksum) if self.covers_payload else self.checksum
+        if checksum != self.expected:
+            raise self.error(
+                f"expected the checksum {self.expected:08x}, got {checksum:08x}: it was changed "
+                "on the way. Check the network and the memory of both hosts"
+            )
+
+    def error(self, reason: str) -> ProtocolError:
+        """Builds the error of a frame that cannot be used."""
+        tag = self.tag
+        return ProtocolError(
+            f"a frame of {tag} cannot be used: {reason}", step=tag.step, bucket=tag.bucket
+        )
+
+
+class FrameReader:
+    """Reads the frames of one stream.
+
+    Args:
+      origin: origin of the peer that sends the stream.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._next = 0
+
+    def read(self, frame: bytes) -> tuple[Tag, memoryview] | None:
+        """Checks the next frame, without copying its payload.
+
+        Args:
+          frame: one message of the stream.
+
+        Returns:
+          The tag, and the payload as a read-only view of `frame`. None for a repeated frame.
+
+        Raises:
+          ProtocolError: the message is not a frame, has another wire version, job, incarnation or
+            length, is damaged, or frames before it are missing.
+        """
+        header, payload = Header.parse(frame), memoryview(frame)[HEADER_BYTES:]
+        if len(payload) != header.length:
+            raise header.error(f"expected {header.length} bytes of payload, got {len(payload)}")
+        header.check(payload)
+        return (header.tag, payload) if self.admit(header) else None
+
+    def admit(self, header: Header) -> bool:
+        """Checks that a frame is the next one of its stream.
+
+        Args:
+          header: its header.
+
+        Returns:
+          False for a repeated frame.
+
+        Raises:
+          ProtocolError: it has another job or incarnation, or frames before it are missing.
+        """
+        if header.origin != self._origin:
+            job, incarnation = header.origin
+            raise header.error(
+                f"it has job {job:08x}, incarnation {incarnation:016x}, expected job "
+                f"{self._origin.job:08x}, incarnation {self._origin.incarnation:016x}. Start all "
+                "ranks again"
+            )
+        ahead = (header.number - self._next) % _NUMBERS
+        if ahead >= _NUMBERS // 2:
+            return False
+        if ahead:
+            raise header.error(f"{ahead} frame(s) before it are missing")
+        self._next = (self._next + 1) % _NUMBERS
+        return True

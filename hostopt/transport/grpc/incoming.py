@@ -1,0 +1,164 @@
+"""Receives the frames of the peers: from data sockets, or in gRPC messages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Callable
+
+from hostopt.errors import HostOptError, ProtocolError
+from hostopt.options import Options
+from hostopt.transport.frame import FrameReader
+from hostopt.transport.grpc import limits
+from hostopt.transport.grpc.grpc_stream import END_OF_STREAM
+from hostopt.transport.grpc.liveness import Liveness
+from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.runtime import grpc
+from hostopt.transport.grpc.server import RpcServer
+from hostopt.transport.mailbox import Mailbox
+from hostopt.transport.security import Security
+from hostopt.transport.tcp import handshake
+from hostopt.transport.tcp.data_server import DataServer
+from hostopt.transport.tcp.data_socket import DataSocket
+from hostopt.transport.tcp.frame_receiver import FrameReceiver
+from hostopt.transport.tcp.handshake import Identity
+from hostopt.transport.tcp.socket_stream import RECEIVED_ALL
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+_HAS_LEFT = "it has closed its communicator"
+# Values of the option `communication` that use data sockets.
+_WITH_SOCKETS = ("auto", "grpc+tcp")
+
+
+class IncomingStreams:
+    """The streams to one rank, at most one of each peer; used on the event loop.
+
+    Args:
+      peers: state of the peers.
+      server: admits gRPC streams.
+      mailbox: takes the messages.
+      liveness: handles streams that break.
+      security: token and certificates of this rank.
+      options: `communication` and `segment_bytes`.
+      abort: aborts the ring with an error.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        server: RpcServer,
+        mailbox: Mailbox,
+        liveness: Liveness,
+        security: Security,
+        options: Options,
+        abort: Callable[[HostOptError], None],
+    ) -> None:
+        self._peers = peers
+        self._server = server
+        self._mailbox = mailbox
+        self._liveness = liveness
+        self._options = options
+        self._abort = abort
+        self._open: set[int] = set()  # peers whose stream is open
+        self._data_server = DataServer(
+            Identity(peers.rank, peers.incarnation),
+            peers.incarnations.get,
+            security,
+            limits.HANDSHAKE_S,
+            limits.most_strangers(peers.cluster.size),
+            self._receive,
+        )
+
+    def listen(self) -> None:
+        """Opens the data port if the option `communication` allows one."""
+        if self._options.communication not in _WITH_SOCKETS:
+            return
+        try:
+            self._data_server.start(self._peers.cluster.ring[self._peers.rank].address)
+        except OSError as error:
+            _log.warning(
+                "rank %d has no data port (%s): data to it goes over gRPC, which is slower",
+                self._peers.rank,
+                error,
+            )
+        self._peers.data_port = self._data_server.port
+
+    async def stop(self, grace_s: float) -> None:
+        """Closes the data port.
+
+        Args:
+          grace_s: time that peers may take to send their last frames.
+        """
+        await self._data_server.stop(grace_s)
+
+    async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
+        """Receives the frames of a peer in gRPC messages until its stream ends.
+
+        Args:
+          context: context of the call.
+
+        Returns:
+          The empty answer.
+        """
+        peer = await self._server.admit_stream(context)
+        if peer in self._open:
+            await context.abort(
+                grpc.StatusCode.ALREADY_EXISTS, f"rank {peer} has a stream already"
+            )
+        reader = FrameReader(self._peers.origin(peer))
+        self._open.add(peer)
+        self._server.strangers.add_stream(context.peer(), peer)
+        reason = "connection reset"
+        try:
+            await context.send_initial_metadata(())  # the peer waits for it
+            while (data := await context.read()) is not grpc.aio.EOF:
+                if data == END_OF_STREAM:
+                    self._mailbox.mark_left(peer, _HAS_LEFT)
+                elif (message := reader.read(data)) is not None:
+                    self._mailbox.put(peer, *message)
+        except ProtocolError as error:
+            self._abort_on_bad_frame(peer, error)
+        except (Exception, asyncio.CancelledError) as error:  # depends on how the connection broke
+            reason = str(error) or reason
+        finally:
+            self._open.discard(peer)
+        # Does nothing after END_OF_STREAM. The shield is needed as gRPC may cancel this call now.
+        await asyncio.shield(self._liveness.stream_broken(peer, reason))
+        return b""
+
+    async def _receive(self, connection: DataSocket, peer: int) -> None:
+        """Receives the frames of a peer from a data socket until its stream ends."""
+        if peer in self._open:
+            raise handshake.HandshakeError(f"rank {peer} has a stream already")
+        reader = FrameReader(self._peers.origin(peer))
+        most_bytes = limits.most_message_bytes(self._options)
+        self._open.add(peer)
+        reason = "connection reset"
+        try:
+            await handshake.accept(connection)
+            if await FrameReceiver(connection, reader, self._mailbox, peer, most_bytes).run():
+                self._mailbox.mark_left(peer, _HAS_LEFT)
+                await connection.write([RECEIVED_ALL])
+        except ProtocolError as error:
+            self._abort_on_bad_frame(peer, error)
+        except OSError as error:
+            reason = str(error) or reason
+        finally:
+            self._open.discard(peer)
+            connection.close()
+        await self._liveness.stream_broken(peer, reason)
+
+    def _abort_on_bad_frame(self, peer: int, error: ProtocolError) -> None:
+        cluster, rank = self._peers.cluster, self._peers.rank
+        attributes = {**cluster.attributes(peer), "step": error.step, "bucket": error.bucket}
+        self._abort(
+            ProtocolError(
+                f"{cluster.describe(peer)} sent data to rank {rank} ({cluster.ring[rank]}) that "
+                f"cannot be used: {error}",
+                **attributes,
+                root_cause=str(error),
+            )
+        )

@@ -1,0 +1,188 @@
+"""Listens for the data connections of peers, and ends those of strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable
+from typing import Any, Callable
+
+from hostopt.transport.addresses import host_and_port, listen_address
+from hostopt.transport.security import Security
+from hostopt.transport.tcp import handshake
+from hostopt.transport.tcp.data_socket import DataSocket
+from hostopt.transport.tcp.handshake import Identity
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_PAUSE_S = 0.2  # after the process had no descriptor for a connection
+
+
+class DataServer:
+    """Accepts data connections; used on the event loop.
+
+    Args:
+      identity: this rank.
+      incarnation_of: returns the incarnation of a rank; None if it is not a connected peer.
+      security: token and certificates of this rank.
+      handshake_s: time that a handshake may take.
+      most_strangers: connections that may be in their handshake at the same time.
+      on_connected: takes a connection and the rank of the peer that it comes from.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        incarnation_of: Callable[[int], str | None],
+        security: Security,
+        handshake_s: float,
+        most_strangers: int,
+        on_connected: Callable[[DataSocket, int], Awaitable[None]],
+    ) -> None:
+        self._identity = identity
+        self._incarnation_of = incarnation_of
+        self._security = security
+        self._handshake_s = handshake_s
+        self._most_strangers = most_strangers
+        self._on_connected = on_connected
+        self._context: ssl.SSLContext | None = None
+        self._listener: socket.socket | None = None
+        self._strangers: set[DataSocket] = set()
+        self._receiving: set[asyncio.Future[None]] = set()
+        self._has_warned = False
+        self.port = 0  # 0 before `start`
+
+    def start(self, address: str) -> None:
+        """Listens at a free port.
+
+        Args:
+          address: address of this rank; the port is another one.
+
+        Raises:
+          OSError: this host or process cannot listen there.
+        """
+        host, _ = host_and_port(listen_address(address))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        if self._security.tls is not None:
+            self._context = self._security.tls.server_context()
+        self._resume()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops listening and ends all connections.
+
+        Args:
+          grace_s: time that peers may take to send their last frames.
+        """
+        if self._listener is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+        self._listener = None
+        for connection in self._strangers:
+            connection.close()
+        if self._receiving:
+            await asyncio.wait(self._receiving, timeout=grace_s)
+        for each in list(self._receiving):
+            each.cancel()
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connected, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # no descriptor is left: the connection stays in the backlog
+            _log.debug("a data connection waits: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(_PAUSE_S, self._resume)
+            return
+        if len(self._strangers) >= self._most_strangers:
+            connected.close()
+            return
+        receiving = asyncio.ensure_future(self._serve(DataSocket(connected)))
+        self._receiving.add(receiving)
+        receiving.add_done_callback(self._receiving.discard)
+
+    async def _serve(self, connection: DataSocket) -> None:
+        self._strangers.add(connection)
+        try:
+            peer = await asyncio.wait_for(self._identify(connection), self._handshake_s)
+            self._strangers.discard(connection)
+            await self._on_connected(connection, peer)
+        except (OSError, asyncio.TimeoutError) as error:
+            self._warn(error)
+        finally:
+            self._strangers.discard(connection)
+            connection.close()
+
+    async def _identify(self, connection: DataSocket) -> int:
+        if self._context is not None:
+            await connection.start_tls(self._context)
+        return await handshake.identify(
+            connection, self._identity, self._incarnation_of, self._security
+        )
+
+    def _warn(self, error: Exception) -> None:
+        """Logs the first caller that was refused; the ring is not aborted, as it is a stranger."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        _log.warning(
+            "rank %d has refused a data connection: %s. Further ones are not logged",
+            self._identity.rank,
+            error or "the handshake took too long",
+        )
+
+
+async def connect(
+    address: str,
+    caller: Identity,
+    called: Identity,
+    security: Security,
+) -> DataSocket:
+    """Connects to the data server of a peer.
+
+    Args:
+      address: ``host:port`` of the server.
+      caller: this rank.
+      called: the peer.
+      security: token and certificates of this rank.
+
+    Returns:
+      The connection; the peer reads frames from it.
+
+    Raises:
+      OSError: the peer cannot be reached, or refuses this rank.
+    """
+    host, port = host_and_port(address)
+    loop = asyncio.get_running_loop()
+    infos: list[Any] = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, sockaddr = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    connection = None
+    plain = socket.socket(family, kind, protocol)
+    try:
+        plain.setblocking(False)
+        await loop.sock_connect(plain, sockaddr)
+        connection = DataSocket(plain)
+        if security.tls is not None:
+            await connection.start_tls(security.tls.client_context(host), host)
+        await handshake.introduce(connection, caller, called, security)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            (connection or plain).close()
+        raise
+    return connection

@@ -1,0 +1,201 @@
+"""A connected TCP socket, with or without TLS, that never blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Sequence
+
+__all__: list[str] = []
+
+Data = memoryview
+
+# A wait for a large payload ends once this much of it has arrived, which saves wake-ups.
+_LOW_WATER_BYTES = 256 << 10
+# TLS sends records of this size; a payload in the same record as its header saves a system call.
+_TLS_RECORD_BYTES = 16 << 10
+# Keepalive probes keep the state of firewalls, and end the connection to a host that is gone.
+_IDLE_S, _PROBE_EVERY_S, _PROBES = 10, 5, 3
+
+
+class DataSocket:
+    """A socket that reads into, and writes from, memory of the caller; used on the event loop.
+
+    Args:
+      connected: a connected socket. It is closed by `close`.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        self._socket = connected
+        self._loop = asyncio.get_running_loop()
+        self._waits: set[asyncio.Future[None]] = set()
+        self._low_water = 1
+
+    async def start_tls(self, context: ssl.SSLContext, host: str | None = None) -> None:
+        """Protects the connection with TLS.
+
+        Args:
+          context: certificates, of a client or a server.
+          host: name or IP address that the server's certificate must name; None in the server.
+
+        Raises:
+          OSError: the handshake failed.
+        """
+        self._socket = tls = context.wrap_socket(
+            self._socket,
+            server_side=host is None,
+            server_hostname=host,
+            do_handshake_on_connect=False,
+            suppress_ragged_eofs=False,
+        )
+        while True:
+            try:
+                tls.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                await self._readable()
+            except ssl.SSLWantWriteError:
+                await self._writable(None)
+
+    async def read_exactly(self, nbytes: int) -> bytes:
+        """Reads a number of bytes.
+
+        Raises:
+          OSError: the connection broke or ended.
+        """
+        data = bytearray(nbytes)
+        filled = 0
+        while filled < nbytes:
+            filled += await self.read_into(memoryview(data)[filled:])
+        return bytes(data)
+
+    async def read_into(self, view: Data) -> int:
+        """Waits for bytes and reads them.
+
+        Args:
+          view: where they go; not empty.
+
+        Returns:
+          The number of bytes read, at least one.
+
+        Raises:
+          OSError: the connection broke or ended.
+        """
+        while True:
+            try:
+                count = self._socket.recv_into(view)
+            except (BlockingIOError, ssl.SSLWantReadError, InterruptedError):
+                await self._readable(len(view))
+                continue
+            except ssl.SSLWantWriteError:
+                await self._writable(None)
+                continue
+            if not count:
+                raise ConnectionResetError("connection closed")
+            return count
+
+    async def write(self, parts: Sequence[bytes | Data], timeout_s: float | None = None) -> None:
+        """Writes all bytes of several parts.
+
+        Args:
+          parts: contiguous bytes, which must not change until this returns.
+          timeout_s: time without progress after which this gives up; None for no deadline.
+
+        Raises:
+          asyncio.TimeoutError: the peer takes no bytes.
+          OSError: the connection broke.
+        """
+        rest = [memoryview(part) for part in parts if len(part)]
+        if isinstance(self._socket, ssl.SSLSocket) and sum(map(len, rest)) <= _TLS_RECORD_BYTES:
+            rest = [memoryview(b"".join(rest))]
+        while rest:
+            try:
+                count = self._send(rest)
+            except (BlockingIOError, ssl.SSLWantWriteError, InterruptedError):
+                await self._writable(timeout_s)
+                continue
+            except ssl.SSLWantReadError:
+                await self._readable()
+                continue
+            while rest and count >= len(rest[0]):
+                count -= len(rest.pop(0))
+            if count:
+                rest[0] = rest[0][count:]
+
+    def _send(self, parts: list[Data]) -> int:
+        if isinstance(self._socket, ssl.SSLSocket):
+            return self._socket.send(parts[0])
+        return self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
+
+    async def _readable(self, nbytes: int = 1) -> None:
+        """Waits until at least some of these bytes can be read."""
+        low_water = min(nbytes, _LOW_WATER_BYTES)
+        if low_water != self._low_water and not isinstance(self._socket, ssl.SSLSocket):
+            self._low_water = low_water
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+        fd = self._descriptor()
+        ready = self._loop.create_future()
+        self._loop.add_reader(fd, _settle, ready)
+        try:
+            await self._wait(ready, None)
+        finally:
+            if self._socket.fileno() == fd:
+                self._loop.remove_reader(fd)
+
+    async def _writable(self, timeout_s: float | None) -> None:
+        fd = self._descriptor()
+        ready = self._loop.create_future()
+        self._loop.add_writer(fd, _settle, ready)
+        try:
+            await self._wait(ready, timeout_s)
+        finally:
+            if self._socket.fileno() == fd:
+                self._loop.remove_writer(fd)
+
+    def _descriptor(self) -> int:
+        fd = self._socket.fileno()
+        if fd < 0:
+            raise ConnectionAbortedError("connection closed by this rank")
+        return fd
+
+    async def _wait(self, ready: asyncio.Future[None], timeout_s: float | None) -> None:
+        self._waits.add(ready)
+        timer = None
+        if timeout_s is not None:
+            timer = self._loop.call_later(timeout_s, _fail, ready, asyncio.TimeoutError())
+        try:
+            await ready
+        finally:
+            self._waits.discard(ready)
+            if timer is not None:
+                timer.cancel()
+
+    def close(self) -> None:
+        """Closes the connection; pending reads and writes raise an OSError."""
+        fd = self._socket.fileno()
+        if fd < 0:
+            return
+        self._loop.remove_reader(fd)
+        self._loop.remove_writer(fd)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+        for wait in self._waits:
+            _fail(wait, ConnectionAbortedError("connection closed by this rank"))
+
+
+def _settle(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+def _fail(ready: asyncio.Future[None], error: BaseException) -> None:
+    if not ready.done():
+        ready.set_exception(error)

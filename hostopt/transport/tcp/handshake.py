@@ -1,0 +1,140 @@
+"""The handshake of a data connection: both sides prove that they are the ranks of this ring.
+
+    caller -> called   greeting: magic, wire version, rank, both incarnations, a nonce
+    called -> caller   a nonce, and a proof of both nonces
+    caller -> called   a proof of both nonces
+    called -> caller   one byte: accepted
+
+A proof is an HMAC under the token that all ranks share. Without a token it is empty, and only the
+incarnations, which are random numbers, identify the ranks. A recorded handshake is useless, as
+nonces and incarnations are new each time.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from typing import Callable, NamedTuple
+
+from hostopt.transport.frame import WIRE_VERSION
+from hostopt.transport.security import Security
+from hostopt.transport.tcp.data_socket import DataSocket
+
+__all__: list[str] = []
+
+_MAGIC = b"HOD"
+_GREETING = struct.Struct("<3sBIQQ16s")
+_NONCE_BYTES, _PROOF_BYTES = 16, 64
+_NO_PROOF = bytes(_PROOF_BYTES)
+_ACCEPTED = b"\x01"
+_CALLED, _CALLER = "data of called", "data of caller"
+
+
+class HandshakeError(ConnectionError):
+    """The other side of a data connection is not a rank of this ring."""
+
+
+class Identity(NamedTuple):
+    """One side of a data connection.
+
+    Args:
+      rank: its rank.
+      incarnation: its incarnation, hexadecimal.
+    """
+
+    rank: int
+    incarnation: str
+
+
+async def introduce(
+    connection: DataSocket, caller: Identity, called: Identity, security: Security
+) -> None:
+    """Proves to a peer that this rank calls it, and checks that it is the peer.
+
+    Args:
+      connection: a new connection to the peer.
+      caller: this rank.
+      called: the peer.
+      security: the token.
+
+    Raises:
+      HandshakeError: something else answers.
+      OSError: the connection broke, or the peer refused this rank.
+    """
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    incarnations = (int(each.incarnation, 16) for each in (caller, called))
+    greeting = _GREETING.pack(_MAGIC, WIRE_VERSION, caller.rank, *incarnations, nonce)
+    await connection.write([greeting])
+    answer = await connection.read_exactly(_NONCE_BYTES + _PROOF_BYTES)
+    nonces = nonce + answer[:_NONCE_BYTES]
+    if not _is_proof(answer[_NONCE_BYTES:], _CALLED, caller, called, nonces, security):
+        raise HandshakeError("it does not know the token of this rank")
+    await connection.write([_proof(_CALLER, caller, called, nonces, security)])
+    if await connection.read_exactly(len(_ACCEPTED)) != _ACCEPTED:
+        raise HandshakeError("another program answers")
+
+
+async def identify(
+    connection: DataSocket,
+    called: Identity,
+    incarnation_of: Callable[[int], str | None],
+    security: Security,
+) -> int:
+    """Checks that a connection comes from a peer; `accept` must follow.
+
+    Args:
+      connection: a new connection.
+      called: this rank.
+      incarnation_of: returns the incarnation of a rank; None if it is not a peer.
+      security: the token.
+
+    Returns:
+      The rank of the peer.
+
+    Raises:
+      HandshakeError: the caller is not a peer in this ring.
+      OSError: the connection broke.
+    """
+    greeting = await connection.read_exactly(_GREETING.size)
+    magic, version, rank, from_, to, nonce = _GREETING.unpack(greeting)
+    if magic != _MAGIC or version != WIRE_VERSION:
+        raise HandshakeError("another program calls")
+    incarnation = incarnation_of(rank)
+    is_current = incarnation is not None and int(incarnation, 16) == from_
+    if incarnation is None or not is_current or int(called.incarnation, 16) != to:
+        raise HandshakeError(f"the caller claims to be rank {rank} of another ring")
+    caller = Identity(rank, incarnation)
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    nonces = nonce + own_nonce
+    await connection.write([own_nonce, _proof(_CALLED, caller, called, nonces, security)])
+    proof = await connection.read_exactly(_PROOF_BYTES)
+    if not _is_proof(proof, _CALLER, caller, called, nonces, security):
+        raise HandshakeError(f"the caller claims to be rank {rank}, but has another token")
+    return int(rank)
+
+
+async def accept(connection: DataSocket) -> None:
+    """Tells a peer that `identify` has identified that this rank reads its frames.
+
+    Args:
+      connection: the connection.
+
+    Raises:
+      OSError: the connection broke.
+    """
+    await connection.write([_ACCEPTED])
+
+
+def _proof(
+    kind: str, caller: Identity, called: Identity, nonces: bytes, security: Security
+) -> bytes:
+    if not security.has_token:
+        return _NO_PROOF
+    fields = (kind, str(caller.rank), str(called.rank), caller.incarnation, called.incarnation)
+    return security.proof(*fields, body=nonces).encode()
+
+
+def _is_proof(
+    proof: bytes, kind: str, caller: Identity, called: Identity, nonces: bytes, security: Security
+) -> bool:
+    return secrets.compare_digest(proof, _proof(kind, caller, called, nonces, security))
