@@ -45,13 +45,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return bool(_OF_TENSORFLOW.search(collection_path.read_text())) or None
 
 
-@pytest.fixture(params=["inproc", "grpc", "shm", "hosts"])
+@pytest.fixture(params=["inproc", "grpc", "grpc+tcp", "shm", "hosts"])
 def spawn(request: pytest.FixtureRequest) -> Spawn:
     """`spawn(size, fn, **options)`, over every transport in turn."""
     return Spawn(request.param)
 
 
-@pytest.fixture(params=["inproc", "grpc"])
+@pytest.fixture(params=["inproc", "grpc", "grpc+tcp"])
 def spawn_ring(request: pytest.FixtureRequest) -> Spawn:
     """`spawn` over one ring of all ranks, without shared memory."""
     return Spawn(request.param)
@@ -65,8 +65,14 @@ def spawn_inproc() -> Spawn:
 
 @pytest.fixture
 def spawn_grpc() -> Spawn:
-    """`spawn` over loopback sockets only."""
+    """`spawn` with all data in gRPC messages."""
     return Spawn("grpc")
+
+
+@pytest.fixture
+def spawn_tcp() -> Spawn:
+    """`spawn` with data on sockets, beside gRPC."""
+    return Spawn("grpc+tcp")
 
 
 @pytest.fixture

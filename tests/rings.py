@@ -39,8 +39,8 @@ class Spawn:
     """Runs a function as every rank of a ring, each rank a thread.
 
     Args:
-      transport: ``inproc``; ``grpc`` over real loopback sockets; ``shm``, all ranks on one host;
-        ``hosts``, two ranks on each host.
+      transport: ``inproc``; ``grpc`` and ``grpc+tcp`` over real loopback sockets; ``shm``, all
+        ranks on one host; ``hosts``, two ranks on each host.
     """
 
     def __init__(self, transport: str) -> None:
@@ -59,7 +59,12 @@ class Spawn:
           raised after all have ended.
         """
         limit_s = deadline_s(DEADLINE_S)
-        deadlines = {"collective_timeout_s": limit_s, "rendezvous_timeout_s": limit_s}
+        defaults: dict[str, Any] = {
+            "collective_timeout_s": limit_s,
+            "rendezvous_timeout_s": limit_s,
+        }
+        if self.transport.startswith("grpc"):
+            defaults["communication"] = self.transport
         results: list[Any] = [None] * size
         errors: list[BaseException] = []
 
@@ -77,7 +82,7 @@ class Spawn:
             finally:
                 communicator.close()
 
-        with self._ring(size, Options(**{**deadlines, **options})) as connect:
+        with self._ring(size, Options(**{**defaults, **options})) as connect:
             threads = [
                 threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True)
                 for rank in range(size)
@@ -95,7 +100,7 @@ class Spawn:
 
     @contextlib.contextmanager
     def _ring(self, size: int, options: Options) -> Iterator[Callable[[int], Communicator]]:
-        if self.transport != "grpc":
+        if not self.transport.startswith("grpc"):
             transports = InprocTransport.connect(size, options)
             hosts = self._hosts(size)
             yield lambda rank: Communicator(transports[rank], hosts=hosts)

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("no_thread_left"),
 ]
 
-over_both = pytest.mark.parametrize("communication", ["grpc", "shm"])
+over_both = pytest.mark.parametrize("communication", ["grpc", "grpc+tcp", "shm"])
 # Time for the end of a process after the deadline of a fault, on a busy machine.
 END_S = 4.0
 VICTIM = 1

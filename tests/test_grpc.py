@@ -24,8 +24,8 @@ from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import event_loop
-from hostopt.transport.grpc import client
 from hostopt.transport.frame import FrameWriter, Origin
+from hostopt.transport.grpc import client
 from hostopt.transport.grpc.hello import HelloMessages
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.message import Tag

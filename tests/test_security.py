@@ -28,9 +28,9 @@ from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError
 from hostopt.options import Options
 from hostopt.transport.frame import FrameWriter
-from hostopt.transport.security import Security, check_tls_dir, read_token
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.message import Tag
+from hostopt.transport.security import Security, check_tls_dir, read_token
 
 WITHIN_S = 20.0  # an upper bound on a busy machine; a rendezvous has 300
 SCRIPT = """

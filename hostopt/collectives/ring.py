@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hostopt.collectives import recursive_doubling
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.ring_schedule import (
@@ -133,6 +134,10 @@ class RingGroup:
         event_loop.run(self._broadcast(call, flat, self._members.index(root)))
 
     async def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
+        most_bytes = min(recursive_doubling.MOST_BYTES, self._transport.options.segment_bytes)
+        if self._size > 2 and flat.nbytes <= most_bytes and self._wire_format is None:
+            await recursive_doubling.all_reduce(self._transport, self._members, call, flat, op)
+            return
         rounds = all_reduce_rounds(self._index, self._size)
         chunks = 1 if self._size == 2 else self._size
         await self._run(call, flat, rounds, op, chunks)

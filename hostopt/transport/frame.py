@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 from typing import NamedTuple
-from zlib import crc32
+
+from zlib_ng.zlib_ng import crc32
 
 from hostopt.errors import ProtocolError
 from hostopt.transport.message import Payload, Tag

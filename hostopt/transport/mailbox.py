@@ -72,7 +72,7 @@ class Mailbox:
         self._resumed_step = -1  # finish markers up to this step are outdated
         self._waits: dict[object, Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
-        self._destinations: dict[tuple[int, ...], Destination] = {}  # of awaited messages
+        self._destinations: dict[tuple[int, Tag], Destination] = {}  # of awaited messages
         self._on_failure: list[Callable[[HostOptError], None]] = []
         self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
         self.error: HostOptError | None = None
@@ -96,9 +96,10 @@ class Mailbox:
           nbytes: size of the payload in bytes.
 
         Returns:
-          The memory that `take` offers for this message; otherwise new memory.
+          The memory that `take` offers for this message, if signature and size are the same;
+          otherwise new memory.
         """
-        destination = self._destinations.get(_key(peer, tag))
+        destination = self._destinations.get((peer, tag))
         if destination is None or len(destination.view) != nbytes:
             return Destination(memoryview(np.empty(nbytes, np.uint8)))
         return destination
@@ -120,24 +121,24 @@ class Mailbox:
         """
         key = _key(peer, tag)
         if key not in self._messages:
-            with self.waiting(peer, tag, name) as check, self._offer(key, into):
+            with self.waiting(peer, tag, name) as check, self._offer(peer, tag, into):
                 await self._wait_until_stored(key, check)
         return self._messages.pop(key)
 
     @contextlib.contextmanager
-    def _offer(self, key: tuple[int, ...], into: memoryview | None) -> Iterator[None]:
+    def _offer(self, peer: int, tag: Tag, into: memoryview | None) -> Iterator[None]:
         """Offers memory for the payload of a message until the scope ends."""
         if into is None:
             yield
             return
-        self._destinations[key] = destination = Destination(into)
+        self._destinations[peer, tag] = destination = Destination(into)
         try:
             yield
         except BaseException:
             destination.withdraw()
             raise
         finally:
-            del self._destinations[key]
+            del self._destinations[peer, tag]
 
     async def _wait_until_stored(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
         loop = asyncio.get_running_loop()

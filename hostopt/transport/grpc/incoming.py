@@ -9,7 +9,7 @@ from typing import Callable
 from hostopt.errors import HostOptError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport.frame import FrameReader
-from hostopt.transport.grpc import limits
+from hostopt.transport.grpc import forked, limits
 from hostopt.transport.grpc.grpc_stream import END_OF_STREAM
 from hostopt.transport.grpc.liveness import Liveness
 from hostopt.transport.grpc.peers import Peers
@@ -85,6 +85,7 @@ class IncomingStreams:
                 error,
             )
         self._peers.data_port = self._data_server.port
+        forked.keep_from_children(self._data_server.port)
 
     async def stop(self, grace_s: float) -> None:
         """Closes the data port.
@@ -93,6 +94,7 @@ class IncomingStreams:
           grace_s: time that peers may take to send their last frames.
         """
         await self._data_server.stop(grace_s)
+        forked.forget(self._data_server.port)
 
     async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
         """Receives the frames of a peer in gRPC messages until its stream ends.

@@ -144,7 +144,7 @@ class DataServer:
         _log.warning(
             "rank %d has refused a data connection: %s. Further ones are not logged",
             self._identity.rank,
-            error or "the handshake took too long",
+            str(error) or "the handshake took too long",
         )
 
 

@@ -78,10 +78,10 @@ class DataSocket:
         return bytes(data)
 
     async def read_into(self, view: Data) -> int:
-        """Waits for bytes and reads them.
+        """Waits for bytes that the peer certainly sends, and reads some of them.
 
         Args:
-          view: where they go; not empty.
+          view: where all of them go; not empty.
 
         Returns:
           The number of bytes read, at least one.
