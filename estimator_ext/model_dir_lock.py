@@ -7,6 +7,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -62,9 +63,7 @@ def training_in(
         yield
 
 
-def training_without_ring(
-    model_dir: str, config: tf.estimator.RunConfig
-) -> contextlib.AbstractContextManager[None]:
+def training_without_ring(model_dir: str, config: Any) -> contextlib.AbstractContextManager[None]:
     """Returns `training_in` of a process that is not part of a ring.
 
     Only the chief needs the lock. TensorFlow's distribute coordinator sets `is_chief` in the
@@ -72,7 +71,7 @@ def training_without_ring(
 
     Args:
       model_dir: model_dir of the Estimator.
-      config: configuration of the Estimator.
+      config: the `tf.estimator.RunConfig`.
     """
     is_chief = config.is_chief
     tf_config = read_tf_config(os.environ)
