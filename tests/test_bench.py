@@ -35,17 +35,17 @@ def bench_command(*arguments: str, **environ: str) -> Process:
 
 def test_local_ranks_print_one_table(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    arguments = ["-np", "3", "--sizes", "12", "4KiB", "--repetitions", "2", "--json", str(path)]
+    arguments = ["-np", "3", "--sizes", "12", "96KiB", "--repetitions", "2", "--json", str(path)]
     process = bench_command(*arguments, "--communication", "grpc")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| 12 B", "| 4 KiB"]
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| 12 B", "| 96 KiB"]
     timings = bench.load(path)
-    assert [timing.size_bytes for timing in timings] == [12, 4096]
-    assert [timing.ring_bytes for timing in timings] == [16, pytest.approx(4096 * 4 / 3)]
-    # 1024 elements in 3 chunks: the busiest rank sends one element more, twice
-    assert [timing.sent_bytes for timing in timings] == [16, (342 + 342 + 341 + 341) * 4]
+    assert [timing.size_bytes for timing in timings] == [12, 96 << 10]
+    assert [timing.ring_bytes for timing in timings] == [16, 128 << 10]
+    # the small array by recursive doubling, where rank 0 sends it twice, the large one on the ring
+    assert [timing.sent_bytes for timing in timings] == [24, 128 << 10]
     assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in timings)
 
 

@@ -132,7 +132,7 @@ def test_a_proof_cannot_be_reflected() -> None:
     run(reflect())
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n" * 9, bytes(100), secrets.token_bytes(100)])
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n" * 9, bytes(100), bytes(range(100))])
 def test_another_program_is_refused(data: bytes) -> None:
     async def call() -> None:
         client, server = data_sockets()

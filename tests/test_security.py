@@ -582,7 +582,7 @@ def test_default_checksum(
 
     def work(communicator: Communicator) -> bool:
         assert communicator.all_reduce(np.ones(3))[0] == 2
-        return bool(communicator.transport._checksum)
+        return bool(communicator.transport._streams.to(1 - communicator.rank)._writer._checksum)
 
     monkeypatch.setattr("rings.jobs_of", named)
     if way == "token":

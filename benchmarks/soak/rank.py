@@ -23,8 +23,8 @@ import tensorflow as tf
 
 import estimator_ext
 from benchmarks.soak import notes
-from hostopt.transport.grpc import timing
 from hostopt.transport.frame import FrameWriter
+from hostopt.transport.grpc import timing
 
 SEED, EXAMPLES, PIXELS, CLASSES, HIDDEN, BATCH = 7, 1000, 100, 10, 256, 32
 CHECKPOINT_STEPS = 50

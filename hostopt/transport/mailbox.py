@@ -10,12 +10,11 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
-import numpy as np
-
 from hostopt.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
-from hostopt.transport.message import Destination, Tag
+from hostopt.transport.destinations import Destinations
+from hostopt.transport.message import Tag
 
 __all__: list[str] = []
 
@@ -72,7 +71,7 @@ class Mailbox:
         self._resumed_step = -1  # finish markers up to this step are outdated
         self._waits: dict[object, Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
-        self._destinations: dict[tuple[int, Tag], Destination] = {}  # of awaited messages
+        self.destinations = Destinations()  # for payloads of awaited messages
         self._on_failure: list[Callable[[HostOptError], None]] = []
         self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
         self.error: HostOptError | None = None
@@ -86,23 +85,6 @@ class Mailbox:
             elif tag.step > self._resumed_step:  # a marker may arrive after the barrier has ended
                 self._finished[peer] = tag
                 self._wake(*self._awaited)
-
-    def destination(self, peer: int, tag: Tag, nbytes: int) -> Destination:
-        """Returns the memory for the payload of a message whose header has arrived.
-
-        Args:
-          peer: rank that sends it.
-          tag: tag of the message.
-          nbytes: size of the payload in bytes.
-
-        Returns:
-          The memory that `take` offers for this message, if signature and size are the same;
-          otherwise new memory.
-        """
-        destination = self._destinations.get((peer, tag))
-        if destination is None or len(destination.view) != nbytes:
-            return Destination(memoryview(np.empty(nbytes, np.uint8)))
-        return destination
 
     async def take(
         self, peer: int, tag: Tag, name: str, into: memoryview | None = None
@@ -121,24 +103,9 @@ class Mailbox:
         """
         key = _key(peer, tag)
         if key not in self._messages:
-            with self.waiting(peer, tag, name) as check, self._offer(peer, tag, into):
+            with self.waiting(peer, tag, name) as check, self.destinations.offer(peer, tag, into):
                 await self._wait_until_stored(key, check)
         return self._messages.pop(key)
-
-    @contextlib.contextmanager
-    def _offer(self, peer: int, tag: Tag, into: memoryview | None) -> Iterator[None]:
-        """Offers memory for the payload of a message until the scope ends."""
-        if into is None:
-            yield
-            return
-        self._destinations[peer, tag] = destination = Destination(into)
-        try:
-            yield
-        except BaseException:
-            destination.withdraw()
-            raise
-        finally:
-            del self._destinations[peer, tag]
 
     async def _wait_until_stored(self, key: tuple[int, ...], check: Callable[[], float]) -> None:
         loop = asyncio.get_running_loop()

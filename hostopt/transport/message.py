@@ -53,21 +53,6 @@ class Tag(NamedTuple):
         )
 
 
-class Destination:
-    """Memory for the payload of a message that is awaited.
-
-    Args:
-      view: where the payload goes.
-    """
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-
-    def withdraw(self) -> None:
-        """Redirects a payload that is still arriving, as its receiver no longer waits for it."""
-        self.view = memoryview(bytearray(len(self.view)))
-
-
 @dataclass
 class Traffic:
     """Counts the messages that this rank has sent.

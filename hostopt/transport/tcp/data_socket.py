@@ -74,33 +74,48 @@ class DataSocket:
         data = bytearray(nbytes)
         filled = 0
         while filled < nbytes:
-            filled += await self.read_into(memoryview(data)[filled:])
+            count = self.read_into(memoryview(data)[filled:])
+            filled += count
+            if not count:
+                await self.wait_for(nbytes - filled)
         return bytes(data)
 
-    async def read_into(self, view: Data) -> int:
-        """Waits for bytes that the peer certainly sends, and reads some of them.
+    def read_into(self, view: Data) -> int:
+        """Reads what has arrived.
 
         Args:
-          view: where all of them go; not empty.
+          view: where it goes; not empty.
 
         Returns:
-          The number of bytes read, at least one.
+          The number of bytes; 0 if none has arrived.
 
         Raises:
           OSError: the connection broke or ended.
         """
-        while True:
-            try:
-                count = self._socket.recv_into(view)
-            except (BlockingIOError, ssl.SSLWantReadError, InterruptedError):
-                await self._readable(len(view))
-                continue
-            except ssl.SSLWantWriteError:
-                await self._writable(None)
-                continue
-            if not count:
-                raise ConnectionResetError("connection closed")
-            return count
+        try:
+            count = self._socket.recv_into(view)
+        except (BlockingIOError, ssl.SSLWantReadError, InterruptedError):
+            return 0
+        if not count:
+            raise ConnectionResetError("connection closed")
+        return count
+
+    async def wait_for(self, nbytes: int) -> None:
+        """Waits until some bytes have arrived.
+
+        Args:
+          nbytes: number of bytes that the peer still sends; this may wait until many of them have
+            arrived.
+
+        Raises:
+          OSError: the connection is closed.
+        """
+        low_water = min(nbytes, _LOW_WATER_BYTES)
+        if low_water != self._low_water and not isinstance(self._socket, ssl.SSLSocket):
+            self._descriptor()
+            self._low_water = low_water
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+        await self._readable()
 
     async def write(self, parts: Sequence[bytes | Data], timeout_s: float | None = None) -> None:
         """Writes all bytes of several parts.
@@ -135,12 +150,7 @@ class DataSocket:
             return self._socket.send(parts[0])
         return self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
 
-    async def _readable(self, nbytes: int = 1) -> None:
-        """Waits until at least some of these bytes can be read."""
-        low_water = min(nbytes, _LOW_WATER_BYTES)
-        if low_water != self._low_water and not isinstance(self._socket, ssl.SSLSocket):
-            self._low_water = low_water
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+    async def _readable(self) -> None:
         fd = self._descriptor()
         ready = self._loop.create_future()
         self._loop.add_reader(fd, _settle, ready)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from hostopt.transport.destinations import Destination
 from hostopt.transport.frame import HEADER_BYTES, FrameReader, Header
 from hostopt.transport.mailbox import Mailbox
-from hostopt.transport.message import Destination
 from hostopt.transport.tcp.data_socket import DataSocket
 
 __all__: list[str] = []
@@ -48,9 +48,9 @@ class FrameReceiver:
             that.
           OSError: the connection broke or ended.
         """
-        data = bytearray(HEADER_BYTES)
+        data = memoryview(bytearray(HEADER_BYTES))
         while self._mailbox.error is None:
-            await self._fill(Destination(memoryview(data)))
+            await self._fill(Destination(data))
             if self._mailbox.error is not None:
                 break
             header = Header.parse(data)
@@ -74,9 +74,12 @@ class FrameReceiver:
     def _destination(self, header: Header, is_new: bool) -> Destination:
         if not is_new:
             return Destination(memoryview(bytearray(header.length)))
-        return self._mailbox.destination(self._peer, header.tag, header.length)
+        return self._mailbox.destinations.of(self._peer, header.tag, header.length)
 
     async def _fill(self, destination: Destination) -> None:
         filled, length = 0, len(destination.view)
         while filled < length and self._mailbox.error is None:
-            filled += await self._connection.read_into(destination.view[filled:])
+            count = self._connection.read_into(destination.view[filled:])
+            filled += count
+            if not count:  # the destination may be another one afterwards
+                await self._connection.wait_for(length - filled)
