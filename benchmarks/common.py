@@ -57,7 +57,7 @@ def run_together(
     """Runs programs side by side, and ends all processes that they have started.
 
     Args:
-      programs: command of each program, and its environment variables in addition to those of
+      programs: command of each program, and environment variables to add to the environment of
         this process.
       timeout_s: seconds after which all programs are ended.
 
@@ -93,7 +93,7 @@ class _Program:
 
     Args:
       words: program and arguments.
-      environ: environment variables in addition to those of this process.
+      environ: environment variables added to the environment of this process.
     """
 
     def __init__(self, words: list[str], environ: Mapping[str, str]) -> None:
@@ -189,7 +189,7 @@ def horovod(operations: str, python: Path, *worker: object) -> tuple[list[object
       *worker: program and arguments of a rank.
 
     Returns:
-      The command, and its environment variables in addition to those of this process.
+      The command, and its environment variables added to the environment of this process.
     """
     environ = {"HOROVOD_CPU_OPERATIONS": operations.upper()}
     if operations == "gloo":

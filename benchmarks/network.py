@@ -38,7 +38,7 @@ class Link:
         Args:
           command: program and arguments of both.
           timeout_s: seconds after which both are ended.
-          environ: environment variables in addition to those of this process.
+          environ: environment variables added to the environment of this process.
 
         Returns:
           The output of both.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from hostopt import Communicator
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.inline_reducer import InlineReducer
-from hostopt.gradients.reducer import Reducer
+from hostopt.gradients.reducers import open_reducer
 
 
 class Gradients:
@@ -25,10 +24,7 @@ class Gradients:
         specs = [TensorSpec(f"part_{i}", a.shape, a.dtype) for i, a in enumerate(arrays)]
         self._buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
         self._parts = [[arrays[i] for i in bucket.indices] for bucket in self._buckets]
-        gradients = communicator.duplicate("gradients")
-        self._inline = communicator.on_one_host
-        reducer: Any = InlineReducer if self._inline else Reducer
-        self._reducer = reducer(gradients, self._buckets)
+        self._reducer = open_reducer(communicator, self._buckets)
 
     def reduce(self) -> list[list[np.ndarray]]:
         """Sums all gradients over the ranks.
@@ -36,8 +32,9 @@ class Gradients:
         Returns:
           The sums by bucket. They are views of buffers that are not reused while the views exist.
         """
-        if self._inline:
-            return [self._reducer.reduce(i, parts) for i, parts in enumerate(self._parts)]
+        reducer = self._reducer
+        if isinstance(reducer, InlineReducer):
+            return [reducer.reduce(i, parts) for i, parts in enumerate(self._parts)]
         for number, parts in enumerate(self._parts):
-            self._reducer.launch(number, parts)
-        return [self._reducer.wait(number) for number in range(len(self._parts))]
+            reducer.launch(number, parts)
+        return [reducer.wait(number) for number in range(len(self._parts))]

@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--restore-previous",
         action="store_true",
-        help="if the newest checkpoint cannot be read, resume from the newest one that can",
+        help="if the newest checkpoint is damaged, resume from the newest intact one",
     )
     run.add_argument(
         "command", nargs=argparse.REMAINDER, help="the command that every process runs"

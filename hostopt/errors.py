@@ -43,7 +43,7 @@ class HostOptError(RuntimeError):
       step: number of the current step, from 0; outside of training, number of the collective.
       bucket: index of the current gradient bucket.
       root_cause: first failure, as another rank reported it.
-      last_checkpoint: path of the newest whole checkpoint.
+      last_checkpoint: path of the newest intact checkpoint.
     """
 
     exit_code: ClassVar[int] = 70
@@ -74,14 +74,14 @@ class HostOptError(RuntimeError):
         """Adds the checkpoint to resume from to the error's text.
 
         Args:
-          checkpoint: path of the newest whole checkpoint; None if this rank knows none.
+          checkpoint: path of the newest intact checkpoint; None if this rank knows none.
         """
         self.last_checkpoint = checkpoint or self.last_checkpoint
         sentences = [self.message.rstrip(". \n")]
         if self.last_checkpoint is not None:
             step = re.search(r"-(\d+)$", self.last_checkpoint)
             name = f"step {step[1]}" if step else self.last_checkpoint
-            sentences.append(f"Last whole checkpoint: {name}")
+            sentences.append(f"Newest intact checkpoint: {name}")
         if isinstance(self, RetryableError):
             sentences.append("Re-run the same command to resume")
         self.args = (". ".join(sentences) + ".",) if len(sentences) > 1 else (self.message,)

@@ -100,8 +100,8 @@ class Options:
         variable HOSTOPT_TOKEN may hold the token itself instead.
       tls_dir: directory with ca.pem, cert.pem and key.pem, for mutual TLS between the ranks.
       insecure: True allows ranks on several machines without token and TLS.
-      restore_previous: True resumes from the newest readable checkpoint if the newest one cannot
-        be read.
+      restore_previous: True resumes from the newest intact checkpoint if the newest of all is
+        damaged.
       evaluator_timeout_s: time without a sign of the chief after which an evaluator raises an
         error.
 

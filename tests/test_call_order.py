@@ -15,6 +15,7 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.transport.signature import signature_of
 
@@ -225,7 +226,8 @@ def test_different_buckets(spawn_ring: Spawn) -> None:
     def work(communicator: Communicator) -> str:
         name = "bread" if communicator.rank else "flour"
         specs = [TensorSpec(name, (3,), np.dtype(np.float32))]
-        reducer = Reducer(communicator.duplicate("gradients"), plan_buckets(specs, 1 << 20))
+        buckets = plan_buckets(specs, 1 << 20)
+        reducer = Reducer(communicator, buckets, NonFiniteCheck(communicator))
         with pytest.raises(CollectiveMismatchError) as caught:
             reducer.launch(0, [f32(3)])
             reducer.wait(0)

@@ -90,13 +90,13 @@ def test_damage_is_reported_with_the_newest_intact_checkpoint(
     save(tmp_path)
     check_newest(str(tmp_path), restore_previous=False)
     damage(tmp_path / file)
-    whole = prefix(tmp_path, 15 if file == "checkpoint" else 10)
+    intact = prefix(tmp_path, 15 if file == "checkpoint" else 10)
     with pytest.raises(hostopt.CheckpointError, match=message) as caught:
         check_newest(str(tmp_path), restore_previous=False)
     assert file.partition(DATA)[0] in str(caught.value)
-    assert whole in str(caught.value)
+    assert intact in str(caught.value)
     assert "HOSTOPT_RESTORE_PREVIOUS" in str(caught.value)
-    assert caught.value.last_checkpoint == whole
+    assert caught.value.last_checkpoint == intact
 
 
 @pytest.mark.parametrize(("file", "damage", "message"), DAMAGES, ids=IDS)
@@ -107,13 +107,13 @@ def test_training_resumes_from_the_newest_intact_checkpoint(
     damage(tmp_path / file)
     before = {path.name for path in tmp_path.iterdir()}
     check_newest(str(tmp_path), restore_previous=True)
-    whole = 15 if file == "checkpoint" else 10
+    intact = 15 if file == "checkpoint" else 10
     state = tf.train.get_checkpoint_state(str(tmp_path))
-    assert state.model_checkpoint_path == prefix(tmp_path, whole)
+    assert state.model_checkpoint_path == prefix(tmp_path, intact)
     # so that keep_checkpoint_max counts earlier checkpoints
-    kept = [prefix(tmp_path, step) for step in STEPS if step <= whole]
+    kept = [prefix(tmp_path, step) for step in STEPS if step <= intact]
     assert list(state.all_model_checkpoint_paths) == kept
-    assert tf.train.load_variable(str(tmp_path), "global_step") == whole
+    assert tf.train.load_variable(str(tmp_path), "global_step") == intact
     assert {path.name for path in tmp_path.iterdir()} == before
     check_newest(str(tmp_path), restore_previous=False)
 

@@ -91,7 +91,7 @@ def test_the_message_names_the_checkpoint_to_resume_from_once(name: str) -> None
     assert str(error) == (f"rank 1 is lost. {again}" if again else "rank 1 is lost")
     error.resume_from("/models/model.ckpt-4")
     for _ in range(2):
-        assert str(error) == f"rank 1 is lost. Last whole checkpoint: step 4. {again}".strip()
+        assert str(error) == f"rank 1 is lost. Newest intact checkpoint: step 4. {again}".strip()
         error.resume_from(None)
     assert error.last_checkpoint == "/models/model.ckpt-4"
 

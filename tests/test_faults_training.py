@@ -201,7 +201,7 @@ def test_a_full_disk_ends_all_ranks_and_keeps_the_last_checkpoint(
             assert "model.ckpt-4: " in rank.output
             assert "File too large" in rank.output
             assert "MB are needed" in rank.output
-            assert "Last whole checkpoint: step 2." in rank.output
+            assert "Newest intact checkpoint: step 2." in rank.output
     assert sorted(checkpoints(tmp_path)) == [0, 2]
     model = tmp_path / "model" / "adam"
     assert tf.train.latest_checkpoint(str(model)) == str(model / "model.ckpt-2")
@@ -219,7 +219,7 @@ def test_running_out_of_descriptors_is_a_resource_error(tmp_path: Path, ranks: R
             assert "Too many open files" in rank.output
             assert "Free disk space" not in rank.output
             assert "Re-run the same command to resume" in rank.output
-        assert "Last whole checkpoint: step 2." in started[1].output
+        assert "Newest intact checkpoint: step 2." in started[1].output
         for rank in ranks.start(
             "train_with_fault.py", {"worker": addresses}, arguments=settings(tmp_path)
         ):
@@ -231,7 +231,7 @@ def test_a_damaged_newest_checkpoint_is_refused_or_skipped(tmp_path: Path, ranks
     arguments = settings(tmp_path, checkpoint_steps=2)
     ranks.run("train_with_fault.py", 2, arguments=arguments)
     model = tmp_path / "model" / "adam"
-    whole = tf.train.load_variable(str(model / "model.ckpt-2"), "dense/kernel")
+    intact = tf.train.load_variable(str(model / "model.ckpt-2"), "dense/kernel")
     data = next(model.glob("model.ckpt-4.data-00000-of-*"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
@@ -241,11 +241,11 @@ def test_a_damaged_newest_checkpoint_is_refused_or_skipped(tmp_path: Path, ranks
         for rank in started:
             assert rank.wait(60) == 74, rank.output
             assert f"CheckpointError: cannot read {model}/model.ckpt-4.data-*, " in rank.output
-            assert "Last whole checkpoint: step 2." in rank.output
+            assert "Newest intact checkpoint: step 2." in rank.output
     previous = {"HOSTOPT_RESTORE_PREVIOUS": "true"}
     chief, _ = ranks.run("train_with_fault.py", 2, arguments=arguments, environ=previous)
     assert f"Training resumes from {model}/model.ckpt-2" in chief.output
     assert f"Restoring parameters from {model}/model.ckpt-2" in chief.output
     result = checkpoints(tmp_path)  # all of them can be read
     assert max(result) == STEPS
-    np.testing.assert_array_equal(result[2]["dense/kernel"], whole)
+    np.testing.assert_array_equal(result[2]["dense/kernel"], intact)

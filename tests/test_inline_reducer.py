@@ -14,6 +14,7 @@ from hostopt.communicator import Communicator
 from hostopt.errors import PeerLostError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.nonfinite import NonFiniteCheck
 
 SHAPES = [(3,), (2, 50_000), (), (700, 700)]  # blocks of one, and of several
 BUCKETS = plan_buckets(
@@ -53,7 +54,7 @@ def test_the_plan_has_two_buckets() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_sums_in_rank_order(spawn_shm: Spawn, size: int) -> None:
     def work(communicator: Communicator) -> None:
-        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         for step in range(STEPS):
             for number in range(len(BUCKETS)):
                 check(
@@ -69,7 +70,7 @@ def test_sums_in_rank_order(spawn_shm: Spawn, size: int) -> None:
 
 def test_sums_held_by_one_rank_are_not_overwritten(spawn_shm: Spawn) -> None:
     def work(communicator: Communicator) -> None:
-        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         held = []
         for step in range(STEPS):
             for number in range(len(BUCKETS)):
@@ -86,7 +87,7 @@ def test_sums_held_by_one_rank_are_not_overwritten(spawn_shm: Spawn) -> None:
 
 def test_released_sums_reuse_their_memory(spawn_shm: Spawn) -> None:
     def work(communicator: Communicator) -> None:
-        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         addresses = set()
         for step in range(STEPS):
             sums = reducer.reduce(0, gradients(communicator.rank, step, 0))
@@ -99,7 +100,7 @@ def test_released_sums_reuse_their_memory(spawn_shm: Spawn) -> None:
 
 def test_sums_that_other_ranks_read_cannot_be_changed(spawn_shm: Spawn) -> None:
     def work(communicator: Communicator) -> None:
-        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         sums = reducer.reduce(1, gradients(communicator.rank, 0, 1))
         with pytest.raises(ValueError, match="read-only"):
             sums[0] += 1
@@ -123,7 +124,7 @@ def test_without_memory_for_shared_sums_each_rank_allocates_local_sums(
     monkeypatch.setattr(host_memory, "SharedFile", Small)
 
     def work(communicator: Communicator) -> None:
-        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         held = [
             (reducer.reduce(0, gradients(communicator.rank, step, 0)), 2, step, 0)
             for step in range(STEPS)
@@ -138,7 +139,7 @@ def test_without_memory_for_shared_sums_each_rank_allocates_local_sums(
 
 def test_a_rank_that_fails_ends_the_reduction_of_the_others(spawn_shm: Spawn) -> None:
     def work(communicator: Communicator) -> None:
-        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         reducer.reduce(0, gradients(communicator.rank, 0, 0))
         if communicator.rank == 1:
             communicator.abort(ValueError("no more flour"))

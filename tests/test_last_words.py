@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_is_reported_by_the_other(
     *_, verdict, last = err.splitlines()
     assert "root cause: worker:0: exit code 137 (SIGKILL)" in verdict
     assert last.startswith("hostopt: chief:0: PeerLostError: rank 1 (worker:0, ")
-    assert "Last whole checkpoint: step 4. Re-run the same command to resume." in last
+    assert "Newest intact checkpoint: step 4. Re-run the same command to resume." in last
     assert "Traceback" not in err
 
 

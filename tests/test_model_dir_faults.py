@@ -135,14 +135,14 @@ def test_a_damaged_file_is_reported_or_skipped(directory: Path, file: str, damag
         before = {path.name for path in model.iterdir()}
         with pytest.raises(hostopt.CheckpointError) as error:
             check_newest(model_dir, restore_previous=False)
-        whole = model / f"model.ckpt-{15 if file == 'checkpoint' else 10}"
+        intact = model / f"model.ckpt-{15 if file == 'checkpoint' else 10}"
         assert str(model / "model.ckpt-15") in str(error.value)
-        assert f"The newest intact checkpoint is {whole}: to resume" in str(error.value)
-        assert error.value.last_checkpoint == str(whole)
+        assert f"The newest intact checkpoint is {intact}: to resume" in str(error.value)
+        assert error.value.last_checkpoint == str(intact)
         if (file, damage) in NOT_REPAIRED:
             return
         check_newest(model_dir, restore_previous=True)
-        assert tf.train.latest_checkpoint(model_dir) == str(whole)
+        assert tf.train.latest_checkpoint(model_dir) == str(intact)
         assert {path.name for path in model.iterdir()} - before <= {"checkpoint"}
         check_newest(model_dir, restore_previous=False)
 

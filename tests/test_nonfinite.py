@@ -16,7 +16,7 @@ from hostopt.errors import NonFiniteGradientError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.inline_reducer import InlineReducer
 from hostopt.gradients.nonfinite import ALLOW, NonFiniteCheck, find_nonfinite
-from hostopt.gradients.reducer import Reducer
+from hostopt.gradients.reducers import open_reducer
 
 NAN, INF = float("nan"), float("inf")
 LARGEST = float(np.finfo(np.float32).max)
@@ -37,9 +37,8 @@ class Sums:
     """Runs one reducer on one rank, as a graph does."""
 
     def __init__(self, communicator: Communicator, check: NonFiniteCheck | None = None) -> None:
-        kind = InlineReducer if communicator.on_one_host else Reducer
         self._rank = communicator.rank
-        self._reducer: Any = kind(communicator.duplicate("gradients"), BUCKETS, check)
+        self._reducer = open_reducer(communicator, BUCKETS, check)
 
     def step(self, *changes: Change) -> dict[str, Any]:
         """Returns sums by variable; gradients equal the rank number, except `changes`."""
@@ -157,18 +156,17 @@ SCRIPT = """
     import numpy as np
     import hostopt
     from hostopt.gradients.bucket import TensorSpec, plan_buckets
-    from hostopt.gradients.inline_reducer import InlineReducer
     from hostopt.gradients.reducer import Reducer
+    from hostopt.gradients.reducers import open_reducer
 
     communicator = hostopt.connect()
     buckets = plan_buckets([TensorSpec("v0", (300_000,), np.dtype("f4"))], 1 << 20)
-    kind = InlineReducer if communicator.on_one_host else Reducer
-    reducer = kind(communicator.duplicate("gradients"), buckets)
+    reducer = open_reducer(communicator, buckets)
     for step in range(5):
         gradient = np.full(300_000, step, np.float32)
         if step == 3 and communicator.rank == 1:
             gradient[7] = np.nan
-        if kind is Reducer:
+        if isinstance(reducer, Reducer):
             reducer.launch(0, [gradient])
             (total,) = reducer.wait(0)
         else:

@@ -19,6 +19,7 @@ from hostopt.errors import PeerLostError, error_to_dict
 from hostopt.transport.grpc import notes, timing
 from hostopt.transport.grpc.departure import Departure
 from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.message import Tag
 
 DOCUMENTATION = (Path(__file__).resolve().parents[1] / "docs/wire.md").read_text()
@@ -91,9 +92,8 @@ def test_a_leave_message_has_the_documented_fields(error: PeerLostError | None) 
 
     client: Any = SimpleNamespace(channels={1: None}, call=call)
     nothing: Any = None
-    departure = Departure(
-        Peers(CLUSTER), client, nothing, nothing, timing.DEFAULT, abort=lambda error: None
-    )
+    ring = RingContext(Peers(CLUSTER), client, nothing, nothing, timing.DEFAULT, abort=nothing)
+    departure = Departure(ring)
     note = error and error_to_dict(error)
     asyncio.run(departure._send(1, note))
     message, received = notes.read_leave(sent[0], MOST_BYTES)

@@ -22,6 +22,7 @@ from hostopt.cluster import Cluster
 from hostopt.connect import connect_ring
 from hostopt.errors import ConfigError, HostOptError, ResourceError, RetryableError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.options import MAX_COUNT, MAX_SEGMENT_BYTES, VARIABLES, YEAR_S, Options
 from hostopt.transport.grpc.hello import HelloMessages
@@ -182,7 +183,7 @@ def reduced(cluster: Cluster, options: Options) -> list[Any]:
     with connect_ring(cluster, options) as communicator:
         own = np.full(40, communicator.rank + 1, np.float32)
         total = communicator.all_reduce(own)
-        reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         reducer.launch(0, [own])
         result = [total, reducer.wait(0)[0]]
         communicator.barrier("the end")

@@ -13,6 +13,7 @@ from rings import Spawn
 from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, HostOptError, PeerLostError
 from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
+from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.transport.inproc import InprocTransport
 
@@ -44,7 +45,7 @@ def test_the_plan_of_these_tests() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_sums_of_several_steps(spawn: Spawn, size: int) -> None:
     def work(communicator: Communicator) -> None:
-        reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         for step in range(5):
             for number, bucket in enumerate(BUCKETS):
                 reducer.launch(number, gradients(communicator.rank, step, bucket))
@@ -59,7 +60,7 @@ def test_every_order_of_launches_and_waits(spawn: Spawn) -> None:
     size, orders = 2, list(itertools.permutations(range(len(BUCKETS))))
 
     def work(communicator: Communicator) -> None:
-        reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         for step, order in enumerate(orders):
             # the ranks launch in different orders
             for number in order if communicator.rank else reversed(order):
@@ -73,7 +74,7 @@ def test_every_order_of_launches_and_waits(spawn: Spawn) -> None:
 
 def test_waits_before_launches_from_other_threads(spawn: Spawn) -> None:
     def work(communicator: Communicator) -> None:
-        reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         result: dict[int, list[Any]] = {}
         waits = [
             threading.Thread(target=lambda n=number: result.update({n: reducer.wait(n)}))
@@ -96,7 +97,8 @@ def test_two_reducers_at_the_same_time(spawn: Spawn) -> None:
     size = 3
 
     def work(communicator: Communicator) -> None:
-        reducers = [Reducer(communicator.duplicate(name), BUCKETS) for name in ("one", "two")]
+        check = NonFiniteCheck(communicator)
+        reducers = [Reducer(communicator, BUCKETS, check) for _ in range(2)]
         launches = list(itertools.product(range(2), range(len(BUCKETS))))
         for step in range(4):
             # rank r begins in another place, so that the two never come in the same order
@@ -119,7 +121,7 @@ def test_a_referenced_result_is_never_overwritten(spawn: Spawn) -> None:
     size, steps = 2, 6
 
     def work(communicator: Communicator) -> None:
-        reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         held = []
         for step in range(steps):
             for number, bucket in enumerate(BUCKETS):
@@ -137,7 +139,7 @@ def test_a_referenced_result_is_never_overwritten(spawn: Spawn) -> None:
 
 def test_gradients_may_be_modified_after_launch_returns(spawn: Spawn) -> None:
     def work(communicator: Communicator) -> None:
-        reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         for number, bucket in reversed(list(enumerate(BUCKETS))):
             arrays = gradients(communicator.rank, 0, bucket)
             reducer.launch(number, arrays)
@@ -155,7 +157,7 @@ def test_gradients_may_be_modified_after_launch_returns(spawn: Spawn) -> None:
 
 def test_a_second_launch_in_one_step_is_refused() -> None:
     communicator = Communicator(InprocTransport.connect(1)[0])
-    reducer = Reducer(communicator, BUCKETS)
+    reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
     reducer.launch(1, gradients(0, 0, BUCKETS[1]))  # waits for bucket 0
     with pytest.raises(ConfigError, match=r"bucket 1 \(.*'v2'.*launched twice") as caught:
         reducer.launch(1, gradients(0, 0, BUCKETS[1]))
@@ -165,7 +167,7 @@ def test_a_second_launch_in_one_step_is_refused() -> None:
 
 def test_a_second_launch_of_a_reduced_bucket_is_refused() -> None:
     communicator = Communicator(InprocTransport.connect(1)[0])
-    reducer = Reducer(communicator, BUCKETS)
+    reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
     reducer.launch(0, gradients(0, 0, BUCKETS[0]))
     reducer.launch(1, gradients(0, 0, BUCKETS[1]))
     check_sums(reducer.wait(1), 1, 0, BUCKETS[1])  # so bucket 0 is reduced, and not yet fetched
@@ -177,7 +179,7 @@ def test_a_second_launch_of_a_reduced_bucket_is_refused() -> None:
 def test_a_closed_reducer_refuses_launches_and_ends_waits(spawn: Spawn) -> None:
     def work(communicator: Communicator) -> None:
         before = threading.active_count()
-        reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         raised: list[BaseException] = []
 
         def wait() -> None:
@@ -204,7 +206,7 @@ def test_an_error_of_the_ring_is_raised_by_every_wait(spawn: Spawn) -> None:
     all_done = threading.Barrier(3)
 
     def work(communicator: Communicator) -> HostOptError:
-        reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         reducer.launch(0, gradients(communicator.rank, 0, BUCKETS[0]))
         reducer.wait(0)
         all_done.wait(30)
@@ -235,7 +237,7 @@ def test_an_error_of_the_ring_is_raised_by_a_wait_behind_an_unlaunched_bucket(
     all_launched = threading.Barrier(2)
 
     def work(communicator: Communicator) -> None:
-        reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         reducer.launch(1, gradients(communicator.rank, 0, BUCKETS[1]))
         all_launched.wait(30)
         if communicator.rank == 1:

@@ -13,6 +13,7 @@ from rings import Spawn
 
 from hostopt.communicator import Communicator
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.gradients.step_stats import StepTimes
 from hostopt.stragglers import StragglerReports, Stragglers, is_slow_link, straggler_lag
@@ -44,7 +45,7 @@ def test_is_slow_link(sends_ms: list[float], is_slow: bool) -> None:
 
 def train(communicator: Communicator, pause: Callable[[], Any], steps: int) -> list[Stragglers]:
     """Trains steps of two buckets, each after a pause, with a report every five steps."""
-    reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+    reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
     reports, result = StragglerReports(communicator.duplicate("reports")), []
     communicator.barrier()
     reports.begin(100)

@@ -20,6 +20,7 @@ from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.gradients.step_stats import StepTimes
 from hostopt.telemetry.timeline import Timeline, Track, path_of_rank
@@ -248,7 +249,7 @@ BUCKETS = plan_buckets(
 
 
 def two_steps(communicator: Communicator) -> Reducer:
-    reducer = Reducer(communicator.duplicate("gradients"), BUCKETS)
+    reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
     for _ in range(2):
         for number in range(len(BUCKETS)):
             arrays = [np.ones(spec.shape, np.float32) for spec in BUCKETS[number].specs]
@@ -301,7 +302,7 @@ def test_a_shared_memory_reducer_records_each_bucket(tmp_path: Path) -> None:
 
     def work(communicator: Communicator) -> StepTimes | None:
         communicator.transport.timeline = Timeline(path, communicator.transport.cluster)
-        reducer = InlineReducer(communicator.duplicate("gradients"), BUCKETS)
+        reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         for number, bucket in [*enumerate(BUCKETS)] * 2:
             reducer.reduce(number, [np.ones(spec.shape, np.float32) for spec in bucket.specs])
         return reducer.last_times

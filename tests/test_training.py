@@ -190,7 +190,9 @@ def test_a_killed_rank_is_named_and_its_incomplete_step_is_not_saved(
                 rf"rank 1 \(worker:1, {addresses[1]}\) lost at step 7 while rank [02] waited"
             )
             assert re.search(expected, rank.output)
-            assert rank.output.count("Last whole checkpoint: step 4. Re-run the same command") == 1
+            assert (
+                rank.output.count("Newest intact checkpoint: step 4. Re-run the same command") == 1
+            )
     model = tmp_path / "model" / "adam"
     assert tf.train.latest_checkpoint(str(model)).endswith("model.ckpt-4")
     assert not list(model.glob("model.ckpt-7*"))  # the incomplete step

@@ -18,6 +18,7 @@ from hostopt.collectives.wire_format import NoCompression, new_wire_format
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 
 Array = np.ndarray[Any, Any]
@@ -360,7 +361,7 @@ def test_the_reducer_compresses_float32(spawn_ring: Spawn, name: str | None) -> 
     }
 
     def work(communicator: Communicator) -> tuple[dict[str, Array], int]:
-        reducer = Reducer(communicator.duplicate("gradients"), buckets)
+        reducer = Reducer(communicator, buckets, NonFiniteCheck(communicator))
         for index, rows in enumerate(data.values()):
             reducer.launch(index, [rows[communicator.rank]])
         result = {dtype: reducer.wait(index)[0].copy() for index, dtype in enumerate(data)}

@@ -130,7 +130,7 @@ class Scene:
         self.training = training
         self.role = role_of(fault.rank)
         self.chance = random.Random(fault.seed)
-        self.problems: list[str] = []  # problems in addition to those of the common checks
+        self.problems: list[str] = []  # problems that the common checks do not find
 
     @property
     def pid(self) -> int:

@@ -54,12 +54,11 @@ class HierarchicalAllReduce:
         Collective: all ranks must call it.
 
         Args:
-          flat: contiguous array of shape [n], the same shape and dtype on all ranks. It is
-            overwritten with the result.
+          flat: see `SharedMemoryChannel.all_reduce`.
           op: binary ufunc.
           call: the collective call.
           wire_format: format of float32 values between hosts; None sends them unchanged.
-          source: values of this rank; by default those in `flat`.
+          source: see `SharedMemoryChannel.all_reduce`.
         """
         if self.shared_memory is not None:
             self.shared_memory.all_reduce(flat, op, call, source)  # [H1]

@@ -160,7 +160,7 @@ def _newest_checkpoint(directory: Path) -> Iterator[Finding]:
         yield Finding(
             WRONG,
             f"{directory / 'checkpoint'} names {prefix}, of which files are missing: set "
-            "HOSTOPT_RESTORE_PREVIOUS=true to resume from the newest complete checkpoint",
+            "HOSTOPT_RESTORE_PREVIOUS=true to resume from the newest intact checkpoint",
         )
     else:
         yield Finding(NOTE, f"a training resumes from {prefix}")

@@ -15,61 +15,30 @@ from hostopt.collectives.finite import all_finite
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.tensor_list_view import TensorListView
 from hostopt.communicator import Communicator
-from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket
-from hostopt.gradients.bucket_timing import BucketTiming
+from hostopt.gradients.bucket import Bucket
+from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.shared_sums import SharedSums
-from hostopt.gradients.step_stats import StepTimes
-from hostopt.transport.signature import Signature, signature_of
 
 __all__: list[str] = []
 
 
-class InlineReducer:
+class InlineReducer(BucketReducer):
     """Sums buckets over the ranks of one host, on the calling thread.
 
-    Each step reduces every bucket once, in bucket order.
+    Each step reduces every bucket once, in bucket order. The launch of a bucket and its reduction
+    begin at the same time.
 
-    Args:
-      communicator: communicator for this reducer alone (a `duplicate`), of ranks on one host.
-      buckets: all buckets of a step, the same on all ranks.
-      check: check of the sums; by default one with the option `nonfinite`.
-
-    Attributes:
-      nonfinite_check: the check of the sums.
+    See `BucketReducer` for the arguments. All ranks must run on one host.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        buckets: Sequence[Bucket],
-        check: NonFiniteCheck | None = None,
+        self, communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck
     ) -> None:
-        self.communicator = communicator
-        self.nonfinite_check = check or NonFiniteCheck(communicator)
-        self._buckets = tuple(buckets)
-        self._shared = [SharedSums(communicator, bucket) for bucket in buckets]
-        self._pools = [BufferPool(bucket) for bucket in buckets]
-        self._steps = [0] * len(self._buckets)
-        self._descriptions = [
-            describe_bucket(self._buckets, index) for index in range(len(self._buckets))
-        ]
-        self._signatures = [self._signature(index) for index in range(len(self._buckets))]
-        self._timing = BucketTiming(self._buckets, communicator.transport.timeline)
+        super().__init__(communicator, buckets, check)
+        self._shared = [SharedSums(self.communicator, bucket) for bucket in self._buckets]
+        self._steps = [0] * len(self._buckets)  # reductions of each bucket
         self._lock = threading.Lock()
-
-    @property
-    def last_times(self) -> StepTimes | None:
-        """Times of the last complete step, in which launch and reduction begin together."""
-        return self._timing.stats.last
-
-    def count_from(self, step: int) -> None:
-        """Sets the number of the first step. Call it before the first reduction.
-
-        Args:
-          step: number of the step, the same on all ranks.
-        """
-        self._steps = [step] * len(self._buckets)
 
     def reduce(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
         """Sums a bucket over the ranks.
@@ -91,7 +60,7 @@ class InlineReducer:
         begin_s = time.monotonic()
         with self._lock:
             name, signature = self._descriptions[bucket], self._signatures[bucket]
-            step = self._steps[bucket]
+            step = self._first_step + self._steps[bucket]
             call = CollectiveCall(self.communicator.channel, step, bucket, name, signature)
             self.communicator.begin(call)
             self._steps[bucket] += 1
@@ -109,11 +78,6 @@ class InlineReducer:
                 lambda: find_nonfinite(plan.names, views),
             )
         return views
-
-    def _signature(self, index: int) -> Signature:
-        bucket = self._buckets[index]
-        shape = (bucket.nbytes // bucket.dtype.itemsize,)
-        return signature_of("all_reduce(sum)", self._descriptions[index], bucket.dtype, shape)
 
     def _sum(
         self, bucket: int, source: TensorListView, call: CollectiveCall

@@ -10,24 +10,20 @@ import threading
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.finite import all_finite, safe_limit
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.collectives.wire_format import WireFormat, new_wire_format
+from hostopt.collectives.wire_format import new_wire_format
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
-from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket
-from hostopt.gradients.bucket_timing import BucketTiming
+from hostopt.gradients.bucket import Bucket
+from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
-from hostopt.gradients.step_stats import StepTimes
-from hostopt.transport.signature import Signature, signature_of
 
 __all__: list[str] = []
 
 
-class Reducer:
+class Reducer(BucketReducer):
     """Sums buckets over the ranks on a communication thread, which overlaps with backward.
 
     The thread reduces the buckets in bucket order on every rank. If all ranks share memory,
@@ -41,37 +37,19 @@ class Reducer:
 
     Buckets of float32 are sent in the wire format of the option `compression`, others unchanged.
 
-    Args:
-      communicator: communicator for this reducer alone (a `duplicate`).
-      buckets: all buckets of a step, the same on all ranks.
-      check: check of the sums; by default one with the option `nonfinite`.
-
-    Attributes:
-      nonfinite_check: the check of the sums.
+    See `BucketReducer` for the arguments.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        buckets: Sequence[Bucket],
-        check: NonFiniteCheck | None = None,
+        self, communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck
     ) -> None:
-        self.communicator = communicator
-        self.nonfinite_check = check or NonFiniteCheck(communicator)
-        self._buckets = tuple(buckets)
-        self._pools = [BufferPool(bucket) for bucket in buckets]
-        self._wire_format = new_wire_format(communicator.transport.options.compression)
-        self._first_step = 0
-        self._limits = [self._limit(bucket) for bucket in buckets]
-        self._descriptions = [
-            describe_bucket(self._buckets, index) for index in range(len(self._buckets))
-        ]
-        self._signatures = [self._signature(index) for index in range(len(self._buckets))]
+        wire_format = new_wire_format(communicator.transport.options.compression)
+        super().__init__(communicator, buckets, check, wire_format)
+        self._limits = [self._limit(bucket) for bucket in self._buckets]
         self._pending: set[int] = set()  # launched, and not yet waited for
         # by bucket: buffer, and result of `find_nonfinite` for the local gradients
         self._launched: dict[int, tuple[Array, dict[str, str]]] = {}
         self._reduced: dict[int, Array] = {}
-        self._timing = BucketTiming(self._buckets, communicator.transport.timeline)
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._is_reducing = False
@@ -79,19 +57,6 @@ class Reducer:
         self._stop_listening = communicator.transport.mailbox.on_failure(self._fail)
         self._thread = threading.Thread(target=self._run, daemon=True, name="hostopt-reducer")
         self._thread.start()
-
-    @property
-    def last_times(self) -> StepTimes | None:
-        """Times of the last complete step; None if there is none yet."""
-        return self._timing.stats.last
-
-    def count_from(self, step: int) -> None:
-        """Sets the number of the first step. Call it before the first launch.
-
-        Args:
-          step: number of the step, the same on all ranks.
-        """
-        self._first_step = step
 
     def launch(self, bucket: int, arrays: Sequence[Array]) -> None:
         """Starts the reduction of a bucket, without blocking.
@@ -189,15 +154,15 @@ class Reducer:
                 self._changed.wait()
             buffer, nonfinite = self._launched.pop(index)
             self._is_reducing = True
+        plan = self._buckets[index]
         begin_s = time.monotonic()
         step += self._first_step
         name, signature = self._descriptions[index], self._signatures[index]
         call = CollectiveCall(self.communicator.channel, step, index, name, signature)
-        wire_format = self._format_of(buffer.dtype)
+        wire_format = self._format_of(plan)
         # [G4] the ring, while backward computes the next buckets
         self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, call, wire_format)
         end_s = time.monotonic()
-        plan = self._buckets[index]
         self.nonfinite_check.check(
             call,
             not buffer[-1] or all_finite(buffer),  # scanned unless all flags are 0
@@ -212,21 +177,10 @@ class Reducer:
             self._timing.ring(index, begin_s, end_s)
             self._changed.notify_all()
 
-    def _format_of(self, dtype: np.dtype[np.generic]) -> WireFormat | None:
-        return self._wire_format if dtype == np.float32 else None
-
-    def _signature(self, index: int) -> Signature:
-        bucket, wire_format = self._buckets[index], self._format_of(self._buckets[index].dtype)
-        format_name = "" if wire_format is None else wire_format.name
-        shape = (bucket.nbytes // bucket.dtype.itemsize,)
-        return signature_of(
-            "all_reduce(sum)", self._descriptions[index], bucket.dtype, shape, format_name
-        )
-
     def _limit(self, bucket: Bucket) -> float:
         """Largest magnitude of a gradient whose sum must be finite, in memory and on the wire."""
         dtypes = [bucket.dtype]
-        wire_format = self._format_of(bucket.dtype)
+        wire_format = self._format_of(bucket)
         if wire_format is not None:
             dtypes.append(wire_format.dtype)
         return min(safe_limit(dtype, self.communicator.size) for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Kinds of reducers, and the choice of the reducer for gradient buckets."""
+"""Choice of the reducer for gradient buckets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Union
 
 from hostopt.communicator import Communicator
 from hostopt.gradients.bucket import Bucket
+from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.inline_reducer import InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
@@ -14,13 +15,12 @@ from hostopt.gradients.reducer import Reducer
 
 __all__: list[str] = []
 
-BucketReducer = Union[Reducer, InlineReducer]
 AnyReducer = Union[BucketReducer, FusedExchange]
 
 
 def open_reducer(
     communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck | None = None
-) -> BucketReducer:
+) -> Reducer | InlineReducer:
     """Opens a reducer of gradient buckets on a new channel.
 
     Collective: all ranks must call it.
@@ -34,7 +34,6 @@ def open_reducer(
       An `InlineReducer` if all ranks share memory, else a `Reducer`.
     """
     check = check or NonFiniteCheck(communicator)
-    gradients = communicator.duplicate("gradients")
     if communicator.on_one_host:
-        return InlineReducer(gradients, buckets, check)
-    return Reducer(gradients, buckets, check)
+        return InlineReducer(communicator, buckets, check)
+    return Reducer(communicator, buckets, check)

@@ -15,10 +15,11 @@ from hostopt.collectives.call import Array
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.inline_reducer import InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
-from hostopt.gradients.reducers import BucketReducer, open_reducer
+from hostopt.gradients.reducers import open_reducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 __all__: list[str] = []

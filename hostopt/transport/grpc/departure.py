@@ -6,17 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
-from typing import Any, Callable
+from typing import Any
 
 from hostopt.errors import AuthError, HostOptError, error_to_dict
 from hostopt.transport import event_loop
-from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.notes import read_leave
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.timing import Timing
-from hostopt.transport.mailbox import Mailbox
-from hostopt.transport.stream import Streams
 
 __all__: list[str] = []
 
@@ -25,29 +21,12 @@ class Departure:
     """Sends and receives the Leave messages of one rank.
 
     Args:
-      peers: state of the peers.
-      client: calls the peers.
-      streams: streams to the peers.
-      mailbox: notes which peers have left.
-      timing: deadlines.
-      abort: aborts the ring with an error.
+      ring: the ring as this rank sees it.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        client: RpcClient,
-        streams: Streams,
-        mailbox: Mailbox,
-        timing: Timing,
-        abort: Callable[[HostOptError], None],
-    ) -> None:
-        self._peers = peers
-        self._client = client
-        self._streams = streams
-        self._mailbox = mailbox
-        self._timing = timing
-        self._abort = abort
+    def __init__(self, ring: RingContext) -> None:
+        self._ring = ring
+        self._peers = ring.peers
         self._sending: list[concurrent.futures.Future[None]] = []
 
     def send_error(self, error: HostOptError) -> None:
@@ -63,10 +42,10 @@ class Departure:
         """Waits for the messages of `send_error`, until the deadline."""
         if self._sending:
             sending = [asyncio.wrap_future(each) for each in self._sending]
-            await asyncio.wait(sending, timeout=self._timing.leave_timeout_s)
+            await asyncio.wait(sending, timeout=self._ring.timing.leave_timeout_s)
 
     def _remaining_peers(self) -> set[int]:
-        return self._client.channels.keys() - self._peers.gone
+        return self._ring.client.channels.keys() - self._peers.gone
 
     async def _send(self, peer: int, error: dict[str, Any] | None = None) -> None:
         message: dict[str, Any] = {
@@ -77,10 +56,10 @@ class Departure:
         if error:
             message["error"] = error
         data = json.dumps(message, default=str).encode()
-        timing = self._timing
+        timing = self._ring.timing
         timeout_s = timing.leave_timeout_s if self._peers.connected else timing.last_message_s
         with contextlib.suppress(grpc.aio.AioRpcError, AuthError):
-            await self._client.call(peer, "Leave", data, timeout_s, wait_for_ready=True)
+            await self._ring.client.call(peer, "Leave", data, timeout_s, wait_for_ready=True)
 
     async def on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Handles a Leave message.
@@ -105,10 +84,10 @@ class Departure:
             return b""
         self._peers.gone.add(sender)
         if error is not None:
-            self._abort(error)  # also sends it on, as the sender may not reach all ranks
+            self._ring.abort(error)  # also sends it on, as the sender may not reach all ranks
             return b""
-        self._mailbox.mark_left(sender, "it has closed its communicator")
-        self._streams.cancel(sender)  # the peer takes no more frames
+        self._ring.mailbox.mark_left(sender, "it has closed its communicator")
+        self._ring.streams.cancel(sender)  # the peer takes no more frames
         return b""
 
     def _is_current(self, message: dict[str, Any]) -> bool:

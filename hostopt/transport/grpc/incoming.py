@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Callable
 
-from hostopt.errors import HostOptError, ProtocolError
+from hostopt.errors import ProtocolError
 from hostopt.options import Options
 from hostopt.transport.frame import FrameReader
 from hostopt.transport.grpc import forked, limits
 from hostopt.transport.grpc.grpc_stream import END_OF_STREAM
 from hostopt.transport.grpc.liveness import Liveness
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.grpc.server import RpcServer
-from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.security import Security
 from hostopt.transport.tcp import handshake
 from hostopt.transport.tcp.data_server import DataServer
@@ -37,31 +35,27 @@ class IncomingStreams:
     """The streams to one rank, at most one of each peer; used on the event loop.
 
     Args:
-      peers: state of the peers.
+      ring: the ring as this rank sees it.
       server: admits gRPC streams.
-      mailbox: takes the messages.
       liveness: handles streams that break.
       security: token and certificates of this rank.
       options: `communication` and `segment_bytes`.
-      abort: aborts the ring with an error.
     """
 
     def __init__(
         self,
-        peers: Peers,
+        ring: RingContext,
         server: RpcServer,
-        mailbox: Mailbox,
         liveness: Liveness,
         security: Security,
         options: Options,
-        abort: Callable[[HostOptError], None],
     ) -> None:
-        self._peers = peers
+        self._peers = peers = ring.peers
+        self._mailbox = ring.mailbox
+        self._abort = ring.abort
         self._server = server
-        self._mailbox = mailbox
         self._liveness = liveness
         self._options = options
-        self._abort = abort
         self._open: set[int] = set()  # peers whose stream is open
         self._data_server = DataServer(
             Identity(peers.rank, peers.incarnation),

@@ -12,18 +12,14 @@ import enum
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any
 
-from hostopt.errors import AuthError, HostOptError, PeerLostError
+from hostopt.errors import AuthError, PeerLostError
 from hostopt.telemetry.flight_recorder import FlightRecorder
-from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.notes import read_status
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.timing import Timing
-from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.stall import Status
-from hostopt.transport.stream import Streams
 
 __all__: list[str] = []
 
@@ -45,32 +41,14 @@ class Liveness:
     """Watches the peers of one rank; used on the event loop.
 
     Args:
-      peers: state of the peers.
-      client: calls the peers.
-      streams: streams to the peers.
-      mailbox: knows which peers have left in good order.
+      ring: the ring as this rank sees it.
       recorder: the last events of this rank, for error messages.
-      timing: deadlines.
-      abort: aborts the ring with an error.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        client: RpcClient,
-        streams: Streams,
-        mailbox: Mailbox,
-        recorder: FlightRecorder,
-        timing: Timing,
-        abort: Callable[[HostOptError], None],
-    ) -> None:
-        self._peers = peers
-        self._client = client
-        self._streams = streams
-        self._mailbox = mailbox
+    def __init__(self, ring: RingContext, recorder: FlightRecorder) -> None:
+        self._ring = ring
+        self._peers = ring.peers
         self._recorder = recorder
-        self._timing = timing
-        self._abort = abort
         self._watches: list[asyncio.Future[None]] = []
         self.closed = False  # True once this rank leaves the ring
 
@@ -88,8 +66,8 @@ class Liveness:
     ) -> Status:
         """Returns the status of a peer; raises ValueError if its answer is malformed."""
         data = json.dumps(request).encode()
-        timeout_s = self._timing.status_timeout_s if timeout_s is None else timeout_s
-        answer = await self._client.call(peer, "Status", data, timeout_s)
+        timeout_s = self._ring.timing.status_timeout_s if timeout_s is None else timeout_s
+        answer = await self._ring.client.call(peer, "Status", data, timeout_s)
         size, most_bytes = self._peers.cluster.size, self._peers.most_note_bytes
         return read_status(answer, most_bytes, size, for_message=bool(request))
 
@@ -98,7 +76,7 @@ class Liveness:
     def start(self) -> None:
         """Watches the connections to all peers, once the rendezvous is complete."""
         self._watches = [
-            asyncio.ensure_future(self._watch(peer)) for peer in self._client.channels
+            asyncio.ensure_future(self._watch(peer)) for peer in self._ring.client.channels
         ]
 
     def stop(self) -> None:
@@ -108,7 +86,7 @@ class Liveness:
 
     async def _watch(self, peer: int) -> None:
         """Declares a peer lost if the connection that gRPC pings breaks and the peer is gone."""
-        channel, was_ready = self._client.channels[peer], False
+        channel, was_ready = self._ring.client.channels[peer], False
         while True:
             connectivity = channel.get_state(try_to_connect=True)
             is_ready = connectivity is grpc.ChannelConnectivity.READY
@@ -129,7 +107,7 @@ class Liveness:
 
     async def stream_broken(self, peer: int, reason: str) -> None:
         """Handles a broken stream to or from a peer, unless the peer has left in good order."""
-        if not self.closed and not self._mailbox.has_left(peer):
+        if not self.closed and not self._ring.mailbox.has_left(peer):
             await self._lose(peer, *await self._examine(peer, reason))
 
     async def check_restart(self, peer: int, incarnation: str) -> None:
@@ -149,38 +127,38 @@ class Liveness:
             self.forget(peer)
         else:  # its broken connection has not been detected yet
             self._peers.gone.add(peer)
-            self._abort(self._lost_error(peer, _INCARNATION_CHANGED))
+            self._ring.abort(self._lost_error(peer, _INCARNATION_CHANGED))
 
     def forget(self, peer: int) -> None:
         """Removes the state of a peer that has been started again during the rendezvous."""
         self._peers.forget(peer)
-        self._mailbox.forget(peer)
-        self._streams.forget(peer)
+        self._ring.mailbox.forget(peer)
+        self._ring.streams.forget(peer)
 
     async def _lose(self, peer: int, error: PeerLostError, state: PeerState) -> None:
         """Aborts the ring, unless a Leave message or another error arrives first."""
         incarnation = self._peers.incarnations.get(peer)
         # A peer that is alive may find this rank gone: its message has the better reason.
         messages = 3 if state is PeerState.ALIVE else 1
-        await asyncio.sleep(messages * self._timing.last_message_s)
-        if self.closed or self._mailbox.has_left(peer):
+        await asyncio.sleep(messages * self._ring.timing.last_message_s)
+        if self.closed or self._ring.mailbox.has_left(peer):
             if state is not PeerState.ALIVE:
-                self._streams.cancel(peer)  # nobody takes its frames any more
+                self._ring.streams.cancel(peer)  # nobody takes its frames any more
         elif self._peers.connected:
             if state is PeerState.GONE:
                 self._peers.gone.add(peer)
-            self._abort(error)
+            self._ring.abort(error)
         elif incarnation == self._peers.incarnations.get(peer):
             # The peer may only be slow, and its messages are still wanted. If it has been started
             # again, its next Hello message says so.
             _log.warning("during the rendezvous: %s", error)
             self._peers.missing.add(peer)
-            self._streams.forget(peer)
+            self._ring.streams.forget(peer)
 
     async def _examine(self, peer: int, reason: str) -> tuple[PeerLostError, PeerState]:
         """Finds the state of a peer whose connection broke, and the error if it is lost."""
         try:
-            status = await self._call_status(peer, {}, self._timing.last_message_s)
+            status = await self._call_status(peer, {}, self._ring.timing.last_message_s)
             incarnation = status["incarnation"]
         except grpc.aio.AioRpcError as error:
             details = f"{reason}, {error.details()}".lower()
@@ -202,7 +180,7 @@ class Liveness:
     def _lost_error(self, peer: int, reason: str, between: str = "") -> PeerLostError:
         cluster, rank = self._peers.cluster, self._peers.rank
         attributes, at = cluster.attributes(peer), ""
-        waits, last = self._mailbox.waits(), self._recorder.last
+        waits, last = self._ring.mailbox.waits(), self._recorder.last
         if waits:
             tag, name = waits[0].tag, waits[0].name
             attributes |= {"step": tag.step, "bucket": tag.bucket}

@@ -6,19 +6,14 @@ import asyncio
 import json
 import logging
 import time
-from typing import Callable
 
-from hostopt.errors import ConfigError, HostOptError, RendezvousTimeoutError
+from hostopt.errors import ConfigError, RendezvousTimeoutError
 from hostopt.options import Options
-from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.hello import HelloMessages
 from hostopt.transport.grpc.liveness import Liveness
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.timing import Timing
-from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.security import Security, probe
-from hostopt.transport.stream import Streams
 
 __all__: list[str] = []
 
@@ -32,39 +27,21 @@ class Rendezvous:
     also have begun to read this rank's stream, so that each of the two detects the other's end.
 
     Args:
-      peers: state of the peers.
-      client: calls the peers.
-      streams: streams to the peers.
-      mailbox: knows the ring's error and the peers that have left.
+      ring: the ring as this rank sees it.
       liveness: checks peers that have been started again.
       security: certificates of this rank.
       options: compared with those of the peers; `rendezvous_timeout_s` is the deadline.
-      timing: other times.
-      abort: aborts the ring with an error.
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        client: RpcClient,
-        streams: Streams,
-        mailbox: Mailbox,
-        liveness: Liveness,
-        security: Security,
-        options: Options,
-        timing: Timing,
-        abort: Callable[[HostOptError], None],
+        self, ring: RingContext, liveness: Liveness, security: Security, options: Options
     ) -> None:
-        self._peers = peers
-        self._client = client
-        self._streams = streams
-        self._mailbox = mailbox
+        self._ring = ring
+        self._peers = ring.peers
         self._liveness = liveness
         self._security = security
         self._options = options
-        self._timing = timing
-        self._abort = abort
-        self.messages = HelloMessages(peers, options)
+        self.messages = HelloMessages(ring.peers, options)
 
     async def on_hello(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Answers a Hello message.
@@ -84,14 +61,14 @@ class Rendezvous:
                 grpc.StatusCode.INVALID_ARGUMENT, "this is not a rank of this ring"
             )
         peer, incarnation = hello["rank"], hello["incarnation"]
-        if peers.is_restarted(peer, incarnation) and not self._mailbox.has_left(peer):
+        if peers.is_restarted(peer, incarnation) and not self._ring.mailbox.has_left(peer):
             await self._liveness.check_restart(peer, incarnation)
         if peer in peers.missing:  # later callers are strangers; they see it by the answer
             try:
                 self.messages.check(peer, hello)
             except ConfigError as error:
-                self._abort(error)
-            peers.add(peer, hello)
+                self._ring.abort(error)
+            peers.incarnations[peer] = incarnation
             if peer != peers.successor:  # which must read this rank's stream first
                 peers.missing.discard(peer)
         return json.dumps(self.messages.build(to=peer)).encode()
@@ -104,9 +81,9 @@ class Rendezvous:
           HostOptError: a peer cannot be part of the ring, or has aborted it.
         """
         started = time.monotonic()
-        report_at_s = self._timing.progress_every_s
+        report_at_s = self._ring.timing.progress_every_s
         missing, rank = self._peers.missing, self._peers.rank
-        while missing and self._mailbox.error is None:
+        while missing and self._ring.mailbox.error is None:
             await asyncio.gather(*map(self._greet, list(missing)))
             waited_s = time.monotonic() - started
             names = self._peers.missing_names()
@@ -119,18 +96,18 @@ class Rendezvous:
                 )
             if names and waited_s >= report_at_s:
                 _log.warning("rank %d has waited %.0f s, missing: %s", rank, waited_s, names)
-                report_at_s += self._timing.progress_every_s
-        if self._mailbox.error is not None:
-            raise self._mailbox.error
+                report_at_s += self._ring.timing.progress_every_s
+        if self._ring.mailbox.error is not None:
+            raise self._ring.mailbox.error
         self._peers.connected = True
 
     async def _greet(self, peer: int) -> None:
         """Sends one Hello message to a missing peer, and handles the answer."""
         peers = self._peers
-        timeout_s = min(self._timing.hello_timeout_s, self._options.rendezvous_timeout_s)
+        timeout_s = min(self._ring.timing.hello_timeout_s, self._options.rendezvous_timeout_s)
         answer = await self._call_hello(peer, timeout_s)
         await self._check_certificates(peer, bool(answer))
-        if self._mailbox.has_left(peer):
+        if self._ring.mailbox.has_left(peer):
             peers.missing.discard(peer)
         if not answer or peer not in peers.missing:
             return
@@ -147,15 +124,17 @@ class Rendezvous:
         self.messages.check(peer, hello)
         if peers.is_restarted(peer, hello["incarnation"]):
             self._liveness.forget(peer)
-        peers.add(peer, hello)
-        if peer != peers.successor or await self._streams.to(peer).wait_until_open(timeout_s):
+        peers.incarnations[peer] = hello["incarnation"]
+        if peer != peers.successor or await self._ring.streams.to(peer).wait_until_open(timeout_s):
             peers.missing.discard(peer)
 
     async def _call_hello(self, peer: int, timeout_s: float) -> bytes:
         """Returns the answer of a peer; empty if there is none."""
         request = json.dumps(self.messages.build()).encode()
         try:
-            return await self._client.call(peer, "Hello", request, timeout_s, wait_for_ready=True)
+            return await self._ring.client.call(
+                peer, "Hello", request, timeout_s, wait_for_ready=True
+            )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # the doctor, or a stranger
                 await self._retry_later(peer, "runs another program")
@@ -163,7 +142,7 @@ class Rendezvous:
 
     async def _retry_later(self, peer: int, reason: str) -> None:
         self._peers.reasons[peer] = reason
-        await asyncio.sleep(self._timing.retry_after_s)
+        await asyncio.sleep(self._ring.timing.retry_after_s)
 
     async def _check_certificates(self, peer: int, has_answered: bool) -> None:
         """Raises AuthError if certificates are the reason why a peer does not answer or call."""
@@ -172,6 +151,6 @@ class Rendezvous:
             fault = await probe(peers.cluster.ring[peer].address, self._security.tls)
         if self._security.local_fault is not None and (has_answered or fault):
             local_fault = f"is refused by others: {self._security.local_fault}"
-            raise self._client.auth_error(peers.rank, local_fault)
+            raise self._ring.client.auth_error(peers.rank, local_fault)
         if fault is not None:
-            raise self._client.auth_error(peer, fault)
+            raise self._ring.client.auth_error(peer, fault)

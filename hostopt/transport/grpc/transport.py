@@ -47,6 +47,7 @@ from hostopt.transport.grpc.notes import read_status_request
 from hostopt.transport.grpc.outgoing import StreamOpener
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.rendezvous import Rendezvous
+from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc, keep_freed_memory
 from hostopt.transport.grpc.server import RpcServer
 from hostopt.transport.message import Payload, Tag
@@ -99,15 +100,11 @@ class GrpcTransport(Transport):
         self._server = RpcServer(peers, options, self._authenticator, security.tls, timing)
         opener = StreamOpener(peers, self._client, security, options, has_checksum)
         self._streams = Streams(lambda peer: opener.open(peer, self._streams, self._liveness))
-        parts = (peers, self._client, self._streams, self.mailbox)
-        self._departure = Departure(*parts, timing, self.abort)
-        self._liveness = Liveness(*parts, self.recorder, timing, self.abort)
-        self._rendezvous = Rendezvous(
-            *parts, self._liveness, security, options, timing, self.abort
-        )
-        self._incoming = IncomingStreams(
-            peers, self._server, self.mailbox, self._liveness, security, options, self.abort
-        )
+        ring = RingContext(peers, self._client, self._streams, self.mailbox, timing, self.abort)
+        self._departure = Departure(ring)
+        self._liveness = Liveness(ring, self.recorder)
+        self._rendezvous = Rendezvous(ring, self._liveness, security, options)
+        self._incoming = IncomingStreams(ring, self._server, self._liveness, security, options)
 
         self.mailbox.on_failure(self._start_drop_of_streams)
         event_loop.run(self._serve(service))

@@ -1,0 +1,81 @@
+"""Base class of the reducers of gradient buckets."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import numpy as np
+
+from hostopt.collectives.wire_format import WireFormat
+from hostopt.communicator import Communicator
+from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket
+from hostopt.gradients.bucket_timing import BucketTiming
+from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.gradients.step_stats import StepTimes
+from hostopt.transport.signature import Signature, signature_of
+
+__all__: list[str] = []
+
+
+class BucketReducer(abc.ABC):
+    """Sums the gradient buckets of each step over the ranks, on a separate channel.
+
+    Args:
+      communicator: communicator on which all ranks create their reducers in the same order.
+      buckets: all buckets of a step, the same on all ranks.
+      check: check of the sums.
+      wire_format: format of float32 values between hosts; None sends them unchanged.
+
+    Attributes:
+      communicator: communicator on the channel of this reducer.
+      nonfinite_check: the check of the sums.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        buckets: Sequence[Bucket],
+        check: NonFiniteCheck,
+        wire_format: WireFormat | None = None,
+    ) -> None:
+        self.communicator = communicator.duplicate("gradients")
+        self.nonfinite_check = check
+        self._buckets = tuple(buckets)
+        self._wire_format = wire_format
+        self._first_step = 0
+        self._pools = [BufferPool(bucket) for bucket in self._buckets]
+        self._descriptions = [
+            describe_bucket(self._buckets, index) for index in range(len(self._buckets))
+        ]
+        self._signatures = [self._signature(index) for index in range(len(self._buckets))]
+        self._timing = BucketTiming(self._buckets, communicator.transport.timeline)
+
+    @property
+    def last_times(self) -> StepTimes | None:
+        """Times of the last complete step; None if there is none yet."""
+        return self._timing.stats.last
+
+    def count_from(self, step: int) -> None:
+        """Sets the number of the first step. Call it before the first reduction.
+
+        Args:
+          step: number of the step, the same on all ranks.
+        """
+        self._first_step = step
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the reductions, and frees the buffers."""
+
+    def _format_of(self, bucket: Bucket) -> WireFormat | None:
+        return self._wire_format if bucket.dtype == np.float32 else None
+
+    def _signature(self, index: int) -> Signature:
+        bucket = self._buckets[index]
+        wire_format = self._format_of(bucket)
+        format_name = "" if wire_format is None else wire_format.name
+        shape = (bucket.nbytes // bucket.dtype.itemsize,)
+        return signature_of(
+            "all_reduce(sum)", self._descriptions[index], bucket.dtype, shape, format_name
+        )

@@ -1,0 +1,36 @@
+"""The parts that connect one rank to its ring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable
+
+from hostopt.errors import HostOptError
+from hostopt.transport.grpc.client import RpcClient
+from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.timing import Timing
+from hostopt.transport.mailbox import Mailbox
+from hostopt.transport.stream import Streams
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class RingContext:
+    """The ring as one rank sees it: the state of its peers, and the ways to reach them.
+
+    Args:
+      peers: state of the peers.
+      client: calls the peers.
+      streams: streams to the peers.
+      mailbox: messages that have arrived, the ring's error, and the peers that have left.
+      timing: deadlines and intervals.
+      abort: aborts the ring with an error.
+    """
+
+    peers: Peers
+    client: RpcClient
+    streams: Streams
+    mailbox: Mailbox
+    timing: Timing
+    abort: Callable[[HostOptError], None]
