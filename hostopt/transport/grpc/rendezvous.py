@@ -68,7 +68,7 @@ class Rendezvous:
                 self.messages.check(peer, hello)
             except ConfigError as error:
                 self._ring.abort(error)
-            peers.incarnations[peer] = incarnation
+            peers.add(peer, hello)
             if peer != peers.successor:  # which must read this rank's stream first
                 peers.missing.discard(peer)
         return json.dumps(self.messages.build(to=peer)).encode()
@@ -124,7 +124,7 @@ class Rendezvous:
         self.messages.check(peer, hello)
         if peers.is_restarted(peer, hello["incarnation"]):
             self._liveness.forget(peer)
-        peers.incarnations[peer] = hello["incarnation"]
+        peers.add(peer, hello)
         if peer != peers.successor or await self._ring.streams.to(peer).wait_until_open(timeout_s):
             peers.missing.discard(peer)
 
