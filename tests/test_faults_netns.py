@@ -33,9 +33,11 @@ class Hosts:
     Args:
       namespaces: namespaces by address.
       directory: where the output of the ranks goes.
+      communication: the option of all ranks.
     """
 
-    def __init__(self, namespaces: dict[str, str], directory: Path) -> None:
+    def __init__(self, namespaces: dict[str, str], directory: Path, communication: str) -> None:
+        self._communication = communication
         self.ips = [*namespaces]
         self.victim = namespaces[self.ips[VICTIM]]
         self.processes = RankProcesses(
@@ -46,7 +48,11 @@ class Hosts:
 
     def start(self, *arguments: object, **environ: str) -> list[RankProcess]:
         """Starts all ranks; each waits for permission to continue after step 3."""
-        environ = {"HOSTOPT_TOKEN": "of this test", **environ}
+        environ = {
+            "HOSTOPT_TOKEN": "of this test",
+            "HOSTOPT_COMMUNICATION": self._communication,
+            **environ,
+        }
         started = FaultRing(self.processes, **environ).start_all("--ask-after", 3, *arguments)
         for process in started:
             process.expect("continue?")
@@ -57,10 +63,10 @@ class Hosts:
         do(f"ip -n {self.victim} link set {INTERFACE} {state}")
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
+@pytest.fixture(params=["grpc", "grpc+tcp"])
+def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
     with bridged(3) as namespaces:
-        hosts = Hosts(namespaces, tmp_path)
+        hosts = Hosts(namespaces, tmp_path, request.param)
         try:
             yield hosts
         finally:

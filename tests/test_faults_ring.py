@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("no_thread_left"),
 ]
 
-over_both = pytest.mark.parametrize("communication", ["grpc", "grpc+tcp", "shm"])
+over_each = pytest.mark.parametrize("communication", ["grpc", "grpc+tcp", "shm"])
 # Time for the end of a process after the deadline of a fault, on a busy machine.
 END_S = 4.0
 VICTIM = 1
@@ -76,7 +76,7 @@ def assert_all_blame(
 # --- without a fault --------------------------------------------------------------------------
 
 
-@over_both
+@over_each
 def test_a_healthy_ring_raises_no_error(processes: NewRing, communication: str) -> None:
     ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
     for process in ring.start_all("--pause-s", 0.3):
@@ -84,7 +84,7 @@ def test_a_healthy_ring_raises_no_error(processes: NewRing, communication: str) 
         assert not process.stderr
 
 
-@over_both
+@over_each
 def test_a_slow_rank_raises_no_error(processes: NewRing, communication: str) -> None:
     ring = FaultRing(processes(3), HOSTOPT_COMMUNICATION=communication)
     for process in ring.start_all("--pause-s", 0.03, rank_arguments={VICTIM: ("--pause-s", 0.3)}):
@@ -105,7 +105,7 @@ def test_proxies_of_the_environment_are_ignored(processes: NewRing) -> None:
 # --- a rank that is gone ----------------------------------------------------------------------
 
 
-@over_both
+@over_each
 @pytest.mark.parametrize("point", ["before-send", "mid-chunk", "after-reduce"])
 def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point=point, action="kill")
@@ -119,7 +119,7 @@ def test_a_rank_killed_in_a_step(processes: NewRing, communication: str, point: 
         assert attributes["bucket"] in (0, 1), attributes
 
 
-@over_both
+@over_each
 def test_a_killed_rank_with_a_live_forked_child(processes: NewRing, communication: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="kill-parent")
     ring = processes(3)
@@ -137,7 +137,7 @@ def test_a_killed_rank_with_a_live_forked_child(processes: NewRing, communicatio
     until(lambda: is_gone(child), "end of the child")
 
 
-@over_both
+@over_each
 @pytest.mark.parametrize(("action", "code"), [("raise", 1), ("exit", 0)])
 def test_a_rank_that_stops_with_an_error(
     processes: NewRing, communication: str, action: str, code: int
@@ -153,7 +153,7 @@ def test_a_rank_that_stops_with_an_error(
 # --- a rank that makes no progress ------------------------------------------------------------
 
 
-@over_both
+@over_each
 def test_a_frozen_rank_is_detected_by_ping(processes: NewRing, communication: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="stop")
     ring = processes(3)
@@ -166,7 +166,7 @@ def test_a_frozen_rank_is_detected_by_ping(processes: NewRing, communication: st
     end(started[VICTIM])
 
 
-@over_both
+@over_each
 def test_a_rank_frozen_for_a_second(processes: NewRing, communication: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point="mid-chunk", action="stop-1s")
     ring = processes(3)
@@ -180,7 +180,7 @@ def test_a_rank_frozen_for_a_second(processes: NewRing, communication: str) -> N
     assert f"from {ring.name(VICTIM)}" in warnings
 
 
-@over_both
+@over_each
 def test_a_rank_stuck_in_user_code_is_named_by_all(processes: NewRing, communication: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point="between-steps", action="sleep")
     ring = processes(3)
@@ -196,7 +196,7 @@ def test_a_rank_stuck_in_user_code_is_named_by_all(processes: NewRing, communica
     end(started[VICTIM])
 
 
-@over_both
+@over_each
 def test_a_rank_that_holds_the_gil(processes: NewRing, communication: str) -> None:
     plan = FaultPlan(VICTIM, step=3, point="between-steps", action="hold-gil")
     ring = processes(3)
@@ -443,7 +443,7 @@ def test_the_same_task_twice(processes: NewRing) -> None:
         assert not process.stderr
 
 
-@over_both
+@over_each
 def test_a_restarted_rank_cannot_join_the_old_ring(processes: NewRing, communication: str) -> None:
     ring = processes(3)
     runner = FaultRing(ring, HOSTOPT_COMMUNICATION=communication)

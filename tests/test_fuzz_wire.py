@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import struct
 import zlib
 from typing import Any
@@ -20,6 +21,7 @@ from harness import jobs_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rings import NewRing
+from sockets import data_sockets
 from structures import FUZZ_EXAMPLES, texts_like
 
 from hostopt.cluster import Cluster
@@ -31,8 +33,13 @@ from hostopt.transport.frame import HEADER_BYTES, FrameReader, Origin
 from hostopt.transport.grpc.hello import HelloMessages
 from hostopt.transport.grpc.notes import read_leave, read_status, read_status_request
 from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Tag
+from hostopt.transport.security import Security
 from hostopt.transport.stall import Culprit, find_culprit
+from hostopt.transport.tcp import handshake
+from hostopt.transport.tcp.frame_receiver import FrameReceiver
+from hostopt.transport.tcp.handshake import Identity
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -154,6 +161,84 @@ def test_frame_with_correct_checksum_is_read_or_refused(
         assert len(begin) + 4 == HEADER_BYTES
         assert (fields[1], *fields[10:13]) == (4, len(payload), 8, 9)
         assert result is None or result == (Tag(*fields[3:10]), payload)
+
+
+# --- data sockets -----------------------------------------------------------------------------
+
+GREETING = struct.Struct("<3sBIQQ16s")
+GREETED = (b"HOD", 4, 1, 9, 7, bytes(16))
+GREETING_CHANGES = st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 3, 4, 7, 9, 255]))
+
+
+def security_of(token: str) -> Security:
+    cluster = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
+    return Security(cluster, Options(), {"HOSTOPT_TOKEN": token} if token else {})
+
+
+@more
+@given(
+    st.lists(GREETING_CHANGES, max_size=2).map(dict),
+    st.binary(max_size=99) | st.just(bytes(64)),
+    st.sampled_from(["", "a token"]),
+)
+def test_a_greeting_is_accepted_or_refused(
+    changes: dict[int, int], rest: bytes, token: str
+) -> None:
+    fields = [changes.get(place, value) for place, value in enumerate(GREETED)]
+
+    async def greet() -> int:
+        caller, called = data_sockets()
+        await caller.write([GREETING.pack(*fields), rest])
+        caller._socket.shutdown(socket.SHUT_WR)
+        try:
+            return await handshake.identify(
+                called, Identity(0, "7"), {1: "9"}.get, security_of(token)
+            )
+        finally:
+            caller.close()
+            called.close()
+
+    with contextlib.suppress(OSError):
+        assert asyncio.run(greet()) == 1
+        assert tuple(fields) == GREETED
+        assert (token, rest[:64]) == ("", bytes(64))
+
+
+@more
+@given(
+    st.lists(CHANGES, max_size=2).map(dict),
+    st.binary(max_size=9) | st.just(b"flour"),
+    st.booleans(),
+)
+def test_a_frame_on_a_socket_touches_only_its_own_buffer(
+    changes: dict[int, int], payload: bytes, whole: bool
+) -> None:
+    fields = [changes.get(place, value) for place, value in enumerate(GOOD)]
+    begin = FRAME.pack(*fields)
+    crc = zlib.crc32(begin + payload if whole else begin)
+    cluster = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
+    mailbox, into = Mailbox(cluster, Options(), print, print), bytearray(5)
+
+    async def receive() -> None:
+        caller, called = data_sockets()
+        receiver = FrameReceiver(called, FrameReader(Origin(8, 9)), mailbox, 1, MOST_BYTES)
+        with mailbox.destinations.offer(1, Tag(*TAG), memoryview(into)):
+            await caller.write([begin, struct.pack("<I", crc), payload])
+            caller.close()
+            try:
+                await receiver.run()
+            finally:
+                called.close()
+
+    with contextlib.suppress(ProtocolError, OSError):
+        asyncio.run(receive())
+    is_right = tuple(fields[3:]) == GOOD[3:]
+    if any(into):
+        assert is_right
+        assert into.startswith(payload[:5])
+    for (_, *numbers), (tag, stored) in mailbox._messages.items():
+        assert (numbers, list(tag)) == (fields[3:9], fields[3:10])
+        assert stored == payload[: fields[10]]
 
 
 # --- a running ring ---------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hostopt import bench
 HERE = Path(__file__).resolve().parent
 SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 OURS = {
+    "hostopt grpc+tcp": ("grpc+tcp", "none"),
     "hostopt grpc": ("grpc", "none"),
     "hostopt grpc bf16": ("grpc", "bf16"),
     "hostopt grpc fp16": ("grpc", "fp16"),
@@ -29,7 +30,12 @@ TITLES = {
     "gloo": "Gloo TCP",
     "mpi": "OpenMPI",
 }
-RATIOS = (("hostopt grpc", "tf"), ("hostopt grpc", "gloo"), ("hostopt shm", "mpi"))
+RATIOS = (
+    ("hostopt grpc+tcp", "hostopt grpc"),
+    ("hostopt grpc+tcp", "gloo"),
+    ("hostopt grpc+tcp", "tf"),
+    ("hostopt shm", "mpi"),
+)
 _TIMEOUT_S = 300.0
 Medians = dict[int, float]
 

@@ -36,7 +36,7 @@ def measure(link: network.Link, system: str, size: int, repetitions: int) -> dic
       BenchmarkError: a rank failed.
     """
     command = [sys.executable, HERE / "rank.py", "--size", size, "--repetitions", repetitions]
-    environ = {**common.SAME_THREADS, "HOSTOPT_COMMUNICATION": "grpc"}
+    environ = {**common.SAME_THREADS, "HOSTOPT_COMMUNICATION": "grpc+tcp"}
     if system == "tcp":
         command.append("--stream")
     else:

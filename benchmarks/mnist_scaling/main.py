@@ -17,16 +17,16 @@ HERE = Path(__file__).resolve().parent
 SYSTEMS = {
     "none": "no communication (two independent runs): the limit",
     "hostopt": "hostopt, automatic",
+    "hostopt-tcp": "hostopt, data sockets only",
     "hostopt-grpc": "hostopt, gRPC only",
-    "hostopt-grpc-bf16": "hostopt, gRPC only, bf16",
     "mwms": "MultiWorkerMirroredStrategy, RING",
     "horovod-gloo": "Horovod, Gloo",
     "horovod-mpi": "Horovod, OpenMPI",
 }
 OPTIONS = {
     "hostopt": ("auto", "none"),
+    "hostopt-tcp": ("grpc+tcp", "none"),
     "hostopt-grpc": ("grpc", "none"),
-    "hostopt-grpc-bf16": ("grpc", "bf16"),
 }
 HOROVOD = ("horovod-gloo", "horovod-mpi")
 STEPS = {64: 1000, 512: 400}  # timed steps by hidden units
@@ -89,8 +89,8 @@ def tables(results: dict[str, Any]) -> str:
             rows.append([title, *cells])
     for ours, peers, title in (
         ("hostopt", HOROVOD, "automatic / fastest Horovod"),
-        ("hostopt-grpc", ("mwms",), "gRPC only / RING"),
-        ("hostopt-grpc-bf16", ("mwms",), "gRPC only, bf16 / RING"),
+        ("hostopt-tcp", ("mwms",), "data sockets only / RING"),
+        ("hostopt-tcp", HOROVOD, "data sockets only / fastest Horovod"),
     ):
         cells = []
         for by_system in medians.values():

@@ -36,7 +36,7 @@ class Variant:
 
     title: str
     one_bucket: bool = False
-    communication: str = "grpc"
+    communication: str = "grpc+tcp"
     compression: str = "none"
 
 
