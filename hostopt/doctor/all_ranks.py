@@ -124,7 +124,7 @@ def links(communicator: Communicator) -> Iterator[Finding]:
     sender = (communicator.rank - 1) % communicator.size
     communicator.barrier("links between the doctors")
     bytes_per_s = event_loop.run(_stream(communicator.duplicate(), sender))
-    text = f"rank {sender} sends this rank {bytes_per_s / 1e6:.0f} MB/s over gRPC"
+    text = f"rank {sender} sends this rank {bytes_per_s / 1e6:.0f} MB/s"
     if bytes_per_s < _SLOW_BYTES_PER_S:
         step_s = 100e6 / bytes_per_s
         yield Finding(NOTE, f"{text}: 100 MB of gradients take more than {step_s:.1f} s per step")

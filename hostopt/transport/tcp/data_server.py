@@ -138,7 +138,7 @@ class DataServer:
 
     def _warn(self, error: Exception) -> None:
         """Logs the first caller that was refused; the ring is not aborted, as it is a stranger."""
-        if self._has_warned:
+        if self._has_warned or self._listener is None:
             return
         self._has_warned = True
         _log.warning(
