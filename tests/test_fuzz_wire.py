@@ -244,9 +244,14 @@ def test_a_frame_on_a_socket_touches_only_its_own_buffer(
 # --- a running ring ---------------------------------------------------------------------------
 
 BATCH = 100
-RANK = (("rank", "1"),)  # a connection without would be ended as a stranger's
 STRANGERS = "as no rank has called over them"
 REFUSED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+
+
+def incarnation_at(address: str) -> str:
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        answer = channel.unary_unary("/hostopt.Ring/Status")(b"{}", timeout=60)
+    return str(json.loads(answer)["incarnation"])
 
 
 @pytest.mark.parametrize("method", NOTES)
@@ -256,13 +261,15 @@ def test_a_ring_survives_malformed_messages(processes: NewRing, method: str) -> 
     for process in started:
         process.expect("continue?")
     memory = psutil.Process(started[0].process.pid)
+    # the connection of a caller that does not claim to be a rank would be ended after a while
+    metadata = (("rank", "1"), ("from", incarnation_at(ring.addresses[1])))
     with grpc.insecure_channel(ring.addresses[0], [("grpc.enable_http_proxy", 0)]) as channel:
         call, codes, sizes = channel.unary_unary(f"/hostopt.Ring/{method}"), set(), []
 
         @settings(more, max_examples=max(FUZZ_EXAMPLES // BATCH, 1))
         @given(st.lists(texts_like(NOTES[method]), min_size=BATCH, max_size=BATCH))
         def tell(notes: list[bytes]) -> None:
-            calls = [call.future(note, metadata=RANK, timeout=60) for note in notes]
+            calls = [call.future(note, metadata=metadata, timeout=60) for note in notes]
             codes.update(each.code() for each in calls)
             sizes.append(memory.memory_info().rss)
 

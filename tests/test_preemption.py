@@ -344,7 +344,8 @@ def test_a_second_ctrl_c_ends_stuck_ranks(tmp_path: Path) -> None:
     lines = []
     for line in run.stdout or ():
         lines.append(line)
-        if line == "[chief:0] input_fn sleeps now\n" or "got SIGINT: training stops on all ranks" in line:
+        is_stuck = line == "[chief:0] input_fn sleeps now\n"
+        if is_stuck or "got SIGINT: training stops on all ranks" in line:
             run.send_signal(signal.SIGINT)
     output = "".join(lines)
     assert run.wait() == 130, output
