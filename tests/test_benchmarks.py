@@ -381,19 +381,19 @@ ALLREDUCE = {
         "versions": {"numpy": "1.26.4"},
     },
     "gb_per_s": {
-        "hostopt grpc": {"65536": 0.5, "1048576": 1.0},
+        "hostopt grpc+tcp": {"65536": 0.5, "1048576": 1.0},
         "tf": {"65536": 0.25, "1048576": 0.5},
     },
-    "peak_memory_in_gradients": {"without": [1.5, 1.6, 1.4], "hostopt grpc": [3.0]},
+    "peak_memory_in_gradients": {"without": [1.5, 1.6, 1.4], "hostopt grpc+tcp": [3.0]},
     "more_ranks": [],
 }
 
 
 def test_tables_are_generated_from_json() -> None:
     text = load("allreduce").tables(json.loads(json.dumps(ALLREDUCE)))
-    assert "| hostopt grpc | 0.50 | 1.00 |" in text
-    assert "| **hostopt grpc / TensorFlow RING** | 2.00 | 2.00 |" in text
-    assert "| hostopt grpc | 3.00 | 1.50 |" in text
+    assert "| hostopt grpc+tcp | 0.50 | 1.00 |" in text
+    assert "| **hostopt grpc+tcp / TensorFlow RING** | 2.00 | 2.00 |" in text
+    assert "| hostopt grpc+tcp | 3.00 | 1.50 |" in text
 
 
 def test_tables_are_written_between_the_markers_of_the_page(
@@ -415,6 +415,6 @@ def test_tables_are_written_between_the_markers_of_the_page(
     page.main()
     assert written.read_text() == once
     section = once.partition("<!-- allreduce -->\n")[2].partition("<!-- end of allreduce -->")[0]
-    assert "| hostopt grpc | 0.50 | 1.00 |" in section
+    assert "| hostopt grpc+tcp | 0.50 | 1.00 |" in section
     assert "*2026-01-02: a processor, 2 cores, 4 GiB; Python 3.11.7, numpy 1.26.4.*" in section
     assert "<!-- model -->\nNo results yet.\n<!-- end of model -->" in once

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from harness import deadline_s
 from one_weight import model_fn
 
 import estimator_ext
@@ -134,7 +135,7 @@ def test_ranks_wait_while_rank_0_reads_the_newest_checkpoint(
             return str(error)
         return "read"
 
-    message = spawn_grpc(2, check_and_return_error, collective_timeout_s=1.0)
+    message = spawn_grpc(2, check_and_return_error, collective_timeout_s=deadline_s(1.0))
     assert message == ["it is damaged", "read"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import deadline_s
 from rings import Spawn
 
 from hostopt.communicator import Communicator
@@ -41,7 +42,7 @@ def fail(communicator: Communicator) -> HostOptError | None:
 
 def test_every_rank_dumps_stacks_and_events(spawn: Spawn, tmp_path: Path) -> None:
     directory = tmp_path / "model" / "hostopt-debug"
-    errors = spawn(3, fail, debug_dir=str(directory), collective_timeout_s=1.0)
+    errors = spawn(3, fail, debug_dir=str(directory), collective_timeout_s=deadline_s(1.0))
     assert {path.name for path in directory.iterdir()} == {
         f"rank_{rank}.{kind}" for rank in range(3) for kind in ("events.json", "stacks.txt")
     }
@@ -64,7 +65,7 @@ def test_every_rank_dumps_stacks_and_events(spawn: Spawn, tmp_path: Path) -> Non
 def test_a_hanging_directory_does_not_delay_the_error(spawn: Spawn, tmp_path: Path) -> None:
     for rank in range(3):
         os.mkfifo(tmp_path / f"rank_{rank}.stacks.txt")  # opening the pipe waits for a reader
-    errors = spawn(3, fail, debug_dir=str(tmp_path), collective_timeout_s=1.0)
+    errors = spawn(3, fail, debug_dir=str(tmp_path), collective_timeout_s=deadline_s(1.0))
     assert [error is None for error in errors] == [False, True, False]
     for rank in range(3):  # let the threads end
         os.close(os.open(tmp_path / f"rank_{rank}.stacks.txt", os.O_RDONLY | os.O_NONBLOCK))
@@ -83,6 +84,8 @@ def test_an_unwritable_directory_does_not_replace_the_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        errors = spawn(3, fail, debug_dir=str(tmp_path / "file" / "x"), collective_timeout_s=1.0)
+        errors = spawn(
+            3, fail, debug_dir=str(tmp_path / "file" / "x"), collective_timeout_s=deadline_s(1.0)
+        )
     assert [error is None for error in errors] == [False, True, False]
     assert "no stacks and events written" in caplog.text

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from hostopt.errors import AuthError, PeerLostError
+from hostopt.errors import AuthError, HostOptError, PeerLostError, error_from_dict
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.transport.grpc.notes import read_status
 from hostopt.transport.grpc.ring_context import RingContext
@@ -135,7 +135,7 @@ class Liveness:
         self._ring.mailbox.forget(peer)
         self._ring.streams.forget(peer)
 
-    async def _lose(self, peer: int, error: PeerLostError, state: PeerState) -> None:
+    async def _lose(self, peer: int, error: HostOptError, state: PeerState) -> None:
         """Aborts the ring, unless a Leave message or another error arrives first."""
         incarnation = self._peers.incarnations.get(peer)
         # A peer that is alive may find this rank gone: its message has the better reason.
@@ -155,8 +155,8 @@ class Liveness:
             self._peers.missing.add(peer)
             self._ring.streams.forget(peer)
 
-    async def _examine(self, peer: int, reason: str) -> tuple[PeerLostError, PeerState]:
-        """Finds the state of a peer whose connection broke, and the error if it is lost."""
+    async def _examine(self, peer: int, reason: str) -> tuple[HostOptError, PeerState]:
+        """Finds the state of a peer whose connection broke, and the error to report."""
         try:
             status = await self._call_status(peer, {}, self._ring.timing.last_message_s)
             incarnation = status["incarnation"]
@@ -171,6 +171,8 @@ class Liveness:
             incarnation = None  # another program listens there
         if incarnation != self._peers.incarnations.get(peer):
             return self._lost_error(peer, _INCARNATION_CHANGED), PeerState.GONE
+        if status["error"]:  # it has aborted the ring, and its Leave message is on its way
+            return error_from_dict(status["error"]), PeerState.ALIVE
         # Each of the two ranks finds the other alive, so both blame the higher rank.
         ends = sorted((self._peers.rank, peer))
         between = " and ".join(map(self._peers.cluster.describe, ends))
