@@ -60,7 +60,8 @@ async def serving(*args: Any, **kwargs: Any) -> AsyncIterator[Server]:
 
 
 async def call(server: Server, security: Security) -> bytes:
-    connection = await data_server.connect(server.address, CALLER, CALLED, security)
+    context = security.tls and security.tls.client_context("127.0.0.1")
+    connection = await data_server.connect(server.address, CALLER, CALLED, security, context)
     return await connection.read_exactly(1)
 
 
@@ -160,7 +161,7 @@ def test_an_address_that_is_not_there_is_an_os_error() -> None:
     async def connect() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-        await data_server.connect(f"127.0.0.1:{port}", CALLER, CALLED, security_of())
+        await data_server.connect(f"127.0.0.1:{port}", CALLER, CALLED, security_of(), None)
 
     with pytest.raises(ConnectionRefusedError):
         run(connect())

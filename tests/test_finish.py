@@ -30,22 +30,28 @@ def test_collectives_after_finish(spawn: Spawn, size: int) -> None:
     spawn(size, work)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_waits_for_one_that_has_finished(spawn: Spawn, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "early"), [(size, early) for size in (2, 3, 4, 5) for early in range(size)]
+)
+@pytest.mark.parametrize("length", [9, 100_000])
+def test_a_rank_that_waits_for_one_that_has_finished(
+    spawn: Spawn, size: int, early: int, length: int
+) -> None:
     def work(communicator: Communicator) -> HostOptError:
         communicator.barrier()
-        if communicator.rank == 0:
+        if communicator.rank == early:
             return failure(communicator, communicator.finish)
-        return failure(communicator, lambda: communicator.all_reduce(np.ones(9), name="step 7"))
+        local = np.ones(length)
+        return failure(communicator, lambda: communicator.all_reduce(local, name="step 7"))
 
     errors = spawn(size, work)
-    # who receives from rank 0 finds it, and the others hear it from there
+    # who receives from the early rank finds it, and the others hear it from there
     for error in errors:
         assert isinstance(error, PeerLostError)
-        assert error.rank == 0
-        assert "rank 0" in str(error)
+        assert error.rank == early
+        assert f"rank {early}" in str(error)
         assert "finished" in str(error)
-        assert re.search(r"rank [1-9] waited for step 7", str(error))
+        assert re.search(r"rank [0-9] waited for .*step 7", str(error))
 
 
 def test_a_rank_that_finishes_twice_while_the_other_continues(spawn_inproc: Spawn) -> None:

@@ -123,7 +123,7 @@ def test_a_rank_that_reads_nothing_is_named(processes: NewRing) -> None:
         communicator.all_reduce(np.ones(50_000_000))
     """
     started = ring.start_all(
-        script, HOSTOPT_COMMUNICATION="grpc+tcp", HOSTOPT_COLLECTIVE_TIMEOUT_S="1"
+        script, HOSTOPT_COMMUNICATION="grpc+tcp", HOSTOPT_COLLECTIVE_TIMEOUT_S="5"
     )
     started[0].expect("connected")
     assert started[0].exit_code() == CollectiveTimeoutError.exit_code, started[0].stderr

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from hostopt.collectives import recursive_doubling
 from hostopt.collectives.channel import Channel
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.ring import RingGroup
@@ -28,11 +31,17 @@ def finish(channel: Channel, hosts: Hosts | None, name: str) -> None:
 
 
 def _receivers(rank: int, size: int, hosts: Hosts | None) -> set[int]:
-    """Returns the ranks that may wait for data of a rank: the next one, and those on its host."""
-    peers = {(rank + 1) % size}
+    """Returns the ranks that may wait for data of a rank, in any all-reduce."""
+    peers = _receivers_in(range(size), rank)
     if hosts is not None:
-        leaders = hosts.leaders
         peers.update(hosts.members(rank))
-        if rank in leaders:
-            peers.add(leaders[(leaders.index(rank) + 1) % len(leaders)])
+        if rank in hosts.leaders:
+            peers |= _receivers_in(hosts.leaders, rank)
     return peers - {rank}
+
+
+def _receivers_in(members: Sequence[int], rank: int) -> set[int]:
+    """Returns the next rank on the ring, and the partners of recursive doubling."""
+    index, size = members.index(rank), len(members)
+    positions = [(index + 1) % size, *recursive_doubling.partners(index, size)]
+    return {members[position] for position in positions}

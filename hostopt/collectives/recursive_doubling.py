@@ -32,6 +32,23 @@ MOST_BYTES = 64 << 10
 _PHASE = "exchange"
 
 
+def partners(index: int, size: int) -> list[int]:
+    """Returns the positions that a position exchanges messages with, in the order of the rounds.
+
+    Args:
+      index: position of a rank, 0..size-1.
+      size: number of ranks.
+    """
+    rounds = size.bit_length() - 1
+    extra = size - (1 << rounds)  # ranks that do not fit into a power of two
+    if index < 2 * extra and index % 2:
+        return [index - 1]
+    place = index // 2 if index < 2 * extra else index - extra
+    others = [place ^ (1 << i) for i in range(rounds)]
+    exchanged = [2 * other if other < extra else other + extra for other in others]
+    return [index + 1, *exchanged] if index < 2 * extra else exchanged
+
+
 async def all_reduce(
     transport: Transport,
     members: Sequence[int],
@@ -50,8 +67,9 @@ async def all_reduce(
     """
     messages = CallMessages(transport, call)
     index, size = members.index(transport.rank), len(members)
-    rounds = size.bit_length() - 1
-    extra = size - (1 << rounds)  # ranks that do not fit into a power of two
+    last_round = size.bit_length()
+    is_folded = index < 2 * (size - (1 << last_round - 1))
+    others = partners(index, size)
 
     async def receive(peer: int, round_: int) -> Array:
         tag = call.tag(round_)
@@ -60,19 +78,16 @@ async def all_reduce(
     async def send(peer: int, round_: int) -> None:
         await messages.send_array(members[peer], call.tag(round_), flat, _PHASE)
 
-    if index < 2 * extra and index % 2:
-        await send(index - 1, 0)
-        flat[:] = await receive(index - 1, rounds + 1)
+    if is_folded and index % 2:
+        await send(others[0], 0)
+        flat[:] = await receive(others[0], last_round)
         return
-    if index < 2 * extra:
-        op(flat, await receive(index + 1, 0), out=flat)
-    position = index // 2 if index < 2 * extra else index - extra
-    for i in range(rounds):
-        other = position ^ (1 << i)
-        peer = 2 * other if other < extra else other + extra
-        await send(peer, i + 1)
-        received = await receive(peer, i + 1)
-        first, second = (flat, received) if position < other else (received, flat)
+    if is_folded:
+        op(flat, await receive(others[0], 0), out=flat)
+    for round_, peer in enumerate(others[is_folded:], start=1):
+        await send(peer, round_)
+        received = await receive(peer, round_)
+        first, second = (flat, received) if index < peer else (received, flat)
         op(first, second, out=flat)
-    if index < 2 * extra:
-        await send(index + 1, rounds + 1)
+    if is_folded:
+        await send(others[0], last_round)

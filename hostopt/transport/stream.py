@@ -90,10 +90,16 @@ class Streams:
         if peer in self._streams:
             self._streams[peer].cancel()
 
-    def forget(self, peer: int) -> None:
-        """Closes and removes the stream to a peer, if there is one."""
-        stream = self._streams.pop(peer, None)
-        if stream is not None:
+    def forget(self, peer: int, only: Stream | None = None) -> None:
+        """Closes and removes the stream to a peer, if there is one.
+
+        Args:
+          peer: its rank.
+          only: the stream, if another one is to stay.
+        """
+        stream = self._streams.get(peer)
+        if stream is not None and only in (None, stream):
+            del self._streams[peer]
             event_loop.start(stream.close())
 
     def blocked(self) -> dict[int, float]:

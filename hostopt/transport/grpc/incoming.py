@@ -78,6 +78,7 @@ class IncomingStreams:
                 self._peers.rank,
                 error,
             )
+            return
         self._peers.data_port = self._data_server.port
         forked.keep_from_children(self._data_server.port)
 
@@ -127,14 +128,14 @@ class IncomingStreams:
 
     async def _receive(self, connection: DataSocket, peer: int) -> None:
         """Receives the frames of a peer from a data socket until its stream ends."""
-        if peer in self._open:
-            raise handshake.HandshakeError(f"rank {peer} has a stream already")
-        reader = FrameReader(self._peers.origin(peer))
-        most_bytes = limits.most_message_bytes(self._options)
+        self._check_is_closed(peer)
+        await asyncio.wait_for(handshake.accept(connection), limits.HANDSHAKE_S)
+        self._check_is_closed(peer)
         self._open.add(peer)
         reason = "connection reset"
         try:
-            await handshake.accept(connection)
+            reader = FrameReader(self._peers.origin(peer))
+            most_bytes = limits.most_message_bytes(self._options)
             if await FrameReceiver(connection, reader, self._mailbox, peer, most_bytes).run():
                 self._mailbox.mark_left(peer, _HAS_LEFT)
                 await connection.write([RECEIVED_ALL])
@@ -142,10 +143,16 @@ class IncomingStreams:
             self._abort_on_bad_frame(peer, error)
         except OSError as error:
             reason = str(error) or reason
+        except Exception as error:  # of this rank, such as a lack of memory
+            self._abort(error)
         finally:
             self._open.discard(peer)
             connection.close()
         await self._liveness.stream_broken(peer, reason)
+
+    def _check_is_closed(self, peer: int) -> None:
+        if peer in self._open:
+            raise handshake.HandshakeError(f"rank {peer} has a stream already")
 
     def _abort_on_bad_frame(self, peer: int, error: ProtocolError) -> None:
         cluster, rank = self._peers.cluster, self._peers.rank

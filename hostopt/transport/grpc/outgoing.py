@@ -48,8 +48,13 @@ class StreamOpener:
         self._client = client
         self._security = security
         self._timeout_s = options.collective_timeout_s
+        self._connect_timeout_s = min(
+            limits.HANDSHAKE_S, options.collective_timeout_s / 2, options.rendezvous_timeout_s / 2
+        )
         self._checksum = checksum
-        self._unreachable: set[int] = set()  # peers whose data port cannot be reached
+        tls = security.tls  # its files are read now, and not in the middle of a run
+        self._context = None if tls is None else tls.client_context("the host of a peer")
+        self._unreachable: set[str] = set()  # incarnations whose data port cannot be reached
 
     def open(self, peer: int, streams: Streams, liveness: Liveness) -> Stream:
         """Opens the stream to a connected peer.
@@ -64,8 +69,8 @@ class StreamOpener:
         async def on_broken(reason: str) -> None:
             await liveness.stream_broken(peer, reason)
 
-        port = self._peers.data_ports.get(peer, 0)
-        if not port or peer in self._unreachable:
+        port, incarnation = self._peers.data_ports.get(peer, 0), self._peers.incarnations[peer]
+        if not port or incarnation in self._unreachable:
             channel, call = self._client.open_stream(peer)
             return GrpcStream(channel, call, writer, self._timeout_s, on_broken)
         host, _ = host_and_port(self._peers.cluster.ring[peer].address)
@@ -81,20 +86,21 @@ class StreamOpener:
                 address,
                 reason,
             )
-            self._unreachable.add(peer)
-            streams.forget(peer)
+            self._unreachable.add(incarnation)
+            streams.forget(peer, stream)
 
-        return SocketStream(
+        stream = SocketStream(
             lambda: self._connect(peer, address),
             writer,
             self._timeout_s,
             on_unreachable,
             on_broken,
         )
+        return stream
 
     async def _connect(self, peer: int, address: str) -> DataSocket:
         peers = self._peers
         caller = Identity(peers.rank, peers.incarnation)
         called = Identity(peer, peers.incarnations[peer])
-        connecting = data_server.connect(address, caller, called, self._security)
-        return await asyncio.wait_for(connecting, limits.HANDSHAKE_S)
+        connecting = data_server.connect(address, caller, called, self._security, self._context)
+        return await asyncio.wait_for(connecting, self._connect_timeout_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from hostopt.errors import HostOptError
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.timing import Timing
@@ -33,4 +32,4 @@ class RingContext:
     streams: Streams
     mailbox: Mailbox
     timing: Timing
-    abort: Callable[[HostOptError], None]
+    abort: Callable[[BaseException], None]

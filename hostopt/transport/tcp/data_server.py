@@ -67,13 +67,13 @@ class DataServer:
         Raises:
           OSError: this host or process cannot listen there.
         """
+        if self._security.tls is not None:
+            self._context = self._security.tls.server_context()
         host, _ = host_and_port(listen_address(address))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        if self._security.tls is not None:
-            self._context = self._security.tls.server_context()
         self._resume()
 
     async def stop(self, grace_s: float) -> None:
@@ -153,6 +153,7 @@ async def connect(
     caller: Identity,
     called: Identity,
     security: Security,
+    context: ssl.SSLContext | None,
 ) -> DataSocket:
     """Connects to the data server of a peer.
 
@@ -160,7 +161,8 @@ async def connect(
       address: ``host:port`` of the server.
       caller: this rank.
       called: the peer.
-      security: token and certificates of this rank.
+      security: token of this rank.
+      context: certificates of this rank; None for a plain connection.
 
     Returns:
       The connection; the peer reads frames from it.
@@ -178,8 +180,8 @@ async def connect(
         plain.setblocking(False)
         await loop.sock_connect(plain, sockaddr)
         connection = DataSocket(plain)
-        if security.tls is not None:
-            await connection.start_tls(security.tls.client_context(host), host)
+        if context is not None:
+            await connection.start_tls(context, host)
         await handshake.introduce(connection, caller, called, security)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -20,11 +20,18 @@ _TLS_RECORD_BYTES = 16 << 10
 _IDLE_S, _PROBE_EVERY_S, _PROBES = 10, 5, 3
 
 
+class StalledError(Exception):
+    """The peer takes no bytes before the deadline."""
+
+
 class DataSocket:
     """A socket that reads into, and writes from, memory of the caller; used on the event loop.
 
     Args:
       connected: a connected socket. It is closed by `close`.
+
+    Attributes:
+      unsent: what the last cancelled `write` has not written.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -38,6 +45,7 @@ class DataSocket:
         self._loop = asyncio.get_running_loop()
         self._waits: set[asyncio.Future[None]] = set()
         self._low_water = 1
+        self.unsent: list[bytes] = []
 
     async def start_tls(self, context: ssl.SSLContext, host: str | None = None) -> None:
         """Protects the connection with TLS.
@@ -125,7 +133,8 @@ class DataSocket:
           timeout_s: time without progress after which this gives up; None for no deadline.
 
         Raises:
-          asyncio.TimeoutError: the peer takes no bytes.
+          StalledError: the peer takes no bytes.
+          asyncio.CancelledError: `unsent` has the rest of the bytes.
           OSError: the connection broke.
         """
         rest = [memoryview(part) for part in parts if len(part)]
@@ -135,10 +144,11 @@ class DataSocket:
             try:
                 count = self._send(rest)
             except (BlockingIOError, ssl.SSLWantWriteError, InterruptedError):
-                await self._writable(timeout_s)
-                continue
-            except ssl.SSLWantReadError:
-                await self._readable()
+                try:
+                    await self._writable(timeout_s)
+                except asyncio.CancelledError:
+                    self.unsent = [bytes(part) for part in rest]
+                    raise
                 continue
             while rest and count >= len(rest[0]):
                 count -= len(rest.pop(0))
@@ -180,7 +190,7 @@ class DataSocket:
         self._waits.add(ready)
         timer = None
         if timeout_s is not None:
-            timer = self._loop.call_later(timeout_s, _fail, ready, asyncio.TimeoutError())
+            timer = self._loop.call_later(timeout_s, _fail, ready, StalledError())
         try:
             await ready
         finally:

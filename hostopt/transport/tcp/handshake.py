@@ -4,6 +4,10 @@
     called -> caller   a nonce, and a proof of both nonces
     caller -> called   a proof of both nonces
     called -> caller   one byte: accepted
+    caller -> called   one byte: confirmed
+
+Both sides agree on the result: the caller uses the connection once it has confirmed, and the
+called rank once it has the confirmation.
 
 A proof is an HMAC under the token that all ranks share. Without a token it is empty, and only the
 incarnations, which are random numbers, identify the ranks. A recorded handshake is useless, as
@@ -26,7 +30,7 @@ _MAGIC = b"HOD"
 _GREETING = struct.Struct("<3sBIQQ16s")
 _NONCE_BYTES, _PROOF_BYTES = 16, 64
 _NO_PROOF = bytes(_PROOF_BYTES)
-_ACCEPTED = b"\x01"
+_ACCEPTED, _CONFIRMED = b"\x01", b"\x03"
 _CALLED, _CALLER = "data of called", "data of caller"
 
 
@@ -72,6 +76,7 @@ async def introduce(
     await connection.write([_proof(_CALLER, caller, called, nonces, security)])
     if await connection.read_exactly(len(_ACCEPTED)) != _ACCEPTED:
         raise HandshakeError("another program answers")
+    await connection.write([_CONFIRMED])  # one byte, which the buffers of the kernel always take
 
 
 async def identify(
@@ -114,15 +119,17 @@ async def identify(
 
 
 async def accept(connection: DataSocket) -> None:
-    """Tells a peer that `identify` has identified that this rank reads its frames.
+    """Accepts the connection of a peer that `identify` has checked.
 
     Args:
       connection: the connection.
 
     Raises:
-      OSError: the connection broke.
+      OSError: the connection broke, or the peer no longer wants it.
     """
     await connection.write([_ACCEPTED])
+    if await connection.read_exactly(len(_CONFIRMED)) != _CONFIRMED:
+        raise HandshakeError("the caller does not confirm the connection")
 
 
 def _proof(

@@ -10,7 +10,7 @@ from typing import Callable
 from hostopt.transport.frame import FrameWriter
 from hostopt.transport.message import FINISH_CHANNEL, Payload, Tag
 from hostopt.transport.stream import Stream
-from hostopt.transport.tcp.data_socket import DataSocket
+from hostopt.transport.tcp.data_socket import DataSocket, StalledError
 
 __all__: list[str] = []
 
@@ -23,8 +23,7 @@ class SocketStream(Stream):
     """Frames to one peer. A payload is written from the memory of the caller, without a copy.
 
     Args:
-      connect: connects to the peer; raises OSError or asyncio.TimeoutError if it cannot be
-        reached.
+      connect: connects to the peer; raises an exception if it cannot be reached.
       writer: builds the headers of the frames.
       timeout_s: time that the peer may take no bytes.
       on_unreachable: called with the reason if `connect` fails.
@@ -44,13 +43,15 @@ class SocketStream(Stream):
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()  # held while a frame is written
         self._socket: DataSocket | None = None
+        self._completing: asyncio.Future[None] | None = None
+        self._is_stalled = self._is_cancelled = False
         self._opened = asyncio.get_running_loop().create_future()
         self._watcher = asyncio.ensure_future(self._run(connect, on_unreachable, on_broken))
 
     @property
     def ended(self) -> bool:
-        """See `Stream.ended`."""
-        return self._watcher.done()
+        """See `Stream.ended`. A stream that stalled has not ended: its peer is still there."""
+        return self._watcher.done() and not self._is_stalled
 
     async def wait_until_open(self, timeout_s: float) -> bool:
         """See `Stream.wait_until_open`."""
@@ -59,46 +60,61 @@ class SocketStream(Stream):
             timeout=timeout_s,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        return self._socket is not None and not self.ended
+        return self._socket is not None and not self._watcher.done()
 
     async def put(self, tag: Tag, payload: Payload) -> bool:
         """Writes a message; see `Stream.put`."""
         if self._socket is None and not await self.wait_until_open(self._timeout_s):
             return False
-        async with self._turn:
-            return await self._write(tag, payload)
+        return await self._write(tag, payload)
 
     async def flush(self) -> None:
         """See `Stream.flush`."""
-        if self._socket is None:
-            return
-        async with self._turn:
-            if await self._write(_LAST_TAG, b"", is_last=True):
-                await asyncio.wait({self._watcher}, timeout=self._timeout_s)
+        if self._socket is not None and await self._write(_LAST_TAG, b"", is_last=True):
+            await asyncio.wait({self._watcher}, timeout=self._timeout_s)
 
     async def _write(self, tag: Tag, payload: Payload, is_last: bool = False) -> bool:
+        await self._turn.acquire()
         assert self._socket is not None
-        if self.ended:
-            return False
+        release = self._turn.release
         self.writing_since_s = begin_s = time.monotonic()
         try:
+            if self._watcher.done():
+                return False
             header = self._writer.header(tag, payload, is_last)
             await self._socket.write((header, payload), self._timeout_s)
-        except asyncio.TimeoutError:
+        except StalledError:
+            self._is_stalled = True
+            self.cancel()  # the rest of the frame will not follow
             return False
         except OSError:
             await asyncio.wait({self._watcher}, timeout=self._timeout_s)  # it finds the reason
             return False
-        except asyncio.CancelledError:  # in the middle of a frame
-            self.cancel()
+        except asyncio.CancelledError:  # other senders continue behind the rest of the frame
+            if self._socket.unsent:
+                self._completing = asyncio.ensure_future(self._complete(release))
+                release = _do_nothing
             raise
         finally:
             self.writing_since_s = None
+            release()
         self.written_s += time.monotonic() - begin_s
         return True
 
+    async def _complete(self, release: Callable[[], None]) -> None:
+        """Writes the rest of a frame whose sender was cancelled."""
+        assert self._socket is not None
+        unsent, self._socket.unsent = self._socket.unsent, []
+        try:
+            await self._socket.write(unsent, self._timeout_s)
+        except (OSError, StalledError):
+            self.cancel()
+        finally:
+            release()
+
     def cancel(self) -> None:
         """See `Stream.cancel`."""
+        self._is_cancelled = True
         self._watcher.cancel()
         if self._socket is not None:
             self._socket.close()
@@ -116,8 +132,11 @@ class SocketStream(Stream):
         """Connects, then waits for the end of the connection."""
         try:
             self._socket = await connect()
-        except (OSError, asyncio.TimeoutError) as error:
+        except Exception as error:
             on_unreachable(str(error) or "it does not answer in time")
+            return
+        if self._is_cancelled:  # before Python 3.12, wait_for may ignore a cancellation
+            self._socket.close()
             return
         self._opened.set_result(None)
         reason = "connection reset"
@@ -130,3 +149,7 @@ class SocketStream(Stream):
             self._socket.close()
         # completes before a sender can see that the stream has ended
         await on_broken(reason)
+
+
+def _do_nothing() -> None:
+    """Stands for the release of a lock that another task has taken over."""
