@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hostopt", description="Host-offload training over gRPC.", allow_abbrev=False
+        prog="hostopt", description="Host-offload training on several hosts.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"hostopt {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)

@@ -37,7 +37,7 @@ class Communicator(Channel):
       transport: transport of this rank.
       channel: number of the channel; 0 for the first communicator of a transport.
       name: describes the data of the channel, for warnings and errors.
-      hosts: ranks grouped by host, to all-reduce in shared memory; None uses gRPC only.
+      hosts: ranks grouped by host, to all-reduce in shared memory; None uses the network only.
     """
 
     def __init__(

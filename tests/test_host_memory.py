@@ -61,7 +61,10 @@ def test_without_free_memory_grpc_is_used(
         sent = spawn_inproc(size, work)
     assert min(sent) > 2 * 4 / 3 * 160_000 - 100
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "reducing over gRPC instead: rank 0 (worker:0, inproc:0): /dev/shm has no" in message
+    assert (
+        "reducing over the network instead: rank 0 (worker:0, inproc:0): /dev/shm has no"
+        in message
+    )
     assert "No space left" in message or "too large" in message
     assert "--shm-size" in message
 

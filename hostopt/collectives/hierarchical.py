@@ -1,4 +1,4 @@
-"""Two-level all-reduce: in shared memory within each host, over gRPC between hosts.
+"""Two-level all-reduce: in shared memory within each host, over the network between hosts.
 
 With hosts A (ranks 0, 1) and B (ranks 2, 3):
 

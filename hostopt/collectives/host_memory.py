@@ -29,7 +29,7 @@ class HostMemory:
     """Shared memory of one communicator, opened at first use.
 
     Args:
-      channel: channel that opens the memory, over gRPC.
+      channel: channel that opens the memory, over the ring.
       hosts: ranks grouped by host.
     """
 
@@ -126,7 +126,7 @@ def open_hierarchical(
     Collective: all ranks must call it.
 
     Args:
-      channel: channel that opens the memory, over gRPC.
+      channel: channel that opens the memory, over the ring.
       hosts: ranks grouped by host.
       block_bytes: block size of the shared-memory channels.
       name: purpose of the memory, the same on all ranks.
@@ -195,19 +195,19 @@ def share_memory(
 
 def _report(channel: Channel, problem: str) -> None:
     """Raises if the option `communication` requires shared memory, else logs a warning."""
-    advice = "Enlarge /dev/shm (in Docker: --shm-size) or use communication='grpc'"
+    advice = "Enlarge /dev/shm (in Docker: --shm-size) or use communication='grpc+tcp'"
     if channel.transport.options.communication == "shm":
         raise ConfigError(
             f"communication is 'shm', but memory cannot be shared: {problem}. {advice}"
         )
     if channel.rank == 0:
         _log.warning(
-            "memory cannot be shared, reducing over gRPC instead: %s. %s", problem, advice
+            "memory cannot be shared, reducing over the network instead: %s. %s", problem, advice
         )
 
 
 def _all_gather_texts(channel: Channel, text: str, name: str) -> list[str]:
-    """Gathers the text of each rank over gRPC, in rank order."""
+    """Gathers the text of each rank over the ring, in rank order."""
     call = channel.begin_call("all_gather_bytes", name)
     data = memoryview(text.encode())
     return [bytes(each).decode() for each in ring_all_gather_bytes(channel.transport, call, data)]

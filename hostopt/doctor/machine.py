@@ -28,7 +28,9 @@ _LITTLE_DISK_BYTES = 1024 * MIB
 
 def shared_memory(directory: str = shared_file.DIRECTORY) -> Iterator[Finding]:
     """Checks the free space for ranks of one host."""
-    remedy = "ranks of one host reduce over gRPC if they need more: in Docker, set --shm-size"
+    remedy = (
+        "ranks of one host reduce over the network if they need more: in Docker, set --shm-size"
+    )
     try:
         stats = os.statvfs(directory)
     except OSError as error:

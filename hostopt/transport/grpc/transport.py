@@ -8,9 +8,9 @@ Each rank is a server at its own address and a client of its peers. The methods 
     Status   JSON: asks what a rank is doing
     Leave    JSON: the sender leaves the ring, because of an error or in good order
 
-A rank has two connections to the rank that it sends to: one for frames, and one for all other
-calls, on which gRPC pings. It has only the second one to every other peer. Everything runs on the
-event loop; other threads hand work over to it.
+A rank has a connection to every peer for all calls but Stream, on which gRPC pings. To a peer that
+it sends to it has another one for frames: a data socket (`hostopt.transport.tcp`), or a Stream.
+Everything runs on the event loop; other threads hand work over to it.
 """
 
 from __future__ import annotations
