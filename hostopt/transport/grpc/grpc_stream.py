@@ -18,6 +18,9 @@ __all__: list[str] = []
 # Last message of a stream that ends in good order. gRPC alone does not always tell the end of a
 # stream from a broken connection.
 END_OF_STREAM = b"end"
+# Initial metadata with which a peer accepts a stream. A refused stream has empty initial metadata,
+# which may arrive before the refusal.
+ACCEPTED = ("stream", "accepted")
 # Frames that wait to be written. gRPC writes them one by one, so more frames would only take fresh
 # memory, whose page faults cost as much as copying.
 _QUEUED_FRAMES = 4
@@ -49,7 +52,7 @@ class GrpcStream(Stream):
         self._timeout_s = timeout_s
         self._channel = channel
         self._call = call
-        self._initial_metadata = asyncio.ensure_future(self._call.initial_metadata())
+        self._accepted = asyncio.ensure_future(self._is_accepted())
         self._writing = asyncio.ensure_future(self._write())
         self._watcher = asyncio.ensure_future(self._watch(on_broken))
 
@@ -60,8 +63,8 @@ class GrpcStream(Stream):
 
     async def wait_until_open(self, timeout_s: float) -> bool:
         """See `Stream.wait_until_open`."""
-        await self._wait_for(self._initial_metadata, timeout_s)
-        return self._initial_metadata.done() and not self._call.done()
+        await self._wait_for(self._accepted, timeout_s)
+        return self._accepted.done() and self._accepted.result() and not self._call.done()
 
     async def put(self, tag: Tag, payload: Payload) -> bool:
         """Queues a message; see `Stream.put`."""
@@ -102,6 +105,13 @@ class GrpcStream(Stream):
         await asyncio.wait(
             {future, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
+
+    async def _is_accepted(self) -> bool:
+        """Returns True once the peer has accepted the stream, and False if it never will."""
+        try:
+            return ACCEPTED in tuple(await self._call.initial_metadata())
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            return False
 
     async def _write(self) -> None:
         message = b""

@@ -9,7 +9,7 @@ from hostopt.errors import ProtocolError
 from hostopt.options import Options
 from hostopt.transport.frame import FrameReader
 from hostopt.transport.grpc import forked, limits
-from hostopt.transport.grpc.grpc_stream import END_OF_STREAM
+from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM
 from hostopt.transport.grpc.liveness import Liveness
 from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
@@ -110,7 +110,7 @@ class IncomingStreams:
         self._server.strangers.add_stream(context.peer(), peer)
         reason = "connection reset"
         try:
-            await context.send_initial_metadata(())  # the peer waits for it
+            await context.send_initial_metadata((ACCEPTED,))  # the peer waits for it
             while (data := await context.read()) is not grpc.aio.EOF:
                 if data == END_OF_STREAM:
                     self._mailbox.mark_left(peer, _HAS_LEFT)
