@@ -43,7 +43,7 @@ class Halves:
     ) -> None:
         self._directory = directory
         self._environ = {**LIMITS, **environ}
-        self._outputs = {1: [""], 2: ["", ""]}
+        self._outputs: dict[int, dict[str, list[str]]] = {1: {}, 2: {}}  # by size and model
         for size in (1, 2):
             (directory / str(size)).mkdir()
         self._train(1, program, names, steps)
@@ -78,9 +78,8 @@ class Halves:
                 codes = [rank.wait(LIMIT_S) for rank in started]
             finally:
                 ranks.end()
-        self._outputs[size] = [
-            before + rank.output for before, rank in zip(self._outputs[size], started)
-        ]
+        outputs = [rank.output for rank in started]
+        self._outputs[size].update((name, outputs) for name in names)
         return any(codes)
 
     def _copy_first_checkpoint(self, name: str) -> None:
@@ -104,7 +103,7 @@ class Halves:
         size = 1 if rank == "alone" else 2
         path = self._outcome_path(name, rank, size)
         if not path.exists():
-            output = self._outputs[size][0 if rank == "alone" else int(rank)]
+            output = self._outputs[size][name][0 if rank == "alone" else int(rank)]
             raise AssertionError(f"{name} did not end on {rank}:\n{output[-4000:]}")
         return json.loads(path.read_text())
 
