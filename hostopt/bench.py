@@ -17,7 +17,6 @@ from hostopt.collectives.call import Array
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.wire_format import new_wire_format
 from hostopt.communicator import Communicator
-from hostopt.connect import connect
 from hostopt.errors import ConfigError, ProtocolError
 from hostopt.options import shown
 
@@ -122,25 +121,25 @@ class Timing:
         return self.size_bytes / self.median_s / 1e9
 
 
-def run(sizes: Sequence[int], repetitions: int) -> tuple[int, list[Timing]]:
-    """Connects to the ranks in TF_CONFIG, and times all-reduces of each size.
+def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> list[Timing]:
+    """Times all-reduces of each size.
 
     Collective: all ranks must call it.
 
     Args:
+      communicator: ranks of the all-reduces.
       sizes: sizes in bytes, each a multiple of 4.
       repetitions: number of timed repetitions of each size.
 
     Returns:
-      This rank, and one timing for each size, the same on all ranks.
+      One timing for each size, the same on all ranks.
 
     Raises:
-      HostOptError: a rank failed, an option is not valid, or a sum is wrong.
+      HostOptError: a rank failed, or a sum is wrong.
     """
-    with connect() as communicator:
-        timings = [_time(communicator, size_bytes, repetitions) for size_bytes in sizes]
-        communicator.barrier("the end of the benchmark")
-        return communicator.rank, timings
+    timings = [_time(communicator, size_bytes, repetitions) for size_bytes in sizes]
+    communicator.barrier("the end of the benchmark")
+    return timings
 
 
 def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[float, ...], int]:
@@ -226,8 +225,13 @@ def save(path: Path, timings: Sequence[Timing]) -> None:
     Raises:
       ConfigError: the file cannot be written.
     """
+    write_json(path, [asdict(timing) for timing in timings])
+
+
+def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows to a JSON file; raises ConfigError if that fails."""
     try:
-        path.write_text(json.dumps([asdict(timing) for timing in timings], indent=1) + "\n")
+        path.write_text(json.dumps(rows, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
             f"the times cannot be written to {path}: {error}. Give another file as --json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import sys
@@ -11,14 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostopt import bench, descriptors
+from hostopt import bench, descriptors, tuning
+from hostopt.cluster import Cluster
+from hostopt.connect import connect, connect_ring
 from hostopt.doctor.checking import WRONG
 from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.launch import output
 from hostopt.launch.launcher import launch
 from hostopt.launch.task_group import start_error
-from hostopt.options import MAX_COUNT, MIN_TIMEOUT_S, YEAR_S
+from hostopt.options import MAX_COUNT, MIN_TIMEOUT_S, YEAR_S, Options
 from hostopt.telemetry.trace_files import merge
 from hostopt.telemetry.trace_picture import draw
 from hostopt.versions import VERSION
@@ -67,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="start all processes of a cluster on this machine",
         usage="hostopt run -np N [--evaluators K] [--max-restarts R [--min-np M]] "
-        "[--restore-previous] [--] command [args ...]",
+        "[--restore-previous] [--autotune] [--] command [args ...]",
         description="Start one command as chief, workers and evaluators, each with its own "
         "TF_CONFIG, and end them together. A command that ends in .py is run with this Python. "
         "HOSTOPT_SLOT is set to the slot of the rank on this machine, 0 to N-1, which does not "
@@ -105,6 +108,11 @@ def _parser() -> argparse.ArgumentParser:
         "--restore-previous",
         action="store_true",
         help="if the newest checkpoint is damaged, resume from the newest intact one",
+    )
+    run.add_argument(
+        "--autotune",
+        action="store_true",
+        help="choose communication, segment and bucket sizes by trial before the first step",
     )
     run.add_argument(
         "command", nargs=argparse.REMAINDER, help="the command that every process runs"
@@ -191,6 +199,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compression", choices=["none", "fp16", "bf16"], help="wire format of the values"
     )
+    parser.add_argument(
+        "--suggest",
+        action="store_true",
+        help="try communications, segment and bucket sizes instead, and print the best ones",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times to FILE")
     parser.add_argument("--quiet", action="store_true", help="do not print the table")
     parser.set_defaults(run=_bench, parser=parser)
@@ -224,11 +237,16 @@ def _bench(options: argparse.Namespace) -> int:
         return _bench_here(options)
     if "TF_CONFIG" not in os.environ:
         options.parser.error("give -np N, or start each rank with its TF_CONFIG")
-    rank, timings = bench.run(options.sizes, options.repetitions)
-    if rank == 0 and options.json is not None:
-        bench.save(options.json, timings)
-    if rank == 0 and not options.quiet:
-        print(bench.format_table(timings))
+    if options.suggest:
+        cluster, start = Cluster.from_tf_config(), Options().with_environment()
+        trials = tuning.tune(functools.partial(connect_ring, cluster), start)
+        if cluster.rank == 0:
+            _report_trials(options, trials)
+        return 0
+    with connect() as communicator:
+        timings = bench.run(communicator, options.sizes, options.repetitions)
+    if communicator.rank == 0:
+        _report_timings(options, timings)
     return 0
 
 
@@ -237,10 +255,29 @@ def _bench_here(options: argparse.Namespace) -> int:
         path = options.json or Path(directory, "times.json")
         command = [sys.executable, "-m", "hostopt.cli", "bench", "--quiet", "--json", str(path)]
         command += ["--repetitions", str(options.repetitions), "--sizes", *map(str, options.sizes)]
+        command += ["--suggest"] * options.suggest
         code = launch(command, size=options.np)
-        if code == 0 and not options.quiet:
-            print(bench.format_table(bench.load(path)))
+        options.json = None  # rank 0 has written it
+        if code == 0 and options.suggest:
+            _report_trials(options, tuning.load(path))
+        elif code == 0:
+            _report_timings(options, bench.load(path))
         return code
+
+
+def _report_timings(options: argparse.Namespace, timings: Sequence[bench.Timing]) -> None:
+    if options.json is not None:
+        bench.save(options.json, timings)
+    if not options.quiet:
+        print(bench.format_table(timings))
+
+
+def _report_trials(options: argparse.Namespace, trials: Sequence[tuning.Trial]) -> None:
+    if options.json is not None:
+        tuning.save(options.json, trials)
+    if not options.quiet:
+        best = tuning.fastest(trials)
+        print(f"{tuning.format_table(trials)}\n\n{tuning.format_variables(best)}")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -253,6 +290,8 @@ def _run(options: argparse.Namespace) -> int:
         options.parser.error("--min-np needs --max-restarts: it takes effect at a restart")
     if options.restore_previous:  # every rank inherits it
         os.environ["HOSTOPT_RESTORE_PREVIOUS"] = "true"
+    if options.autotune:
+        os.environ["HOSTOPT_AUTOTUNE"] = "true"
     try:
         return launch(
             command,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import weakref
@@ -21,6 +22,7 @@ from hostopt.options import Options
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport.base import Transport
 from hostopt.transport.inproc import InprocTransport
+from hostopt.tuning import fastest, format_variables, tune
 
 __all__: list[str] = []
 
@@ -34,6 +36,8 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
     This chains `sys.excepthook`: an exception that ends the program aborts the ring on all
     ranks, and the process exits with the code of the error. If the option `debug_dir` is set, the
     full traceback is written to a file there, and a shorter one is printed.
+
+    If the option `autotune` is set, the ranks first choose other options by trial.
 
     This also raises the soft limit of open files to the hard limit.
 
@@ -52,7 +56,19 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
     """
     exit_with_error_code()
     cluster = cluster or Cluster.from_tf_config()
-    return connect_ring(cluster, (options or Options()).with_environment())
+    options = (options or Options()).with_environment()
+    if options.autotune and cluster.size > 1:
+        options = _tuned(cluster, options)
+    return connect_ring(cluster, options)
+
+
+def _tuned(cluster: Cluster, options: Options) -> Options:
+    trials = tune(functools.partial(connect_ring, cluster), options)
+    best = fastest(trials)
+    if cluster.rank == 0:
+        text = "autotune has chosen options by trial. Set them to keep this choice"
+        sys.stderr.write(f"hostopt: {text}: {format_variables(best)}\n")
+    return best.applied_to(options)
 
 
 def connect_ring(

@@ -57,6 +57,7 @@ _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "nonfinite": ("error", "skip", "warn"),
     "insecure": (True, False),
     "restore_previous": (True, False),
+    "autotune": (True, False),
 }
 _PATHS = ("timeline", "debug_dir", "token_file", "tls_dir")
 # Values of environment variables that stand for None and bool.
@@ -104,6 +105,8 @@ class Options:
         damaged.
       evaluator_timeout_s: time without a sign of the chief after which an evaluator raises an
         error.
+      autotune: True chooses `communication`, `segment_bytes` and `bucket_mb` by trial when the
+        ranks connect.
 
     Raises:
       ConfigError: the value of an option is not allowed.
@@ -126,6 +129,7 @@ class Options:
     insecure: bool = False
     restore_previous: bool = False
     evaluator_timeout_s: float = 3600.0
+    autotune: bool = False
 
     def __post_init__(self) -> None:
         for name in _PATHS:

@@ -38,11 +38,15 @@ def test_a_rank_that_waits_for_one_that_has_finished(
     spawn: Spawn, size: int, early: int, length: int
 ) -> None:
     def work(communicator: Communicator) -> HostOptError:
-        communicator.barrier()
         if communicator.rank == early:
+            communicator.barrier()
             return failure(communicator, communicator.finish)
-        local = np.ones(length)
-        return failure(communicator, lambda: communicator.all_reduce(local, name="step 7"))
+
+        def continue_() -> None:
+            communicator.barrier()  # others may fail before it has ended on this rank
+            communicator.all_reduce(np.ones(length), name="step 7")
+
+        return failure(communicator, continue_)
 
     errors = spawn(size, work)
     # who receives from the early rank finds it, and the others hear it from there

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from typing import Any
 
 import pytest
 
+from hostopt.cluster import Cluster
+from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.frame import FrameWriter, Origin
-from hostopt.transport.grpc.grpc_stream import ACCEPTED, GrpcStream
+from hostopt.transport.grpc.authentication import Authenticator
+from hostopt.transport.grpc.client import RpcClient
+from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStream
+from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.runtime import grpc
+from hostopt.transport.grpc.timing import DEFAULT
+from hostopt.transport.security import Security
+
+
+def new_server(answer: Any) -> grpc.aio.Server:
+    """Returns a server whose method Stream is `answer`."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    handler = grpc.stream_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("ring", {"Stream": handler})]
+    )
+    return server
 
 
 @pytest.mark.parametrize(
@@ -33,11 +52,7 @@ def test_a_stream_is_open_when_its_initial_metadata_says_so(
             broken.append(reason)
 
         broken: list[str] = []
-        handler = grpc.stream_unary_rpc_method_handler(answer)
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler("ring", {"Stream": handler})]
-        )
+        server = new_server(answer)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
@@ -54,3 +69,39 @@ def test_a_stream_is_open_when_its_initial_metadata_says_so(
         return is_open
 
     assert event_loop.run(work()) == is_open
+
+
+def test_a_stream_survives_a_first_attempt_to_connect_that_fails() -> None:
+    """On a busy machine an attempt may take longer than gRPC waits for it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    jobs = {"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}
+    cluster = Cluster.from_dict(jobs, "worker", 1)
+    options, peers = Options(), Peers(cluster)
+    authenticator = Authenticator(peers, Security(cluster, options, {}))
+    client = RpcClient(peers, options, authenticator, None, "ring", DEFAULT)
+
+    async def answer(_: object, context: grpc.aio.ServicerContext) -> bytes:
+        await context.send_initial_metadata((ACCEPTED,))
+        assert await context.read() == END_OF_STREAM
+        return b""
+
+    async def on_broken(reason: str) -> None:
+        raise AssertionError(reason)
+
+    async def work() -> None:
+        channel, call = client.open_stream(0)
+        stream = GrpcStream(channel, call, FrameWriter(Origin(1, 2), True), 30.0, on_broken)
+        connection, _ = await asyncio.get_running_loop().run_in_executor(None, listener.accept)
+        connection.close()
+        listener.close()
+        server = new_server(answer)
+        assert server.add_insecure_port(f"127.0.0.1:{port}") == port
+        await server.start()
+        assert await stream.wait_until_open(30.0)
+        await stream.flush()
+        assert stream.ended
+        await stream.close()
+        await server.stop(None)
+
+    event_loop.run(work())

@@ -71,6 +71,7 @@ def test_only_the_hostopt_version_is_named_if_it_differs() -> None:
     ("changes", "text"),
     [
         ({"compression": "bf16"}, f"{NAMES[1]} has compression 'bf16'"),
+        ({"autotune": True}, f"{NAMES[1]} has autotune True"),
         ({"segment_bytes": 7}, f"{NAMES[1]} has segment_bytes 7"),
         ({"version": 9}, f"{NAMES[1]} has wire version 9"),
         (

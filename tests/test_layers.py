@@ -30,9 +30,11 @@ LAYERS = [
     ["hostopt.collectives"],
     ["hostopt.communicator", "hostopt.lock_file"],
     ["hostopt.clock", "hostopt.gradients"],
-    ["hostopt.stragglers", "hostopt.connect"],
+    ["hostopt.stragglers", "hostopt.bench"],
+    ["hostopt.tuning"],
+    ["hostopt.connect"],
     ["hostopt"],
-    ["hostopt.tensorflow", "hostopt.bench", "hostopt.doctor"],
+    ["hostopt.tensorflow", "hostopt.doctor"],
     ["hostopt.cli"],
     ["estimator_ext"],
 ]

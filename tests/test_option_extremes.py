@@ -70,6 +70,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "tls_dir": [None],
     "insecure": [True, False],
     "restore_previous": [True, False],
+    "autotune": [True, False],
 }
 REFUSED = {
     **{name: [*NUMBERS, *OTHERS] for name, v in DEFAULTS.items() if type(v) in (int, float)},

@@ -34,6 +34,7 @@ def test_defaults() -> None:
         "insecure": False,
         "restore_previous": False,
         "evaluator_timeout_s": 3600.0,
+        "autotune": False,
     }
     assert Options().bucket_bytes == 25 * 1024 * 1024
 
@@ -78,12 +79,13 @@ def test_the_environment_overrides() -> None:
         "HOSTOPT_INSECURE": "1",
         "HOSTOPT_RESTORE_PREVIOUS": "true",
         "HOSTOPT_EVALUATOR_TIMEOUT_S": "4",
+        "HOSTOPT_AUTOTUNE": "true",
         "HOSTOPT_OF_ANOTHER_KIND": "x",
     }
     result = Options(bucket_mb=4, stall_warning_s=9).with_environment(environ)
     numbers = (0.5, 4096, 1.5, 2.0, 3.0)
     wire = ("grpc", "bf16", "trace.json", True)
-    others = ("skip", 0, "debug", "token", "tls", True, True, 4.0)
+    others = ("skip", 0, "debug", "token", "tls", True, True, 4.0, True)
     assert result == Options(*numbers, *wire, *others)
     assert isinstance(result.segment_bytes, int)
 

@@ -132,7 +132,9 @@ class RpcClient:
         channel = self._open_channel(peer, message_options(self._options, self._timing))
         incarnation = self._peers.incarnations.get(peer, "")
         metadata = self._authenticator.call_metadata(peer, incarnation, "Stream")
-        return channel, channel.stream_unary(f"/{self._service}/Stream")(metadata=metadata)
+        stub = channel.stream_unary(f"/{self._service}/Stream")
+        # A first attempt to connect may fail on a busy machine. `Liveness` finds a lost peer.
+        return channel, stub(metadata=metadata, wait_for_ready=True)
 
     def auth_error(self, rank: int, fault: str) -> AuthError:
         """See `Authenticator.auth_error`."""

@@ -63,6 +63,7 @@ class HelloMessages:
             "compression": options.compression,
             "nonfinite": options.nonfinite,
             "desync_check_steps": options.desync_check_steps,
+            "autotune": options.autotune,  # all ranks must try the same options
         }
         return hello if to is None else {**hello, "met": self._peers.incarnations.get(to, "")}
 

@@ -1,0 +1,165 @@
+"""Choice of communication, segment size and bucket size by trial on the ranks themselves.
+
+A bucket is chosen as small as possible, so that the ring starts early in the backward pass and
+little is left to reduce at its end, but large enough that the ring is still fast. Compression is
+never chosen, as it changes the sums.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Callable
+
+from hostopt import bench
+from hostopt.communicator import Communicator
+from hostopt.options import MIB, Options
+
+__all__: list[str] = []
+
+_ALTERNATIVES = ("grpc+tcp", "grpc")  # to "auto"
+_SEGMENTS_BYTES = (MIB // 2, MIB, 2 * MIB, 4 * MIB)
+_BUCKETS_BYTES = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
+_REPETITIONS = 5
+_SLOW_S = 0.5  # larger buckets are not tried if an all-reduce takes longer
+_NEAR_PEAK = 0.8  # share of the largest throughput that a bucket has to reach
+_CLEARLY_FASTER = 0.95  # share of the time of earlier trials that a later one must not exceed
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Times of all-reduces with some options.
+
+    Args:
+      communication: the option of this name.
+      segment_bytes: the option of this name.
+      bucket_bytes: sizes of the all-reduces, in bytes.
+      seconds: time of one all-reduce of each size.
+    """
+
+    communication: str
+    segment_bytes: int
+    bucket_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def rates(self) -> list[float]:
+        """Throughput of each size, in bytes per second."""
+        return [size / seconds for size, seconds in zip(self.bucket_bytes, self.seconds)]
+
+    @property
+    def best_bucket_bytes(self) -> int:
+        """The smallest size whose throughput is near the largest one."""
+        least = _NEAR_PEAK * max(self.rates)
+        return min(size for size, rate in zip(self.bucket_bytes, self.rates) if rate >= least)
+
+    def applied_to(self, options: Options) -> Options:
+        """Returns the options with the values of this trial and its best bucket size."""
+        return replace(
+            options,
+            communication=self.communication,
+            segment_bytes=self.segment_bytes,
+            bucket_mb=self.best_bucket_bytes / MIB,
+        )
+
+
+def tune(connect: Callable[[Options], Communicator], options: Options) -> list[Trial]:
+    """Tries communications, and then segment sizes with the fastest of them.
+
+    Collective: all ranks must call it. The times are those of the slowest rank, so all ranks get
+    the same ones.
+
+    Args:
+      connect: connects to the other ranks with the options of a trial.
+      options: options to start with. A `communication` other than "auto" is kept.
+
+    Returns:
+      The trials.
+
+    Raises:
+      HostOptError: a rank failed.
+    """
+    options = replace(options, timeline=None)
+    alternatives = _ALTERNATIVES if options.communication == "auto" else ()
+    trials = [_try(connect, options)]
+    for communication in alternatives:
+        trials.append(_try(connect, replace(options, communication=communication)))
+    options = replace(options, communication=fastest(trials).communication)
+    for segment_bytes in _SEGMENTS_BYTES:
+        if segment_bytes != options.segment_bytes:
+            trials.append(_try(connect, replace(options, segment_bytes=segment_bytes)))
+    return trials
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """Returns the fastest trial, or an earlier one that is nearly as fast."""
+    best = trials[0]
+    for trial in trials[1:]:
+        ratios = [after / before for after, before in zip(trial.seconds, best.seconds)]
+        if statistics.geometric_mean(ratios) < _CLEARLY_FASTER:
+            best = trial
+    return best
+
+
+def format_variables(trial: Trial) -> str:
+    """Formats the choice as environment variables, for a shell."""
+    options = trial.applied_to(Options())
+    return (
+        f"HOSTOPT_COMMUNICATION={options.communication} "
+        f"HOSTOPT_SEGMENT_BYTES={options.segment_bytes} HOSTOPT_BUCKET_MB={options.bucket_mb:g}"
+    )
+
+
+def format_table(trials: Sequence[Trial]) -> str:
+    """Formats the throughputs as a Markdown table with a row for each trial."""
+    sizes = max((trial.bucket_bytes for trial in trials), key=len)
+    header = ["communication", "segment", *(f"{bench.format_size(size)}, GB/s" for size in sizes)]
+    lines = [f"| {' | '.join(header)} |", f"|---|--:|{'--:|' * len(sizes)}"]
+    for trial in trials:
+        rates = [f"{rate / 1e9:.3f}" for rate in trial.rates]
+        cells = [trial.communication, bench.format_size(trial.segment_bytes), *rates]
+        cells += ["-"] * (len(header) - len(cells))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def save(path: Path, trials: Sequence[Trial]) -> None:
+    """Writes trials to a JSON file.
+
+    Args:
+      path: path of the file, which is overwritten.
+      trials: trials to write.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    bench.write_json(path, [asdict(trial) for trial in trials])
+
+
+def load(path: Path) -> list[Trial]:
+    """Reads trials from a file that `save` has written."""
+    return [
+        Trial(
+            row["communication"],
+            row["segment_bytes"],
+            tuple(row["bucket_bytes"]),
+            tuple(row["seconds"]),
+        )
+        for row in json.loads(path.read_text())
+    ]
+
+
+def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
+    seconds: list[float] = []
+    with connect(options) as communicator:
+        group = bench.CommunicatorGroup(communicator)
+        for size_bytes in _BUCKETS_BYTES:
+            if not seconds or seconds[-1] < _SLOW_S:
+                repetitions, _ = bench.measure(group, size_bytes, _REPETITIONS)
+                seconds.append(min(repetitions))  # the least disturbed one
+        communicator.barrier("the end of a trial")
+    sizes = _BUCKETS_BYTES[: len(seconds)]
+    return Trial(options.communication, options.segment_bytes, sizes, tuple(seconds))
