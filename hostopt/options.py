@@ -143,6 +143,11 @@ class Options:
         """Size of a gradient bucket in bytes."""
         return int(self.bucket_mb * MIB)
 
+    @property
+    def uses_data_sockets(self) -> bool:
+        """True if data between hosts may travel on data sockets."""
+        return self.communication in ("auto", "grpc+tcp")
+
     def with_environment(self, environ: Mapping[str, str] | None = None) -> Options:
         """Overrides options by environment variables, such as HOSTOPT_BUCKET_MB.
 

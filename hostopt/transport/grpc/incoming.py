@@ -27,8 +27,6 @@ __all__: list[str] = []
 _log = logging.getLogger(__name__)
 
 _HAS_LEFT = "it has closed its communicator"
-# Values of the option `communication` that use data sockets.
-_WITH_SOCKETS = ("auto", "grpc+tcp")
 
 
 class IncomingStreams:
@@ -68,7 +66,7 @@ class IncomingStreams:
 
     def listen(self) -> None:
         """Opens the data port if the option `communication` allows one."""
-        if self._options.communication not in _WITH_SOCKETS:
+        if not self._options.uses_data_sockets:
             return
         try:
             self._data_server.start(self._peers.cluster.ring[self._peers.rank].address)

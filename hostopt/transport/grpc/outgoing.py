@@ -52,8 +52,10 @@ class StreamOpener:
             limits.HANDSHAKE_S, options.collective_timeout_s / 2, options.rendezvous_timeout_s / 2
         )
         self._checksum = checksum
-        tls = security.tls  # its files are read now, and not in the middle of a run
-        self._context = None if tls is None else tls.client_context("the host of a peer")
+        self._context = None
+        if security.tls is not None and options.uses_data_sockets:
+            # its files are read now, and not in the middle of a run
+            self._context = security.tls.client_context("the host of a peer")
         self._unreachable: set[str] = set()  # incarnations whose data port cannot be reached
 
     def open(self, peer: int, streams: Streams, liveness: Liveness) -> Stream:
