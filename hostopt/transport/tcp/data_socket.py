@@ -13,7 +13,7 @@ __all__: list[str] = []
 Data = memoryview
 
 # A wait for a large payload ends once this much of it has arrived, which saves wake-ups.
-_LOW_WATER_BYTES = 256 << 10
+_LOW_WATER_BYTES = 1 << 20
 # TLS sends records of this size; a payload in the same record as its header saves a system call.
 _TLS_RECORD_BYTES = 16 << 10
 # Keepalive probes keep the state of firewalls, and end the connection to a host that is gone.
