@@ -98,7 +98,7 @@ def start(
 FAULTS = [
     ("between-updates", "kill", 1, "shm"),
     ("between-updates", "raise", 0, "grpc"),
-    ("before-reduce", "kill", 1, "grpc"),
+    ("before-reduce", "kill", 1, "grpc+tcp"),
     ("after-reduce", "kill", 0, "shm"),
 ]
 

@@ -40,6 +40,11 @@ class Variant:
     compression: str = "none"
 
 
+# How forward and backward are computed, by name.
+DEVICES = {
+    "processor": "Computed on the processor cores that the ring needs as well",
+    "accelerator": "A simulated accelerator, which leaves the processor cores idle",
+}
 VARIANTS = {
     "one bucket": Variant("no overlap: one bucket, over the link", one_bucket=True),
     "buckets": Variant("+ a bucket for each layer, reduced during backward"),
@@ -55,11 +60,13 @@ class Bench:
     Args:
       link: link between the namespaces.
       args: arguments of the benchmark.
+      device: one of DEVICES.
     """
 
-    def __init__(self, link: network.Link, args: argparse.Namespace) -> None:
+    def __init__(self, link: network.Link, args: argparse.Namespace, device: str) -> None:
         self._link = link
         self._args = args
+        self._layer_ms = args.layer_ms if device == "accelerator" else 0.0
 
     @property
     def layer_bytes(self) -> int:
@@ -92,7 +99,8 @@ class Bench:
     ) -> float:
         args = self._args
         command = [sys.executable, HERE / "rank.py", "--part", part, "--layers", args.layers]
-        command += ["--width", args.width, "--batch", args.batch, "--steps", steps, *(more or [])]
+        command += ["--width", args.width, "--batch", args.batch, "--steps", steps]
+        command += ["--layer-ms", self._layer_ms, *(more or [])]
         environ = {**common.SAME_THREADS, "TF_USE_LEGACY_KERAS": "1", **environ}
         if on_link:
             text = self._link.run(command, _TIMEOUT_S, environ)
@@ -159,10 +167,16 @@ def evaluate(
 
 
 def tables(results: dict[str, Any]) -> str:
+    """Formats a table for each device."""
+    return "\n\n".join(_table(name, each) for name, each in results["devices"].items())
+
+
+def _table(device: str, results: dict[str, Any]) -> str:
     """Formats the rate of the link, and a row for each variant."""
     attributes = results["calibration"]
     calibrated = (
-        f"Forward {attributes['forward_ms']:.0f} ms, backward {attributes['backward_ms']:.0f} ms, "
+        f"{DEVICES[device]}. Forward {attributes['forward_ms']:.0f} ms, "
+        f"backward {attributes['backward_ms']:.0f} ms, "
         f"the ring alone {attributes['ring_ms']:.0f} ms "
         f"at {attributes['link_gbit_per_s']:.2f} Gbit/s."
     )
@@ -178,16 +192,19 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def paint(results: dict[str, Any], axes: Any) -> None:
-    rows, alone_ms = results["rows"], results["alone_ms"]
-    names = ["no communication", *(row["variant"] for row in rows)]
-    exposed = [0.0, *(max(row["exposed_ms"], 0.0) for row in rows)]
-    hidden = [0.0, *(max(row["communication_ms"] - row["exposed_ms"], 0.0) for row in rows)]
-    axes.barh(names, [alone_ms] * len(names), label="step without communication")
-    axes.barh(names, exposed, left=alone_ms, label="communication, exposed")
-    starts = [alone_ms - ms for ms in hidden]
+    names, exposed, hidden = [], [], []
+    for device, each in results["devices"].items():
+        for row in each["rows"]:
+            names.append(f"{device}: {row['variant']}")
+            exposed_ms = max(row["exposed_ms"], 0.0)
+            exposed.append(exposed_ms / each["alone_ms"])
+            hidden.append(max(row["communication_ms"] - exposed_ms, 0.0) / each["alone_ms"])
+    axes.barh(names, [1.0] * len(names), label="step without communication")
+    axes.barh(names, exposed, left=1.0, label="communication, exposed")
+    starts = [1.0 - share for share in hidden]
     axes.barh(names, hidden, 0.3, left=starts, label="communication, hidden")
     axes.invert_yaxis()
-    axes.set_xlabel("ms of a step")
+    axes.set_xlabel("time of a step, relative to one without communication")
     axes.set_title("Link on which the ring takes as long as backward")
     axes.legend(fontsize=8)
 
@@ -198,15 +215,36 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, help="units of a layer")
     parser.add_argument("--batch", type=int, default=2048, help="examples of a worker")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument(
+        "--layer-ms", type=float, default=10.0, help="backward of a layer on the accelerator"
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
     args = parser.parse_args()
     try:
-        with network.joined() as link:
-            bench = Bench(link, args)
-            calibration = calibrate(link, bench, args.layers * bench.layer_bytes)
-            actual = common.in_rounds(_measures(bench, args.variants), args.rounds, "overlap")
+        devices = {device: measure_device(device, args) for device in args.devices}
     except common.BenchmarkError as error:
         sys.exit(f"overlap: {error}")
+    names = ("layers", "width", "batch", "layer_ms")
+    model = {name: getattr(args, name) for name in names}
+    results = {"machine": common.machine(), "model": model, "devices": devices}
+    common.publish(results, args, tables, paint)
+
+
+def measure_device(device: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measures all variants.
+
+    Args:
+      device: one of DEVICES.
+      args: arguments of the benchmark.
+
+    Returns:
+      Calibration, milliseconds of all rounds, and the rows of the table.
+    """
+    with network.joined() as link:
+        bench = Bench(link, args, device)
+        calibration = calibrate(link, bench, args.layers * bench.layer_bytes)
+        actual = common.in_rounds(_measures(bench, args.variants), args.rounds, "overlap")
     if "none" not in actual:
         sys.exit("overlap: no step without communication to compare with")
     alone_ms = common.median([result["step"] for result in actual["none"]])
@@ -216,15 +254,8 @@ def main() -> None:
             f"a step without communication took {alone_ms:.0f} ms, but forward and backward took "
             f"{expected_ms:.0f} ms in the calibration: the machine is not quiet, run it again"
         )
-    results = {
-        "machine": common.machine(),
-        "model": {name: getattr(args, name) for name in ("layers", "width", "batch")},
-        "calibration": calibration,
-        "rounds": actual,
-        "alone_ms": alone_ms,
-        "rows": evaluate(actual, alone_ms),
-    }
-    common.publish(results, args, tables, paint)
+    rows = evaluate(actual, alone_ms)
+    return {"calibration": calibration, "rounds": actual, "alone_ms": alone_ms, "rows": rows}
 
 
 def _measures(bench: Bench, names: list[str]) -> dict[str, Any]:

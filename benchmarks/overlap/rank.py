@@ -42,12 +42,15 @@ def train(part: str, args: argparse.Namespace) -> None:
             )
             for index in range(args.layers)
         ]
-        x = features
-        for kernel in kernels:
-            x = tf.nn.relu(tf.matmul(x, kernel))
-        loss = tf.reduce_mean(tf.square(x - labels))
         optimizer = tf.compat.v1.train.GradientDescentOptimizer(1e-3)
-        gradients = [g for g, _ in optimizer.compute_gradients(loss, var_list=kernels)]
+        if args.layer_ms:
+            loss, gradients = simulate(kernels)
+        else:
+            x = features
+            for kernel in kernels:
+                x = tf.nn.relu(tf.matmul(x, kernel))
+            loss = tf.reduce_mean(tf.square(x - labels))
+            gradients = [g for g, _ in optimizer.compute_gradients(loss, var_list=kernels)]
         calls = {
             "forward": (tf.no_op, []),
             "backward": (consume, gradients),
@@ -56,6 +59,28 @@ def train(part: str, args: argparse.Namespace) -> None:
         return estimator_ext.EstimatorSpec(
             mode, loss=loss, train_op=tf.identity(loss), host_call=calls[part]
         )
+
+    def simulate(kernels: list[tf.Variable]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Takes the time of an accelerator, which leaves the processor idle."""
+        zeros = np.zeros((args.width, args.width), np.float32)
+
+        def wait(_: Any, ms: float, result: Any) -> Any:
+            time.sleep(ms / 1e3)
+            return result
+
+        forward_ms = args.layer_ms * len(kernels) / 2
+        previous = loss = tf.numpy_function(
+            lambda x: wait(x, forward_ms, np.float32(0)), [kernels[0][0, 0]], tf.float32
+        )
+        gradients = []
+        for _ in kernels:
+            gradient = tf.numpy_function(
+                lambda x: wait(x, args.layer_ms, zeros), [previous], tf.float32
+            )
+            gradient.set_shape(zeros.shape)
+            gradients.append(gradient)
+            previous = gradient[0, 0]
+        return loss, gradients[::-1]
 
     def consume(*gradients: tf.Tensor) -> tf.Tensor:
         """Uses gradients without copying them, so that TensorFlow computes them."""
@@ -101,6 +126,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument(
+        "--layer-ms",
+        type=float,
+        default=0.0,
+        help="backward of a layer on a simulated accelerator; 0 computes on the processor",
+    )
     parser.add_argument("--steps", type=int, required=True, help="steps that are timed")
     parser.add_argument("--alone", type=Path, help="do not communicate; an empty directory")
     args = parser.parse_args()

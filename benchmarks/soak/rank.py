@@ -218,7 +218,7 @@ def main() -> None:
     timing.DEFAULT = replace(timing.DEFAULT, keepalive_s=PING_S, ping_timeout_s=PING_S)
     estimator_ext.install()
     strategy = estimator_ext.HostOffloadStrategy(
-        communication="grpc",
+        communication="grpc+tcp",
         checksum=True,  # explicitly, because the default is off on loopback addresses
         collective_timeout_s=COLLECTIVE_TIMEOUT_S,
         rendezvous_timeout_s=RENDEZVOUS_TIMEOUT_S,
