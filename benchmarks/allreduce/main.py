@@ -16,12 +16,12 @@ from benchmarks import common
 from hostopt import bench
 
 HERE = Path(__file__).resolve().parent
-SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
+SIZES = ("4KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 OURS = {
     "hostopt grpc+tcp": ("grpc+tcp", "none"),
     "hostopt grpc": ("grpc", "none"),
-    "hostopt grpc bf16": ("grpc", "bf16"),
-    "hostopt grpc fp16": ("grpc", "fp16"),
+    "hostopt grpc+tcp bf16": ("grpc+tcp", "bf16"),
+    "hostopt grpc+tcp fp16": ("grpc+tcp", "fp16"),
     "hostopt shm": ("shm", "none"),
 }
 TITLES = {

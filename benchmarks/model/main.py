@@ -18,7 +18,7 @@ from hostopt import bench
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
-SYSTEMS = {"float32": "hostopt grpc", "bf16": "hostopt grpc bf16"}
+SYSTEMS = {"float32": "hostopt grpc+tcp", "bf16": "hostopt grpc+tcp bf16"}
 HOSTS = (16, 32, 64, 128, 256)
 LINES_GBIT_PER_S = (10.0, 100.0)
 WIRE_BYTES = {"float32": 1.0, "bf16": 0.5}  # relative to float32
@@ -102,8 +102,9 @@ def read_costs(allreduce: dict[str, Any], link: Any, overlap: Any) -> Costs:
         line_share = min(shares, default=_TCP_SHARE)
     update = 0.0
     if overlap is not None:
-        model, attributes = overlap["model"], overlap["calibration"]
-        update_ms = overlap["alone_ms"] - attributes["forward_ms"] - attributes["backward_ms"]
+        model, computed = overlap["model"], overlap["devices"]["processor"]
+        attributes = computed["calibration"]
+        update_ms = computed["alone_ms"] - attributes["forward_ms"] - attributes["backward_ms"]
         update = max(update_ms, 0.0) / 1e3 / (4 * model["layers"] * model["width"] ** 2)
     return Costs(alpha / (2 * (_FITTED_RANKS - 1)), byte_s, line_share, update)
 
