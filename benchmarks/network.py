@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import common
@@ -46,15 +46,7 @@ class Link:
         Raises:
           BenchmarkError: a rank failed or took too long.
         """
-        workers = [f"{address}:{_PORT}" for address in ADDRESSES]
-        programs = []
-        for index, namespace in enumerate(self.namespaces):
-            task = {"type": "worker", "index": index}
-            config = json.dumps({"cluster": {"worker": workers}, "task": task})
-            # without no_proxy, gRPC and others may send local addresses to a proxy
-            variables = {"TF_CONFIG": config, "no_proxy": "*", **_INSECURE, **(environ or {})}
-            programs.append((["ip", "netns", "exec", namespace, *command], variables))
-        return common.run_together(programs, timeout_s)
+        return run(dict(zip(ADDRESSES, self.namespaces)), command, timeout_s, environ)
 
     def set_rate(self, rate_bit_per_s: float, burst: str = "256kb") -> None:
         """Limits both directions.
@@ -65,6 +57,37 @@ class Link:
         """
         for namespace in self.namespaces:
             limit_rate(namespace, rate_bit_per_s, burst)
+
+
+def run(
+    namespaces: Mapping[str, str],
+    command: Sequence[object],
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+) -> str:
+    """Runs one rank in each namespace, each with its own TF_CONFIG.
+
+    Args:
+      namespaces: namespaces by address.
+      command: program and arguments of all ranks.
+      timeout_s: seconds after which all are ended.
+      environ: environment variables added to the environment of this process.
+
+    Returns:
+      The output of all ranks.
+
+    Raises:
+      BenchmarkError: a rank failed or took too long.
+    """
+    workers = [f"{address}:{_PORT}" for address in namespaces]
+    programs = []
+    for index, namespace in enumerate(namespaces.values()):
+        task = {"type": "worker", "index": index}
+        config = json.dumps({"cluster": {"worker": workers}, "task": task})
+        # without no_proxy, gRPC and others may send local addresses to a proxy
+        variables = {"TF_CONFIG": config, "no_proxy": "*", **_INSECURE, **(environ or {})}
+        programs.append((["ip", "netns", "exec", namespace, *command], variables))
+    return common.run_together(programs, timeout_s)
 
 
 def limit_rate(namespace: str, rate_bit_per_s: float, burst: str = "256kb") -> None:

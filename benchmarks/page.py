@@ -22,6 +22,7 @@ PAGES = {
         "embedding",
         "link",
         "overlap",
+        "scaling",
         "model",
     ),
     "docs/reliability.md": ("soak",),

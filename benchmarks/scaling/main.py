@@ -1,0 +1,109 @@
+"""All-reduces of 2 to 8 hosts behind a switch, with lines of limited rate, against the model."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import common, network
+from benchmarks.model import main as model
+from hostopt import bench
+
+HERE = Path(__file__).resolve().parent
+SIZES = ("64KiB", "1MiB", "16MiB")
+_TIMEOUT_S = 300.0
+
+
+def measure(namespaces: dict[str, str], sizes: list[int], repetitions: int) -> dict[int, float]:
+    """Times all-reduces of ranks in these namespaces once; returns seconds by size."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "times.json")
+        command = [sys.executable, "-m", "hostopt.cli", "bench", "--quiet", "--json", path]
+        command += ["--repetitions", repetitions, "--sizes", *sizes]
+        environ = {**common.SAME_THREADS, "HOSTOPT_COMMUNICATION": "grpc+tcp"}
+        network.run(namespaces, command, _TIMEOUT_S, environ)
+        return {timing.size_bytes: timing.median_s for timing in bench.load(path)}
+
+
+def measure_all(args: argparse.Namespace, costs: model.Costs) -> list[dict[str, Any]]:
+    """Measures all numbers of ranks; returns a row for each of them and each size."""
+    with network.bridged(max(args.ranks)) as namespaces:
+        for name in namespaces.values():
+            network.limit_rate(name, args.gbit * 1e9)
+        measures = {
+            str(size): functools.partial(
+                measure, dict(list(namespaces.items())[:size]), args.sizes, args.repetitions
+            )
+            for size in args.ranks
+        }
+        actual = common.in_rounds(measures, args.rounds, "scaling")
+    return [
+        {
+            "ranks": int(ranks),
+            "size_bytes": nbytes,
+            "seconds_by_round": [seconds[nbytes] for seconds in rounds],
+            "modelled_s": model.ring_s(costs, int(ranks), nbytes, args.gbit, "float32"),
+        }
+        for ranks, rounds in actual.items()
+        for nbytes in args.sizes
+    ]
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Formats measured and modelled times, by number of ranks and size."""
+    header = ["ranks", "size", "measured, ms", "modelled, ms", "measured / modelled"]
+    cells = []
+    for row in results["rows"]:
+        measured_s, modelled_s = common.median(row["seconds_by_round"]), row["modelled_s"]
+        size = bench.format_size(row["size_bytes"])
+        times = [f"{1e3 * seconds:.2f}" for seconds in (measured_s, modelled_s)]
+        cells.append([str(row["ranks"]), size, *times, common.ratio(measured_s, modelled_s)])
+    return common.table(header, cells)
+
+
+def paint(results: dict[str, Any], axes: Any) -> None:
+    for nbytes in sorted({row["size_bytes"] for row in results["rows"]}):
+        rows = [row for row in results["rows"] if row["size_bytes"] == nbytes]
+        ranks = [row["ranks"] for row in rows]
+        measured_ms = [1e3 * common.median(row["seconds_by_round"]) for row in rows]
+        (line,) = axes.plot(ranks, measured_ms, "o-", label=bench.format_size(nbytes))
+        modelled_ms = [1e3 * row["modelled_s"] for row in rows]
+        axes.plot(ranks, modelled_ms, "--", color=line.get_color(), label="the same, modelled")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("ms of an all-reduce")
+    axes.set_title(f"Lines of {results['line_gbit_per_s']:g} Gbit/s, all ranks on one machine")
+    axes.legend(fontsize=8)
+
+
+def main() -> None:
+    parser = common.parser(__doc__, HERE)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--gbit", type=float, default=1.0, help="rate of each line, Gbit/s")
+    parser.add_argument(
+        "--sizes", type=bench.parse_size, nargs="+", default=[bench.parse_size(s) for s in SIZES]
+    )
+    parser.add_argument("--repetitions", type=int, default=3, help="in each round")
+    args = parser.parse_args()
+    found = [
+        json.loads((HERE.parent / name / "results.json").read_text())
+        for name in ("allreduce", "link", "overlap")
+    ]
+    try:
+        rows = measure_all(args, model.read_costs(*found))
+    except common.BenchmarkError as error:
+        sys.exit(f"scaling: {error}")
+    results = {"machine": common.machine(), "line_gbit_per_s": args.gbit, "rows": rows}
+    common.publish(results, args, tables, paint)
+
+
+if __name__ == "__main__":
+    main()
