@@ -101,12 +101,14 @@ class Timing:
     Args:
       size_bytes: bytes of float32 that each rank reduces.
       seconds: time of one all-reduce on the slowest rank, for each repetition.
+      processor_s: processor time of one all-reduce, in seconds, on the rank that uses most.
       sent_bytes: payload of one all-reduce that the transport counted, on the busiest rank.
       ring_bytes: bytes of float32 that a rank of a flat ring sends, 2 (size - 1) / size of all.
     """
 
     size_bytes: int
     seconds: tuple[float, ...]
+    processor_s: float
     sent_bytes: float
     ring_bytes: float
 
@@ -142,7 +144,7 @@ def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> l
     return timings
 
 
-def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[float, ...], int]:
+def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[float, ...], float]:
     """Times all-reduces of one size, after a warm-up.
 
     Collective: all ranks must call it.
@@ -153,15 +155,16 @@ def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[floa
       repetitions: number of timed repetitions.
 
     Returns:
-      Seconds of one all-reduce on the slowest rank, for each repetition; and the number of
-      all-reduces in each repetition.
+      Seconds of one all-reduce on the slowest rank, for each repetition; and the seconds of
+      processor time of one all-reduce on the rank that uses most, the median of the repetitions.
     """
     buffer = group.load(np.zeros(size_bytes // 4, np.float32))  # zeros never overflow
     for _ in range(_WARM_UP_CALLS):
-        once_s = max(_time_calls(group, buffer, 1))
+        once_s = _time_calls(group, buffer, 1)[0]
     calls = min(max(math.ceil(_BATCH_S / once_s), 1), _MAX_CALLS)
-    rows = [_time_calls(group, buffer, calls) for _ in range(repetitions)]
-    return tuple(max(row) / calls for row in rows), calls
+    repeated = [_time_calls(group, buffer, calls) for _ in range(repetitions)]
+    seconds, processor_s = ([value / calls for value in column] for column in zip(*repeated))
+    return tuple(seconds), statistics.median(processor_s)
 
 
 def check_sums(group: Group, size_bytes: int, *, exact: bool = True) -> None:
@@ -200,14 +203,16 @@ def format_table(timings: Sequence[Timing]) -> str:
       Lines of text.
     """
     lines = [
-        "| size | time, ms | payload, GB/s | sent by a rank, bytes | flat float32 ring, bytes |",
-        "|--:|--:|--:|--:|--:|",
+        "| size | time, ms | payload, GB/s | processor, s/GB | sent by a rank, bytes "
+        "| flat float32 ring, bytes |",
+        "|--:|--:|--:|--:|--:|--:|",
     ]
     for timing in timings:
         cells = (
             format_size(timing.size_bytes),
             f"{timing.median_s * 1e3:.3f}",
             f"{timing.gb_per_s:.3f}",
+            f"{timing.processor_s / timing.size_bytes * 1e9:.2f}",
             f"{timing.sent_bytes:.0f}",
             f"{timing.ring_bytes:.0f}",
         )
@@ -279,9 +284,9 @@ def _time(communicator: Communicator, size_bytes: int, repetitions: int) -> Timi
     group = CommunicatorGroup(communicator)
     check_sums(group, size_bytes, exact=communicator.transport.options.compression is None)
     sent_bytes = _count_sent(communicator, group, size_bytes)
-    seconds, _ = measure(group, size_bytes, repetitions)
+    seconds, processor_s = measure(group, size_bytes, repetitions)
     ring_bytes = 2 * (group.size - 1) / group.size * size_bytes
-    return Timing(size_bytes, seconds, sent_bytes, ring_bytes)
+    return Timing(size_bytes, seconds, processor_s, sent_bytes, ring_bytes)
 
 
 def _count_sent(communicator: Communicator, group: CommunicatorGroup, size_bytes: int) -> float:
@@ -292,14 +297,16 @@ def _count_sent(communicator: Communicator, group: CommunicatorGroup, size_bytes
     return float(group.gather(sent).max())
 
 
-def _time_calls(group: Group, buffer: Any, calls: int) -> list[float]:
-    """Returns the seconds that `calls` all-reduces take on each rank."""
+def _time_calls(group: Group, buffer: Any, calls: int) -> tuple[float, float]:
+    """Returns seconds and processor seconds of `calls` all-reduces, each the largest of a rank."""
     group.barrier()  # all ranks start together
-    started_s = time.perf_counter()
+    started_s, processor_started_s = time.perf_counter(), time.process_time()
     for _ in range(calls):
         buffer = group.all_reduce(buffer)
     seconds = time.perf_counter() - started_s
-    return [float(row[0]) for row in group.gather(np.array([seconds]))]
+    processor_s = time.process_time() - processor_started_s
+    longest = group.gather(np.array([seconds, processor_s])).max(axis=0)
+    return float(longest[0]), float(longest[1])
 
 
 def _is_number(text: str) -> bool:

@@ -47,6 +47,7 @@ def test_local_ranks_print_one_table(tmp_path: Path) -> None:
     # the small array by recursive doubling, where rank 0 sends it twice, the large one on the ring
     assert [timing.sent_bytes for timing in timings] == [24, 128 << 10]
     assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in timings)
+    assert all(timing.processor_s > 0 for timing in timings)
 
 
 def test_each_rank_can_be_started_by_hand(tmp_path: Path) -> None:

@@ -384,6 +384,10 @@ ALLREDUCE = {
         "hostopt grpc+tcp": {"65536": 0.5, "1048576": 1.0},
         "tf": {"65536": 0.25, "1048576": 0.5},
     },
+    "processor_s_per_gb": {
+        "hostopt grpc+tcp": {"65536": 0.9, "1048576": 0.6},
+        "hostopt grpc": {"65536": 1.8, "1048576": 1.5},
+    },
     "peak_memory_in_gradients": {"without": [1.5, 1.6, 1.4], "hostopt grpc+tcp": [3.0]},
     "more_ranks": [],
 }
@@ -393,6 +397,7 @@ def test_tables_are_generated_from_json() -> None:
     text = load("allreduce").tables(json.loads(json.dumps(ALLREDUCE)))
     assert "| hostopt grpc+tcp | 0.50 | 1.00 |" in text
     assert "| **hostopt grpc+tcp / TensorFlow RING** | 2.00 | 2.00 |" in text
+    assert "| **hostopt grpc+tcp / hostopt grpc** | 0.50 | 0.40 |" in text
     assert "| hostopt grpc+tcp | 3.00 | 1.50 |" in text
 
 

@@ -6,23 +6,68 @@ import argparse
 import functools
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import common
+from benchmarks import certificates, common
 from hostopt import bench
 
 HERE = Path(__file__).resolve().parent
 SIZES = ("4KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way in which ranks of hostopt communicate.
+
+    Args:
+      communication: the option of that name.
+      compression: the option of that name.
+      tls: True for mutual TLS.
+    """
+
+    communication: str
+    compression: str = "none"
+    tls: bool = False
+
+    @contextmanager
+    def environ(self) -> Iterator[dict[str, str]]:
+        """Yields environment variables of the ranks, and deletes their certificates afterwards."""
+        result = {
+            **common.SAME_THREADS,
+            "HOSTOPT_COMMUNICATION": self.communication,
+            "HOSTOPT_COMPRESSION": self.compression,
+        }
+        with tempfile.TemporaryDirectory() as directory:
+            if self.tls:
+                result["HOSTOPT_TLS_DIR"] = certificates.write_tls_dir(directory)
+            yield result
+
+
+class Cost(NamedTuple):
+    """Cost of an all-reduce.
+
+    Args:
+      seconds: its time.
+      processor_s: processor time of a rank, in seconds.
+    """
+
+    seconds: float
+    processor_s: float
+
+
 OURS = {
-    "hostopt grpc+tcp": ("grpc+tcp", "none"),
-    "hostopt grpc": ("grpc", "none"),
-    "hostopt grpc+tcp bf16": ("grpc+tcp", "bf16"),
-    "hostopt grpc+tcp fp16": ("grpc+tcp", "fp16"),
-    "hostopt shm": ("shm", "none"),
+    "hostopt grpc+tcp": Way("grpc+tcp"),
+    "hostopt grpc": Way("grpc"),
+    "hostopt grpc+tcp TLS": Way("grpc+tcp", tls=True),
+    "hostopt grpc+tcp bf16": Way("grpc+tcp", "bf16"),
+    "hostopt grpc+tcp fp16": Way("grpc+tcp", "fp16"),
+    "hostopt shm": Way("shm"),
 }
 TITLES = {
     **{name: name for name in OURS},
@@ -34,31 +79,30 @@ RATIOS = (
     ("hostopt grpc+tcp", "hostopt grpc"),
     ("hostopt grpc+tcp", "gloo"),
     ("hostopt grpc+tcp", "tf"),
+    ("hostopt grpc+tcp TLS", "hostopt grpc+tcp"),
     ("hostopt shm", "mpi"),
 )
 _TIMEOUT_S = 300.0
-Medians = dict[int, float]
+Costs = dict[int, Cost]  # by size
 
 
-def measure_hostopt(
-    way: tuple[str, str], np: int, sizes: list[int], repetitions: int
-) -> list[bench.Timing]:
+def measure_hostopt(way: Way, np: int, sizes: list[int], repetitions: int) -> list[bench.Timing]:
     """Times the all-reduces of hostopt once, with `hostopt bench`."""
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, way.environ() as environ:
         path = Path(directory, "times.json")
         command = [sys.executable, "-m", "hostopt.cli", "bench", "-np", np, "--quiet"]
-        command += ["--communication", way[0], "--compression", way[1], "--json", path]
-        command += ["--repetitions", repetitions, "--sizes", *sizes]
-        common.run(command, _TIMEOUT_S, common.SAME_THREADS)
+        command += ["--json", path, "--repetitions", repetitions, "--sizes", *sizes]
+        common.run(command, _TIMEOUT_S, environ)
         return bench.load(path)
 
 
-def medians_of_ours(*args: Any) -> Medians:
-    return {timing.size_bytes: timing.median_s for timing in measure_hostopt(*args)}
+def costs_of_ours(*args: Any) -> Costs:
+    timings = measure_hostopt(*args)
+    return {timing.size_bytes: Cost(timing.median_s, timing.processor_s) for timing in timings}
 
 
-def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) -> Medians:
-    """Times two ranks of a peer once; returns seconds by size."""
+def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) -> Costs:
+    """Times two ranks of a peer once."""
     with tempfile.TemporaryDirectory() as directory:
         command: list[object] = [python, HERE / "peer.py", "--peer", peer]
         command += ["--store", Path(directory, "store"), "--repetitions", repetitions]
@@ -66,26 +110,24 @@ def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) ->
         start = common.mpirun if peer == "mpi" else common.hostopt_run
         environ = {**common.SAME_THREADS, "GLOO_SOCKET_IFNAME": "lo"}
         (result,) = common.results_in(common.run(start(2, *command), _TIMEOUT_S, environ), 1)
-    return {int(size): seconds for size, seconds in result["seconds"].items()}
+    return {int(size): Cost(*measured) for size, measured in result["measured"].items()}
 
 
-def measure_memory(way: tuple[str, str] | None) -> float:
+def measure_memory(way: Way | None) -> float:
     """Returns the peak resident bytes of a rank that reduces 64 MiB, the larger of two ranks."""
-    environ = dict(common.SAME_THREADS)
-    if way is not None:
-        environ.update(HOSTOPT_COMMUNICATION=way[0], HOSTOPT_COMPRESSION=way[1])
     command = [sys.executable, HERE / "memory.py", *([] if way else ["--without"])]
-    text = common.run(common.hostopt_run(2, *command), _TIMEOUT_S, environ)
+    with (way or Way("shm")).environ() as environ:
+        text = common.run(common.hostopt_run(2, *command), _TIMEOUT_S, environ)
     results = common.results_in(text, 2)
     return max(r["peak_bytes"] for r in results) / results[0]["gradient_bytes"]
 
 
-def find_systems(args: argparse.Namespace) -> dict[str, Callable[[], Medians]]:
-    result: dict[str, Callable[[], Medians]] = {}
+def find_systems(args: argparse.Namespace) -> dict[str, Callable[[], Costs]]:
+    result: dict[str, Callable[[], Costs]] = {}
     for name in args.systems:
         if name in OURS:
             result[name] = functools.partial(
-                medians_of_ours, OURS[name], 2, args.sizes, args.repetitions
+                costs_of_ours, OURS[name], 2, args.sizes, args.repetitions
             )
             continue
         python = Path(sys.executable) if name == "tf" else common.peer_python(name)
@@ -121,24 +163,31 @@ def measure_more_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Formats GB/s by system and size with their ratios, memory, and more ranks."""
-    result = [rate_table(results["gb_per_s"])] if results["gb_per_s"] else []
+    """Formats GB/s and processor time by system and size, memory, and more ranks."""
+    result = []
+    if results["gb_per_s"]:
+        rates, processor = results["gb_per_s"], results["processor_s_per_gb"]
+        result.append(ratio_table("GB/s of payload, 2 ranks", rates, RATIOS))
+        result.append(ratio_table("processor seconds per GB and rank", processor, RATIOS[:2]))
     peaks, more_ranks = results["peak_memory_in_gradients"], results["more_ranks"]
     result += [memory_table(peaks)] if "without" in peaks else []
     result += [ranks_table(more_ranks)] if more_ranks else []
     return "\n\n".join(result)
 
 
-def rate_table(rates: dict[str, dict[str, float]]) -> str:
-    sizes = list(next(iter(rates.values())))
-    header = ["GB/s of payload, 2 ranks", *(bench.format_size(int(size)) for size in sizes)]
+def ratio_table(
+    title: str, values: dict[str, dict[str, float]], ratios: Sequence[tuple[str, str]]
+) -> str:
+    """Formats values by system and size, and ratios of systems."""
+    sizes = list(next(iter(values.values())))
+    header = [title, *(bench.format_size(int(size)) for size in sizes)]
     rows = [
         [TITLES[name], *(f"{by_size[size]:.2f}" for size in sizes)]
-        for name, by_size in rates.items()
+        for name, by_size in values.items()
     ]
-    for ours, peer in RATIOS:
-        if ours in rates and peer in rates:
-            cells = [common.ratio(rates[ours][size], rates[peer][size]) for size in sizes]
+    for ours, peer in ratios:
+        if ours in values and peer in values:
+            cells = [common.ratio(values[ours][size], values[peer][size]) for size in sizes]
             rows.append([f"**{TITLES[ours]} / {TITLES[peer]}**", *cells])
     return common.table(header, rows)
 
@@ -194,10 +243,13 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
     args = parser.parse_args()
     systems = find_systems(args)
-    seconds = common.in_rounds(systems, args.rounds, "2 ranks")
-    rates = {
-        name: {size: size / common.median([r[size] for r in rounds]) / 1e9 for size in args.sizes}
-        for name, rounds in seconds.items()
+    costs = common.in_rounds(systems, args.rounds, "2 ranks")
+    medians = {
+        name: {
+            size: Cost(*map(common.median, zip(*(by_size[size] for by_size in rounds))))
+            for size in args.sizes
+        }
+        for name, rounds in costs.items()
     }
     peaks: dict[str, list[float]] = {}
     if not args.no_memory:
@@ -209,8 +261,15 @@ def main() -> None:
     results = {
         "machine": common.machine(*peers),
         "rounds": args.rounds,
-        "seconds_by_round": seconds,
-        "gb_per_s": rates,
+        "costs_by_round": costs,
+        "gb_per_s": {
+            name: {size: size / cost.seconds / 1e9 for size, cost in by_size.items()}
+            for name, by_size in medians.items()
+        },
+        "processor_s_per_gb": {
+            name: {size: cost.processor_s / size * 1e9 for size, cost in by_size.items()}
+            for name, by_size in medians.items()
+        },
         "peak_memory_in_gradients": peaks,
         "more_ranks": more_ranks,
     }

@@ -139,14 +139,14 @@ def main() -> None:
         group = Gloo(args.store)
     else:
         group = Mpi() if args.peer == "mpi" else TensorFlowRing()
-    medians = {}
+    measured = {}
     for size_bytes in args.sizes:
         bench.check_sums(group, size_bytes)
-        seconds, _ = bench.measure(group, size_bytes, args.repetitions)
-        medians[size_bytes] = common.median(seconds)
+        seconds, processor_s = bench.measure(group, size_bytes, args.repetitions)
+        measured[size_bytes] = common.median(seconds), processor_s
     group.barrier()  # no rank may leave early
     if group.rank == 0:
-        common.report(seconds=medians)
+        common.report(measured=measured)
     if isinstance(group, Gloo):
         group.close()
 

@@ -8,11 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import trustme
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import common
+from benchmarks import certificates, common
 
 HERE = Path(__file__).resolve().parent
 RANK = HERE.parent / "mnist_scaling" / "rank.py"
@@ -58,22 +56,10 @@ def measure(system: str, hidden: int) -> float:
     environ = {**common.SAME_THREADS, **SYSTEMS[system][1]}
     with tempfile.TemporaryDirectory() as meeting:
         if system == "grpc-tls":
-            environ["HOSTOPT_TLS_DIR"] = _make_certificates(meeting)
+            environ["HOSTOPT_TLS_DIR"] = certificates.write_tls_dir(meeting)
         command = common.hostopt_run(2, *worker, "--meeting", meeting)
         results = common.results_in(common.run(command, _TIMEOUT_S, environ), 2)
     return sum(result["steps_per_s"] for result in results) / 2
-
-
-def _make_certificates(directory: str) -> str:
-    """Writes a certificate for the ranks of this machine; returns the paths of its files."""
-    tls, ca = Path(directory, "tls"), trustme.CA()
-    tls.mkdir()
-    issued = ca.issue_cert("127.0.0.1", "localhost")
-    ca.cert_pem.write_to_path(str(tls / "ca.pem"))
-    issued.cert_chain_pems[0].write_to_path(str(tls / "cert.pem"))
-    (tls / "key.pem").touch(mode=0o600)
-    issued.private_key_pem.write_to_path(str(tls / "key.pem"))
-    return str(tls)
 
 
 def tables(results: dict[str, Any]) -> str:
