@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
 
 from hostopt.collectives import byte_strings
-from hostopt.collectives.all_reduce import all_reduce_in_place, start_sum
+from hostopt.collectives.all_reduce import all_reduce_in_place
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.channel import Channel
 from hostopt.collectives.finish import finish
@@ -134,25 +133,6 @@ class Communicator(Channel):
             or dtype.
         """
         all_reduce_in_place(self, self.memory, flat, op, call, wire_format, source)
-
-    def start_sum(
-        self, flat: Array, call: CollectiveCall, wire_format: WireFormat | None = None
-    ) -> concurrent.futures.Future[None]:
-        """Starts to sum a flat array over the ranks, in place.
-
-        Collective: all ranks must call it, in the same order. Several sums may run at a time.
-
-        Args:
-          flat: contiguous array of shape [n], one of `DTYPES`. It must not be accessed until the
-            future is done.
-          call: the collective call, signed.
-          wire_format: format of float32 values on the wire; None sends them unchanged.
-
-        Returns:
-          Future that is done when `flat` holds the sums. If ranks share memory, it is done when
-          this returns.
-        """
-        return start_sum(self, self.memory, flat, call, wire_format)
 
     def reduce_scatter(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
         """Reduces an array over the ranks. Rank r gets chunk r of the flattened result.

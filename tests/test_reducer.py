@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import deadline_s
 from rings import Spawn
 
 from hostopt.communicator import Communicator
@@ -17,7 +16,6 @@ from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.transport.inproc import InprocTransport
-from hostopt.transport.message import Tag
 
 SHAPES = [(3,), (2, 5), (), (40,)]
 # three buckets: (3,), (2, 1), (0,)
@@ -72,32 +70,6 @@ def test_every_order_of_launches_and_waits(spawn: Spawn) -> None:
         reducer.close()
 
     spawn(size, work)
-
-
-def test_a_bucket_is_sent_before_the_previous_one_is_reduced(spawn_inproc: Spawn) -> None:
-    """Otherwise the network would be idle from the last bytes of a bucket to the next bucket."""
-    sent = threading.Event()
-
-    def work(communicator: Communicator) -> None:
-        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
-        if communicator.rank == 0:
-            send = communicator.transport.send
-
-            async def send_and_tell(peer: int, tag: Tag, *message: Any) -> None:
-                await send(peer, tag, *message)
-                if tag.bucket == 1:
-                    sent.set()
-
-            communicator.transport.send = send_and_tell  # type: ignore[method-assign]
-        else:  # rank 0 has received nothing
-            assert sent.wait(deadline_s(30))
-        for number, bucket in enumerate(BUCKETS):
-            reducer.launch(number, gradients(communicator.rank, 0, bucket))
-        for number, bucket in enumerate(BUCKETS):
-            check_sums(reducer.wait(number), 2, 0, bucket)
-        reducer.close()
-
-    spawn_inproc(2, work)
 
 
 def test_waits_before_launches_from_other_threads(spawn: Spawn) -> None:

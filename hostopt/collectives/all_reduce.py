@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-
 import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
@@ -49,23 +47,6 @@ def all_reduce_in_place(
         RingGroup(channel.transport, (), wire_format).all_reduce(call, flat, op.ufunc)
     if op is ReduceOp.AVERAGE:
         np.divide(flat, flat.dtype.type(channel.size), out=flat)
-
-
-def start_sum(
-    channel: Channel,
-    memory: HostMemory | None,
-    flat: Array,
-    call: CollectiveCall,
-    wire_format: WireFormat | None = None,
-) -> concurrent.futures.Future[None]:
-    """Starts to sum a flat array over all ranks; see `Communicator.start_sum`."""
-    if memory is None:
-        channel.begin(call)
-        return RingGroup(channel.transport, (), wire_format).start_all_reduce(call, flat)
-    all_reduce_in_place(channel, memory, flat, ReduceOp.SUM, call, wire_format)
-    done: concurrent.futures.Future[None] = concurrent.futures.Future()
-    done.set_result(None)
-    return done
 
 
 def _signed(

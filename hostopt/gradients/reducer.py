@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import itertools
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.finite import all_finite, safe_limit
+from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.wire_format import new_wire_format
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
@@ -25,34 +23,11 @@ from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 __all__: list[str] = []
 
 
-# Number of buckets on the wire at a time: the next one begins before the last bytes of the first
-# have arrived, so that the wire is never idle.
-_BUCKETS_AT_A_TIME = 2
-
-
-class _Reduction(NamedTuple):
-    """A bucket that is being reduced.
-
-    Args:
-      call: its collective call.
-      buffer: the flat buffer.
-      nonfinite: result of `find_nonfinite` for the local gradients.
-      begin_s: start, on the monotonic clock.
-      result: done when the buffer holds the sums.
-    """
-
-    call: CollectiveCall
-    buffer: Array
-    nonfinite: dict[str, str]
-    begin_s: float
-    result: concurrent.futures.Future[None]
-
-
 class Reducer(BucketReducer):
     """Sums buckets over the ranks on a communication thread, which overlaps with backward.
 
-    The thread starts and completes the reductions in bucket order on every rank. If all ranks
-    share memory, `InlineReducer` is used instead.
+    The thread reduces the buckets in bucket order on every rank. If all ranks share memory,
+    `InlineReducer` is used instead.
 
     Each step launches every bucket once and waits for every bucket once, from any thread and in
     any order.
@@ -77,9 +52,8 @@ class Reducer(BucketReducer):
         self._reduced: dict[int, Array] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._reductions: collections.deque[_Reduction] = collections.deque()  # in progress
+        self._is_reducing = False
         self._progress_s = time.monotonic()
-        self._last_end_s = 0.0  # end of the last reduction
         self._stop_listening = communicator.transport.mailbox.on_failure(self._fail)
         self._thread = threading.Thread(target=self._run, daemon=True, name="hostopt-reducer")
         self._thread.start()
@@ -151,9 +125,7 @@ class Reducer(BucketReducer):
         try:
             for step in itertools.count():
                 for index in range(len(self._buckets)):
-                    while not self._wait_for_launch(index):
-                        self._complete()
-                    self._start(step, index)
+                    self._reduce(step, index)
         except BaseException as error:
             if self._error is None:
                 self.communicator.abort(error)
@@ -165,66 +137,44 @@ class Reducer(BucketReducer):
             raise self._error
         timeout_s = self.communicator.transport.options.collective_timeout_s
         remaining_s = self._progress_s + timeout_s - time.monotonic()
-        if remaining_s <= 0 and not self._reductions:
+        if remaining_s <= 0 and not self._is_reducing:
             raise self._never_launched(bucket)
-        self._changed.wait(None if self._reductions else remaining_s)
+        self._changed.wait(None if self._is_reducing else remaining_s)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _wait_for_launch(self, index: int) -> bool:
-        """Waits until a bucket can start; returns False if an earlier one must be completed."""
+    def _reduce(self, step: int, index: int) -> None:
         with self._changed:
-            while True:
+            while index not in self._launched:  # until the graph launches the bucket
                 if self._error is not None:
                     raise self._error
-                if len(self._reductions) == _BUCKETS_AT_A_TIME:
-                    return False
-                if index in self._launched:  # by the graph
-                    return True
-                if self._reductions and self._reductions[0].result.done():
-                    return False
                 self._changed.wait()
-
-    def _start(self, step: int, index: int) -> None:
-        with self._changed:
             buffer, nonfinite = self._launched.pop(index)
+            self._is_reducing = True
+        plan = self._buckets[index]
+        begin_s = time.monotonic()
         step += self._first_step
         name, signature = self._descriptions[index], self._signatures[index]
         call = CollectiveCall(self.communicator.channel, step, index, name, signature)
-        begin_s = time.monotonic()
-        wire_format = self._format_of(self._buckets[index])
+        wire_format = self._format_of(plan)
         # [G4] the ring, while backward computes the next buckets
-        result = self.communicator.start_sum(buffer, call, wire_format)
-        with self._changed:
-            self._reductions.append(_Reduction(call, buffer, nonfinite, begin_s, result))
-        result.add_done_callback(lambda _: self._notify())
-
-    def _complete(self) -> None:
-        """Waits for the oldest reduction in progress."""
-        reduction = self._reductions[0]
-        reduction.result.result()
-        call, buffer, end_s = reduction.call, reduction.buffer, time.monotonic()
-        plan, wire_format = self._buckets[call.bucket], self._format_of(self._buckets[call.bucket])
+        self.communicator.all_reduce_in_place(buffer, ReduceOp.SUM, call, wire_format)
+        end_s = time.monotonic()
         self.nonfinite_check.check(
             call,
             not buffer[-1] or all_finite(buffer),  # scanned unless all flags are 0
-            lambda: reduction.nonfinite,
+            lambda: nonfinite,
             lambda: find_nonfinite(plan.names, plan.views(buffer)),
             None if wire_format is None else wire_format.name,
         )
         with self._changed:
-            self._reductions.popleft()
-            self._reduced[call.bucket] = buffer
-            self._timing.ring(call.bucket, max(reduction.begin_s, self._last_end_s), end_s)
-            self._last_end_s = end_s
+            self._reduced[index] = buffer
+            self._is_reducing = False
             self._progress_s = time.monotonic()
-            self._changed.notify_all()
-
-    def _notify(self) -> None:
-        with self._changed:
+            self._timing.ring(index, begin_s, end_s)
             self._changed.notify_all()
 
     def _limit(self, bucket: Bucket) -> float:

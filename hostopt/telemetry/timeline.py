@@ -129,7 +129,7 @@ class Timeline:
         self._rewrite_every_s = rewrite_every_s
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._recorded = 0
-        self._growing: dict[tuple[Track, int, int], tuple[tuple[int, ...], Span]] = {}
+        self._growing: dict[tuple[Track, int], tuple[tuple[int, ...], Span]] = {}
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._closed = threading.Event()
@@ -178,15 +178,14 @@ class Timeline:
           payload_bytes: its size.
         """
         round_ = (tag.step, tag.bucket, tag.round)
-        key = track, tag.channel, tag.bucket  # several buckets may be on the wire
-        last_round, span = self._growing.get(key, (None, None))
+        last_round, span = self._growing.get((track, tag.channel), (None, None))
         if span is not None and last_round == round_:
             span.end_s = end_s
             span.args["bytes"] += payload_bytes
             return
         args = {"step": tag.step, "bucket": tag.bucket, "round": tag.round}
         span = self.span(track, name or "data", begin_s, end_s, **args, bytes=payload_bytes)
-        self._growing[key] = round_, span
+        self._growing[track, tag.channel] = round_, span
 
     def write(self) -> None:
         """Replaces the file. An error leaves the old file unchanged.
