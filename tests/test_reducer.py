@@ -42,8 +42,9 @@ def test_the_plan_of_these_tests() -> None:
     assert [bucket.indices for bucket in BUCKETS] == [(3,), (2, 1), (0,)]
 
 
+@pytest.mark.parametrize("compression", [None, "bf16"])  # which has all these integers
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_sums_of_several_steps(spawn: Spawn, size: int) -> None:
+def test_sums_of_several_steps(spawn: Spawn, size: int, compression: str | None) -> None:
     def work(communicator: Communicator) -> None:
         reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
         for step in range(5):
@@ -53,7 +54,7 @@ def test_sums_of_several_steps(spawn: Spawn, size: int) -> None:
                 check_sums(reducer.wait(number), size, step, bucket)
         reducer.close()
 
-    spawn(size, work, segment_bytes=16)
+    spawn(size, work, segment_bytes=16, compression=compression)
 
 
 def test_every_order_of_launches_and_waits(spawn: Spawn) -> None:
