@@ -184,7 +184,7 @@ BenchmarkError = common.BenchmarkError
 
 def _remove_left_behind() -> None:
     """Removes namespaces of benchmarks that were killed."""
-    for name in re.findall(rf"^{_PREFIX}-\d+-\d", do("ip netns list"), re.MULTILINE):
+    for name in re.findall(rf"^{_PREFIX}-\d+-\d+", do("ip netns list"), re.MULTILINE):
         if not os.path.exists(f"/proc/{name.split('-')[2]}"):
             do(f"ip netns del {name}")
 

@@ -32,6 +32,7 @@ _USAGE_ERROR = 2
 _MAX_TASKS = 1024
 _MAX_TIMES = 1_000_000
 _SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
+_REPETITIONS = 7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,16 +181,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--sizes",
         type=_size,
         nargs="+",
-        default=[_size(text) for text in _SIZES],
         metavar="SIZE",
         help=f"sizes of the buffers (default: {' '.join(_SIZES)})",
     )
     parser.add_argument(
         "--repetitions",
         type=_integer(1, _MAX_TIMES),
-        default=7,
         metavar="K",
-        help="number of runs; the table shows their median (default: 7)",
+        help=f"number of runs; the table shows their median (default: {_REPETITIONS})",
     )
     parser.add_argument(
         "--communication",
@@ -233,6 +232,10 @@ def _bench(options: argparse.Namespace) -> int:
     for name in ("communication", "compression"):  # connect() reads these on every rank
         if getattr(options, name) is not None:
             os.environ[f"HOSTOPT_{name.upper()}"] = getattr(options, name)
+    if options.suggest and (options.sizes or options.repetitions):
+        options.parser.error("--suggest chooses sizes and repetitions: omit those arguments")
+    options.sizes = options.sizes or [_size(text) for text in _SIZES]
+    options.repetitions = options.repetitions or _REPETITIONS
     if options.np is not None:
         return _bench_here(options)
     if "TF_CONFIG" not in os.environ:
@@ -240,13 +243,17 @@ def _bench(options: argparse.Namespace) -> int:
     if options.suggest:
         cluster, start = Cluster.from_tf_config(), Options().with_environment()
         trials = tuning.tune(functools.partial(connect_ring, cluster), start)
-        if cluster.rank == 0:
-            _report_trials(options, trials)
+        if cluster.rank == 0 and options.json is not None:
+            tuning.save(options.json, trials)
+        if cluster.rank == 0 and not options.quiet:
+            _print_trials(trials)
         return 0
     with connect() as communicator:
         timings = bench.run(communicator, options.sizes, options.repetitions)
-    if communicator.rank == 0:
-        _report_timings(options, timings)
+    if communicator.rank == 0 and options.json is not None:
+        bench.save(options.json, timings)
+    if communicator.rank == 0 and not options.quiet:
+        print(bench.format_table(timings))
     return 0
 
 
@@ -254,30 +261,23 @@ def _bench_here(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as directory:
         path = options.json or Path(directory, "times.json")
         command = [sys.executable, "-m", "hostopt.cli", "bench", "--quiet", "--json", str(path)]
-        command += ["--repetitions", str(options.repetitions), "--sizes", *map(str, options.sizes)]
-        command += ["--suggest"] * options.suggest
+        if options.suggest:
+            command.append("--suggest")
+        else:
+            command += ["--repetitions", str(options.repetitions)]
+            command += ["--sizes", *map(str, options.sizes)]
         code = launch(command, size=options.np)
-        options.json = None  # rank 0 has written it
-        if code == 0 and options.suggest:
-            _report_trials(options, tuning.load(path))
-        elif code == 0:
-            _report_timings(options, bench.load(path))
+        if code == 0 and not options.quiet:
+            if options.suggest:
+                _print_trials(tuning.load(path))
+            else:
+                print(bench.format_table(bench.load(path)))
         return code
 
 
-def _report_timings(options: argparse.Namespace, timings: Sequence[bench.Timing]) -> None:
-    if options.json is not None:
-        bench.save(options.json, timings)
-    if not options.quiet:
-        print(bench.format_table(timings))
-
-
-def _report_trials(options: argparse.Namespace, trials: Sequence[tuning.Trial]) -> None:
-    if options.json is not None:
-        tuning.save(options.json, trials)
-    if not options.quiet:
-        best = tuning.fastest(trials)
-        print(f"{tuning.format_table(trials)}\n\n{tuning.format_variables(best)}")
+def _print_trials(trials: Sequence[tuning.Trial]) -> None:
+    best = tuning.fastest(trials)
+    print(f"{tuning.format_table(trials)}\n\n{tuning.format_variables(best)}")
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,12 +39,14 @@ class Trial:
       segment_bytes: the option of this name.
       bucket_bytes: sizes of the all-reduces, in bytes.
       seconds: time of one all-reduce of each size.
+      has_segments: False if all ranks shared memory, whose speed does not depend on segments.
     """
 
     communication: str
     segment_bytes: int
     bucket_bytes: tuple[int, ...]
     seconds: tuple[float, ...]
+    has_segments: bool = True
 
     @property
     def rates(self) -> list[float]:
@@ -87,10 +90,12 @@ def tune(connect: Callable[[Options], Communicator], options: Options) -> list[T
     trials = [_try(connect, options)]
     for communication in alternatives:
         trials.append(_try(connect, replace(options, communication=communication)))
-    options = replace(options, communication=fastest(trials).communication)
-    for segment_bytes in _SEGMENTS_BYTES:
-        if segment_bytes != options.segment_bytes:
-            trials.append(_try(connect, replace(options, segment_bytes=segment_bytes)))
+    best = fastest(trials)
+    if best.has_segments:
+        for segment_bytes in _SEGMENTS_BYTES:
+            if segment_bytes != options.segment_bytes:
+                segmented = replace(options, segment_bytes=segment_bytes)
+                trials.append(_try(connect, replace(segmented, communication=best.communication)))
     return trials
 
 
@@ -147,6 +152,7 @@ def load(path: Path) -> list[Trial]:
             row["segment_bytes"],
             tuple(row["bucket_bytes"]),
             tuple(row["seconds"]),
+            row["has_segments"],
         )
         for row in json.loads(path.read_text())
     ]
@@ -155,11 +161,15 @@ def load(path: Path) -> list[Trial]:
 def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
     seconds: list[float] = []
     with connect(options) as communicator:
+        if communicator.rank == 0:
+            size = bench.format_size(options.segment_bytes)
+            sys.stderr.write(f"hostopt: trial of {options.communication}, segments of {size}\n")
         group = bench.CommunicatorGroup(communicator)
         for size_bytes in _BUCKETS_BYTES:
             if not seconds or seconds[-1] < _SLOW_S:
                 repetitions, _ = bench.measure(group, size_bytes, _REPETITIONS)
                 seconds.append(min(repetitions))  # the least disturbed one
         communicator.barrier("the end of a trial")
+        has_segments = not communicator.on_one_host
     sizes = _BUCKETS_BYTES[: len(seconds)]
-    return Trial(options.communication, options.segment_bytes, sizes, tuple(seconds))
+    return Trial(options.communication, options.segment_bytes, sizes, tuple(seconds), has_segments)

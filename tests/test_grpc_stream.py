@@ -12,6 +12,7 @@ from hostopt.cluster import Cluster
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.frame import FrameWriter, Origin
+from hostopt.transport.grpc import grpc_stream
 from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStream
@@ -69,6 +70,26 @@ def test_a_stream_is_open_when_its_initial_metadata_says_so(
         return is_open
 
     assert event_loop.run(work()) == is_open
+
+
+def test_a_stream_that_is_not_accepted_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_stream, "_ACCEPTED_WITHIN_S", 0.5)
+
+    async def on_broken(reason: str) -> None:
+        broken.append(reason)
+
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}")
+            call = channel.stream_unary("/ring/Stream")(wait_for_ready=True)
+            stream = GrpcStream(channel, call, FrameWriter(Origin(1, 2), True), 30.0, on_broken)
+            assert not await stream.wait_until_open(30.0)
+            assert stream.ended
+            await stream.close()
+
+    broken: list[str] = []
+    event_loop.run(work())
+    assert broken == ["it has not accepted a stream for 0.5 s"]
 
 
 def test_a_stream_survives_a_first_attempt_to_connect_that_fails() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, deadline_s
 
-from hostopt import tuning
+from hostopt import cli, tuning
 from hostopt.errors import ConfigError
 from hostopt.options import MIB, Options
 from hostopt.tuning import Trial
@@ -92,6 +92,22 @@ def test_bench_suggests_options_that_can_be_set(tmp_path: Path) -> None:
     assert len({each.segment_bytes for each in trials}) == 4
     environ = dict(pair.split("=") for pair in variables.split())
     assert Options().with_environment(environ) == tuning.fastest(trials).applied_to(Options())
+
+
+def test_shared_memory_has_no_segments_to_try(tmp_path: Path) -> None:
+    path = tmp_path / "trials.json"
+    run = hostopt("bench", "-np", "2", "--suggest", "--communication", "shm", "--json", str(path))
+    assert [each.communication for each in tuning.load(path)] == ["shm"]
+    assert run.stderr.count("hostopt: trial of ") == 1  # by one rank only
+
+
+@pytest.mark.parametrize("argument", [("--sizes", "1MiB"), ("--repetitions", "3")])
+def test_suggest_refuses_what_it_chooses_itself(
+    argument: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "-np", "2", "--suggest", *argument])
+    assert "omit those arguments" in capsys.readouterr().err
 
 
 def test_autotune_sets_the_same_options_on_all_ranks(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def read_costs(allreduce: dict[str, Any], link: Any, overlap: Any) -> Costs:
     Args:
       allreduce: results of that benchmark.
       link: results of that benchmark; None uses the share of TCP.
-      overlap: results of that benchmark; None assumes that the update takes no time.
+      overlap: results of that benchmark; None, or one without a processor, assumes that the update
+        takes no time.
 
     Returns:
       The costs.
@@ -101,7 +102,7 @@ def read_costs(allreduce: dict[str, Any], link: Any, overlap: Any) -> Costs:
         shares = [row["share_of_line"] for row in link["rows"] if row["system"] == "none"]
         line_share = min(shares, default=_TCP_SHARE)
     update = 0.0
-    if overlap is not None:
+    if overlap is not None and "processor" in overlap["devices"]:
         model, computed = overlap["model"], overlap["devices"]["processor"]
         attributes = computed["calibration"]
         update_ms = computed["alone_ms"] - attributes["forward_ms"] - attributes["backward_ms"]

@@ -133,7 +133,7 @@ class RpcClient:
         incarnation = self._peers.incarnations.get(peer, "")
         metadata = self._authenticator.call_metadata(peer, incarnation, "Stream")
         stub = channel.stream_unary(f"/{self._service}/Stream")
-        # A first attempt to connect may fail on a busy machine. `Liveness` finds a lost peer.
+        # a first attempt to connect may fail on a busy machine
         return channel, stub(metadata=metadata, wait_for_ready=True)
 
     def auth_error(self, rank: int, fault: str) -> AuthError:

@@ -21,6 +21,9 @@ END_OF_STREAM = b"end"
 # Initial metadata with which a peer accepts a stream. A refused stream has empty initial metadata,
 # which may arrive before the refusal.
 ACCEPTED = ("stream", "accepted")
+# Time in which a peer accepts a stream, unless it cannot be reached. A first attempt to connect may
+# fail on a busy machine, and gRPC then waits before the next one.
+_ACCEPTED_WITHIN_S = 20.0
 # Frames that wait to be written. gRPC writes them one by one, so more frames would only take fresh
 # memory, whose page faults cost as much as copying.
 _QUEUED_FRAMES = 4
@@ -127,6 +130,10 @@ class GrpcStream(Stream):
 
     async def _watch(self, on_broken: Callable[[str], Awaitable[None]]) -> None:
         try:
+            await asyncio.wait({self._accepted}, timeout=_ACCEPTED_WITHIN_S)
+            if not self._accepted.done():
+                await on_broken(f"it has not accepted a stream for {_ACCEPTED_WITHIN_S:g} s")
+                self.cancel()
             await self._call
         except grpc.aio.AioRpcError as error:
             # completes before a sender can see that the stream has ended
