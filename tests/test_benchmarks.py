@@ -401,6 +401,12 @@ def test_tables_are_generated_from_json() -> None:
     assert "| hostopt grpc+tcp | 3.00 | 1.50 |" in text
 
 
+def test_measured_times_are_compared_with_the_model() -> None:
+    row = {"ranks": 4, "size_bytes": 1 << 20, "seconds_by_round": [0.02, 0.03, 0.04]}
+    text = load("scaling").tables({"rows": [{**row, "modelled_s": 0.015}]})
+    assert "| 4 | 1 MiB | 30.00 | 15.00 | 2.00 |" in text
+
+
 def test_tables_are_written_between_the_markers_of_the_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

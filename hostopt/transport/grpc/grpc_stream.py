@@ -21,8 +21,8 @@ END_OF_STREAM = b"end"
 # Initial metadata with which a peer accepts a stream. A refused stream has empty initial metadata,
 # which may arrive before the refusal.
 ACCEPTED = ("stream", "accepted")
-# Time in which a peer accepts a stream, unless it cannot be reached. A first attempt to connect may
-# fail on a busy machine, and gRPC then waits before the next one.
+# Time in which a peer that can be reached accepts a stream. A first attempt to connect may fail on
+# a busy machine, and gRPC then waits before the next one.
 _ACCEPTED_WITHIN_S = 20.0
 # Frames that wait to be written. gRPC writes them one by one, so more frames would only take fresh
 # memory, whose page faults cost as much as copying.
