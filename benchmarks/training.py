@@ -10,11 +10,12 @@ from typing import Any
 
 from benchmarks import common
 
-WORKERS = 2
 _MEETING_S = 120.0
 
 
-def make_hook(tf: Any, warm_up_steps: int, steps: int, alone: Path | None = None) -> Any:
+def make_hook(
+    tf: Any, warm_up_steps: int, steps: int, alone: Path | None = None, workers: int = 2
+) -> Any:
     """Makes a hook that reports `steps_per_s` and `step_ms` once the timed steps are done.
 
     `steps_per_s` counts all timed steps; `step_ms` is the median time from one call of `after_run`
@@ -25,7 +26,8 @@ def make_hook(tf: Any, warm_up_steps: int, steps: int, alone: Path | None = None
       warm_up_steps: number of steps that are not timed, 1 or more.
       steps: number of timed steps.
       alone: an empty directory, for workers that do not communicate. Their timing starts together,
-        and they run until all have been timed, so that each runs beside the other all the time.
+        and they run until all have been timed, so that each runs beside the others all the time.
+      workers: number of workers that do not communicate.
 
     Returns:
       A SessionRunHook.
@@ -41,13 +43,13 @@ def make_hook(tf: Any, warm_up_steps: int, steps: int, alone: Path | None = None
         def after_run(self, run_context: Any, run_values: Any) -> None:
             self.done += 1
             if self.done == warm_up_steps and alone is not None:
-                _wait_for_all(alone)
+                _wait_for_all(alone, workers)
             if warm_up_steps <= self.done <= warm_up_steps + steps:
                 self.times_s.append(time.perf_counter())
             if self.done == warm_up_steps + steps:
                 common.report(**rates(self.times_s))
             timed = self.done >= warm_up_steps + steps
-            if timed and alone is not None and _all_have_come(alone, "end"):
+            if timed and alone is not None and _all_have_come(alone, "end", workers):
                 run_context.request_stop()
 
     return Rate()
@@ -88,17 +90,17 @@ def rates(times_s: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _all_have_come(directory: Path, where: str) -> bool:
+def _all_have_come(directory: Path, where: str, workers: int) -> bool:
     """Records that this process has reached a point, and returns True if all have."""
     (directory / f"{where}.{os.getpid()}").touch()
-    return len(list(directory.glob(f"{where}.*"))) >= WORKERS
+    return len(list(directory.glob(f"{where}.*"))) >= workers
 
 
-def _wait_for_all(directory: Path) -> None:
+def _wait_for_all(directory: Path, workers: int) -> None:
     deadline_s = time.monotonic() + _MEETING_S
-    while not _all_have_come(directory, "start"):
+    while not _all_have_come(directory, "start", workers):
         if time.monotonic() > deadline_s:
-            raise TimeoutError("the other process did not start")
+            raise TimeoutError("another process did not start")
         time.sleep(0.001)
 
 

@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="steps that are timed")
     parser.add_argument("--meeting", type=Path, required=True, help="directory, empty at first")
+    parser.add_argument("--workers", type=int, default=2, help="processes that meet")
     parser.add_argument("--unchecked", action="store_true", help="leave hostopt's checks out")
     args = parser.parse_args()
     if args.unchecked:
@@ -87,7 +88,7 @@ def main() -> None:
         train_distribute=strategy, save_summary_steps=None, log_step_count_steps=None
     )
     model_fn, input_fn = make_model_fn(tf, args.hidden, wrap), make_input_fn(tf)
-    hooks.append(training.make_hook(tf, WARM_UP_STEPS, args.steps, alone))
+    hooks.append(training.make_hook(tf, WARM_UP_STEPS, args.steps, alone, args.workers))
     # communicating ranks make the same number of steps; the others are stopped by their hook
     max_steps = None if alone else WARM_UP_STEPS + args.steps
     with tempfile.TemporaryDirectory() as model_dir:

@@ -1,4 +1,4 @@
-"""All-reduces of 2 to 8 hosts behind a switch, with lines of limited rate, against the model."""
+"""All-reduces and MNIST on 1 to 8 hosts behind a switch, with limited lines, against the model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from hostopt import bench
 
 HERE = Path(__file__).resolve().parent
 SIZES = ("256KiB", "1MiB", "16MiB")  # smaller ones do not use the ring, which is modelled
+RANK = HERE.parent / "mnist_scaling" / "rank.py"
+HIDDEN = 64
+# conv 32 of 3 x 3, 13 x 13 x 32 values to the dense layer, 10 classes: each with biases
+GRADIENT_BYTES = 4 * (10 * 32 + (13 * 13 * 32 + 1) * HIDDEN + (HIDDEN + 1) * 10)
 _TIMEOUT_S = 300.0
 
 
@@ -42,18 +46,62 @@ def read_results(name: str) -> Any:
     return json.loads(path.read_text())
 
 
-def measure_all(args: argparse.Namespace, costs: model.Costs) -> list[dict[str, Any]]:
-    """Measures all numbers of ranks; returns a row for each of them and each size."""
-    with network.bridged(max(args.ranks)) as namespaces:
-        for name in namespaces.values():
-            network.limit_rate(name, args.gbit * 1e9)
-        measures = {
-            str(size): functools.partial(
-                measure, dict(list(namespaces.items())[:size]), args.sizes, args.repetitions
-            )
-            for size in args.ranks
+def measure_step(namespaces: dict[str, str], system: str, steps: int) -> float:
+    """Times steps of MNIST of ranks in these namespaces once.
+
+    Args:
+      namespaces: namespaces by address.
+      system: "hostopt", or "none" for workers that do not communicate.
+      steps: number of timed steps.
+
+    Returns:
+      Seconds of a step, the mean of all ranks.
+    """
+    with tempfile.TemporaryDirectory() as meeting:
+        command = [sys.executable, RANK, "--system", system, "--hidden", HIDDEN]
+        command += ["--steps", steps, "--meeting", meeting, "--workers", len(namespaces)]
+        environ = {**common.SAME_THREADS, "HOSTOPT_COMMUNICATION": "grpc+tcp"}
+        results = common.results_in(
+            network.run(namespaces, command, _TIMEOUT_S, environ), len(namespaces)
+        )
+    return sum(1 / result["steps_per_s"] for result in results) / len(results)
+
+
+def measure_steps(
+    args: argparse.Namespace, namespaces: dict[str, str], costs: model.Costs
+) -> list[dict[str, Any]]:
+    """Measures steps of all numbers of ranks, with and without communication."""
+    measures = {
+        f"{system} {size}": functools.partial(
+            measure_step, dict(list(namespaces.items())[:size]), system, args.steps
+        )
+        for size in (1, *args.ranks)
+        for system in ("none", "hostopt")
+    }
+    seconds = common.in_rounds(measures, args.rounds, "MNIST")
+    return [
+        {
+            "ranks": size,
+            "alone_s": seconds[f"none {size}"],
+            "seconds_by_round": seconds[f"hostopt {size}"],
+            "modelled_s": common.median(seconds[f"none {size}"])
+            + model.ring_s(costs, size, GRADIENT_BYTES, args.gbit, "float32"),
         }
-        actual = common.in_rounds(measures, args.rounds, "scaling")
+        for size in (1, *args.ranks)
+    ]
+
+
+def measure_all_reduces(
+    args: argparse.Namespace, namespaces: dict[str, str], costs: model.Costs
+) -> list[dict[str, Any]]:
+    """Measures all numbers of ranks; returns a row for each of them and each size."""
+    measures = {
+        str(size): functools.partial(
+            measure, dict(list(namespaces.items())[:size]), args.sizes, args.repetitions
+        )
+        for size in args.ranks
+    }
+    actual = common.in_rounds(measures, args.rounds, "all-reduces")
     return [
         {
             "ranks": int(ranks),
@@ -67,15 +115,29 @@ def measure_all(args: argparse.Namespace, costs: model.Costs) -> list[dict[str, 
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Formats measured and modelled times, by number of ranks and size."""
-    header = ["ranks", "size", "measured, ms", "modelled, ms", "measured / modelled"]
-    cells = []
-    for row in results["rows"]:
-        measured_s, modelled_s = common.median(row["seconds_by_round"]), row["modelled_s"]
-        size = bench.format_size(row["size_bytes"])
-        times = [f"{1e3 * seconds:.2f}" for seconds in (measured_s, modelled_s)]
-        cells.append([str(row["ranks"]), size, *times, common.ratio(measured_s, modelled_s)])
-    return common.table(header, cells)
+    """Formats measured and modelled times of all-reduces, and of steps of MNIST."""
+    compared = ["measured, ms", "modelled, ms", "measured / modelled"]
+    all_reduces = [
+        [str(row["ranks"]), bench.format_size(row["size_bytes"]), *compare(row)]
+        for row in results["rows"]
+    ]
+    steps = [
+        [str(row["ranks"]), f"{1e3 * common.median(row['alone_s']):.2f}", *compare(row)]
+        for row in results["steps"]
+    ]
+    return "\n\n".join(
+        [
+            common.table(["ranks", "size", *compared], all_reduces),
+            common.table(["ranks", "MNIST step alone, ms", *compared], steps),
+        ]
+    )
+
+
+def compare(row: dict[str, Any]) -> list[str]:
+    """Formats the measured and the modelled time of a row, and their ratio."""
+    measured_s, modelled_s = common.median(row["seconds_by_round"]), row["modelled_s"]
+    times = [f"{1e3 * seconds:.2f}" for seconds in (measured_s, modelled_s)]
+    return [*times, common.ratio(measured_s, modelled_s)]
 
 
 def paint(results: dict[str, Any], axes: Any) -> None:
@@ -102,13 +164,24 @@ def main() -> None:
         "--sizes", type=bench.parse_size, nargs="+", default=[bench.parse_size(s) for s in SIZES]
     )
     parser.add_argument("--repetitions", type=int, default=3, help="in each round")
+    parser.add_argument("--steps", type=int, default=100, help="timed steps of MNIST")
     args = parser.parse_args()
     try:
         found = [read_results(name) for name in ("allreduce", "link", "overlap")]
-        rows = measure_all(args, model.read_costs(*found))
+        costs = model.read_costs(*found)
+        with network.bridged(max(args.ranks)) as namespaces:
+            for name in namespaces.values():
+                network.limit_rate(name, args.gbit * 1e9)
+            rows = measure_all_reduces(args, namespaces, costs)
+            steps = measure_steps(args, namespaces, costs)
     except common.BenchmarkError as error:
         sys.exit(f"scaling: {error}")
-    results = {"machine": common.machine(), "line_gbit_per_s": args.gbit, "rows": rows}
+    results = {
+        "machine": common.machine(),
+        "line_gbit_per_s": args.gbit,
+        "rows": rows,
+        "steps": steps,
+    }
     common.publish(results, args, tables, paint)
 
 
