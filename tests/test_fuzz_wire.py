@@ -281,6 +281,8 @@ def test_a_ring_survives_malformed_messages(processes: NewRing, method: str) -> 
         # on a busy machine the callers of this test can take longer than strangers may
         warnings = [line for line in process.stderr.splitlines() if STRANGERS not in line]
         assert warnings == []
+    if STRANGERS in started[0].stderr:
+        codes.discard(grpc.StatusCode.UNAVAILABLE)
     assert codes <= REFUSED
     print(method, [size >> 20 for size in sizes[:: max(len(sizes) // 10, 1)]])
     assert sizes[-1] - sizes[len(sizes) // 4] < 10 << 20

@@ -147,6 +147,24 @@ def test_a_connection_does_not_age_while_the_process_is_frozen(
     asyncio.run(asyncio.wait_for(freeze(), 30))
 
 
+def test_a_stream_over_a_connection_that_was_shut_down_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The call may have arrived while the guard looked."""
+    monkeypatch.setattr(limits, "STRANGER_S", 0.1)
+    guard = strangers.Strangers(2, nobody)
+
+    async def run() -> None:
+        async with running_guard(guard) as caller:
+            host, port = caller.getsockname()
+            assert guard.add_stream(f"ipv4:{host}:{port - 1}", 1)
+            while f"{host}:{port}" not in [f"{end.host}:{end.port}" for end in guard._shut_down]:
+                await asyncio.sleep(0)
+            assert not guard.add_stream(f"ipv4:{host}:{port}", 1)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def test_a_failed_scan_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STRANGER_S", 0.1)
     guard, look, looks = strangers.Strangers(2, nobody), strangers.Strangers._scan, []

@@ -32,6 +32,7 @@ CHECKPOINT_STEPS = 50
 PING_S, COLLECTIVE_TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 3.0, 30.0, 60.0
 EVALUATION_STEPS, THROTTLE_S = 4, 10
 _FOREVER_S = 3600.0
+_ESTABLISHED = "01"  # the state of a connection in /proc/net/tcp
 _TEXT_CHARACTERS = 2000
 
 
@@ -119,12 +120,10 @@ class Faults(tf.compat.v1.train.SessionRunHook):
 
     Args:
       events: receives the event when a fault happens.
-      port: port of the next rank.
     """
 
-    def __init__(self, events: notes.Notes, port: int) -> None:
+    def __init__(self, events: notes.Notes) -> None:
         self._events = events
-        self._port = port
         self._corrupts = threading.Event()
         self._after_step: Callable[[], None] | None = None
         self._corrupt_frames()
@@ -140,7 +139,7 @@ class Faults(tf.compat.v1.train.SessionRunHook):
             self._corrupts.set()
         elif fault == "close":
             self._events.add("fault")
-            close_connections(self._port)
+            close_connections()
         elif fault == "os-exit":
             self._events.add("fault")
             os._exit(0)
@@ -159,18 +158,18 @@ class Faults(tf.compat.v1.train.SessionRunHook):
             self._after_step = report_and_do
 
     def _corrupt_frames(self) -> None:
-        write = FrameWriter.write
+        write_header = FrameWriter.header
 
-        def write_frame(writer: FrameWriter, tag: Any, payload: Any) -> bytes:
-            frame = write(writer, tag, payload)
+        def header(writer: FrameWriter, tag: Any, payload: Any, is_last: bool = False) -> bytes:
+            result = write_header(writer, tag, payload, is_last)
             if self._corrupts.is_set() and len(payload):
                 self._corrupts.clear()
                 self._events.add("fault")
-                middle = len(frame) - 1 - len(payload) // 2
-                frame = frame[:middle] + bytes([frame[middle] ^ 16]) + frame[middle + 1 :]
-            return frame
+                middle = len(result) // 2
+                result = result[:middle] + bytes([result[middle] ^ 16]) + result[middle + 1 :]
+            return result
 
-        FrameWriter.write = write_frame  # type: ignore[method-assign]
+        FrameWriter.header = header  # type: ignore[method-assign]
 
 
 def fail() -> None:
@@ -184,17 +183,13 @@ def kill_with_child() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def close_connections(port: int) -> None:
-    """Shuts down all TCP connections of this process to a port.
-
-    Args:
-      port: port of a peer.
-    """
+def close_connections() -> None:
+    """Shuts down all TCP connections of this process."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
             fields = line.split()
-            if int(fields[2].rpartition(":")[2], 16) == port:
+            if fields[3] == _ESTABLISHED:
                 inodes.add(fields[9])
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -227,8 +222,7 @@ def main() -> None:
     events = notes.Notes(cluster.task.name)
     hooks: list[Any] = []
     if cluster.rank is not None:
-        peers = [*cluster.ring[cluster.rank + 1 :], *cluster.ring[: cluster.rank]]
-        hooks.append(Faults(events, int(peers[0].address.rpartition(":")[2])))
+        hooks.append(Faults(events))
     if cluster.is_chief:
         hooks.append(Progress(events, args.pause_s))
     events.add("start", address=cluster.task.address)

@@ -103,9 +103,12 @@ class IncomingStreams:
             await context.abort(
                 grpc.StatusCode.ALREADY_EXISTS, f"rank {peer} has a stream already"
             )
+        if not self._server.strangers.add_stream(context.peer(), peer):
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, "this connection was taken for a stranger's"
+            )
         reader = FrameReader(self._peers.origin(peer))
         self._open.add(peer)
-        self._server.strangers.add_stream(context.peer(), peer)
         reason = "connection reset"
         try:
             await context.send_initial_metadata((ACCEPTED,))  # the peer waits for it

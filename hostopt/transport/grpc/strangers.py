@@ -63,6 +63,7 @@ class Strangers:
         self._claims: dict[Endpoint, Claim] = {}
         self._streams: dict[int, Endpoint] = {}  # connection of the open stream, by rank
         self._strangers: dict[Endpoint, float] = {}  # time of the first scan that found it
+        self._shut_down: set[Endpoint] = set()  # by the last scan
         self._warned: set[str] = set()
         self._scanned_s = 0.0
         self._descriptors = 0
@@ -78,16 +79,20 @@ class Strangers:
         if endpoint is not None:
             self._claims[endpoint] = claim
 
-    def add_stream(self, address: str, rank: int) -> None:
+    def add_stream(self, address: str, rank: int) -> bool:
         """Notes the connection of a peer's stream, which always counts as the peer's.
 
         Args:
           address: address of the peer in gRPC's format.
           rank: the peer, which has no other stream.
+
+        Returns:
+          False if the connection has been shut down, before the peer's call was read.
         """
         endpoint = parse_endpoint(address)
         if endpoint is not None:
             self._streams[rank] = endpoint
+        return endpoint not in self._shut_down
 
     def _peers(self) -> set[Endpoint]:
         peers, connections = set(self._streams.values()), Counter[Claim]()
@@ -145,9 +150,11 @@ class Strangers:
         }
         oldest = sorted(self._strangers, key=self._strangers.__getitem__)
         too_many = max(len(oldest) - self._most, 0)
+        self._shut_down.clear()
         for number, end in enumerate(oldest):
             if number < too_many or now_s > self._strangers[end] + limits.STRANGER_S:
                 probe.shut_down(connections[end], end)
+                self._shut_down.add(end)
                 self._warn(end)
         probe.release()
 
