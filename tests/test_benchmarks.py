@@ -389,7 +389,17 @@ ALLREDUCE = {
         "hostopt grpc": {"65536": 1.8, "1048576": 1.5},
     },
     "peak_memory_in_gradients": {"without": [1.5, 1.6, 1.4], "hostopt grpc+tcp": [3.0]},
-    "more_ranks": [],
+    "more_ranks": [
+        {
+            "ranks": 4,
+            "system": "hostopt grpc+tcp",
+            "size_bytes": size_bytes,
+            "seconds": [0.001, 0.003, 0.002],
+            "sent_bytes": 1.5 * size_bytes,
+            "ring_bytes": 1.5 * size_bytes,
+        }
+        for size_bytes in (1 << 16, 1 << 20)
+    ],
 }
 
 
@@ -399,6 +409,7 @@ def test_tables_are_generated_from_json() -> None:
     assert "| **hostopt grpc+tcp / TensorFlow RING** | 2.00 | 2.00 |" in text
     assert "| **hostopt grpc+tcp / hostopt grpc** | 0.50 | 0.40 |" in text
     assert "| hostopt grpc+tcp | 3.00 | 1.50 |" in text
+    assert "| hostopt grpc+tcp | 4 | 2.00 | 2.00 | 1.5000 | 1.5000 |" in text
 
 
 def test_measured_times_are_compared_with_the_model() -> None:

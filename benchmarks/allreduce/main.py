@@ -35,6 +35,11 @@ class Way:
     compression: str = "none"
     tls: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """True for uncompressed data without TLS."""
+        return self.compression == "none" and not self.tls
+
     @contextmanager
     def environ(self) -> Iterator[dict[str, str]]:
         """Yields environment variables of the ranks, and deletes their certificates afterwards."""
@@ -145,7 +150,7 @@ def measure_more_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
         systems = {
             name: functools.partial(measure_hostopt, OURS[name], np, args.sizes, args.repetitions)
             for name in args.systems
-            if name in OURS
+            if name in OURS and OURS[name].is_plain
         }
         for name, rounds in common.in_rounds(systems, args.rounds, f"{np} ranks").items():
             for timings in zip(*rounds):
@@ -193,21 +198,19 @@ def ratio_table(
 
 
 def ranks_table(rows: list[dict[str, Any]]) -> str:
-    header = ["system", "ranks", "size", "time, ms", "sent by a rank / size", "2 (N - 1) / N"]
-    return common.table(
-        header,
-        [
-            [
-                row["system"],
-                str(row["ranks"]),
-                bench.format_size(row["size_bytes"]),
-                f"{common.median(row['seconds']) * 1e3:.2f}",
-                f"{row['sent_bytes'] / row['size_bytes']:.4f}",
-                f"{row['ring_bytes'] / row['size_bytes']:.4f}",
-            ]
-            for row in rows
-        ],
-    )
+    """Formats times by number of ranks, system and size, and the bytes that a rank sends."""
+    by_run: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        by_run.setdefault((row["ranks"], row["system"]), []).append(row)
+    sizes = [row["size_bytes"] for row in next(iter(by_run.values()))]
+    header = ["time, ms", "ranks", *map(bench.format_size, sizes)]
+    header += ["sent by a rank / largest size", "2 (N - 1) / N"]
+    cells = []
+    for (ranks, system), run in by_run.items():
+        times = [f"{common.median(row['seconds']) * 1e3:.2f}" for row in run]
+        shares = [run[-1][name] / run[-1]["size_bytes"] for name in ("sent_bytes", "ring_bytes")]
+        cells.append([system, str(ranks), *times, *(f"{share:.4f}" for share in shares)])
+    return common.table(header, cells)
 
 
 def memory_table(peaks: dict[str, list[float]]) -> str:
