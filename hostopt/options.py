@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -158,9 +159,10 @@ class Options:
           The new options.
 
         Raises:
-          ConfigError: the value of a variable is not allowed.
+          ConfigError: the value of a variable is not allowed, or its name is misspelt.
         """
         environ = os.environ if environ is None else environ
+        _check_names(environ)
         values: dict[str, Any] = {}
         for field in fields(self):
             variable = _variable(field.name)
@@ -252,7 +254,24 @@ def _is_path(value: Any) -> bool:
 
 
 def _variable(name: str) -> str:
-    return f"HOSTOPT_{name.upper()}"
+    return f"{PREFIX}{name.upper()}"
+
+
+def _check_names(environ: Mapping[str, str]) -> None:
+    known = [variable[len(PREFIX) :] for variable in VARIABLES]
+    for variable in sorted(environ):
+        name = variable[len(PREFIX) :]
+        if variable.startswith(PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, 1, cutoff=_ALIKE)
+            if near:
+                raise ConfigError(
+                    f"hostopt does not read {variable}: did you mean {PREFIX}{near[0]}? Correct "
+                    "the name, or unset it"
+                )
+
+
+PREFIX = "HOSTOPT_"
+_ALIKE = 0.8  # similarity of a name with a misspelt one
 
 
 # Set by `hostopt run` for evaluators: file that exists once all ranks have succeeded.

@@ -92,6 +92,7 @@ def test_the_environment_overrides() -> None:
 
 def test_options_without_an_environment_variable_are_unchanged() -> None:
     assert Options(bucket_mb=4).with_environment({}) == Options(bucket_mb=4)
+    assert Options().with_environment({"HOSTOPT_LOG": "1"}) == Options()  # somebody else's
     assert Options(bucket_mb=4).with_environment({"HOSTOPT_STALL_WARNING_S": "1"}) == Options(
         bucket_mb=4, stall_warning_s=1
     )
@@ -150,3 +151,9 @@ def test_desync_check_steps_is_a_whole_number(value: object) -> None:
     assert Options(desync_check_steps=0).desync_check_steps == 0
     with pytest.raises(ConfigError, match="desync_check_steps"):
         Options(desync_check_steps=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["HOSTOPT_AUTOTUN", "HOSTOPT_BUKET_MB", "HOSTOPT_TLSDIR"])
+def test_a_misspelt_variable_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"hostopt does not read {name}.*did you mean HOSTOPT_"):
+        Options().with_environment({name: "1"})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding
-from hostopt.options import VARIABLES, Options
+from hostopt.options import PREFIX, VARIABLES, Options
 
 __all__: list[str] = []
 
@@ -110,16 +109,11 @@ def keras(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Checks the names and values of the HOSTOPT_* variables."""
-    names = sorted(name for name in environ if name.startswith("HOSTOPT_"))
+    Options().with_environment(environ)
+    names = sorted(name for name in environ if name.startswith(PREFIX))
     unknown = [name for name in names if name not in VARIABLES]
     for name in unknown:
-        near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.8)
-        if near:
-            text = f"hostopt does not read {name}: did you mean {near[0]}?"
-            yield Finding(WRONG, text)
-        else:
-            yield Finding(NOTE, f"hostopt does not read {name}")
-    Options().with_environment(environ)
+        yield Finding(NOTE, f"hostopt does not read {name}")
     if not unknown:
         yield Finding(OK, f"HOSTOPT_* variables: {', '.join(names) or 'none is set'}")
 
