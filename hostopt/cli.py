@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="start all processes of a cluster on this machine",
         usage="hostopt run -np N [--evaluators K] [--max-restarts R [--min-np M]] "
-        "[--restore-previous] [--autotune] [--] command [args ...]",
+        "[--restore-previous] [--autotune] [--bind-to WHAT] [--] command [args ...]",
         description="Start one command as chief, workers and evaluators, each with its own "
         "TF_CONFIG, and end them together. A command that ends in .py is run with this Python. "
         "HOSTOPT_SLOT is set to the slot of the rank on this machine, 0 to N-1, which does not "
@@ -114,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
         "--autotune",
         action="store_true",
         help="choose communication, segment and bucket sizes by trial before the first step",
+    )
+    run.add_argument(
+        "--bind-to",
+        choices=["cores", "none"],
+        default="cores",
+        help="bind each rank to its share of the cores, or leave them to all (default: cores)",
     )
     run.add_argument(
         "command", nargs=argparse.REMAINDER, help="the command that every process runs"
@@ -299,6 +305,7 @@ def _run(options: argparse.Namespace) -> int:
             evaluators=options.evaluators,
             max_restarts=options.max_restarts,
             min_size=options.min_np,
+            binds=options.bind_to == "cores",
         )
     except FileNotFoundError as error:
         _print_error(error)

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Callable
 
@@ -203,9 +203,13 @@ class World:
         return (task for task in self.tasks if task.lifeline in self.selector.registered)
 
     def _start(
-        self, command: list[str], task: tuple[str, int], environment: dict[str, str]
+        self,
+        command: list[str],
+        task: tuple[str, int],
+        environment: dict[str, str],
+        cores: Sequence[int],
     ) -> FakeTask:
-        del command
+        del command, cores
         self.tasks.append(FakeTask(self, task, environment))
         self._on_start(self.tasks[-1])
         return self.tasks[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import textwrap
@@ -11,7 +12,7 @@ from harness import python
 from launcher import lines_of
 
 from hostopt.cluster import Cluster
-from hostopt.launch import launcher
+from hostopt.launch import environment, launcher
 from hostopt.launch.environment import task_environment
 
 pytestmark = [pytest.mark.usefixtures("forwarded_signals_not_ignored")]
@@ -121,6 +122,38 @@ def test_ranks_divide_the_cores(
     share = max(1, CORES // size)
     assert lines_of(out, "chief:0") == [f"{share},{share},1,0,1"]
     assert lines_of(out, "evaluator:0") == ["1,1,1,,1"]
+
+
+AFFINITY = "import json, os; print(json.dumps(sorted(os.sched_getaffinity(0))))"
+
+
+def test_each_rank_is_bound_to_its_share_of_the_cores(capfd: pytest.CaptureFixture[str]) -> None:
+    size = min(CORES, 3)
+    assert launcher.launch(python(AFFINITY), size=size, evaluators=1) == 0
+    out = capfd.readouterr().out
+    tasks = ["chief:0", *(f"worker:{index}" for index in range(size - 1))]
+    shares = [json.loads(*lines_of(out, task)) for task in tasks]
+    every_core = sorted(os.sched_getaffinity(0))
+    assert sorted(itertools.chain(*shares)) == every_core
+    assert {len(share) for share in shares} <= {CORES // size, CORES // size + 1}
+    assert json.loads(*lines_of(out, "evaluator:0")) == every_core
+
+
+@pytest.mark.parametrize(("size", "binds"), [(CORES + 1, True), (2, False)])
+def test_ranks_that_are_not_bound_use_all_cores(
+    size: int, binds: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launcher.launch(python(AFFINITY), size=size, binds=binds) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == size
+    assert all(line.endswith(json.dumps(sorted(os.sched_getaffinity(0)))) for line in lines)
+
+
+def test_hardware_threads_of_a_core_belong_to_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {0: (0, 0, 0), 1: (0, 1, 1), 2: (0, 0, 2), 3: (0, 1, 3)}  # 0 and 2 share a core
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(places))
+    monkeypatch.setattr(environment, "_place", places.__getitem__)
+    assert [environment.cores_of(rank, 2) for rank in range(2)] == [[0, 2], [1, 3]]
 
 
 def test_only_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

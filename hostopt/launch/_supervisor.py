@@ -1,11 +1,11 @@
 """Runs one command in a new session, and leaves no process behind.
 
-`hostopt.launch.task_process` executes this file by its path, as
-``python -I -S _supervisor.py command args``, so it loads neither hostopt nor its dependencies.
-Standard input is a socket to the launcher. The supervisor sends the command's process group and
-its exit code; the launcher sends one byte for each signal to deliver. End of file means that the
-launcher is gone, and the supervisor kills the command. If the supervisor itself is killed, the
-kernel kills the command's process group.
+`hostopt.launch.task_process` executes this file by its path, as ``python -I -S _supervisor.py
+cores command args``, so it loads neither hostopt nor its dependencies. Standard input is a socket
+to the launcher. The supervisor sends the command's process group and its exit code; the launcher
+sends one byte for each signal to deliver. End of file means that the launcher is gone, and the
+supervisor kills the command. If the supervisor itself is killed, the kernel kills the command's
+process group.
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ _CANNOT_START = 2
 _POLL_S = 0.05  # between checks of a group that has lost its leader
 
 
-def main(command: list[str]) -> int:
+def main(cores: str, *command: str) -> int:
     """Runs `command` to its end.
 
     Args:
+      cores: numbers of the cores to bind it to, separated by commas; empty for no change.
       command: program and arguments; the program is looked up on PATH.
 
     Returns:
       The exit code; 128 + n if signal n ended the command; 2 if it could not be started.
     """
     wake_fd = _catch_signals()
+    if cores:
+        with contextlib.suppress(OSError):  # a core has been taken away meanwhile
+            os.sched_setaffinity(0, map(int, cores.split(",")))
     reader, _ = os.pipe()  # this process holds the other end as long as it lives
     try:
         child = subprocess.Popen(
@@ -142,4 +146,4 @@ def _signal_group(group: int, signum: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

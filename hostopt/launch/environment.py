@@ -1,4 +1,4 @@
-"""The environment variables of a task, and the ports of a cluster on this machine."""
+"""The environment variables and cores of a task, and the ports of a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from hostopt.tf_config import EVALUATOR
 
@@ -47,11 +48,14 @@ def task_environment(
       size: number of ranks that share the cores of this machine.
     """
     job, index = task
-    threads = 1 if job == EVALUATOR else max(1, len(os.sched_getaffinity(0)) // size)
+    cores = len(os.sched_getaffinity(0))
+    threads = 1 if job == EVALUATOR else max(1, cores // size)
     defaults = {
         "PYTHONHASHSEED": "0",  # sets have the same order on all ranks
         "PYTHONUNBUFFERED": "1",
         "TF_NUM_INTRAOP_THREADS": str(threads),
+        # as without binding; with one thread, an operation that waits would stop all others
+        "TF_NUM_INTEROP_THREADS": str(cores),
         "OMP_NUM_THREADS": str(threads),
         "TF_USE_LEGACY_KERAS": "1",  # Estimator's graphs need Keras 2
     }
@@ -60,3 +64,30 @@ def task_environment(
     if job == EVALUATOR:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
+
+
+def cores_of(rank: int, size: int) -> list[int]:
+    """Returns the cores that a rank is bound to, so that ranks do not displace each other.
+
+    Args:
+      rank: the rank, 0..size-1.
+      size: number of ranks that share the cores of this machine.
+
+    Returns:
+      The rank's share of the cores that this process may use. If there are fewer cores than ranks,
+      all of them.
+    """
+    cores = sorted(os.sched_getaffinity(0), key=_place)
+    if size > len(cores):
+        return cores
+    return cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    """Returns a key that sorts hardware threads of one core, and cores of one socket, together."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    try:
+        socket_id = int((topology / "physical_package_id").read_text())
+        return socket_id, int((topology / "core_id").read_text()), core
+    except (OSError, ValueError):  # some containers and emulations of Linux do not show it
+        return 0, 0, core

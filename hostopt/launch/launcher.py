@@ -46,6 +46,7 @@ def launch(
     max_restarts: int = 0,
     min_size: int | None = None,
     grace_s: float = GRACE_S,
+    binds: bool = True,
 ) -> int:
     """Runs one command as every task of a cluster on this machine, and waits for all of them.
 
@@ -57,6 +58,7 @@ def launch(
       min_size: smallest number of ranks to restart with, without slots that fail repeatedly; None
         means `size`.
       grace_s: seconds from a rank's failure to SIGTERM for the others; SIGKILL follows 5 s later.
+      binds: True to bind each rank to its share of the cores.
 
     Returns:
       0 if all tasks succeed. Otherwise the exit code of the root cause of the ring's last failure,
@@ -84,7 +86,7 @@ def launch(
         ports = stack.enter_context(ports_reserved(evaluators))  # evaluators outlive an attempt
         cluster = {EVALUATOR: list(map(address_of, ports))} if evaluators else {}
         shared = (command, cluster, selector, max_restarts, grace_s)
-        ring = Ring(*shared, slots=Slots(size, min_size))
+        ring = Ring(*shared, slots=Slots(size, min_size), binds=binds)
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
         ring_ended = os.path.join(directory, "ring-ended")
         evaluator_groups = [

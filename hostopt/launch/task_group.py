@@ -23,7 +23,7 @@ from typing import Any
 from hostopt import descriptors, error_report
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.launch import restarts, task_process
-from hostopt.launch.environment import address_of, ports_reserved, task_environment
+from hostopt.launch.environment import address_of, cores_of, ports_reserved, task_environment
 from hostopt.launch.restarts import RestartDecision, Restarts, Slots, TaskExit
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import RING_ENDED
@@ -155,11 +155,13 @@ class Group:
         """Logs a failed attempt, and the delay before the next one; None if there is none."""
         raise NotImplementedError
 
-    def _start_task(self, task: tuple[str, int], environment: dict[str, str]) -> None:
+    def _start_task(
+        self, task: tuple[str, int], environment: dict[str, str], cores: Sequence[int] = ()
+    ) -> None:
         directory = self._attempt.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
         report = os.path.join(directory, "error.txt")
         environment = {**environment, error_report.VARIABLE: report}
-        process = task_process.start(self._command, task, environment)
+        process = task_process.start(self._command, task, environment, cores)
         process.report = report
         self._attempt.callback(process.close)
         self._processes.append(process)
@@ -230,11 +232,13 @@ class Ring(Group):
     Args:
       *arguments: arguments of `Group`.
       slots: the slots of this machine.
+      binds: True to bind each rank to its share of the cores.
     """
 
-    def __init__(self, *arguments: Any, slots: Slots) -> None:
+    def __init__(self, *arguments: Any, slots: Slots, binds: bool) -> None:
         super().__init__(*arguments)
         self._slots = slots
+        self._binds = binds
 
     def _start(self) -> None:
         slots = self._slots.in_use
@@ -244,9 +248,10 @@ class Ring(Group):
             self._cluster.pop(job, None)
         for (job, _), port in zip(tasks, ports):
             self._cluster.setdefault(job, []).append(address_of(port))
-        for task, slot in zip(tasks, slots):
+        for rank, (task, slot) in enumerate(zip(tasks, slots)):
             environment = task_environment(os.environ, self._cluster, task, len(slots))
-            self._start_task(task, {**environment, "HOSTOPT_SLOT": str(slot)})
+            cores = cores_of(rank, len(slots)) if self._binds else ()
+            self._start_task(task, {**environment, "HOSTOPT_SLOT": str(slot)}, cores)
 
     def _exit_of(self, process: TaskProcess) -> TaskExit:
         rank = self._processes.index(process)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -113,13 +114,19 @@ class TaskProcess:
             _LOG.warning("the output of %s is still open; the rest of it is dropped", self.name)
 
 
-def start(command: list[str], task: tuple[str, int], environment: dict[str, str]) -> TaskProcess:
+def start(
+    command: list[str],
+    task: tuple[str, int],
+    environment: dict[str, str],
+    cores: Sequence[int] = (),
+) -> TaskProcess:
     """Starts one task.
 
     Args:
       command: program and arguments.
       task: job and index.
       environment: environment variables of the command.
+      cores: numbers of the cores that it is bound to; empty for those of this process.
 
     Returns:
       The task, which runs until it ends or is closed.
@@ -127,7 +134,7 @@ def start(command: list[str], task: tuple[str, int], environment: dict[str, str]
     lifeline, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", _SUPERVISOR, *command],
+            [sys.executable, "-I", "-S", _SUPERVISOR, ",".join(map(str, cores)), *command],
             stdin=supervisor_end.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
