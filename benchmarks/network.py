@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import common
+from hostopt.launch.environment import cores_of
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 INTERFACE = "wire0"  # name in both namespaces
@@ -65,7 +66,7 @@ def run(
     timeout_s: float,
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """Runs one rank in each namespace, each with its own TF_CONFIG.
+    """Runs one rank in each namespace, each with its own TF_CONFIG and its share of the cores.
 
     Args:
       namespaces: namespaces by address.
@@ -86,7 +87,10 @@ def run(
         config = json.dumps({"cluster": {"worker": workers}, "task": task})
         # without no_proxy, gRPC and others may send local addresses to a proxy
         variables = {"TF_CONFIG": config, "no_proxy": "*", **_INSECURE, **(environ or {})}
-        programs.append((["ip", "netns", "exec", namespace, *command], variables))
+        variables["TF_NUM_INTEROP_THREADS"] = str(len(os.sched_getaffinity(0)))
+        cores = ",".join(map(str, cores_of(index, len(namespaces))))
+        bound = ["ip", "netns", "exec", namespace, "taskset", "-c", cores, *command]
+        programs.append((bound, variables))
     return common.run_together(programs, timeout_s)
 
 
