@@ -26,9 +26,10 @@ DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
 
 # Tests that run at the same time: many wait for deadlines, others compute. The tests of a file stay
-# together, as they share trainings.
+# together, as they share trainings. Files run in the order of their names, as the files with the
+# fewest tests, which would be the last, are often the longest.
 JOBS ?= 3
-PARALLEL = --numprocesses $(JOBS) --dist loadfile
+PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
 	test-matrix soak check docs format clean
@@ -66,8 +67,8 @@ soak: $(TEST_STAMP)
 test-netns: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m netns
 
-# equality, roles, checkpoints, MNIST, older programs, gRPC, faults, saved data, updates: what
-# another release may break
+# equality, roles, checkpoints, MNIST, older programs, gRPC, faults, saved data, updates, Horovod's
+# programs: what another release may break
 test-core: $(TEST_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) tests/test_equality.py tests/test_training.py \
 		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
@@ -76,7 +77,7 @@ test-core: $(TEST_STAMP)
 		tests/test_faults_training.py tests/test_input_state.py tests/test_checkpoints.py \
 		tests/test_model_dir_faults.py tests/test_background.py \
 		tests/test_many_reductions.py tests/test_unreduced_updates.py \
-		tests/test_foreign_programs.py \
+		tests/test_foreign_programs.py tests/test_horovod_programs.py \
 		tests/test_ways_of_stock.py::test_the_stock_function_trains_with_the_stock_strategy
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import common
-from hostopt.launch.environment import cores_of
+from hostopt.launch.environment import shares_of_cores, task_environment
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 INTERFACE = "wire0"  # name in both namespaces
@@ -80,17 +79,15 @@ def run(
     Raises:
       BenchmarkError: a rank failed or took too long.
     """
-    workers = [f"{address}:{_PORT}" for address in namespaces]
+    size = len(namespaces)
+    cluster = {"worker": [f"{address}:{_PORT}" for address in namespaces]}
+    # without no_proxy, gRPC and others may send local addresses to a proxy
+    base = {"no_proxy": "*", **_INSECURE, **(environ or {})}
     programs = []
-    for index, namespace in enumerate(namespaces.values()):
-        task = {"type": "worker", "index": index}
-        config = json.dumps({"cluster": {"worker": workers}, "task": task})
-        # without no_proxy, gRPC and others may send local addresses to a proxy
-        variables = {"TF_CONFIG": config, "no_proxy": "*", **_INSECURE, **(environ or {})}
-        variables["TF_NUM_INTEROP_THREADS"] = str(len(os.sched_getaffinity(0)))
-        cores = ",".join(map(str, cores_of(index, len(namespaces))))
+    for index, (namespace, share) in enumerate(zip(namespaces.values(), shares_of_cores(size))):
+        cores = ",".join(map(str, share))
         bound = ["ip", "netns", "exec", namespace, "taskset", "-c", cores, *command]
-        programs.append((bound, variables))
+        programs.append((bound, task_environment(base, cluster, ("worker", index), size)))
     return common.run_together(programs, timeout_s)
 
 

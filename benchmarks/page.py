@@ -18,6 +18,7 @@ PAGES = {
     "docs/benchmarks.md": (
         "allreduce",
         "mnist_scaling",
+        "api",
         "overhead",
         "embedding",
         "link",

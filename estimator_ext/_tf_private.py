@@ -13,12 +13,19 @@ import tensorflow as tf
 from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops, iterator_ops
-from tensorflow.python.distribute import distribute_lib, input_lib, one_device_strategy
+from tensorflow.python.distribute import (
+    distribute_lib,
+    distribute_utils,
+    input_lib,
+    one_device_strategy,
+    values,
+)
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
 from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 from tensorflow.python.lib.io import file_io
 from tensorflow.python.ops import (
+    control_flow_util,
     control_flow_util_v2,
     gen_dataset_ops,
     gradients_util,
@@ -39,6 +46,7 @@ DistributedDatasetV1 = input_lib_v1.DistributedDatasetV1
 DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
 DistributedDatasetsFromFunctionV1 = input_lib_v1.DistributedDatasetsFromFunctionV1
 colocate_with = ops.colocate_with
+select_replica = distribute_utils.select_replica  # of a structure of values of each replica
 
 # -- datasets, files and checkpoints -------------------------------------------------------
 
@@ -74,6 +82,16 @@ def scaled_loss(strategy: tf.distribute.Strategy) -> Any:
     return strategy._scale_loss_for_estimator_enabled()
 
 
+# -- variables of a strategy in functions and eagerly --------------------------------------
+
+DistributedVariable = values.DistributedVariable
+MirroredVariable = values.MirroredVariable
+updating_replica = distribute_lib.get_update_replica_id  # None outside of updates
+create_mirrored_variable = distribute_utils.create_mirrored_variable
+VARIABLE_CLASSES = distribute_utils.VARIABLE_CLASS_MAPPING
+VARIABLE_POLICIES = distribute_utils.VARIABLE_POLICY_MAPPING
+
+
 # -- graphs --------------------------------------------------------------------------------
 
 get_func_graph = control_flow_util_v2.get_func_graph
@@ -94,6 +112,11 @@ def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
       The control-flow context; None outside branches and loops.
     """
     return builder._get_control_flow_context()
+
+
+def is_compiled_by_xla(graph: tf.Graph) -> bool:
+    """Returns True if a graph belongs to a function with jit_compile=True."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def control_dependencies_of(graph: tf.Graph) -> Any:

@@ -80,7 +80,7 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
 
     def _compare(self, session: tf.compat.v1.Session) -> None:
         local = [
-            _checksum(value) for part in in_parts(self._variables) for value in session.run(part)
+            checksum(value) for part in in_parts(self._variables) for value in session.run(part)
         ]
         name = f"the checksums of the variables after step {self._step}"
         checksums = self._communicator.all_gather(np.array(local, np.uint32), name)
@@ -115,5 +115,6 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         )
 
 
-def _checksum(value: Any) -> int:
+def checksum(value: Any) -> int:
+    """Returns the CRC-32 of the bits of an array."""
     return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))

@@ -25,10 +25,10 @@ from estimator_ext._tf_private import (
 )
 from estimator_ext.cached_reads import read_where_needed
 from estimator_ext.gradient_reduction import GradientReduction
-from estimator_ext.indexed_slices import slices_of
 from estimator_ext.sync_on_read import is_sync_on_read
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.sparse import slices_of
 
 __all__: list[str] = []
 
@@ -200,7 +200,7 @@ class HostOffloadExtended(_RankExtended):
         return self._reduce_to(op, value, None, None)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        with tf.device(self._device), _ReplicaContext(self._strategy):
+        with tf.device(self._device), ReplicaContext(self._strategy):
             return fn(*args, **kwargs)
 
     # -- reductions ------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class HostOffloadExtended(_RankExtended):
         super()._validate_colocate_with_variable(colocate_with_variable)
 
 
-class _ReplicaContext(OneDeviceReplicaContext):
+class ReplicaContext(OneDeviceReplicaContext):
     """Context of a model_fn, in which `all_reduce` reduces over the ranks.
 
     The gradient of TensorFlow's own `all_reduce` would count each rank once.

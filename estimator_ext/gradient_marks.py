@@ -22,9 +22,9 @@ import tensorflow as tf
 
 from estimator_ext._tf_private import Optimizer, gradients_module, is_reference
 from estimator_ext.graph import data_before, walk
-from estimator_ext.indexed_slices import parts_of, values_of
 from estimator_ext.operation_kinds import OF_THIS_RANK
 from hostopt.tensorflow.ops import is_same_on_all_ranks
+from hostopt.tensorflow.sparse import parts_of, values_of
 
 __all__: list[str] = []
 

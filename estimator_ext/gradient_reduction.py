@@ -28,13 +28,13 @@ from estimator_ext.deferred_reductions import DeferredReductions
 from estimator_ext.fingerprint import Updates
 from estimator_ext.gradient_marks import marks_of_graph
 from estimator_ext.graph import data_before, depends_on, operations_before, walk
-from estimator_ext.indexed_slices import map_values, values_of
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.value_reduction import ValueReduction
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.reductions import AnyReducer, Reduction, check_gradients, reduce_tensors
+from hostopt.tensorflow.sparse import map_values, values_of
 
 __all__: list[str] = []
 

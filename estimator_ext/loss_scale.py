@@ -15,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext.gradients import GradsAndVars, reduce_pairs
-from estimator_ext.indexed_slices import map_values, values_of
 from hostopt.gradients.nonfinite import ALLOW
 from hostopt.options import MAX_COUNT, shown
+from hostopt.tensorflow.sparse import map_values, values_of
 
 __all__: list[str] = []
 

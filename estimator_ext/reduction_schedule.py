@@ -29,10 +29,10 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import is_reference
 from estimator_ext.graph import LOOPS_BACK, operations_before, runs_before, walk
-from estimator_ext.indexed_slices import parts_of
 from estimator_ext.operation_kinds import VARIABLES
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.reductions import Reduction
+from hostopt.tensorflow.sparse import parts_of
 
 __all__: list[str] = []
 

@@ -12,10 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.extended import HostOffloadExtended
+from estimator_ext.function_extended import FunctionExtended
+from estimator_ext.keras_steps import join_results
 from estimator_ext.sharding import check_policy
 from hostopt.connect import exit_with_error_code
 from hostopt.options import shown
+from hostopt.tensorflow._tf_private import fork_guard
 from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
@@ -49,7 +51,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       auto_shard: how TensorFlow shards the dataset of an input_fn without an argument
         input_context. "data": each rank reads all data and keeps its shard. "file": each rank
         reads its shard of the files. "off": each rank uses all data. None acts like "off" and
-        warns.
+        warns. For `experimental_distribute_dataset` and `Model.fit` it replaces the policy in the
+        options of the dataset, and None keeps it.
       rendezvous_timeout_s: seconds to wait for all ranks to connect.
       stall_warning_s: seconds after which a waiting rank logs which rank it waits for.
       collective_timeout_s: seconds without progress after which a waiting rank raises an error.
@@ -66,7 +69,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       evaluator_timeout_s: seconds without a sign of the chief after which an evaluator ends.
 
     Raises:
-      hostopt.ConfigError: the resolver, TF_CONFIG or an option is invalid.
+      hostopt.ConfigError: the resolver, TF_CONFIG or an option is invalid, or this process was
+        forked from one that had used TensorFlow.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         insecure: bool = False,
         evaluator_timeout_s: float = 3600.0,
     ) -> None:
+        fork_guard.check()
         exit_with_error_code()
         check_policy(auto_shard)
         _check_flag("variables_on_host", variables_on_host)
@@ -115,7 +120,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         ).with_environment()
         device = accelerator or _find_accelerator(self.cluster)
         super().__init__(
-            HostOffloadExtended(
+            FunctionExtended(
                 self, device, variables_on_host, sparse_as_dense, auto_shard, cluster_resolver
             )
         )
@@ -128,6 +133,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         """The connection to the other ranks; the first access waits until all are connected."""
         with self._connecting:
             if self._communicator is None:
+                fork_guard.check()  # the parent may have created the strategy
                 self._communicator = hostopt.connect(self.cluster, self.options)
             return self._communicator
 
@@ -188,8 +194,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
     def propagate_errors(self) -> Iterator[None]:
         """Aborts the other ranks if an error leaves the block, and raises errors they report.
 
-        TensorFlow replaces an error in a callback by one of its own types. This block raises the
-        original one.
+        TensorFlow replaces an error in a callback with one of its own types. This block raises the
+        original error.
 
         Yields:
           Nothing.
@@ -223,6 +229,35 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             if self._communicator is not None:
                 self._communicator.close()
                 self._communicator = None
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Calls a function as the step of this rank, as `tf.distribute.Strategy.run` does.
+
+        Args:
+          fn: the function, in which optimizers reduce gradients over the ranks.
+          args: its arguments, such as the next batch of a distributed dataset.
+          kwargs: its arguments by name.
+          options: `tf.distribute.RunOptions`, which have no effect.
+
+        Returns:
+          The result of this rank; `reduce` and `gather` combine the results of all ranks.
+        """
+        results = super().run(fn, args, kwargs, options)
+        return results if self.cluster.size == 1 else join_results(self, fn, results)
+
+    def gather(self, value: Any, axis: int) -> tf.Tensor:
+        """Joins the values of all ranks, as `tf.distribute.Strategy.gather` does.
+
+        Collective: all ranks must call it.
+
+        Args:
+          value: tensor, or result of `run`. Its size along `axis` may differ between ranks.
+          axis: number of the dimension along which values are joined, from 0.
+
+        Returns:
+          The joined value, on each rank.
+        """
+        return self.extended._local_results(self.extended._gather_to(value, HOST_DEVICE, axis))[0]
 
     def __deepcopy__(self, memo: object) -> HostOffloadStrategy:
         return self  # Estimator copies its configuration; all copies share one connection

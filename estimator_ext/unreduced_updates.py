@@ -31,8 +31,8 @@ from estimator_ext.fingerprint import Updates
 from estimator_ext.gradient_marks import Mark, marks_of_graph
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.graph import BRANCHES, CALLS, data_before, predicates_around, walk
-from estimator_ext.indexed_slices import map_values, parts_of, slices_of
 from estimator_ext.sync_on_read import is_sync_on_read
+from hostopt.tensorflow.sparse import map_values, parts_of, slices_of
 
 __all__: list[str] = []
 

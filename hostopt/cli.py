@@ -246,20 +246,19 @@ def _bench(options: argparse.Namespace) -> int:
         return _bench_here(options)
     if "TF_CONFIG" not in os.environ:
         options.parser.error("give -np N, or start each rank with its TF_CONFIG")
+    results: Sequence[Any]
     if options.suggest:
         cluster, start = Cluster.from_tf_config(), Options().with_environment()
-        trials = tuning.tune(functools.partial(connect_ring, cluster), start)
-        if cluster.rank == 0 and options.json is not None:
-            tuning.save(options.json, trials)
-        if cluster.rank == 0 and not options.quiet:
-            _print_trials(trials)
-        return 0
-    with connect() as communicator:
-        timings = bench.run(communicator, options.sizes, options.repetitions)
-    if communicator.rank == 0 and options.json is not None:
-        bench.save(options.json, timings)
-    if communicator.rank == 0 and not options.quiet:
-        print(bench.format_table(timings))
+        rank, results = cluster.rank, tuning.tune(functools.partial(connect_ring, cluster), start)
+    else:
+        with connect() as communicator:
+            results = bench.run(communicator, options.sizes, options.repetitions)
+        rank = communicator.rank
+    if rank == 0:
+        if options.json is not None:
+            _kind(options).save(options.json, results)
+        if not options.quiet:
+            _print_results(options, results)
     return 0
 
 
@@ -274,16 +273,18 @@ def _bench_here(options: argparse.Namespace) -> int:
             command += ["--sizes", *map(str, options.sizes)]
         code = launch(command, size=options.np)
         if code == 0 and not options.quiet:
-            if options.suggest:
-                _print_trials(tuning.load(path))
-            else:
-                print(bench.format_table(bench.load(path)))
+            _print_results(options, _kind(options).load(path))
         return code
 
 
-def _print_trials(trials: Sequence[tuning.Trial]) -> None:
-    best = tuning.fastest(trials)
-    print(f"{tuning.format_table(trials)}\n\n{tuning.format_variables(best)}")
+def _kind(options: argparse.Namespace) -> Any:
+    return tuning if options.suggest else bench
+
+
+def _print_results(options: argparse.Namespace, results: Sequence[Any]) -> None:
+    print(_kind(options).format_table(results))
+    if options.suggest:
+        print(f"\n{tuning.format_variables(tuning.fastest(results))}")
 
 
 def _run(options: argparse.Namespace) -> int:

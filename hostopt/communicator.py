@@ -59,7 +59,8 @@ class Communicator(Channel):
         """Opens another channel over the same ranks.
 
         Ranks may open channels of different names in different orders. Channels with the same
-        name, or without a name, must be opened in the same order on all ranks.
+        name, or without a name, must be opened in the same order on all ranks. The duplicates of
+        channels with different names do not count as channels with the same name.
 
         Args:
           name: describes the data of the channel; ranks match channels by name.
@@ -70,7 +71,8 @@ class Communicator(Channel):
         Raises:
           ConfigError: the name has the same channel number as another name.
         """
-        return Communicator(self.transport, self.transport.open_channel(name), name, self.hosts)
+        path = f"{self.name}: {name}" if self.name else name
+        return Communicator(self.transport, self.transport.open_channel(path), name, self.hosts)
 
     def open_scalar_sum(self, name: str) -> ScalarSum:
         """Opens a non-blocking sum of two float32 scalars.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from hostopt import descriptors
+from hostopt.child_process import ForkGuard, call_on_error, native_threads
 from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
 from hostopt.collectives.host_memory import BLOCK_BYTES, find_hosts, open_hierarchical
@@ -20,6 +21,7 @@ from hostopt.error_report import summary_of, write_details, write_report
 from hostopt.errors import HostOptError, ResourceError
 from hostopt.options import Options
 from hostopt.telemetry.timeline import Timeline
+from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.inproc import InprocTransport
 from hostopt.tuning import fastest, format_variables, tune
@@ -28,6 +30,7 @@ __all__: list[str] = []
 
 # Communicators whose rings an exception that ends this program must abort.
 _connected: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_grpc_guard = ForkGuard("gRPC", lambda: "grpc_global_tim" in native_threads())  # name of its timer
 
 
 def connect(cluster: Cluster | None = None, options: Options | None = None) -> Communicator:
@@ -51,9 +54,12 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
       The communicator of this rank. Without a cluster it has one rank.
 
     Raises:
-      ConfigError: TF_CONFIG, an option, this task's address or the timeline's file cannot be used.
+      ConfigError: TF_CONFIG, an option, this task's address or the timeline's file cannot be used,
+        or this process was forked from one that had used gRPC or a ring.
       RendezvousTimeoutError: a rank did not start in time.
     """
+    event_loop.guard.check()
+    _grpc_guard.check()
     exit_with_error_code()
     cluster = cluster or Cluster.from_tf_config()
     options = (options or Options()).with_environment()
@@ -92,6 +98,7 @@ def connect_ring(
     """
     descriptors.open_closed_descriptors()
     descriptors.raise_limit()
+    call_on_error(_abort_all)
     communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
     try:
@@ -136,6 +143,11 @@ def exit_with_error_code() -> None:
         sys.excepthook = _report_and_exit
 
 
+def _abort_all(error: BaseException) -> None:
+    for communicator in list(_connected):
+        communicator.abort(error)
+
+
 def _report(error: BaseException) -> bool:
     """Writes the error to a file and prints a summary; returns False if nothing was printed.
 
@@ -162,15 +174,38 @@ def _exit_code_of(error: BaseException) -> int:
     return error.exit_code if isinstance(error, HostOptError) else _DEFAULT_EXIT_CODE
 
 
+def _typed(error: BaseException) -> BaseException:
+    """Returns the HostOptError that TensorFlow or Keras turned into an error of its own.
+
+    Its text contains the message of the original, which is in the chain of the error if a function
+    was traced, and has aborted the ring if a graph was executed.
+    """
+    if isinstance(error, HostOptError):
+        return error
+    causes: list[BaseException | None] = [each.transport.error for each in list(_connected)]
+    link: BaseException | None = error
+    while link is not None and link not in causes:
+        causes.append(link)
+        link = link.__cause__ or link.__context__
+    text = " ".join(str(error).split())
+    for cause in causes:
+        if isinstance(cause, HostOptError) and " ".join(cause.message.split()) in text:
+            return cause
+    return error
+
+
 def _report_and_exit(
     type_: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
+    original = _typed(error)
+    if original is not error:
+        original.__cause__ = error if original.__cause__ is None else original.__cause__
+        type_, error, traceback = type(original), original, original.__traceback__
     try:
         if not _report(error):
             _previous_hooks[0](type_, error, traceback)
     finally:
-        for communicator in list(_connected):
-            communicator.abort(error)
+        _abort_all(error)
     code = _exit_code_of(error)
     if code != _DEFAULT_EXIT_CODE:
         # an excepthook cannot set the exit code in another way; do what a normal exit does

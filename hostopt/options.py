@@ -13,6 +13,7 @@ from hostopt.errors import ConfigError
 
 __all__: list[str] = []
 
+PREFIX = "HOSTOPT_"
 MIB = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 30
 # Range that the clocks and conditions of Python and the timers of gRPC support.
@@ -21,6 +22,7 @@ MIN_TIMEOUT_S, YEAR_S = 0.001, 365.0 * 24 * 3600
 MAX_COUNT = (1 << 31) - 1
 _BUCKET_ALIGNMENT_BYTES = 128
 _SHOWN_CHARACTERS = 200
+_ALIKE = 0.8  # similarity of a name with a misspelt one
 
 
 class _Range(NamedTuple):
@@ -268,10 +270,6 @@ def _check_names(environ: Mapping[str, str]) -> None:
                     f"hostopt does not read {variable}: did you mean {PREFIX}{near[0]}? Correct "
                     "the name, or unset it"
                 )
-
-
-PREFIX = "HOSTOPT_"
-_ALIKE = 0.8  # similarity of a name with a misspelt one
 
 
 # Set by `hostopt run` for evaluators: file that exists once all ranks have succeeded.

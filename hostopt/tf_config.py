@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ CHIEF, WORKER, EVALUATOR = "chief", "worker", "evaluator"
 MASTER = "master"  # name of the chief in old programs
 RING_JOBS = (CHIEF, MASTER, WORKER)  # in rank order
 _MAX_PORT_DIGITS = 5
+_VARIABLE = "TF_CONFIG"
 _EXAMPLE = (
     '{"cluster": {"chief": ["host0:2222"], "worker": ["host1:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
@@ -36,7 +38,8 @@ def read_tf_config(environ: Mapping[str, str]) -> tuple[Any, str, Any] | None:
     Raises:
       ConfigError: TF_CONFIG is malformed.
     """
-    config = _parse(environ.get("TF_CONFIG", "").strip())
+    hidden = _hidden if environ is os.environ else {}
+    config = _parse(environ.get(_VARIABLE, hidden.get(_VARIABLE, "")).strip())
     task = config.get("task", {})
     if config.get("cluster", {}) == {}:
         if task not in ({}, {"type": WORKER, "index": 0}):
@@ -52,6 +55,28 @@ def read_tf_config(environ: Mapping[str, str]) -> tuple[Any, str, Any] | None:
             f"set. Write for example {_EXAMPLE}"
         )
     return config["cluster"], task["type"], task["index"]
+
+
+_hidden: dict[str, str] = {}  # what `hide` has removed
+
+
+def hide() -> None:
+    """Hides TF_CONFIG from TensorFlow and from processes that this one starts.
+
+    `read_tf_config` still finds it, unless the program sets another.
+    """
+    if _VARIABLE in os.environ:
+        _hidden[_VARIABLE] = os.environ.pop(_VARIABLE)
+
+
+def show() -> None:
+    """Makes a hidden TF_CONFIG visible again."""
+    for name, value in _hidden.items():
+        os.environ.setdefault(name, value)
+    _hidden.clear()
+
+
+os.register_at_fork(after_in_child=_hidden.clear)
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -417,8 +417,8 @@ def test_measured_times_are_compared_with_the_model() -> None:
         "ranks": 4,
         "size_bytes": 1 << 20,
         "seconds_by_round": [0.02, 0.03, 0.04],
+        "modelled_s": 0.015,
     }
-    row["modelled_s"] = 0.015
     text = load("scaling").tables({"rows": [row], "steps": [{**row, "alone_s": [0.01]}]})
     assert "| 4 | 1 MiB | 30.00 | 15.00 | 2.00 |" in text
     assert "| 4 | 10.00 | 30.00 | 15.00 | 2.00 |" in text

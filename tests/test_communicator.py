@@ -134,7 +134,7 @@ def test_a_communicator_is_a_context_manager_that_aborts_on_errors(spawn: Spawn)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("dtype", ["i1", "u1", "u8", "?", "c8", "S3", "M8[s]", "O"])
+@pytest.mark.parametrize("dtype", ["i2", "u2", "u8", "?", "c8", "S3", "M8[s]", "O"])
 def test_other_dtypes_cannot_be_reduced(spawn_inproc: Spawn, size: int, dtype: str) -> None:
     def work(communicator: Communicator) -> None:
         local = np.zeros(5, dtype)

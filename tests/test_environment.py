@@ -153,7 +153,7 @@ def test_hardware_threads_of_a_core_belong_to_one_rank(monkeypatch: pytest.Monke
     places = {0: (0, 0, 0), 1: (0, 1, 1), 2: (0, 0, 2), 3: (0, 1, 3)}  # 0 and 2 share a core
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(places))
     monkeypatch.setattr(environment, "_place", places.__getitem__)
-    assert [environment.cores_of(rank, 2) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert environment.shares_of_cores(2) == [[0, 2], [1, 3]]
 
 
 def test_only_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

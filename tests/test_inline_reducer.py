@@ -15,6 +15,7 @@ from hostopt.errors import PeerLostError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.inline_reducer import InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.gradients.step_stats import StepTimes
 
 SHAPES = [(3,), (2, 50_000), (), (700, 700)]  # blocks of one, and of several
 BUCKETS = plan_buckets(
@@ -66,6 +67,23 @@ def test_sums_in_rank_order(spawn_shm: Spawn, size: int) -> None:
         reducer.close()
 
     spawn_shm(size, work)
+
+
+def test_steps_that_leave_out_the_last_buckets(spawn_shm: Spawn) -> None:
+    counts = [1, len(BUCKETS), 1, len(BUCKETS)]
+
+    def work(communicator: Communicator) -> StepTimes | None:
+        reducer = InlineReducer(communicator, BUCKETS, NonFiniteCheck(communicator))
+        for step, count in enumerate(counts):
+            for number in range(count):
+                arrays = gradients(communicator.rank, step, number)
+                check(reducer.reduce(number, arrays), 2, step, number)
+        reducer.close()
+        return reducer.last_times
+
+    for times in spawn_shm(2, work):
+        assert times is not None
+        assert times.step == len(counts) - 1
 
 
 def test_sums_held_by_one_rank_are_not_overwritten(spawn_shm: Spawn) -> None:

@@ -22,19 +22,22 @@ FILES = {
 # From the bottom up. A module imports from layers below its own, or from its own package.
 LAYERS = [
     ["hostopt.errors", "hostopt.versions", "hostopt.shapes"],
-    ["hostopt.descriptors", "hostopt.error_report", "hostopt.options"],
+    ["hostopt.child_process", "hostopt.descriptors", "hostopt.error_report", "hostopt.options"],
     ["hostopt.tf_config"],
     ["hostopt.cluster"],
     ["hostopt.telemetry", "hostopt.launch"],
     ["hostopt.transport"],
     ["hostopt.collectives"],
     ["hostopt.communicator", "hostopt.lock_file"],
-    ["hostopt.clock", "hostopt.gradients"],
+    ["hostopt.join", "hostopt.named_channel", "hostopt.neutral"],
+    ["hostopt.clock", "hostopt.gradients", "hostopt.named"],
     ["hostopt.stragglers", "hostopt.bench"],
     ["hostopt.tuning"],
     ["hostopt.connect"],
     ["hostopt"],
-    ["hostopt.tensorflow", "hostopt.doctor"],
+    ["hostopt.process_ring", "hostopt.doctor"],
+    ["hostopt.tensorflow"],
+    ["hostopt.keras"],
     ["hostopt.cli"],
     ["estimator_ext"],
 ]
@@ -199,7 +202,7 @@ def test_one_module_uses_private_names_of_tensorflow() -> None:
         for name in FILES
         if any(starts_with(imported, "tensorflow.python") for imported in imports_of(name))
     }
-    assert importers == {"estimator_ext._tf_private"}
+    assert importers == {"estimator_ext._tf_private", "hostopt.tensorflow._tf_private"}
     users: dict[str, set[str]] = {}
     for name, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -274,12 +277,133 @@ def test_public_names_of_estimator_ext() -> None:
     ]
 
 
-def test_public_names_of_the_graph_operations() -> None:
+def test_public_names_of_the_tensorflow_api() -> None:
     assert sorted(declared("hostopt.tensorflow")) == [
+        "Adasum",
+        "Average",
+        "BroadcastGlobalVariablesHook",
+        "Compression",
+        "DistributedGradientTape",
+        "DistributedOptimizer",
+        "Max",
+        "Min",
+        "PartialDistributedGradientTape",
+        "ProcessSet",
+        "Product",
+        "ReduceOp",
+        "Sum",
+        "add_process_set",
         "all_reduce",
+        "allgather",
+        "allgather_object",
+        "allreduce",
+        "alltoall",
+        "barrier",
         "broadcast",
+        "broadcast_",
+        "broadcast_global_variables",
+        "broadcast_object",
+        "broadcast_object_fn",
+        "broadcast_variables",
+        "ccl_built",
+        "cross_rank",
+        "cross_size",
+        "cuda_built",
+        "ddl_built",
+        "global_process_set",
+        "gloo_built",
+        "gloo_enabled",
+        "grouped_allgather",
+        "grouped_allreduce",
+        "grouped_reducescatter",
+        "init",
+        "is_homogeneous",
+        "is_initialized",
+        "join",
+        "local_rank",
+        "local_rank_op",
+        "local_size",
+        "local_size_op",
+        "mpi_built",
+        "mpi_enabled",
+        "mpi_threads_supported",
+        "nccl_built",
+        "oob_allreduce",
+        "overlap",
+        "process_set_included_op",
+        "rank",
+        "rank_op",
         "reduce_in_buckets",
+        "reducescatter",
+        "remove_process_set",
+        "rocm_built",
+        "shutdown",
+        "size",
+        "size_op",
     ]
+
+
+KERAS_CALLBACKS = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+KERAS = [
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesCallback",
+    "Compression",
+    "DistributedOptimizer",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "Max",
+    "MetricAverageCallback",
+    "Min",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+]
+
+
+@pytest.mark.parametrize("package", ["hostopt.tensorflow.keras", "hostopt.keras"])
+def test_public_names_of_the_keras_parts(package: str) -> None:
+    assert sorted(declared(package)) == KERAS
+    assert sorted(declared(f"{package}.callbacks")) == KERAS_CALLBACKS
 
 
 def test_public_names_of_the_tpu_part() -> None:
@@ -294,6 +418,15 @@ def test_public_names_of_the_tpu_part() -> None:
 
 
 def test_every_other_module_is_internal() -> None:
-    public = {"hostopt", "hostopt.tensorflow", "estimator_ext", "estimator_ext.tpu"}
+    public = {
+        "hostopt",
+        "hostopt.keras",
+        "hostopt.keras.callbacks",
+        "hostopt.tensorflow",
+        "hostopt.tensorflow.keras",
+        "hostopt.tensorflow.keras.callbacks",
+        "estimator_ext",
+        "estimator_ext.tpu",
+    }
     without = ("hostopt.transport", "hostopt.doctor")
     assert {name for name in FILES if name not in without and declared(name)} == public

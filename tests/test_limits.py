@@ -158,9 +158,10 @@ def test_a_stream_over_a_connection_that_was_shut_down_is_refused(
         async with running_guard(guard) as caller:
             host, port = caller.getsockname()
             assert guard.add_stream(f"ipv4:{host}:{port - 1}", 1)
-            while f"{host}:{port}" not in [f"{end.host}:{end.port}" for end in guard._shut_down]:
+            while strangers.Endpoint(host, port) not in guard._shut_down:
                 await asyncio.sleep(0)
             assert not guard.add_stream(f"ipv4:{host}:{port}", 1)
+            assert strangers.Endpoint(host, port) not in guard._streams.values()
 
     asyncio.run(asyncio.wait_for(run(), 30))
 

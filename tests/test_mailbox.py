@@ -10,9 +10,10 @@ import pytest
 from hostopt.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
-from hostopt.transport import event_loop, mailbox
-from hostopt.transport.mailbox import Mailbox, Wait
+from hostopt.transport import event_loop, mailbox, wait
+from hostopt.transport.mailbox import Listener, Mailbox
 from hostopt.transport.message import FINISH_CHANNEL, Tag
+from hostopt.transport.wait import Wait
 
 CLUSTER = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
 TAG = Tag(0, 5, signature=7)
@@ -135,7 +136,8 @@ def test_stalls_are_reported_at_doubled_intervals_and_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(mailbox, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    for module in (mailbox, wait):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     box, stalls = new_mailbox(stall_warning_s=1.0, collective_timeout_s=5.0)
     reports = []
     with box.waiting(1, TAG, "bread") as check:
@@ -147,3 +149,21 @@ def test_stalls_are_reported_at_doubled_intervals_and_at_the_deadline(
         clock.now_s = 10.0
         with pytest.raises(CollectiveTimeoutError, match="is connected but sends nothing"):
             check()
+
+
+def test_a_listener_receives_the_messages_of_its_channel_and_departures() -> None:
+    box, _ = new_mailbox()
+    heard: list[tuple[int, bytes]] = []
+    listener = Listener(
+        lambda peer, payload: heard.append((peer, bytes(payload))),
+        lambda peer: heard.append((peer, b"left")),
+    )
+    box.put(1, Tag(9, 0), memoryview(b"early"))
+    box.put(1, TAG, memoryview(b"flour"))
+    box.listen(9, listener)
+    box.put(1, Tag(9, 1), memoryview(b"late"))
+    box.mark_left(1, "it is done")
+    assert heard == [(1, b"early"), (1, b"late"), (1, b"left")]
+    assert take(box)[1] == b"flour"
+    box.listen(9, listener)
+    assert heard[3:] == [(1, b"left")]

@@ -15,6 +15,7 @@ from hostopt.errors import ConfigError, HostOptError, PeerLostError
 from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
+from hostopt.gradients.step_stats import StepTimes
 from hostopt.transport.inproc import InprocTransport
 
 SHAPES = [(3,), (2, 5), (), (40,)]
@@ -71,6 +72,25 @@ def test_every_order_of_launches_and_waits(spawn: Spawn) -> None:
         reducer.close()
 
     spawn(size, work)
+
+
+def test_steps_that_leave_out_the_last_buckets(spawn: Spawn) -> None:
+    counts = [2, 1, len(BUCKETS), 1, 1, len(BUCKETS)]
+
+    def work(communicator: Communicator) -> StepTimes | None:
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
+        for step, count in enumerate(counts):
+            others = range(1, count)
+            for number in [0, *(others if communicator.rank else reversed(others))]:
+                reducer.launch(number, gradients(communicator.rank, step, BUCKETS[number]))
+            for number in range(count):
+                check_sums(reducer.wait(number), 2, step, BUCKETS[number])
+        reducer.close()
+        return reducer.last_times
+
+    for times in spawn(2, work):
+        assert times is not None
+        assert times.step == len(counts) - 1
 
 
 def test_waits_before_launches_from_other_threads(spawn: Spawn) -> None:

@@ -66,6 +66,20 @@ def test_steps_may_overlap() -> None:
         assert stats.last.exposed_ms == 125.0
 
 
+def test_a_step_without_its_last_bucket_has_no_times() -> None:
+    stats = StepStats(2)
+    stats.launched(0, 1.0)
+    stats.ring(0, 1.0, 1.5)
+    stats.waited(0, 1.0, 1.5)
+    stats.end_step()
+    for bucket in range(2):
+        assert stats.launched(bucket, 2.0) == 1
+        assert stats.ring(bucket, 2.0, 2.5) == 1
+        assert stats.waited(bucket, 2.0, 2.5) == 1
+    assert stats.last is not None
+    assert (stats.last.step, stats.last.communication_ms) == (1, pytest.approx(1000))
+
+
 def test_calls_from_several_threads() -> None:
     stats, steps = StepStats(4), 500
 

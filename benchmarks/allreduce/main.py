@@ -7,7 +7,7 @@ import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +121,7 @@ def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) ->
 def measure_memory(way: Way | None) -> float:
     """Returns the peak resident bytes of a rank that reduces 64 MiB, the larger of two ranks."""
     command = [sys.executable, HERE / "memory.py", *([] if way else ["--without"])]
-    with (way or Way("shm")).environ() as environ:
+    with way.environ() if way else nullcontext(common.SAME_THREADS) as environ:
         text = common.run(common.hostopt_run(2, *command), _TIMEOUT_S, environ)
     results = common.results_in(text, 2)
     return max(r["peak_bytes"] for r in results) / results[0]["gradient_bytes"]

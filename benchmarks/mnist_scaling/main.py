@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 SYSTEMS = {
     "none": "no communication (two independent runs): the limit",
     "hostopt": "hostopt, automatic",
+    "api": "hostopt, DistributedOptimizer",
     "hostopt-tcp": "hostopt, data sockets only",
     "hostopt-grpc": "hostopt, gRPC only",
     "mwms": "MultiWorkerMirroredStrategy, RING",
@@ -88,6 +89,7 @@ def tables(results: dict[str, Any]) -> str:
             cells = [_cell(by_system, system) for by_system in medians.values()]
             rows.append([title, *cells])
     for ours, peers, title in (
+        ("api", ("hostopt",), "DistributedOptimizer / strategy"),
         ("hostopt", HOROVOD, "automatic / fastest Horovod"),
         ("hostopt-tcp", ("mwms",), "data sockets only / RING"),
         ("hostopt-tcp", HOROVOD, "data sockets only / fastest Horovod"),

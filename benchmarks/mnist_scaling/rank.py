@@ -45,7 +45,7 @@ def make_input_fn(tf: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    systems = ["none", "hostopt", "mwms", "horovod"]
+    systems = ["none", "hostopt", "api", "mwms", "horovod"]
     parser.add_argument("--system", choices=systems, required=True)
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="steps that are timed")
@@ -61,8 +61,11 @@ def main() -> None:
 
     strategy, hooks, alone = None, [], None
     wrap = lambda optimizer: optimizer  # noqa: E731
-    if args.system == "horovod":
-        import horovod.tensorflow as hvd
+    if args.system in ("api", "horovod"):
+        if args.system == "api":
+            import estimator_ext.horovod as hvd
+        else:
+            import horovod.tensorflow as hvd
 
         hvd.init()
         hooks.append(hvd.BroadcastGlobalVariablesHook(0))

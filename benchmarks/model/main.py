@@ -17,6 +17,7 @@ from benchmarks import common
 from hostopt import bench
 
 HERE = Path(__file__).resolve().parent
+INPUTS = {name: HERE.parent / name / "results.json" for name in ("allreduce", "link", "overlap")}
 MIB = 1 << 20
 SYSTEMS = {"float32": "hostopt grpc+tcp", "bf16": "hostopt grpc+tcp bf16"}
 HOSTS = (16, 32, 64, 128, 256)
@@ -59,6 +60,35 @@ class Workload:
     bucket_bytes: float
     forward_s: float
     backward_s: float
+
+
+def read_inputs(allreduce: Path, link: Path, overlap: Path) -> tuple[dict[str, Any], Any, Any]:
+    """Reads the results of the other benchmarks.
+
+    Args:
+      allreduce: file of the results of that benchmark.
+      link: file of the results of that benchmark, which may be missing.
+      overlap: file of the results of that benchmark, which may be missing.
+
+    Returns:
+      The results of each, for `read_costs`.
+
+    Raises:
+      BenchmarkError: there are no times to fit the model to.
+    """
+    results = _read(allreduce)
+    if results is None or SYSTEMS["float32"] not in results["gb_per_s"]:
+        raise common.BenchmarkError(
+            f"no times of {SYSTEMS['float32']!r} in {allreduce}: measure them"
+        )
+    return results, _read(link), _read(overlap)
+
+
+def _read(path: Path) -> Any:
+    if not path.exists():
+        common.log(f"{path} does not exist")
+        return None
+    return json.loads(path.read_text())
 
 
 def fit(seconds: dict[int, float]) -> tuple[float, float]:
@@ -233,8 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    for name in ("allreduce", "link", "overlap"):
-        path = HERE.parent / name / "results.json"
+    for name, path in INPUTS.items():
         parser.add_argument(f"--{name}", type=Path, default=path, help="its results")
     parser.add_argument("--gradient-mb", type=float, default=100.0, help="MiB of gradients")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a bucket")
@@ -243,10 +272,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     parser.add_argument("--png", type=Path, default=HERE / "results.png")
     args = parser.parse_args()
-    allreduce = _read(args.allreduce)
-    if allreduce is None or SYSTEMS["float32"] not in allreduce["gb_per_s"]:
-        sys.exit(f"model: no times of {SYSTEMS['float32']!r} in {args.allreduce}: measure them")
-    costs = read_costs(allreduce, _read(args.link), _read(args.overlap))
+    try:
+        allreduce, link, overlap = read_inputs(args.allreduce, args.link, args.overlap)
+    except common.BenchmarkError as error:
+        sys.exit(f"model: {error}")
+    costs = read_costs(allreduce, link, overlap)
     work = Workload(
         args.gradient_mb * MIB, args.bucket_mb * MIB, args.forward_ms / 1e3, args.backward_ms / 1e3
     )
@@ -266,13 +296,6 @@ def main() -> None:
         "forecast": forecast(costs, work),
     }
     common.publish(results, args, tables, paint)
-
-
-def _read(path: Path) -> Any:
-    if not path.exists():
-        common.log(f"{path} does not exist")
-        return None
-    return json.loads(path.read_text())
 
 
 if __name__ == "__main__":

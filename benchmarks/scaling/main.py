@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -36,16 +36,6 @@ def measure(namespaces: dict[str, str], sizes: list[int], repetitions: int) -> d
         return {timing.size_bytes: timing.median_s for timing in bench.load(path)}
 
 
-def read_results(name: str) -> Any:
-    """Reads the last results of another benchmark; raises BenchmarkError if there are none."""
-    path = HERE.parent / name / "results.json"
-    if not path.exists():
-        raise common.BenchmarkError(
-            f"no results of {name} for the model. Run that benchmark first"
-        )
-    return json.loads(path.read_text())
-
-
 def measure_step(namespaces: dict[str, str], system: str, steps: int) -> float:
     """Times steps of MNIST of ranks in these namespaces once.
 
@@ -67,13 +57,18 @@ def measure_step(namespaces: dict[str, str], system: str, steps: int) -> float:
     return sum(1 / result["steps_per_s"] for result in results) / len(results)
 
 
+def first(namespaces: dict[str, str], size: int) -> dict[str, str]:
+    """Returns the first `size` namespaces."""
+    return dict(itertools.islice(namespaces.items(), size))
+
+
 def measure_steps(
     args: argparse.Namespace, namespaces: dict[str, str], costs: model.Costs
 ) -> list[dict[str, Any]]:
     """Measures steps of all numbers of ranks, with and without communication."""
     measures = {
         f"{system} {size}": functools.partial(
-            measure_step, dict(list(namespaces.items())[:size]), system, args.steps
+            measure_step, first(namespaces, size), system, args.steps
         )
         for size in (1, *args.ranks)
         for system in ("none", "hostopt")
@@ -97,7 +92,7 @@ def measure_all_reduces(
     """Measures all numbers of ranks; returns a row for each of them and each size."""
     measures = {
         str(size): functools.partial(
-            measure, dict(list(namespaces.items())[:size]), args.sizes, args.repetitions
+            measure, first(namespaces, size), args.sizes, args.repetitions
         )
         for size in args.ranks
     }
@@ -167,8 +162,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="timed steps of MNIST")
     args = parser.parse_args()
     try:
-        found = [read_results(name) for name in ("allreduce", "link", "overlap")]
-        costs = model.read_costs(*found)
+        costs = model.read_costs(*model.read_inputs(**model.INPUTS))
         with network.bridged(max(args.ranks)) as namespaces:
             for name in namespaces.values():
                 network.limit_rate(name, args.gbit * 1e9)

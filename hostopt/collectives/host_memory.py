@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import weakref
 
 from hostopt import descriptors
 from hostopt.collectives import shared_file
@@ -16,6 +17,7 @@ from hostopt.collectives.shared_file import SharedFile
 from hostopt.collectives.shared_memory import SharedMemoryChannel
 from hostopt.collectives.staging_buffers import channel_bytes
 from hostopt.errors import ConfigError
+from hostopt.transport.base import Transport
 
 __all__: list[str] = []
 
@@ -24,6 +26,9 @@ _log = logging.getLogger(__name__)
 # Block sizes of shared memory. Arrays up to the smaller size use a channel that takes less memory.
 SMALL_BLOCK_BYTES, BLOCK_BYTES = 64 << 10, 1 << 20
 
+_DECLINED = "this rank shares no more memory"
+_reported: weakref.WeakSet[Transport] = weakref.WeakSet()  # that memory is missing
+
 
 class HostMemory:
     """Shared memory of one communicator, opened at first use.
@@ -31,9 +36,13 @@ class HostMemory:
     Args:
       channel: channel that opens the memory, over the ring.
       hosts: ranks grouped by host.
+
+    Attributes:
+      is_declined: True on any rank makes all ranks use messages instead.
     """
 
     def __init__(self, channel: Channel, hosts: Hosts) -> None:
+        self.is_declined = False
         self._channel = channel
         self._hosts = hosts
         self._hierarchical: dict[int, HierarchicalAllReduce | None] = {}  # by block size
@@ -52,7 +61,9 @@ class HostMemory:
         """
         block_bytes = SMALL_BLOCK_BYTES if nbytes <= SMALL_BLOCK_BYTES else BLOCK_BYTES
         if block_bytes not in self._hierarchical:
-            opened = open_hierarchical(self._channel, self._hosts, block_bytes, name)
+            opened = open_hierarchical(
+                self._channel, self._hosts, block_bytes, name, self.is_declined
+            )
             self._hierarchical[block_bytes] = opened
         return self._hierarchical[block_bytes]
 
@@ -119,7 +130,11 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
 
 
 def open_hierarchical(
-    channel: Channel, hosts: Hosts, block_bytes: int, name: str = ""
+    channel: Channel,
+    hosts: Hosts,
+    block_bytes: int,
+    name: str = "",
+    is_declined: bool = False,
 ) -> HierarchicalAllReduce | None:
     """Opens a two-level all-reduce.
 
@@ -130,16 +145,18 @@ def open_hierarchical(
       hosts: ranks grouped by host.
       block_bytes: block size of the shared-memory channels.
       name: purpose of the memory, the same on all ranks.
+      is_declined: True if this rank is to share no memory.
 
     Returns:
-      The all-reduce; None if a host cannot share memory and the option `communication` is "auto".
+      The all-reduce; None if a rank declines, or if a host cannot share memory and the option
+      `communication` is "auto".
 
     Raises:
       ConfigError: a host cannot share memory and the option `communication` is "shm".
     """
     members = hosts.members(channel.rank)
     nbytes = channel_bytes(len(members), block_bytes)
-    memory, problem = share_memory(channel, hosts, nbytes, name)
+    memory, problem = share_memory(channel, hosts, nbytes, name, is_declined)
     if problem:
         _report(channel, problem)
         return None
@@ -150,7 +167,7 @@ def open_hierarchical(
 
 
 def share_memory(
-    channel: Channel, hosts: Hosts, nbytes: int, name: str = ""
+    channel: Channel, hosts: Hosts, nbytes: int, name: str = "", is_declined: bool = False
 ) -> tuple[memoryview | None, str]:
     """Shares new memory among the ranks of each host.
 
@@ -161,6 +178,7 @@ def share_memory(
       hosts: ranks grouped by host.
       nbytes: size in bytes.
       name: purpose of the memory, the same on all ranks.
+      is_declined: True if this rank is to share no memory.
 
     Returns:
       The memory, filled with zeros, or None if this rank is alone on its host or any rank failed;
@@ -170,9 +188,9 @@ def share_memory(
     is_leader = channel.rank == members[0]
     purpose = f"shared memory for {name}" if name else "shared memory"
     memory: mmap.mmap | None = None
-    path = problem = ""
+    path, problem = "", _DECLINED if is_declined else ""
     with contextlib.ExitStack() as stack:
-        if is_leader and len(members) > 1:
+        if is_leader and len(members) > 1 and not is_declined:
             try:
                 file = SharedFile(nbytes)
                 stack.callback(file.unlink)  # after all ranks have mapped it
@@ -181,7 +199,7 @@ def share_memory(
                 descriptors.check(error)
                 problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
         path = _all_gather_texts(channel, path, f"the names of {purpose}")[members[0]]
-        if not is_leader and path:
+        if not is_leader and path and not is_declined:
             try:
                 memory = shared_file.attach(path, nbytes)
             except (OSError, ValueError) as error:
@@ -194,13 +212,14 @@ def share_memory(
 
 
 def _report(channel: Channel, problem: str) -> None:
-    """Raises if the option `communication` requires shared memory, else logs a warning."""
+    """Raises if the option `communication` requires shared memory, else logs a warning once."""
     advice = "Enlarge /dev/shm (in Docker: --shm-size) or use communication='grpc+tcp'"
     if channel.transport.options.communication == "shm":
         raise ConfigError(
             f"communication is 'shm', but memory cannot be shared: {problem}. {advice}"
         )
-    if channel.rank == 0:
+    if channel.rank == 0 and _DECLINED not in problem and channel.transport not in _reported:
+        _reported.add(channel.transport)
         _log.warning(
             "memory cannot be shared, reducing over the network instead: %s. %s", problem, advice
         )

@@ -12,7 +12,7 @@ from hostopt.errors import ConfigError
 
 __all__: list[str] = []
 
-DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 
 
 class ReduceOp(enum.Enum):
@@ -22,6 +22,7 @@ class ReduceOp(enum.Enum):
     AVERAGE = "average"
     MIN = "min"
     MAX = "max"
+    PRODUCT = "product"
 
     @property
     def ufunc(self) -> np.ufunc:
@@ -34,6 +35,7 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.AVERAGE: np.add,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
 }
 
 
@@ -52,5 +54,5 @@ def check_dtype(dtype: np.dtype[Any], op: ReduceOp) -> None:
         raise ConfigError(
             f"arrays of dtype {dtype.name} cannot be reduced, wanted one of {', '.join(DTYPES)}"
         )
-    if op is ReduceOp.AVERAGE and dtype.kind == "i":
+    if op is ReduceOp.AVERAGE and dtype.kind in "iu":
         raise ConfigError(f"the AVERAGE of {dtype.name} is not exact: reduce with SUM and divide")

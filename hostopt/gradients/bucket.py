@@ -97,6 +97,10 @@ class Bucket:
         start = -raw.ctypes.data % ALIGNMENT_BYTES
         return raw[start : start + nbytes].view(self.dtype)
 
+    def zeros(self) -> list[Array]:
+        """Returns gradients of zeros, in packing order."""
+        return [np.zeros(spec.shape, spec.dtype) for spec in self.specs]
+
     def views(self, buffer: Array) -> list[Array]:
         """Splits a flat buffer into gradients.
 

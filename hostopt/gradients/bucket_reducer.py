@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hostopt.collectives.call import Array
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.communicator import Communicator
 from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket
@@ -63,6 +64,10 @@ class BucketReducer(abc.ABC):
           step: number of the step, the same on all ranks.
         """
         self._first_step = step
+
+    def zeros(self, bucket: int) -> list[Array]:
+        """Returns gradients of zeros for a bucket, for a rank that has no gradients."""
+        return self._buckets[bucket].zeros()
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -38,6 +38,10 @@ class BucketTiming:
         step = self.stats.waited(bucket, begin_s, end_s)
         self._add_span(Track.WAIT, step, bucket, begin_s, end_s)
 
+    def end_step(self) -> None:
+        """Ends the last step, whose remaining buckets are left out."""
+        self.stats.end_step()
+
     def _add_span(
         self, track: Track, step: int, bucket: int, begin_s: float, end_s: float
     ) -> None:

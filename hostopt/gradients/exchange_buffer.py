@@ -137,6 +137,16 @@ class ExchangeBuffer:
             [(t.dtype.name, t.width, t.index_dtype.name, t.is_summed) for t in self._tables]
         )
 
+    def zeros(self) -> tuple[list[Array], list[Rows]]:
+        """Returns dense arrays of zeros, and no rows of each kind."""
+        dense = [np.zeros(value.spec.shape, value.spec.dtype) for value in self._dense]
+        rows = []
+        for tables in self.kinds:
+            first, counts = self._tables[tables[0]], np.zeros(len(tables), np.int64)
+            values = np.empty((0, first.width), first.dtype)
+            rows.append(Rows(counts, np.empty(0, first.index_dtype), values))
+        return dense, rows
+
     def weighted(
         self, dense: Sequence[Array], rows: Sequence[Rows], weight: float
     ) -> tuple[Sequence[Array], Sequence[Rows]]:

@@ -87,6 +87,10 @@ class FusedExchange:
     def close(self) -> None:
         """Does nothing; reducers have this method."""
 
+    def zeros(self) -> tuple[list[Array], list[Rows]]:
+        """Returns arguments of `run` for a rank that has no gradients: zeros, and no rows."""
+        return self._buffer.zeros()
+
     def run(
         self, dense: Sequence[Array], rows: Sequence[Rows], weight: float = 1.0
     ) -> tuple[list[Array], list[Rows]]:

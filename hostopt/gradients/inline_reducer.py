@@ -26,8 +26,8 @@ __all__: list[str] = []
 class InlineReducer(BucketReducer):
     """Sums buckets over the ranks of one host, on the calling thread.
 
-    Each step reduces every bucket once, in bucket order. The launch of a bucket and its reduction
-    begin at the same time.
+    Each step reduces every bucket once, in bucket order. It may leave out the last buckets, on all
+    ranks. The launch of a bucket and its reduction begin at the same time.
 
     See `BucketReducer` for the arguments. All ranks must run on one host.
     """
@@ -64,6 +64,8 @@ class InlineReducer(BucketReducer):
             call = CollectiveCall(self.communicator.channel, step, bucket, name, signature)
             self.communicator.begin(call)
             self._steps[bucket] += 1
+            if bucket == 0:
+                self._timing.end_step()  # if it has left out its last buckets
             source = TensorListView([array.reshape(-1) for array in arrays], plan.starts)
             sums, is_finite = self._sum(bucket, source, call)
             views = plan.views(sums)

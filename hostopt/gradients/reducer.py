@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.finite import all_finite, safe_limit
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.collectives.wire_format import new_wire_format
+from hostopt.collectives.wire_format import WireFormat, new_wire_format
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
 from hostopt.gradients.bucket import Bucket
@@ -30,22 +29,30 @@ class Reducer(BucketReducer):
     `InlineReducer` is used instead.
 
     Each step launches every bucket once and waits for every bucket once, from any thread and in
-    any order.
+    any order. A step may leave out the last buckets, on all ranks. The next step must then launch
+    bucket 0 first, after all waits of the step before.
 
     Each rank sends a flag after its gradients. The flag is 0 if the gradients are so small that
     their sum must be finite. If the flags add up to 0, the sums need not be scanned.
 
-    Buckets of float32 are sent in the wire format of the option `compression`, others unchanged.
+    Buckets of float32 are sent in the wire format, by default that of the option `compression`,
+    others unchanged.
 
     See `BucketReducer` for the arguments.
     """
 
     def __init__(
-        self, communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck
+        self,
+        communicator: Communicator,
+        buckets: Sequence[Bucket],
+        check: NonFiniteCheck,
+        wire_format: WireFormat | None = None,
     ) -> None:
-        wire_format = new_wire_format(communicator.transport.options.compression)
-        super().__init__(communicator, buckets, check, wire_format)
+        option = communicator.transport.options.compression
+        super().__init__(communicator, buckets, check, wire_format or new_wire_format(option))
         self._limits = [self._limit(bucket) for bucket in self._buckets]
+        self._step = 0
+        self._next = 0  # bucket that is reduced next
         self._pending: set[int] = set()  # launched, and not yet waited for
         # by bucket: buffer, and result of `find_nonfinite` for the local gradients
         self._launched: dict[int, tuple[Array, dict[str, str]]] = {}
@@ -78,6 +85,9 @@ class Reducer(BucketReducer):
                     "step. Run the training operation once in each session.run",
                     bucket=bucket,
                 )
+            if bucket < self._next and not self._pending:
+                self._timing.end_step()  # the step before has left out its last buckets
+                self._begin_step()
             self._pending.add(bucket)
             buffer = self._pools[bucket].take()
         plan = self._buckets[bucket]
@@ -123,9 +133,8 @@ class Reducer(BucketReducer):
 
     def _run(self) -> None:
         try:
-            for step in itertools.count():
-                for index in range(len(self._buckets)):
-                    self._reduce(step, index)
+            while True:
+                self._reduce_next()
         except BaseException as error:
             if self._error is None:
                 self.communicator.abort(error)
@@ -146,17 +155,21 @@ class Reducer(BucketReducer):
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _reduce(self, step: int, index: int) -> None:
+    def _begin_step(self) -> None:
+        self._step += 1
+        self._next = 0
+
+    def _reduce_next(self) -> None:
         with self._changed:
-            while index not in self._launched:  # until the graph launches the bucket
+            while self._next not in self._launched:  # until the graph launches the bucket
                 if self._error is not None:
                     raise self._error
                 self._changed.wait()
+            index, step = self._next, self._first_step + self._step
             buffer, nonfinite = self._launched.pop(index)
             self._is_reducing = True
         plan = self._buckets[index]
         begin_s = time.monotonic()
-        step += self._first_step
         name, signature = self._descriptions[index], self._signatures[index]
         call = CollectiveCall(self.communicator.channel, step, index, name, signature)
         wire_format = self._format_of(plan)
@@ -175,6 +188,9 @@ class Reducer(BucketReducer):
             self._is_reducing = False
             self._progress_s = time.monotonic()
             self._timing.ring(index, begin_s, end_s)
+            self._next += 1
+            if self._next == len(self._buckets):
+                self._begin_step()
             self._changed.notify_all()
 
     def _limit(self, bucket: Bucket) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Union
 
+from hostopt.collectives.wire_format import WireFormat
 from hostopt.communicator import Communicator
 from hostopt.gradients.bucket import Bucket
 from hostopt.gradients.bucket_reducer import BucketReducer
@@ -19,7 +20,10 @@ AnyReducer = Union[BucketReducer, FusedExchange]
 
 
 def open_reducer(
-    communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck | None = None
+    communicator: Communicator,
+    buckets: Sequence[Bucket],
+    check: NonFiniteCheck | None = None,
+    wire_format: WireFormat | None = None,
 ) -> Reducer | InlineReducer:
     """Opens a reducer of gradient buckets on a new channel.
 
@@ -29,6 +33,8 @@ def open_reducer(
       communicator: communicator of all ranks.
       buckets: all buckets of a step, the same on all ranks.
       check: check of the sums; by default one with the option `nonfinite`.
+      wire_format: format of float32 values between hosts; by default the one of the option
+        `compression`.
 
     Returns:
       An `InlineReducer` if all ranks share memory, else a `Reducer`.
@@ -36,4 +42,4 @@ def open_reducer(
     check = check or NonFiniteCheck(communicator)
     if communicator.on_one_host:
         return InlineReducer(communicator, buckets, check)
-    return Reducer(communicator, buckets, check)
+    return Reducer(communicator, buckets, check, wire_format)

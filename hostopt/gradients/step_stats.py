@@ -97,7 +97,8 @@ class StepStats:
     """Collects the times of the buckets of each step; thread-safe.
 
     A step is complete when all its buckets have been waited for. The first launch of a bucket
-    belongs to step 0 and the second to step 1. The same holds for its ring and its wait.
+    belongs to step 0 and the second to step 1. The same holds for its ring and its wait. A step
+    that leaves out buckets has no times.
 
     Args:
       buckets: number of buckets of a step.
@@ -167,6 +168,14 @@ class StepStats:
                 earlier_waits_ms = self._last.total_wait_ms if self._last else 0.0
                 self._last = self._steps.pop(step).times(step, earlier_waits_ms)
             return step
+
+    def end_step(self) -> None:
+        """Ends the last step, whose remaining buckets are left out."""
+        with self._lock:
+            self._steps.clear()
+            step = max(self._launches)
+            for counts in (self._launches, self._rings, self._waits):
+                counts[:] = [step] * self._buckets
 
     def _step_of_next(self, counts: list[int], bucket: int) -> int:
         counts[bucket] += 1

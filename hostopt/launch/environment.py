@@ -66,21 +66,22 @@ def task_environment(
     return environment
 
 
-def cores_of(rank: int, size: int) -> list[int]:
-    """Returns the cores that a rank is bound to, so that ranks do not displace each other.
+def shares_of_cores(size: int) -> list[list[int]]:
+    """Divides the cores among ranks, so that they do not displace each other.
 
     Args:
-      rank: the rank, 0..size-1.
       size: number of ranks that share the cores of this machine.
 
     Returns:
-      The rank's share of the cores that this process may use. If there are fewer cores than ranks,
-      all of them.
+      The cores that each rank is bound to: its share of those that this process may use. If there
+      are fewer cores than ranks, all of them.
     """
-    cores = sorted(os.sched_getaffinity(0), key=_place)
+    cores = list(os.sched_getaffinity(0))
     if size > len(cores):
-        return cores
-    return cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
+        return [cores] * size
+    cores.sort(key=_place)
+    ends = [rank * len(cores) // size for rank in range(size + 1)]
+    return [cores[begin:end] for begin, end in zip(ends, ends[1:])]
 
 
 def _place(core: int) -> tuple[int, int, int]:

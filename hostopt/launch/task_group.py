@@ -23,7 +23,12 @@ from typing import Any
 from hostopt import descriptors, error_report
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.launch import restarts, task_process
-from hostopt.launch.environment import address_of, cores_of, ports_reserved, task_environment
+from hostopt.launch.environment import (
+    address_of,
+    ports_reserved,
+    shares_of_cores,
+    task_environment,
+)
 from hostopt.launch.restarts import RestartDecision, Restarts, Slots, TaskExit
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import RING_ENDED
@@ -248,9 +253,9 @@ class Ring(Group):
             self._cluster.pop(job, None)
         for (job, _), port in zip(tasks, ports):
             self._cluster.setdefault(job, []).append(address_of(port))
-        for rank, (task, slot) in enumerate(zip(tasks, slots)):
+        shares = shares_of_cores(len(slots)) if self._binds else [[] for _ in slots]
+        for task, slot, cores in zip(tasks, slots, shares):
             environment = task_environment(os.environ, self._cluster, task, len(slots))
-            cores = cores_of(rank, len(slots)) if self._binds else ()
             self._start_task(task, {**environment, "HOSTOPT_SLOT": str(slot)}, cores)
 
     def _exit_of(self, process: TaskProcess) -> TaskExit:

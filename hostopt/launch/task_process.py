@@ -126,7 +126,7 @@ def start(
       command: program and arguments.
       task: job and index.
       environment: environment variables of the command.
-      cores: numbers of the cores that it is bound to; empty for those of this process.
+      cores: numbers of the cores to bind it to; empty for no change.
 
     Returns:
       The task, which runs until it ends or is closed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import enum
 import json
 import logging
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hostopt import descriptors
+from hostopt.child_process import call_at_exit, cancel_at_exit
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError
 
@@ -144,7 +144,7 @@ class Timeline:
             ) from error
         self._thread = threading.Thread(target=self._run, daemon=True, name="hostopt-timeline")
         self._thread.start()
-        atexit.register(self.close)
+        call_at_exit(self.close)
 
     def span(self, track: Track, name: str, begin_s: float, end_s: float, **args: Any) -> Span:
         """Records a piece of work; the arguments are those of `Span`.
@@ -210,7 +210,7 @@ class Timeline:
         if self._closed.is_set():
             return
         self._closed.set()
-        atexit.unregister(self.close)
+        cancel_at_exit(self.close)
         self._thread.join()
         self._write_or_warn()
 

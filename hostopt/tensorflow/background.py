@@ -10,6 +10,7 @@ a pool of any size.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -30,6 +31,7 @@ def call_in_background(
     inputs: Sequence[tf.Tensor],
     dtypes: Sequence[tf.DType],
     name: str,
+    order: str = "",
 ) -> list[tf.Tensor]:
     """Adds an operation that calls a Python function on a separate thread.
 
@@ -40,19 +42,24 @@ def call_in_background(
       inputs: input tensors, at least one.
       dtypes: dtypes of the results, at least one.
       name: name of the operation.
+      order: as for `in_order`.
 
     Returns:
       The results, on the host, with unknown shapes.
     """
-    with tf.device(HOST_DEVICE):
+
+    def call(*arguments: tf.Tensor) -> Any:
+        return tf.numpy_function(function, arguments, list(dtypes))
+
+    def in_background(*arguments: tf.Tensor) -> list[tf.Tensor]:
         single = tf.raw_ops.TensorDataset(
-            components=list(inputs), output_shapes=[each.shape for each in inputs]
+            components=list(arguments), output_shapes=[each.shape for each in inputs]
         )
         shapes = [_UNKNOWN] * len(dtypes)
         mapped = tf.raw_ops.MapDataset(
             input_dataset=single,
             other_arguments=[],
-            f=_as_graph_function(function, inputs, dtypes),
+            f=_as_graph_function(call, inputs),
             output_types=list(dtypes),
             output_shapes=shapes,
             use_inter_op_parallelism=False,  # on the thread of the kernel below
@@ -63,17 +70,62 @@ def call_in_background(
             )
         )
 
+    return in_order(order, in_background, inputs, dtypes)
 
-def _as_graph_function(
-    function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
-) -> Any:
+
+def in_order(
+    order: str,
+    build: Callable[..., Sequence[tf.Tensor]],
+    inputs: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType],
+) -> list[tf.Tensor]:
+    """Adds stateful operations on the host, which run in the order of those with the same key.
+
+    In a `tf.function`, TensorFlow runs stateful operations one after another, in the order in
+    which they were built, so a collective would wait for all earlier ones. Operations that use
+    different resources do not wait for each other. So each key has a resource of its own.
+
+    Args:
+      order: the key; "" for the order of all other stateful operations.
+      build: takes the inputs, and returns the results of the operations.
+      inputs: input tensors.
+      dtypes: dtypes of the results.
+
+    Returns:
+      The results.
+    """
+    is_in_function = tf.compat.v1.get_default_graph().building_function
+    with tf.device(HOST_DEVICE):
+        if not (order and is_in_function and tf.compat.v1.executing_eagerly_outside_functions()):
+            return list(build(*inputs))
+        arguments = [_resource(order), *inputs]
+
+        def call(handle: tf.Tensor, *tensors: tf.Tensor) -> Sequence[tf.Tensor]:
+            del handle  # only an input
+            return build(*tensors)
+
+        function = _as_graph_function(call, arguments)
+        return list(tf.raw_ops.StatefulPartitionedCall(args=arguments, Tout=dtypes, f=function))
+
+
+_resources: dict[str, tf.Tensor] = {}
+_adding = threading.Lock()
+
+
+def _resource(order: str) -> tf.Tensor:
+    """Returns the handle of a key: it names a variable that is never created."""
+    with _adding:
+        if order not in _resources:
+            with tf.init_scope(), tf.device(HOST_DEVICE):
+                _resources[order] = tf.raw_ops.VarHandleOp(
+                    dtype=tf.int32, shape=[], shared_name=f"hostopt order of {order}"
+                )
+        return _resources[order]
+
+
+def _as_graph_function(build: Callable[..., Any], inputs: Sequence[tf.Tensor]) -> Any:
     signature = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
-
-    def call(*arguments: tf.Tensor) -> Any:
-        return tf.numpy_function(function, arguments, list(dtypes))
-
-    built = tf.function(call, input_signature=signature, autograph=False)
-    return built.get_concrete_function()
+    return tf.function(build, input_signature=signature, autograph=False).get_concrete_function()
 
 
 def abort_on_error(communicator: Communicator, function: Callable[..., Any]) -> Callable[..., Any]:

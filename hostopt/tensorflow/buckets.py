@@ -14,13 +14,18 @@ import tensorflow as tf
 from hostopt.collectives.call import Array
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError
-from hostopt.gradients.bucket import TensorSpec, plan_buckets
+from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.inline_reducer import InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.gradients.reducers import open_reducer
-from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
+from hostopt.tensorflow.background import (
+    HOST_DEVICE,
+    abort_on_error,
+    call_in_background,
+    in_order,
+)
 
 __all__: list[str] = []
 
@@ -83,24 +88,50 @@ def build_buckets(
     Returns:
       The sums on the host, and the reducer.
     """
-    received = receive_on_host(tensors)
     buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
     reducer = open_reducer(communicator, buckets, check)
+    return reduce_planned(tensors, buckets, reducer, weight), reducer
+
+
+def reduce_planned(
+    tensors: Sequence[tf.Tensor],
+    buckets: Sequence[Bucket],
+    reducer: Any,
+    weight: tf.Tensor | None = None,
+) -> list[tf.Tensor]:
+    """Adds the operations that reduce gradients with a reducer.
+
+    Args:
+      tensors: gradients of static shape.
+      buckets: the buckets that they are assigned to.
+      reducer: an `InlineReducer` if all ranks share memory, else a `Reducer`; or what opens one.
+      weight: as for `reduce_in_buckets`.
+
+    Returns:
+      The sums on the host, in the order of `tensors`.
+    """
+    received = receive_on_host(tensors)
     reduced: dict[int, tf.Tensor] = {}
     previous: list[tf.Tensor] = []
+    first_launch: list[tf.Tensor] = []
     with tf.device(HOST_DEVICE), tf.name_scope("host_reduce"):
         for number, bucket in enumerate(buckets):
             gradients = [received[i] for i in bucket.indices]
             # chained, as all ranks must reduce the buckets in the same order
-            if isinstance(reducer, InlineReducer):
+            if reducer.communicator.on_one_host:
                 results = _reduce_inline(reducer, weight, number, gradients, previous)
             else:
-                results = _launch_and_wait(reducer, weight, number, gradients, previous)
+                # a session runs no launches whose sums are not fetched, and the first launch tells
+                # the reducer that the step before is over
+                with tf.control_dependencies(first_launch):
+                    launch = _launch(reducer, weight, number, gradients)
+                first_launch = first_launch or [launch]
+                results = _wait(reducer, number, launch, gradients, previous)
             previous = results[:1]
             for index, result in zip(bucket.indices, results):
                 result.set_shape(received[index].shape)
                 reduced[index] = result
-    return [reduced[index] for index in range(len(received))], reducer
+    return [reduced[index] for index in range(len(received))]
 
 
 def receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -160,27 +191,35 @@ def order_of_rank_0(
     return [names.index(name) for name in names_of_rank_0 if name not in settings]
 
 
-def _launch_and_wait(
+def _launch(
+    reducer: Reducer, weight: tf.Tensor | None, number: int, gradients: Sequence[tf.Tensor]
+) -> tf.Tensor:
+    """Adds an operation that launches a bucket."""
+    launch = abort_on_error(reducer.communicator, _weighted(_launcher(reducer, number), weight))
+    (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
+        _order(reducer, f"launch_{number}"),
+        lambda *arrays: [tf.numpy_function(launch, arrays, tf.int32, name=f"launch_{number}")],
+        [*gradients, *_as_list(weight)],
+        [tf.int32],
+    )
+    return token
+
+
+def _wait(
     reducer: Reducer,
-    weight: tf.Tensor | None,
     number: int,
+    launch: tf.Tensor,
     gradients: Sequence[tf.Tensor],
     previous: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Adds operations that launch a bucket, and wait for it after the previous bucket."""
-    communicator = reducer.communicator
-    token = tf.numpy_function(  # [G3] runs when the last gradient of the bucket is received
-        abort_on_error(communicator, _weighted(_launcher(reducer, number), weight)),
-        [*gradients, *_as_list(weight)],
-        tf.int32,
-        name=f"launch_{number}",
-    )
+    """Adds an operation that waits for a bucket, after the previous one."""
     with tf.control_dependencies(previous):  # [G5]
         return call_in_background(
-            abort_on_error(communicator, lambda _: reducer.wait(number)),
-            [token],
+            abort_on_error(reducer.communicator, lambda _: reducer.wait(number)),
+            [launch],
             [gradient.dtype for gradient in gradients],
             name=f"wait_{number}",
+            order=_order(reducer, f"wait_{number}"),
         )
 
 
@@ -199,7 +238,13 @@ def _reduce_inline(
             [*gradients, *_as_list(weight)],
             [gradient.dtype for gradient in gradients],
             name=f"reduce_{number}",
+            order=_order(reducer, f"reduce_{number}"),
         )
+
+
+def _order(reducer: Any, call: str) -> str:
+    """Returns the key of the operations that make the same call of a reducer in each step."""
+    return f"channel {reducer.communicator.channel}: {call}"
 
 
 def _as_list(weight: tf.Tensor | None) -> list[tf.Tensor]:

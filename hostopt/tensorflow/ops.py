@@ -148,7 +148,7 @@ def _array_op(
 
 
 _SAME_ON_ALL_RANKS = re.compile(
-    r"(.*/)?(Host(AllFinite|AllReduce|Broadcast|Exchange|Reduced)"
+    r"(.*/)?(Host(AllFinite|AllGather|AllReduce|Broadcast|Exchange|Reduced)"
     r"|host_reduce(_\d+)?/(wait|reduce))(_\d+)*$"
 )
 
@@ -161,5 +161,5 @@ def is_same_on_all_ranks(op: tf.Operation) -> bool:
     Args:
       op: operation of a graph.
     """
-    types = ("DatasetToSingleElement", "PlaceholderWithDefault", "PyFunc")
+    types = ("DatasetToSingleElement", "Identity", "PlaceholderWithDefault", "PyFunc")
     return op.type in types and _SAME_ON_ALL_RANKS.match(op.name) is not None

@@ -21,6 +21,7 @@ from hostopt.gradients.reducers import AnyReducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 from hostopt.tensorflow.buckets import build_buckets, order_of_rank_0, static_spec
 from hostopt.tensorflow.ops import all_reduce
+from hostopt.tensorflow.sparse import values_of
 
 __all__: list[str] = []
 
@@ -120,7 +121,7 @@ def reduce_tensors(
     order = order_of_rank_0(
         communicator, descriptions, {"size of a bucket": f"{bucket_bytes} bytes"}
     )
-    parts = _split([reductions[i] for i in order], communicator)
+    parts = split([reductions[i] for i in order], communicator)
     results: dict[Reduction, Any] = {}
     reducers: list[AnyReducer] = []
     if parts.in_buckets:
@@ -148,10 +149,10 @@ def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -
       reductions: the tensors.
       communicator: communicator that reduces them.
     """
-    return bool(_split(reductions, communicator).in_exchange)
+    return bool(split(reductions, communicator).in_exchange)
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """Tensors by the way in which they are reduced.
 
     Args:
@@ -165,7 +166,13 @@ class _Parts(NamedTuple):
     separate: list[Reduction]
 
 
-def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Parts:
+def split(reductions: Sequence[Reduction], communicator: Communicator) -> Parts:
+    """Decides how each tensor is reduced.
+
+    Args:
+      reductions: the tensors.
+      communicator: communicator that reduces them.
+    """
     limit = _SMALL_BYTES / max(1, communicator.size - 1)
     dense = [each for each in reductions if not each.is_sparse]
     nbytes = {each: static_spec(each.value, each.name).nbytes for each in dense}
@@ -176,7 +183,7 @@ def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Part
         gradients = []
     separate = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
     large = {*gradients, *separate}
-    return _Parts([each for each in reductions if each not in large], gradients, separate)
+    return Parts([each for each in reductions if each not in large], gradients, separate)
 
 
 def _exchange(
@@ -195,15 +202,36 @@ def _exchange(
         check,
         side_value,
     )
+    return exchange_operations(reductions, exchange, weight), exchange
+
+
+def exchange_operations(
+    reductions: Sequence[Reduction], exchange: Any, weight: tf.Tensor | None = None
+) -> list[Any]:
+    """Adds the operation that reduces tensors with an exchange.
+
+    Args:
+      reductions: the tensors.
+      exchange: a `FusedExchange` of these tensors, or what opens one.
+      weight: as for `reduce_tensors`.
+
+    Returns:
+      The results, in the order of `reductions`.
+    """
+    arrays = [each for each in reductions if not each.is_sparse]
+    slices = [each for each in reductions if each.is_sparse]
     kinds = [[slices[table] for table in kind] for kind in exchange.kinds]
     with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):
         inputs = [each.value for each in arrays]
         inputs += [part for kind in kinds for part in _join(kind)]
         outputs = call_in_background(
-            abort_on_error(communicator, _runner(exchange, len(arrays), weight is not None)),
+            abort_on_error(
+                exchange.communicator, _runner(exchange, len(arrays), weight is not None)
+            ),
             [*inputs, *([] if weight is None else [weight])],
             [each.dtype for each in inputs],
             name="HostExchange",
+            order=f"channel {exchange.communicator.channel}",
         )
         results: dict[Reduction, Any] = dict(zip(arrays, outputs))
         for each in arrays:
@@ -211,7 +239,7 @@ def _exchange(
         parts = outputs[len(arrays) :]
         for kind, counts, indices, values in zip(kinds, parts[::3], parts[1::3], parts[2::3]):
             results.update(_split_rows(kind, counts, indices, values))
-    return [results[each] for each in reductions], exchange
+    return [results[each] for each in reductions]
 
 
 def _join(kind: Sequence[Reduction]) -> Rows:
@@ -286,7 +314,7 @@ def check_gradients(
 
     first, *rest = values
     with tf.device(HOST_DEVICE), tf.name_scope("host_check"):
-        finite = [_is_finite(getattr(value, "values", value)) for value in values]
+        finite = [_is_finite(values_of(value)) for value in values]
         token = tf.numpy_function(abort_on_error(communicator, run), [tf.stack(finite)], tf.int32)
         with tf.control_dependencies([token]):  # backward computes this one last
             if isinstance(first, tf.IndexedSlices):

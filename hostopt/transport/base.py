@@ -22,11 +22,12 @@ from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport import event_loop
-from hostopt.transport.mailbox import Mailbox, Wait
+from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Payload, Tag, Traffic, channel_number
 from hostopt.transport.mismatch import Call, find_mismatch, is_same_call
 from hostopt.transport.signature import Signature
 from hostopt.transport.stall import Status, build_status, find_culprit
+from hostopt.transport.wait import Wait
 
 __all__: list[str] = []
 

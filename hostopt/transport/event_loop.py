@@ -13,6 +13,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from hostopt.child_process import ForkGuard
+
 __all__: list[str] = []
 
 _Result = TypeVar("_Result")
@@ -52,7 +54,15 @@ def start(coroutine: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[
 
     Returns:
       Its future.
+
+    Raises:
+      ConfigError: this process was forked from one that ran the loop.
     """
+    try:
+        guard.check()
+    except BaseException:
+        coroutine.close()
+        raise
     return asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
 
 
@@ -66,3 +76,6 @@ def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="hostopt-loop").start()
     return loop
+
+
+guard = ForkGuard("a hostopt ring", lambda: _start_loop.cache_info().currsize > 0)

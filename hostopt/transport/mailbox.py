@@ -15,31 +15,23 @@ from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport.destinations import Destinations
 from hostopt.transport.message import Tag
+from hostopt.transport.wait import Schedule, Wait
 
 __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 
-# Time to find the reason for a timeout before the wait ends without one.
-_DIAGNOSIS_S = 5.0
-# A rank compares its call with its peer's after this time, and again after each doubling of it.
-_COMPARE_AFTER_S = 0.25
 
-
-class Wait(NamedTuple):
-    """A wait for a message of a peer.
+class Listener(NamedTuple):
+    """Receives the messages of one channel as they arrive; called on any thread, must not block.
 
     Args:
-      peer: rank that is waited for.
-      tag: tag of the message.
-      name: what the message carries, for warnings and errors.
-      since_s: start of the wait, on the monotonic clock.
+      receive: called with the sender and the payload of each message.
+      left: called with each peer that has left in good order.
     """
 
-    peer: int
-    tag: Tag
-    name: str
-    since_s: float
+    receive: Callable[[int, memoryview], None]
+    left: Callable[[int], None]
 
 
 class Mailbox:
@@ -69,22 +61,43 @@ class Mailbox:
         self._left: dict[int, str] = {}  # reason by peer
         self._finished: dict[int, Tag] = {}  # finish marker by peer
         self._resumed_step = -1  # finish markers up to this step are outdated
-        self._waits: dict[object, Wait] = {}
+        self._waits: dict[Schedule, Wait] = {}
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
         self.destinations = Destinations()  # for payloads of awaited messages
+        self._listeners: dict[int, Listener] = {}  # by channel
         self._on_failure: list[Callable[[HostOptError], None]] = []
         self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
         self.error: HostOptError | None = None
 
     def put(self, peer: int, tag: Tag, payload: memoryview) -> None:
-        """Stores a message that has arrived from `peer`, or notes its finish marker."""
+        """Stores a message that has arrived from `peer`, or gives it to a listener."""
         with self._lock:
-            if not tag.is_finish_marker:
+            listener = self._listeners.get(tag.channel)
+            if listener is None and not tag.is_finish_marker:
                 self._messages[_key(peer, tag)] = tag, payload
                 self._wake(_key(peer, tag))
-            elif tag.step > self._resumed_step:  # a marker may arrive after the barrier has ended
+            elif listener is None and tag.step > self._resumed_step:  # else the barrier has ended
                 self._finished[peer] = tag
                 self._wake(*self._awaited)
+        if listener is not None:
+            listener.receive(peer, payload)
+
+    def listen(self, channel: int, listener: Listener) -> None:
+        """Gives the messages of a channel to a listener, those that have arrived before, too.
+
+        Args:
+          channel: a channel on which nobody waits for messages.
+          listener: the listener.
+        """
+        with self._lock:
+            self._listeners[channel] = listener
+            keys = [key for key in self._messages if key[1] == channel]
+            arrived = [(key[0], self._messages.pop(key)[1]) for key in keys]
+            left = list(self._left)
+        for peer, payload in arrived:
+            listener.receive(peer, payload)
+        for peer in left:
+            listener.left(peer)
 
     async def take(
         self, peer: int, tag: Tag, name: str, into: memoryview | None = None
@@ -147,37 +160,20 @@ class Mailbox:
           Otherwise it returns the time in seconds until it has to be called again.
         """
         wait = Wait(peer, tag, name, time.monotonic())
-        warn_after_s, compare_after_s = self._options.stall_warning_s, _COMPARE_AFTER_S
-        timeout_s = self._options.collective_timeout_s
-        has_timed_out = False
+        schedule = Schedule(wait, self._options, self._on_stall, self._on_long_wait)
 
         def check() -> float:
-            nonlocal warn_after_s, compare_after_s, has_timed_out
             self._raise_if_hopeless(peer, tag, name)
-            waited_s = time.monotonic() - wait.since_s
-            if waited_s >= timeout_s + _DIAGNOSIS_S:
+            left_s = schedule.next_s()
+            if left_s is None:
                 raise self.timeout_error(wait, peer, "")
-            if waited_s >= timeout_s:
-                if not has_timed_out:
-                    has_timed_out = True
-                    self._on_stall(wait, True)
-                return timeout_s + _DIAGNOSIS_S - waited_s
-            if waited_s >= warn_after_s:
-                self._on_stall(wait, False)
-                while waited_s >= warn_after_s:
-                    warn_after_s *= 2
-            if waited_s >= compare_after_s:
-                self._on_long_wait(wait)
-                while waited_s >= compare_after_s:
-                    compare_after_s *= 2
-            return min(warn_after_s, compare_after_s, timeout_s) - waited_s
+            return left_s
 
-        key = object()
-        self._waits[key] = wait
+        self._waits[schedule] = wait
         try:
             yield check
         finally:
-            del self._waits[key]
+            del self._waits[schedule]
 
     def fail(self, error: HostOptError) -> bool:
         """Ends all present and future waits with `error`, unless they have failed already.
@@ -222,6 +218,9 @@ class Mailbox:
         with self._lock:
             self._left[peer] = reason
             self._wake(*self._awaited)
+            listeners = list(self._listeners.values())
+        for listener in listeners:
+            listener.left(peer)
 
     def has_left(self, peer: int) -> bool:
         """Returns True if `peer` has left in good order."""
@@ -258,7 +257,7 @@ class Mailbox:
                 f"{self._cluster.describe(peer)} is gone at {tag} while rank "
                 f"{self._cluster.rank} waited for {name or 'its data'}: {reason}. Give all ranks "
                 "the same number of steps",
-                **self._attributes(peer, tag),
+                **_attributes(self._cluster, peer, tag),
             )
 
     def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
@@ -274,7 +273,7 @@ class Mailbox:
         return CollectiveTimeoutError(
             f"{self.describe(wait)}: {reason}. Check what rank {culprit} is doing, or raise "
             f"collective_timeout_s ({timeout_s:g} s)",
-            **self._attributes(culprit, wait.tag),
+            **_attributes(self._cluster, culprit, wait.tag),
             root_cause=f"{self._cluster.describe(culprit)} makes no progress",
         )
 
@@ -285,8 +284,9 @@ class Mailbox:
             f"{wait.name or 'data'} from {self._cluster.describe(wait.peer)} at {wait.tag}"
         )
 
-    def _attributes(self, peer: int, tag: Tag) -> dict[str, Any]:
-        return {**self._cluster.attributes(peer), "step": tag.step, "bucket": tag.bucket}
+
+def _attributes(cluster: Cluster, peer: int, tag: Tag) -> dict[str, Any]:
+    return {**cluster.attributes(peer), "step": tag.step, "bucket": tag.bucket}
 
 
 def _is_running(loop: asyncio.AbstractEventLoop) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Callable, NamedTuple, Optional
 from hostopt.cluster import Cluster
 from hostopt.errors import HostOptError, error_from_dict, error_to_dict
 from hostopt.telemetry.flight_recorder import Event
-from hostopt.transport.mailbox import Wait
+from hostopt.transport.wait import Wait
 
 __all__: list[str] = []
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 
 _EXPERIMENTS = "GRPC_EXPERIMENTS"
@@ -55,3 +56,13 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for setting, nbytes in _SETTINGS.items():
             mallopt(setting, nbytes)
+
+
+@functools.cache
+def keep_aio_running() -> None:
+    """Keeps grpc.aio initialized until the process ends; call it on the event loop.
+
+    Otherwise it ends with its last object. With grpcio 1.62 that fails if the object lives until
+    the interpreter ends, as objects do that a function of TensorFlow refers to.
+    """
+    grpc.aio.init_grpc_aio()

@@ -23,7 +23,7 @@ from hostopt.transport.grpc.authentication import (
 )
 from hostopt.transport.grpc.channel_options import server_options
 from hostopt.transport.grpc.peers import Peers
-from hostopt.transport.grpc.runtime import grpc
+from hostopt.transport.grpc.runtime import grpc, keep_aio_running
 from hostopt.transport.grpc.strangers import Strangers
 from hostopt.transport.grpc.timing import Timing
 from hostopt.transport.security import Tls
@@ -80,6 +80,7 @@ class RpcServer:
         """
         cluster = self._peers.cluster
         self._unknown = asyncio.Semaphore(limits.UNKNOWN_REQUESTS)
+        keep_aio_running()
         self._server = grpc.aio.server(
             options=server_options(self._options, self._timing, cluster.size)
         )

@@ -90,9 +90,11 @@ class Strangers:
           False if the connection has been shut down, before the peer's call was read.
         """
         endpoint = parse_endpoint(address)
+        if endpoint in self._shut_down:
+            return False
         if endpoint is not None:
             self._streams[rank] = endpoint
-        return endpoint not in self._shut_down
+        return True
 
     def _peers(self) -> set[Endpoint]:
         peers, connections = set(self._streams.values()), Counter[Claim]()

@@ -16,13 +16,13 @@ Everything runs on the event loop; other threads hand work over to it.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
 import os
 import threading
 from collections.abc import Sequence
 
 from hostopt import descriptors
+from hostopt.child_process import call_at_exit, cancel_at_exit
 from hostopt.cluster import Cluster
 from hostopt.error_report import cause_of
 from hostopt.errors import (
@@ -108,7 +108,7 @@ class GrpcTransport(Transport):
 
         self.mailbox.on_failure(self._start_drop_of_streams)
         event_loop.run(self._serve(service))
-        atexit.register(self.close)
+        call_at_exit(self.close)
         try:
             event_loop.run(self._connect())
         except BaseException as error:
@@ -198,6 +198,8 @@ class GrpcTransport(Transport):
 
     def abort(self, error: BaseException) -> None:
         """See `Transport.abort`."""
+        if os.getpid() != self._pid:  # a child of fork(), which has no event loop
+            return
         if not isinstance(error, HostOptError):
             is_out, cause = descriptors.is_out(error), cause_of(error)
             text = descriptors.advice(error) if is_out else f"Root cause: {cause}"
@@ -218,7 +220,7 @@ class GrpcTransport(Transport):
             if self._closed:
                 return
             self._closed = self._liveness.closed = True
-        atexit.unregister(self.close)
+        cancel_at_exit(self.close)
         event_loop.run(self._close())
         self._wait_for_dump()
 

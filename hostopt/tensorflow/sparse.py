@@ -49,3 +49,18 @@ def slices_of(dense: tf.Tensor, index_dtype: tf.DType) -> tf.IndexedSlices:
     """
     shape = tf.shape(dense)
     return tf.IndexedSlices(dense, tf.cast(tf.range(shape[0]), index_dtype), shape)
+
+
+def sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Sums the rows that have the same index.
+
+    Args:
+      slices: sparse gradient.
+
+    Returns:
+      Sparse gradient with unique indices.
+    """
+    indices, positions = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
+    values.set_shape([None, *slices.values.shape[1:]])
+    return tf.IndexedSlices(values, indices, slices.dense_shape)

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import estimator_ext
-from estimator_ext.indexed_slices import map_values, parts_of, slices_of, values_of
-
-estimator_ext.install()
+from hostopt.tensorflow.sparse import map_values, parts_of, slices_of, sum_rows, values_of
 
 pytestmark = [pytest.mark.tensorflow]
 
@@ -45,3 +42,14 @@ def test_all_rows_of_a_dense_gradient() -> None:
     assert slices.indices.dtype == np.int64
     np.testing.assert_array_equal(slices.values, [[1.0], [2.0], [3.0]])
     np.testing.assert_array_equal(slices.dense_shape, [3, 1])
+
+
+def test_rows_of_one_index_are_summed() -> None:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        slices = tf.IndexedSlices(
+            tf.constant([[1.0], [2.0], [3.0]]), tf.constant([4, 1, 4]), tf.constant([5, 1])
+        )
+        sums = session.run(sum_rows(slices))
+    np.testing.assert_array_equal(sums.indices, [4, 1])
+    np.testing.assert_array_equal(sums.values, [[4.0], [2.0]])
+    np.testing.assert_array_equal(sums.dense_shape, [5, 1])

@@ -1,0 +1,85 @@
+"""Datasets that ranks iterate in functions of TensorFlow 2 and eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+from estimator_ext.sharding import POLICIES
+from hostopt.process_ring import ProcessRing
+
+__all__: list[str] = []
+
+
+def with_policy(dataset: Any, policy: str | None) -> Any:
+    """Returns a dataset that TensorFlow shards as the option auto_shard says.
+
+    Args:
+      dataset: a dataset.
+      policy: the option; None keeps the policy in the options of the dataset.
+    """
+    if policy is None:
+        return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = POLICIES[policy]
+    return dataset.with_options(options)
+
+
+def check_lengths(ring: ProcessRing, dataset: Any) -> None:
+    """Compares the numbers of batches of the ranks.
+
+    Collective: all ranks must call it.
+
+    Args:
+      ring: the ring.
+      dataset: the dataset of this rank, before it is sharded.
+
+    Raises:
+      hostopt.ConfigError: they differ, so that one rank would end an epoch before the others.
+    """
+    lengths = _lengths(ring, dataset)
+    if len({*lengths}) > 1:
+        raise hostopt.ConfigError(
+            f"the datasets of the ranks differ in their number of batches ({_shown(lengths)}). "
+            "Give all ranks the same dataset, which is sharded, or as many batches with repeat() "
+            "and take()"
+        )
+
+
+def check_endless(ring: ProcessRing, dataset: Any) -> None:
+    """Checks that the dataset of each rank ends, or of none.
+
+    Ranks whose datasets end ask each other before each batch, and those without a batch get an
+    empty one. A rank whose dataset is endless does not ask.
+
+    Collective: all ranks must call it.
+
+    Args:
+      ring: the ring.
+      dataset: the dataset of this rank, from a function of the program.
+
+    Raises:
+      hostopt.ConfigError: some are endless.
+    """
+    lengths = _lengths(ring, dataset)
+    endless = [length == tf.data.INFINITE_CARDINALITY for length in lengths]
+    if any(endless) and not all(endless):
+        raise hostopt.ConfigError(
+            f"some ranks have endless datasets, and others not ({_shown(lengths)}). Call repeat() "
+            "on all ranks, or end all datasets with take()"
+        )
+
+
+def _lengths(ring: ProcessRing, dataset: Any) -> list[int]:
+    """Returns the number of batches of each rank, or what `cardinality` returns instead."""
+    local = np.array([int(dataset.cardinality())], np.int64)
+    lengths: list[int] = ring.named.all_gather(local, "the lengths of the datasets").tolist()
+    return lengths
+
+
+def _shown(lengths: list[int]) -> str:
+    names = {tf.data.INFINITE_CARDINALITY: "endless", tf.data.UNKNOWN_CARDINALITY: "unknown"}
+    return ", ".join(f"rank {i}: {names.get(n, n)}" for i, n in enumerate(lengths))

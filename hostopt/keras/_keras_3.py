@@ -1,0 +1,22 @@
+"""Keras 3, on TensorFlow."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hostopt.errors import ConfigError
+
+__all__: list[str] = []
+
+keras: Any = importlib.import_module("keras")
+if not hasattr(keras, "ops"):  # which Keras 3 has
+    raise ConfigError(
+        f"keras {keras.__version__} is installed, but hostopt.keras needs Keras 3. Import "
+        "hostopt.tensorflow.keras instead"
+    )
+if keras.backend.backend() != "tensorflow":
+    raise ConfigError(
+        f"the backend of Keras is {keras.backend.backend()}, but hostopt.keras needs tensorflow. "
+        "Set KERAS_BACKEND=tensorflow in the environment"
+    )

@@ -1,0 +1,330 @@
+"""Collectives that the ranks match by name, in any order.
+
+Each name has its own channel, so calls of different names never wait for each other: no rank
+has to coordinate their order. Threads may make calls at the same time, in another order on each
+rank. Calls of one name are matched in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hostopt.collectives.all_to_all import all_to_all
+from hostopt.collectives.call import Array
+from hostopt.collectives.reduce_op import ReduceOp, check_dtype
+from hostopt.communicator import Communicator
+from hostopt.errors import ConfigError
+from hostopt.join import Announcement, Joining, refusal
+from hostopt.named_channel import NamedChannel, describe_list, open_channel
+from hostopt.neutral import describe_arrays, neutral_arrays
+
+__all__: list[str] = []
+
+_KIND = "call"  # of the names that `Joining` knows
+
+
+class NamedCollectives:
+    """Collectives over the ranks of a communicator, matched by name.
+
+    Every collective raises HostOptError if a rank failed, left or timed out, if two ranks call
+    different collectives, dtypes or shapes under one name, and if two threads of this rank use
+    one name at the same time.
+
+    Args:
+      communicator: reaches all ranks. Its own channel is not used.
+
+    Attributes:
+      joining: lets a rank that has run out of data take part in the calls of the others.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.joining = Joining(communicator)
+        self.joining.replay_with(_KIND, lambda announcement: _take_part(self, announcement))
+        self._channels: dict[str, NamedChannel] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0..size-1."""
+        return self.communicator.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.communicator.size
+
+    def all_reduce(
+        self,
+        arrays: Sequence[Array],
+        name: str,
+        op: ReduceOp = ReduceOp.SUM,
+        compression: str | None = None,
+    ) -> list[Array]:
+        """Reduces arrays over the ranks. Arrays of one dtype travel together.
+
+        Args:
+          arrays: arrays of any shape, each of one of `DTYPES`.
+          name: name of the call.
+          op: reduction operator; AVERAGE needs floating dtypes.
+          compression: "fp16" or "bf16" sends float32 with 16 bits between hosts, if `op` is SUM or
+            AVERAGE. Other arrays are sent unchanged.
+
+        Returns:
+          New arrays like `arrays`.
+
+        Raises:
+          ConfigError: a dtype cannot be reduced.
+        """
+        arrays = [np.asarray(array) for array in arrays]
+        for array in arrays:
+            check_dtype(array.dtype, op)
+        results = list(arrays)
+        if not arrays:
+            return results
+        with self._using(
+            name, "all_reduce", arrays, op=op.name, compression=compression
+        ) as channel:
+            for dtype in dict.fromkeys(array.dtype for array in arrays):
+                indices = [i for i, array in enumerate(arrays) if array.dtype == dtype]
+                chosen = [arrays[i] for i in indices]
+                format_name = compression if _can_compress(dtype, op) else None
+                reduced = channel.all_reduce(chosen, name, op, format_name)
+                for index, array in zip(indices, reduced):
+                    results[index] = array
+        return results
+
+    def all_gather(
+        self, array: Array, name: str, rows_by_rank: Sequence[int] | None = None
+    ) -> Array:
+        """Joins the arrays of all ranks along the first dimension.
+
+        Args:
+          array: array of at least one dimension, of any fixed-size dtype. The first dimension may
+            differ between ranks.
+          name: name of the call.
+          rows_by_rank: number of rows of each rank, if known. A rank that has joined then has so
+            many rows of zeros; otherwise it has none.
+
+        Returns:
+          Array with the rows of all ranks, in rank order.
+
+        Raises:
+          ConfigError: the array is a scalar.
+        """
+        array = _rows(array, "all_gather")
+        with self._using(name, "all_gather", [array], rows_by_rank=rows_by_rank) as channel:
+            description = _describe_rows("all_gather", name, array)
+            is_empty = 0 in array.shape[1:]  # then the number of bytes is the number of rows
+            data = np.zeros(len(array), np.uint8) if is_empty else _bytes_of(array)
+            parts = channel.communicator.all_gather_bytes(data, description)
+            if is_empty:
+                return np.empty((sum(map(len, parts)), *array.shape[1:]), array.dtype)
+            rows = [np.frombuffer(part, array.dtype) for part in parts]
+            return np.concatenate(rows).reshape(-1, *array.shape[1:])
+
+    def broadcast(self, arrays: Sequence[Array], root: int, name: str) -> list[Array]:
+        """Sends the arrays of one rank to all ranks.
+
+        Args:
+          arrays: arrays of any fixed-size dtype, each the same shape and dtype on all ranks.
+          root: rank whose values are sent.
+          name: name of the call.
+
+        Returns:
+          New arrays with the bits of rank `root`.
+
+        Raises:
+          ConfigError: `root` is not a rank, or an array has Python objects.
+        """
+        root = int(root)
+        if not 0 <= root < self.size:
+            raise ConfigError(
+                f"broadcast of {name!r} has the root {root}, wanted a rank from 0 to "
+                f"{self.size - 1}. Give one of these"
+            )
+        arrays = [_fixed_size(array, "broadcast") for array in arrays]
+        with self._using(name, "broadcast", arrays, root=root) as channel:
+            communicator = channel.communicator
+            if len(arrays) == 1:
+                return [communicator.broadcast(arrays[0], root, name)]
+            packed = np.concatenate([_bytes_of(array) for array in arrays])
+            packed = communicator.broadcast(packed, root, describe_list(name, arrays))
+        ends = np.cumsum([array.nbytes for array in arrays])
+        return [
+            packed[end - array.nbytes : end].copy().view(array.dtype).reshape(array.shape)
+            for array, end in zip(arrays, ends)
+        ]
+
+    def reduce_scatter(self, array: Array, name: str, op: ReduceOp = ReduceOp.SUM) -> Array:
+        """Reduces an array over the ranks. Each rank gets a part of the rows.
+
+        Args:
+          array: array of at least one dimension, the same shape and dtype on all ranks.
+          name: name of the call.
+          op: reduction operator; AVERAGE needs a floating dtype.
+
+        Returns:
+          Rows of the result, in rank order. The first ranks get one row more if the rows cannot be
+          divided evenly.
+
+        Raises:
+          ConfigError: the array is a scalar, or its dtype cannot be reduced.
+        """
+        array = _rows(array, "reduce_scatter")
+        check_dtype(array.dtype, op)
+        with self._using(name, "reduce_scatter", [array], op=op.name) as channel:
+            communicator = channel.communicator
+            if len(array) % self.size == 0 and not communicator.on_one_host:
+                chunk = communicator.reduce_scatter(array, op, name)
+                return chunk.reshape(-1, *array.shape[1:])
+            # the ring's chunks do not end with rows, and shared memory has the whole result anyway
+            call = communicator.signed_call(f"reduce_scatter({op.value})", name, array)
+            result = np.array(array, order="C")
+            communicator.all_reduce_in_place(result.reshape(-1), op, call)
+            rows: Array = np.array_split(result, self.size)[self.rank].copy()
+            return rows
+
+    def all_to_all(self, array: Array, splits: Sequence[int], name: str) -> tuple[Array, Array]:
+        """Sends a part of the rows of each rank to each rank.
+
+        Args:
+          array: array of at least one dimension and any fixed-size dtype.
+          splits: number of rows for each rank; their sum is the number of rows.
+          name: name of the call.
+
+        Returns:
+          The rows that this rank has received, in rank order, and their number by rank.
+
+        Raises:
+          ConfigError: the array is a scalar, or the splits do not fit.
+        """
+        array = _rows(array, "all_to_all")
+        splits = [int(each) for each in splits]
+        if len(splits) != self.size or sum(splits) != len(array) or min(splits) < 0:
+            raise ConfigError(
+                f"all_to_all of {name!r} has the splits {splits} of {len(array)} rows, wanted "
+                f"{self.size} numbers whose sum is {len(array)}. Give one for each rank"
+            )
+        parts = np.split(array, np.cumsum(splits)[:-1])
+        with self._using(name, "all_to_all") as channel:
+            communicator = channel.communicator
+            description = _describe_rows("all_to_all", name, array)
+            call = communicator.begin_call("all_to_all", description)
+            return all_to_all(communicator.transport, call, parts)
+
+    def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
+        """Gathers byte strings of any length on every rank, in rank order."""
+        with self._using(name, "all_gather_bytes") as channel:
+            return channel.communicator.all_gather_bytes(data, name)
+
+    def barrier(self, name: str) -> None:
+        """Waits until every rank has called this."""
+        with self._using(name, "barrier") as channel:
+            channel.communicator.barrier(name)
+
+    def close(self) -> None:
+        """Refuses further calls."""
+        self._is_closed = True
+
+    def check_open(self) -> None:
+        """Raises ConfigError after `close`."""
+        if self._is_closed:
+            raise ConfigError(
+                "a collective of a ring that this process has left is called, such as one in a "
+                "function that was traced before shutdown(). Trace the function again after init()"
+            )
+
+    @contextlib.contextmanager
+    def _using(
+        self, name: str, collective: str, arrays: Sequence[Array] = (), **details: Any
+    ) -> Iterator[NamedChannel]:
+        self.check_open()
+        with self._lock:
+            if name not in self._channels:
+                self._channels[name] = open_channel(self.communicator, name, len(self._channels))
+            channel = self._channels[name]
+        if not channel.lock.acquire(blocking=False):
+            raise ConfigError(
+                f"rank {self.rank} makes two calls named {name!r} at the same time, which other "
+                "ranks cannot tell apart. Give each its own name"
+            )
+        try:
+            self.joining.begin(
+                _KIND,
+                name,
+                lambda: {"collective": collective, "arrays": describe_arrays(arrays), **details},
+            )
+            try:
+                yield channel
+            finally:
+                self.joining.end(_KIND, name)
+        finally:
+            channel.lock.release()
+
+
+def _take_part(named: NamedCollectives, announcement: Announcement) -> None:
+    """Makes a call of other ranks with values that change nothing."""
+    name, details = announcement.name, announcement.details
+    collective, root = details["collective"], details.get("root")
+    if collective in ("all_to_all", "all_gather_bytes") or root == named.rank:
+        raise refusal(
+            announcement,
+            named.communicator.transport.cluster,
+            f"calls {collective} of {name!r}",
+            "and has nothing to send. Make this call before join()",
+        )
+    op = ReduceOp[details.get("op", "SUM")]
+    rows_by_rank = details.get("rows_by_rank")
+    rows = 0 if rows_by_rank is None else rows_by_rank[named.rank]
+    arrays = neutral_arrays(details["arrays"], op, rows if collective == "all_gather" else None)
+    if collective == "all_reduce":
+        named.all_reduce(arrays, name, op, details["compression"])
+    elif collective == "all_gather":
+        named.all_gather(arrays[0], name)
+    elif collective == "broadcast":
+        named.broadcast(arrays, details["root"], name)
+    elif collective == "reduce_scatter":
+        named.reduce_scatter(arrays[0], name, op)
+    else:
+        named.barrier(name)
+
+
+def _can_compress(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+    return dtype == np.float32 and op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+
+
+def _describe_rows(kind: str, name: str, array: Array) -> str:
+    """Describes an array whose number of rows may differ between ranks."""
+    shape = ", ".join(["?", *map(str, array.shape[1:])])
+    return f"'{name}' ({kind} of {array.dtype.name}[{shape}])"
+
+
+def _fixed_size(array: Array, kind: str) -> Array:
+    array = np.asarray(array, order="C")
+    if array.dtype.hasobject:
+        raise ConfigError(
+            f"{kind} has an array of Python objects or strings, wanted numbers. Use "
+            "broadcast_object or allgather_object"
+        )
+    return array
+
+
+def _rows(array: Array, kind: str) -> Array:
+    array = _fixed_size(array, kind)
+    if not array.ndim:
+        raise ConfigError(
+            f"{kind} has a scalar, wanted an array with a first dimension. Reshape it to [1]"
+        )
+    return array
+
+
+def _bytes_of(array: Array) -> Array:
+    flat: Array = array.reshape(-1).view(np.uint8)
+    return flat

@@ -1,0 +1,144 @@
+"""Calls of named collectives in graphs, in functions and eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hostopt import process_ring
+from hostopt.collectives.call import Array
+from hostopt.communicator import Communicator
+from hostopt.process_ring import ProcessRing
+from hostopt.tensorflow._tf_private import is_recorded
+from hostopt.tensorflow.background import abort_on_error, call_in_background
+
+__all__: list[str] = []
+
+
+def call(
+    function: Callable[..., Sequence[Array]],
+    inputs: Sequence[tf.Tensor],
+    outputs: Sequence[tuple[tf.DType, Any]],
+    name: str,
+    order: str,
+    communicator: Communicator | None = None,
+) -> list[tf.Tensor]:
+    """Calls a function with the values of tensors, now or whenever a graph runs.
+
+    Args:
+      function: takes an array per input, and returns an array per output; it may block.
+      inputs: the tensors.
+      outputs: dtype and static shape of each output.
+      name: name of the operation in a graph.
+      order: name of the call, by which ranks match it. Calls of one name keep their order.
+      communicator: communicator whose ring an error aborts; by default the ring of this process.
+
+    Returns:
+      The outputs, on the host.
+    """
+    if tf.executing_eagerly():
+        results = function(*(np.asarray(tensor) for tensor in inputs))
+        return [tf.convert_to_tensor(result) for result in results]
+    communicator = communicator or process_ring.current().communicator
+    inputs = list(inputs) or [tf.zeros([], tf.int32)]  # an operation needs one
+    results = call_in_background(
+        abort_on_error(communicator, lambda *arrays: list(function(*arrays[: len(inputs)]))),
+        inputs,
+        [dtype for dtype, _ in outputs],
+        name,
+        f"call {order}",
+    )
+    for result, (_, shape) in zip(results, outputs):
+        result.set_shape(shape)
+    return results
+
+
+def shape_of_rows(tensor: tf.Tensor) -> list[Any] | None:
+    """Returns the static shape of a tensor whose number of rows may change."""
+    return None if tensor.shape.rank is None else [None, *tensor.shape[1:]]
+
+
+def gather_rows(ring: ProcessRing, tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Joins the tensors of all ranks along the first dimension, without a gradient.
+
+    Args:
+      ring: the ring.
+      tensor: tensor of at least one dimension, the first of which may differ between ranks.
+      name: name of the call.
+
+    Returns:
+      The rows of all ranks, in rank order.
+    """
+    (rows,) = call(
+        lambda array: [ring.named.all_gather(array, name)],
+        [tensor],
+        [(tensor.dtype, shape_of_rows(tensor))],
+        "HostAllGather",
+        name,
+        ring.communicator,
+    )
+    return rows
+
+
+def broadcast_values(
+    ring: ProcessRing, values: Sequence[tf.Tensor], root_rank: int, name: str
+) -> list[tf.Tensor]:
+    """Sends tensors of one rank to all ranks, without a gradient.
+
+    Args:
+      ring: the ring.
+      values: the tensors, the same shapes and dtypes on all ranks.
+      root_rank: rank whose values are sent.
+      name: name of the call.
+
+    Returns:
+      The tensors of rank `root_rank`.
+    """
+    return call(
+        lambda *arrays: ring.named.broadcast(arrays, root_rank, name),
+        values,
+        [(value.dtype, value.shape) for value in values],
+        "HostBroadcast",
+        name,
+        ring.communicator,
+    )
+
+
+def with_gradient(function: Callable[..., Any], *tensors: tf.Tensor) -> Any:
+    """Calls a function as `tf.custom_gradient` does, at less cost if no gradient is wanted.
+
+    Args:
+      function: takes the tensors, and returns its results and their gradient function.
+      *tensors: the tensors.
+
+    Returns:
+      The results.
+    """
+    if tf.executing_eagerly() and not is_recorded(tensors):
+        results, _ = function(*tensors)
+        return results
+    return tf.custom_gradient(function)(*tensors)
+
+
+def call_name(kind: str, name: str | None, tensor: Any = None) -> str:
+    """Returns the name by which ranks match a call.
+
+    Args:
+      kind: the collective.
+      name: name that the program gives, or None.
+      tensor: the tensor; in a graph its name is part of the default.
+
+    Returns:
+      The name; in a graph, calls without a name have different ones.
+    """
+    if name is not None:
+        return name
+    if tf.executing_eagerly():
+        return kind
+    graph = tf.compat.v1.get_default_graph()
+    op_name = "" if tensor is None else f"_{tensor.op.name}"
+    unique: str = graph.unique_name(f"{kind}{op_name}".replace("/", "_"), mark_as_used=True)
+    return unique

@@ -1,0 +1,293 @@
+"""Collectives over tensors, with the names and gradients that programs for Horovod expect.
+
+They work in graphs, in functions and eagerly. The ranks match calls by name, in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hostopt import process_ring
+from hostopt.collectives.call import Array
+from hostopt.collectives.reduce_op import ReduceOp, check_dtype
+from hostopt.collectives.ring_schedule import chunk_slices
+from hostopt.errors import ConfigError
+from hostopt.tensorflow.calls import (
+    broadcast_values,
+    call,
+    call_name,
+    gather_rows,
+    shape_of_rows,
+    with_gradient,
+)
+from hostopt.tensorflow.compression import Compression
+from hostopt.tensorflow.differentiable import reduce_tensors, scale
+from hostopt.tensorflow.process_sets import refuse_process_set
+from hostopt.tensorflow.refusals import choose_op, refuse_devices
+
+__all__: list[str] = []
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any = None,
+) -> tf.Tensor:
+    """Joins the tensors of all ranks along the first dimension.
+
+    Its gradient is the sum of the ranks' gradients of this rank's rows.
+
+    Args:
+      tensor: tensor of at least one dimension, the first of which may differ between ranks.
+      name: as for `allreduce`.
+      ignore_name_scope: as for `allreduce`.
+      process_set: must be None or `global_process_set`.
+
+    Returns:
+      The rows of all ranks, in rank order.
+
+    Raises:
+      ConfigError: the tensor is a scalar, or an argument is not supported.
+      HostOptError: a rank failed, left, timed out or made another call under this name.
+    """
+    del ignore_name_scope
+    refuse_process_set(process_set)
+    tensor = tf.convert_to_tensor(tensor)
+    name = call_name("allgather", name, tensor)
+    ring = process_ring.current()
+
+    def gather(value: tf.Tensor) -> Any:
+        result = gather_rows(ring, value, name)
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            (total,) = reduce_tensors(ring, [upstream], ReduceOp.SUM, None, f"{name}_gradient")
+            rows = tf.shape(value)[:1]
+            (counts,) = call(
+                lambda array: [ring.named.all_gather(array, f"{name}_rows", [1] * ring.size)],
+                [rows],
+                [(tf.int32, [ring.size])],
+                "HostAllGather",
+                f"{name}_rows",
+            )
+            begin = tf.reduce_sum(counts[: ring.rank])
+            return total[begin : begin + rows[0]]
+
+        return result, gradient
+
+    return with_gradient(gather, tensor)
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any = None,
+) -> tf.Tensor:
+    """Sends the tensor of one rank to all ranks.
+
+    Its gradient is the sum of the ranks' gradients on rank `root_rank`, and 0 on the others.
+
+    Args:
+      tensor: tensor of any shape and fixed-size dtype, the same shape on all ranks.
+      root_rank: rank whose values are sent.
+      name: as for `allreduce`.
+      ignore_name_scope: as for `allreduce`.
+      process_set: must be None or `global_process_set`.
+
+    Returns:
+      The tensor of rank `root_rank`.
+
+    Raises:
+      ConfigError: `root_rank` is not a rank, or an argument is not supported.
+      HostOptError: a rank failed, left, timed out or made another call under this name.
+    """
+    del ignore_name_scope
+    refuse_process_set(process_set)
+    ring = process_ring.current()
+    check_root(root_rank, ring.size)
+    tensor = tf.convert_to_tensor(tensor)
+    name = call_name("broadcast", name, tensor)
+
+    def send(value: tf.Tensor) -> Any:
+        (result,) = broadcast_values(ring, [value], root_rank, name)
+
+        def sum_on_root(array: Array) -> list[Array]:
+            (total,) = ring.named.all_reduce([array], f"{name}_gradient")
+            # a zero that TensorFlow computed itself would let it leave out the call
+            return [total if ring.rank == root_rank else np.zeros_like(total)]
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            output = upstream.dtype, upstream.shape
+            return call(sum_on_root, [upstream], [output], "HostAllReduce", f"{name}_gradient")[0]
+
+        return result, gradient
+
+    return with_gradient(send, tensor)
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    name: str | None = None,
+    process_set: Any = None,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """Reduces a tensor over the ranks. Each rank gets a part of the rows.
+
+    Its gradient is the gradients of all ranks, joined.
+
+    Args:
+      tensor: tensor of at least one dimension, the same shape on all ranks.
+      device_dense: must be empty, as reductions run on the host.
+      compression: a compressor of the program converts the tensor. `Compression.fp16` and
+        `Compression.bf16` have no effect here: the rows travel unchanged.
+      op: SUM or AVERAGE, which is the default.
+      name: as for `allreduce`.
+      process_set: must be None or `global_process_set`.
+      ignore_name_scope: as for `allreduce`.
+      prescale_factor: the tensor is multiplied by it first.
+      postscale_factor: the result is multiplied by it.
+
+    Returns:
+      The rows of this rank. The first ranks get one row more if they cannot be divided evenly.
+
+    Raises:
+      ConfigError: the tensor is a scalar, or an argument is not supported.
+      HostOptError: a rank failed, left, timed out or made another call under this name.
+    """
+    del ignore_name_scope
+    refuse_devices(device_dense, "")
+    refuse_process_set(process_set)
+    op = choose_op(op, None)
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ConfigError(f"reducescatter has the operator {op.name}. Use SUM or AVERAGE")
+    tensor, context = compression.compress(tf.convert_to_tensor(tensor))
+    check_dtype(np.dtype(tensor.dtype.as_numpy_dtype), op)
+    name = call_name("reducescatter", name, tensor)
+    ring = process_ring.current()
+    shape = shape_of_rows(tensor)
+
+    def scatter(value: tf.Tensor) -> Any:
+        (result,) = call(
+            lambda array: [ring.named.reduce_scatter(array, name, op)],
+            [value],
+            [(value.dtype, shape)],
+            "HostReduceScatter",
+            name,
+        )
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            def gather(array: Array, total: Array) -> list[Array]:
+                counts = [part.stop - part.start for part in chunk_slices(int(total), ring.size)]
+                return [ring.named.all_gather(array, f"{name}_gradient", counts)]
+
+            (rows,) = call(
+                gather,
+                [upstream, tf.shape(value)[0]],
+                [(upstream.dtype, value.shape)],
+                "HostAllGather",
+                f"{name}_gradient",
+            )
+            return scale(rows, 1 / ring.size if op is ReduceOp.AVERAGE else 1.0)
+
+        return result, gradient
+
+    rows = with_gradient(scatter, scale(tensor, prescale_factor))
+    return scale(compression.decompress(rows, context), postscale_factor)
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any = None,
+) -> Any:
+    """Sends a part of the rows of each rank to each rank.
+
+    Its gradient sends the parts back.
+
+    Args:
+      tensor: tensor of at least one dimension.
+      splits: number of rows for each rank; None divides the rows evenly.
+      name: as for `allreduce`.
+      ignore_name_scope: as for `allreduce`.
+      process_set: must be None or `global_process_set`.
+
+    Returns:
+      The rows that this rank has received, in rank order; with `splits` also their number by
+      rank, int32 [size].
+
+    Raises:
+      ConfigError: the rows cannot be divided like this.
+      HostOptError: a rank failed, left, timed out or made another call under this name.
+    """
+    del ignore_name_scope
+    refuse_process_set(process_set)
+    tensor = tf.convert_to_tensor(tensor)
+    name = call_name("alltoall", name, tensor)
+    ring = process_ring.current()
+    shape = shape_of_rows(tensor)
+    if splits is None:
+        split_sizes = tf.fill([ring.size], tf.shape(tensor)[0] // ring.size)
+    else:
+        split_sizes = tf.cast(tf.convert_to_tensor(splits), tf.int32)
+
+    def exchange(value: tf.Tensor, sizes: tf.Tensor, call_name_: str) -> list[tf.Tensor]:
+        def run(array: Any, counts: Any) -> list[Any]:
+            result, received = ring.named.all_to_all(array, counts.tolist(), call_name_)
+            return [result, received.astype(np.int32)]
+
+        outputs = [(value.dtype, shape), (tf.int32, [ring.size])]
+        return call(run, [value, sizes], outputs, "HostAllToAll", call_name_)
+
+    def send(value: tf.Tensor, sizes: tf.Tensor) -> Any:
+        result, received = exchange(value, sizes, name)
+
+        def gradient(upstream: tf.Tensor, _: Any) -> Any:
+            return exchange(upstream, received, f"{name}_gradient")[0], None
+
+        return (result, received), gradient
+
+    result, received = with_gradient(send, tensor, split_sizes)
+    return result if splits is None else (result, received)
+
+
+def barrier(process_set: Any = None, name: str | None = None) -> Any:
+    """Waits until every rank has called this.
+
+    Args:
+      process_set: must be None or `global_process_set`.
+      name: name of the call, the same on all ranks.
+
+    Returns:
+      In a graph the operation that waits; None if called eagerly.
+
+    Raises:
+      HostOptError: a rank failed, left or timed out.
+    """
+    refuse_process_set(process_set)
+    ring = process_ring.current()
+    name = call_name("barrier", name)
+
+    def wait(*_: Any) -> list[Any]:
+        ring.named.barrier(name)
+        return [np.zeros([], np.int32)]
+
+    (done,) = call(wait, [], [(tf.int32, [])], "HostBarrier", name)
+    return None if tf.executing_eagerly() else done.op
+
+
+def check_root(root_rank: int, size: int) -> None:
+    """Raises ConfigError unless `root_rank` is a rank."""
+    if not 0 <= root_rank < size:
+        raise ConfigError(f"root_rank is {root_rank}, wanted a rank from 0 to {size - 1}")

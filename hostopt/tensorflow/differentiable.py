@@ -1,0 +1,87 @@
+"""All-reduce and scaling of tensors, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hostopt.collectives.reduce_op import ReduceOp, check_dtype
+from hostopt.errors import ConfigError
+from hostopt.process_ring import ProcessRing
+from hostopt.tensorflow.calls import call, with_gradient
+
+__all__: list[str] = []
+
+
+def reduce_tensors(
+    ring: ProcessRing,
+    tensors: Sequence[tf.Tensor],
+    op: ReduceOp,
+    wire_format: str | None,
+    name: str,
+) -> list[tf.Tensor]:
+    """Reduces tensors over the ranks; their gradients are reduced in the same way.
+
+    Args:
+      ring: the ring.
+      tensors: tensors of the dtypes in `DTYPES`.
+      op: reduction operator.
+      wire_format: "fp16", "bf16" or None, as for `NamedCollectives.all_reduce`.
+      name: name of the call.
+
+    Returns:
+      The results.
+
+    Raises:
+      ConfigError: a dtype cannot be reduced.
+    """
+    for each in tensors:
+        check_dtype(np.dtype(each.dtype.as_numpy_dtype), op)
+
+    def reduce(*values: tf.Tensor) -> Any:
+        results = call(
+            lambda *arrays: ring.named.all_reduce(arrays, name, op, wire_format),
+            values,
+            [(value.dtype, value.shape) for value in values],
+            "HostAllReduce",
+            name,
+            ring.communicator,
+        )
+
+        def gradient(*upstream: tf.Tensor) -> Any:
+            if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+                raise ConfigError(
+                    f"the result of allreduce with {op.name} has no gradient. Use SUM or AVERAGE, "
+                    "or tf.stop_gradient"
+                )
+            return reduce_tensors(ring, upstream, op, wire_format, f"{name}_gradient")
+
+        return results, gradient
+
+    return list(with_gradient(reduce, *tensors))
+
+
+def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    """Multiplies a tensor by a number.
+
+    Args:
+      tensor: tensor; its dtype must be floating unless the factor is 1.
+      factor: the number.
+
+    Returns:
+      The product; the tensor itself if the factor is 1.
+
+    Raises:
+      ConfigError: the dtype is not floating.
+    """
+    if factor == 1.0:
+        return tensor
+    if not tensor.dtype.is_floating:
+        raise ConfigError(
+            f"a tensor of dtype {tensor.dtype.name} is to be multiplied by {factor:g}. Cast it to "
+            "a floating dtype, or leave the factor out"
+        )
+    return tensor * tf.cast(factor, tensor.dtype)

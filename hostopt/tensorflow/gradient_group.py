@@ -1,0 +1,213 @@
+"""Gradients that are reduced together in each step, without any agreement while graphs are built.
+
+A rank may trace a function earlier than others, or more often. So nothing is sent when the
+operations of a group are built. The first step compares the gradients of the ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hostopt.collectives.wire_format import new_wire_format
+from hostopt.communicator import Communicator
+from hostopt.errors import CollectiveMismatchError
+from hostopt.gradients.bucket import plan_buckets
+from hostopt.gradients.fused_exchange import FusedExchange
+from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.gradients.reducers import open_reducer
+from hostopt.join import Announcement, Joining
+from hostopt.named import NamedCollectives
+from hostopt.tensorflow.buckets import reduce_planned, static_spec
+from hostopt.tensorflow.reductions import Reduction, exchange_operations, split
+
+__all__: list[str] = []
+
+_EXCHANGE = "exchange"
+
+
+class GroupOptions(NamedTuple):
+    """Options of a group of gradients.
+
+    Args:
+      compression: "fp16", "bf16", or None for the option `compression`.
+      bucket_bytes: size of a bucket in bytes.
+      nonfinite: as for `NonFiniteCheck`.
+    """
+
+    compression: str | None
+    bucket_bytes: int
+    nonfinite: str | None = None
+
+
+class GradientGroup:
+    """Sums of dense and sparse gradients over the ranks.
+
+    All ranks must run the operations of a group in the same steps.
+
+    Args:
+      communicator: channel of this group alone; its name describes the group.
+      options: the options, the same on all ranks.
+      named: the collectives of the ring.
+    """
+
+    def __init__(
+        self, communicator: Communicator, options: GroupOptions, named: NamedCollectives
+    ) -> None:
+        self._communicator = communicator
+        self._named = named
+        self._options = options
+        self._table: dict[str, str] = {}
+        self._is_checked = False
+        self._lock = threading.Lock()
+        self._reducer: Any = None
+        self._exchange: Any = None
+
+    def sum(self, reductions: Sequence[Reduction]) -> list[Any]:
+        """Adds the operations that sum gradients; repeated calls are for the same gradients.
+
+        Args:
+          reductions: the gradients, in variable order, the same on all ranks but for the values.
+
+        Returns:
+          The sums, on the host.
+
+        Raises:
+          ConfigError: a shape is not static, or a dtype cannot be reduced.
+          CollectiveMismatchError: two gradients have the same name.
+        """
+        self._table = describe(reductions, self._options)
+        others, dense, _ = split(reductions, self._communicator)
+        results: dict[Reduction, Any] = {}
+        if dense:
+            specs = [static_spec(each.value, each.name) for each in dense]
+            buckets = plan_buckets(specs, self._options.bucket_bytes)
+            self._reducer = self._reducer or self._announced(
+                open_reducer(
+                    self._communicator,
+                    buckets,
+                    NonFiniteCheck(self._communicator, self._options.nonfinite),
+                    new_wire_format(self._options.compression),
+                ),
+            )
+            sums = reduce_planned([each.value for each in dense], buckets, self._reducer)
+            results.update(zip(dense, sums))
+        if others:
+            self._exchange = self._exchange or self._announced(
+                FusedExchange(
+                    self._communicator.duplicate("small tensors and sparse gradients"),
+                    [each.dense_value() for each in others if not each.is_sparse],
+                    [each.table() for each in others if each.is_sparse],
+                    NonFiniteCheck(self._communicator, self._options.nonfinite),
+                ),
+            )
+            results.update(zip(others, exchange_operations(others, self._exchange)))
+        self._named.joining.replay_with(self._communicator.name, self._take_part)
+        return [results[each] for each in reductions]
+
+    def _announced(self, reducer: Any) -> _Announced:
+        name = self._communicator.name
+        return _Announced(reducer, name, self._named.joining, self._check)
+
+    def _take_part(self, announcement: Announcement) -> None:
+        """Makes a call of other ranks after this rank has joined."""
+        bucket = announcement.details.get("bucket")
+        (self._exchange if bucket is None else self._reducer).take_part(bucket)
+
+    def _check(self) -> None:
+        """Compares the gradients of all ranks, in the first step."""
+        self._named.check_open()
+        with self._lock:
+            if not self._is_checked:
+                self._communicator.check_same(self._table, f"the {self._communicator.name}")
+                self._is_checked = True
+
+    def close(self) -> None:
+        """Ends the reductions, and frees the buffers."""
+        for each in (self._reducer, self._exchange):
+            if each is not None:
+                each.close()
+
+
+def describe(reductions: Sequence[Reduction], options: GroupOptions) -> dict[str, str]:
+    """Describes the gradients of a group by name, with their order and the options.
+
+    Args:
+      reductions: the gradients.
+      options: the options.
+
+    Raises:
+      CollectiveMismatchError: two gradients have the same name.
+    """
+    names = [each.name for each in reductions]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise CollectiveMismatchError(
+            f"the gradients have these names twice: {twice}. Give each variable its own name"
+        )
+    table = {each.name: f"number {i}, {each}" for i, each in enumerate(reductions)}
+    return {**table, "options": ", ".join(f"{k}={v}" for k, v in options._asdict().items())}
+
+
+class _Announced:
+    """A reducer that announces its calls, and checks its group before the first one.
+
+    Args:
+      reducer: the reducer.
+      kind: the group, as `Joining` knows it.
+      joining: announces calls to ranks that have joined.
+      check: checks the group.
+    """
+
+    def __init__(self, reducer: Any, kind: str, joining: Joining, check: Any) -> None:
+        self.communicator = reducer.communicator
+        self._reducer = reducer
+        self._kind = kind
+        self._joining = joining
+        self._check = check
+
+    @property
+    def kinds(self) -> Any:
+        return self._reducer.kinds
+
+    def reduce(self, bucket: int, arrays: Any) -> Any:
+        self._begin_bucket(bucket)
+        result = self._reducer.reduce(bucket, arrays)
+        self._joining.end(self._kind, f"bucket {bucket}")
+        return result
+
+    def launch(self, bucket: int, arrays: Any) -> None:
+        self._begin_bucket(bucket)
+        self._reducer.launch(bucket, arrays)
+
+    def wait(self, bucket: int) -> Any:
+        result = self._reducer.wait(bucket)
+        self._joining.end(self._kind, f"bucket {bucket}")
+        return result
+
+    def run(self, arrays: Any, rows: Any, weight: float) -> Any:
+        self._joining.begin(self._kind, _EXCHANGE)
+        self._check()
+        result = self._reducer.run(arrays, rows, weight)
+        self._joining.end(self._kind, _EXCHANGE)
+        return result
+
+    def take_part(self, bucket: int | None) -> None:
+        """Makes a call with values that change nothing; None for the exchange."""
+        self._check()
+        if bucket is None:
+            arrays, rows = self._reducer.zeros()
+            self.run(arrays, rows, 1.0)
+        elif self.communicator.on_one_host:
+            self.reduce(bucket, self._reducer.zeros(bucket))
+        else:
+            self.launch(bucket, self._reducer.zeros(bucket))
+            self.wait(bucket)
+
+    def close(self) -> None:
+        self._reducer.close()
+
+    def _begin_bucket(self, bucket: int) -> None:
+        self._joining.begin(self._kind, f"bucket {bucket}", lambda: {"bucket": bucket})
+        self._check()

@@ -1,0 +1,206 @@
+"""Reduction of the gradients of an optimizer or a tape over the ranks of this process's ring."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hostopt import process_ring
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.errors import ConfigError
+from hostopt.gradients.nonfinite import ALLOW
+from hostopt.process_ring import ProcessRing
+from hostopt.tensorflow.compression import Compression
+from hostopt.tensorflow.differentiable import scale
+from hostopt.tensorflow.gradient_group import GradientGroup, GroupOptions, describe
+from hostopt.tensorflow.reductions import Reduction
+from hostopt.tensorflow.sparse import map_values, sum_rows
+
+__all__: list[str] = []
+
+DEFAULT = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReduction:
+    """Reduces lists of gradients.
+
+    Args:
+      name: name of the gradients, the same on all ranks.
+      op: AVERAGE or SUM.
+      compression: a compressor.
+      sparse_as_dense: True makes `tf.IndexedSlices` dense before they travel.
+      bucket_mb: size of a bucket in MiB; None for the option `bucket_mb`.
+      prescale_factor: gradients are multiplied by it first.
+      postscale_factor: results are multiplied by it.
+      nonfinite: as for `NonFiniteCheck`; None for the option `nonfinite`, DEFAULT for no reaction
+        unless HOSTOPT_NONFINITE is set.
+      ring: returns the ring.
+    """
+
+    name: str
+    op: ReduceOp = ReduceOp.AVERAGE
+    compression: Any = Compression.none
+    sparse_as_dense: bool = False
+    bucket_mb: float | None = None
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    nonfinite: str | None = DEFAULT
+    ring: Callable[[], ProcessRing] = process_ring.current
+
+    def __post_init__(self) -> None:
+        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise ConfigError(
+                f"gradients are to be reduced with {self.op.name}. Use AVERAGE or SUM"
+            )
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduces gradients over the ranks.
+
+        Args:
+          gradients: tensors, `tf.IndexedSlices` and None.
+          variables: their variables, or other sources.
+
+        Returns:
+          The results, in the same order.
+
+        Raises:
+          ConfigError: the shape of a gradient is not static, or its dtype cannot be reduced.
+          HostOptError: a rank failed, left, timed out or has other gradients.
+        """
+        results = list(gradients)
+        left = [i for i, each in enumerate(gradients) if each is not None]
+        names = _unique_names([variables[i] for i in left])
+        ring = self.ring()
+        if tf.executing_eagerly() and ring.size > 1 and left:
+            key = (self, *(_spec_of(gradients[i]) for i in left), *names)
+            function = ring.keep(key, self._new_function)
+            reduced = function([gradients[i] for i in left], names)
+        else:
+            reduced = self._reduce([gradients[i] for i in left], names)
+        for i, each in zip(left, reduced):
+            results[i] = each
+        return results
+
+    def _new_function(self) -> Any:
+        return tf.function(self._reduce, autograph=False, reduce_retracing=True)
+
+    def _reduce(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        ring = self.ring()
+        factor = self.postscale_factor
+        if self.op is ReduceOp.AVERAGE:
+            factor /= ring.size
+        if self.sparse_as_dense:
+            gradients = [tf.convert_to_tensor(each) for each in gradients]
+        gradients = [map_values(lambda v: scale(v, self.prescale_factor), g) for g in gradients]
+        if ring.size > 1 and gradients:
+            gradients = self._sum(ring, gradients, names)
+        else:  # the same norm as with several ranks, which sum rows before they travel
+            sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
+            gradients = [sum_rows(g) if s else g for g, s in zip(gradients, sparse)]
+        return [map_values(lambda value: scale(value, factor), each) for each in gradients]
+
+    def _sum(self, ring: ProcessRing, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        own = self.compression.wire_format is None
+        contexts: list[Any] = [None] * len(gradients)
+        gradients = list(gradients)
+        if own:
+            for i, gradient in enumerate(gradients):
+                if not isinstance(gradient, tf.IndexedSlices):
+                    gradients[i], contexts[i] = self.compression.compress(gradient)
+        reductions = [
+            Reduction(each, name, row_shape=_row_shape(each, name))
+            for each, name in zip(gradients, names)
+        ]
+        sums = self._group(ring, reductions).sum(reductions)
+        if own:
+            for i, total in enumerate(sums):
+                if not isinstance(total, tf.IndexedSlices):
+                    sums[i] = self.compression.decompress(total, contexts[i])
+        return sums
+
+    def _group(self, ring: ProcessRing, reductions: Sequence[Reduction]) -> GradientGroup:
+        """Returns the group of these gradients. The groups of one name are numbered."""
+        options = ring.communicator.transport.options
+        if self.bucket_mb is not None:
+            options = dataclasses.replace(options, bucket_mb=self.bucket_mb).with_environment()
+        nonfinite = _nonfinite() if self.nonfinite == DEFAULT else self.nonfinite
+        group_options = GroupOptions(self.compression.wire_format, options.bucket_bytes, nonfinite)
+        numbers = ring.keep(("groups", self.name), dict)
+        table = tuple(describe(reductions, group_options).items())
+        # operations of one group run once in a step: a second use in a function has another group
+        use = _count_use((self.name, table))
+        number = numbers.setdefault((table, use), len(numbers) + 1)
+        name = f"gradients of {self.name}" + (f" ({number})" if number > 1 else "")
+
+        def make() -> GradientGroup:
+            channel = ring.communicator.duplicate(name)
+            return GradientGroup(channel, group_options, ring.named)
+
+        group: GradientGroup = ring.keep(name, make)
+        return group
+
+
+_uses: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()
+
+
+def _count_use(key: Any) -> int:
+    """Returns how often this has been called with a key in the graph of the outermost function."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph.building_function and graph.outer_graph.building_function:
+        graph = graph.outer_graph
+    counter = _uses.setdefault(graph, collections.Counter())
+    counter[key] += 1
+    return counter[key]
+
+
+def _nonfinite() -> str:
+    """Returns the reaction to NaN or Inf: none, as in one process, unless a variable is set."""
+    nonfinite = os.environ.get("HOSTOPT_NONFINITE", ALLOW)
+    if nonfinite == "skip":
+        raise ConfigError(
+            "HOSTOPT_NONFINITE is 'skip', which only estimator_ext supports. Use 'error' or "
+            "'warn', or a LossScaleOptimizer"
+        )
+    return nonfinite
+
+
+def _unique_names(variables: Sequence[Any]) -> list[str]:
+    names = [_name_of(variable, index) for index, variable in enumerate(variables)]
+    return [
+        f"{name} (number {index})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    ]
+
+
+def _name_of(variable: Any, index: int) -> str:
+    path = getattr(variable, "path", None)  # of a variable of Keras 3
+    if isinstance(path, str):
+        return path
+    if isinstance(variable, tf.Variable):
+        return str(variable.name).partition(":")[0]
+    return f"source {index}"
+
+
+def _spec_of(gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return "rows", gradient.values.dtype, tuple(gradient.values.shape[1:])
+    return gradient.dtype, tuple(gradient.shape)
+
+
+def _row_shape(gradient: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return ()
+    shape = gradient.values.shape[1:]
+    if not shape.is_fully_defined():
+        raise ConfigError(
+            f"the gradient of {name!r} has rows of shape {shape}, wanted a static one. Set "
+            "sparse_as_dense=True, or set_shape of the gradient"
+        )
+    return tuple(shape.as_list())

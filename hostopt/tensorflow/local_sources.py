@@ -1,0 +1,88 @@
+"""Variables that each rank trains on its own, as in models that are distributed over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hostopt.errors import ConfigError
+from hostopt.tensorflow.differentiable import scale
+from hostopt.tensorflow.gradient_reduction import GradientReduction
+from hostopt.tensorflow.sparse import map_values
+
+__all__: list[str] = []
+
+
+class LocalSources:
+    """Variables whose gradients are not reduced.
+
+    Args:
+      is_scaled: True divides their gradients by the number of ranks, as if they were averaged with
+        zeros of the other ranks.
+      factor: their gradients are multiplied by it, too.
+    """
+
+    def __init__(self, is_scaled: bool, factor: float = 1.0) -> None:
+        self._is_scaled = is_scaled
+        self._factor = factor
+        self._sources: dict[int, Any] = {}  # by id, as variables have no other identity
+
+    def add(self, source: Any) -> None:
+        """Makes a variable, or another source of a tape, local."""
+        self._sources[id(source)] = source
+
+    def __contains__(self, source: Any) -> bool:
+        return id(source) in self._sources
+
+    def reduce(
+        self, reduction: GradientReduction, gradients: Sequence[Any], sources: Sequence[Any]
+    ) -> list[Any]:
+        """Reduces all other gradients over the ranks.
+
+        Args:
+          reduction: reduces them.
+          gradients: tensors, `tf.IndexedSlices` and None.
+          sources: their variables, or other sources.
+
+        Returns:
+          The results, in the same order.
+        """
+        shared = [i for i, source in enumerate(sources) if source not in self]
+        reduced = reduction.reduce([gradients[i] for i in shared], [sources[i] for i in shared])
+        factor = self._factor
+        if self._is_scaled:
+            factor /= reduction.ring().size
+        results = [
+            gradient if gradient is None else map_values(lambda v: scale(v, factor), gradient)
+            for gradient in gradients
+        ]
+        for i, each in zip(shared, reduced):
+            results[i] = each
+        return results
+
+
+def variables_of_layers(layers: Any) -> list[Any]:
+    """Returns the trained variables of layers.
+
+    Args:
+      layers: None, a layer of Keras, or several.
+
+    Raises:
+      ConfigError: an object is no layer, or a layer has no variables yet.
+    """
+    if layers is None:
+        return []
+    if hasattr(layers, "trainable_weights"):
+        layers = [layers]
+    for each in layers:
+        if not hasattr(each, "trainable_weights"):
+            raise ConfigError(
+                f"local_layers has an object of type {type(each).__name__}, wanted layers of "
+                "Keras. Register single variables with register_local_source"
+            )
+        if not each.built:
+            raise ConfigError(
+                f"the layer {each.name!r} of local_layers has no variables yet. Build its model "
+                "first, for example with an Input"
+            )
+    return [variable for each in layers for variable in each.trainable_weights]

@@ -1,0 +1,105 @@
+"""Arguments of Horovod's functions that hostopt has no use for, refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.errors import ConfigError
+
+__all__: list[str] = []
+
+
+class _Adasum:
+    """The operator of Horovod that `choose_op` refuses."""
+
+    def __repr__(self) -> str:
+        return "Adasum"
+
+
+Adasum: Any = _Adasum()
+
+_MISSING = {
+    "elastic": (
+        "elastic training is not supported: ranks do not join or leave a running training. Save "
+        "checkpoints, and start the program with `hostopt run --max-restarts`"
+    ),
+    "SyncBatchNormalization": (
+        "SyncBatchNormalization is not supported: each rank normalizes with the statistics of its "
+        "own batch. Use BatchNormalization, or layers that do not depend on the batch"
+    ),
+    "start_timeline": (
+        "start_timeline is not supported: a timeline covers a whole program. Set HOSTOPT_TIMELINE "
+        "before init()"
+    ),
+    "stop_timeline": (
+        "stop_timeline is not supported: a timeline covers a whole program. Set HOSTOPT_TIMELINE "
+        "before init()"
+    ),
+}
+
+
+def missing_attribute(module: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module, which says what to use instead of names of Horovod.
+
+    Args:
+      module: name of the module.
+    """
+
+    def get(name: str) -> Any:
+        text = f"module {module!r} has no attribute {name!r}"
+        raise AttributeError(f"{text}: {_MISSING[name]}" if name in _MISSING else text)
+
+    return get
+
+
+def refuse_devices(device_dense: str, device_sparse: str) -> None:
+    """Raises ConfigError if a device for reductions is given."""
+    refuse_device(device_dense, "device_dense")
+    refuse_device(device_sparse, "device_sparse")
+
+
+def refuse_device(device: str, argument: str = "device") -> None:
+    """Raises ConfigError if a device for reductions or broadcasts is given."""
+    if device:
+        raise ConfigError(f"{argument} is {device!r}, but hostopt works on the host. Leave it out")
+
+
+def refuse_groups(num_groups: int, groups: Any) -> None:
+    """Raises ConfigError if groups of gradients are given."""
+    if num_groups or groups is not None:
+        raise ConfigError(
+            "num_groups or groups is given, but gradients travel in buckets. Use bucket_cap_mb"
+        )
+
+
+def choose_op(op: Any, average: bool | None) -> ReduceOp:
+    """Returns the operator of an all-reduce.
+
+    Args:
+      op: the operator, or None.
+      average: an older way to choose AVERAGE or SUM, or None.
+
+    Raises:
+      ConfigError: both are given, or one is not what it has to be.
+    """
+    if average is not None:
+        if op is not None:
+            raise ConfigError("op and average are both given. Give op only")
+        if not isinstance(average, bool):
+            raise ConfigError(
+                f"average is {average!r}, wanted True or False. Give other arguments by name"
+            )
+        return ReduceOp.AVERAGE if average else ReduceOp.SUM
+    if op is None:
+        return ReduceOp.AVERAGE
+    if op is Adasum:
+        raise ConfigError(
+            "op is Adasum, which is not supported. Use op=Average, and the learning rate for the "
+            "average over size() ranks"
+        )
+    if not isinstance(op, ReduceOp):
+        names = ", ".join(each.name for each in ReduceOp)
+        raise ConfigError(f"op is {op!r}, wanted one of {names} of ReduceOp. Give one of these")
+    return op

@@ -1,0 +1,186 @@
+"""Variables and objects of one rank for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hostopt import process_ring
+from hostopt.errors import ConfigError
+from hostopt.tensorflow import objects
+from hostopt.tensorflow.calls import broadcast_values, call_name
+from hostopt.tensorflow.collectives import check_root
+from hostopt.tensorflow.process_sets import refuse_process_set
+from hostopt.tensorflow.refusals import refuse_device
+
+__all__: list[str] = []
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int = 0,
+    process_set: Any = None,
+    inplace: bool = False,
+) -> Any:
+    """Assigns the values of one rank to the variables of all ranks.
+
+    Args:
+      variables: variables of TensorFlow or Keras, the same on all ranks.
+      root_rank: rank whose values are assigned.
+      process_set: must be None or `global_process_set`.
+      inplace: accepted for programs of Horovod, without effect.
+
+    Returns:
+      In a graph the operation that assigns; None if called eagerly.
+
+    Raises:
+      ConfigError: `root_rank` is not a rank.
+      CollectiveMismatchError: two ranks have different variables.
+      HostOptError: a rank failed, left or timed out.
+    """
+    del inplace
+    refuse_process_set(process_set)
+    check_root(root_rank, process_ring.current().size)
+    variables = list(variables)
+    assignments = []
+    if variables:
+        name = call_name("broadcast_variables", None)
+        assignments = _assign(variables, root_rank, name)
+    return None if tf.executing_eagerly() else tf.group(*assignments)
+
+
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: Any = None
+) -> list[Any]:
+    """Assigns the values of one rank to variables of all ranks, in place.
+
+    Args:
+      variables: the variables, the same on all ranks.
+      root_rank: rank whose values are assigned.
+      name: name of the call, the same on all ranks.
+      process_set: must be None or `global_process_set`.
+
+    Returns:
+      The variables if called eagerly, else their values after the assignment.
+    """
+    refuse_process_set(process_set)
+    check_root(root_rank, process_ring.current().size)
+    name = call_name("broadcast_", name)
+    assigned = _assign(variables, root_rank, name)
+    return list(variables) if tf.executing_eagerly() else assigned
+
+
+def _assign(variables: Sequence[Any], root_rank: int, name: str) -> list[Any]:
+    tensors = [tf.convert_to_tensor(each) for each in variables]
+    values = broadcast_values(process_ring.current(), tensors, root_rank, name)
+    return [variable.assign(value) for variable, value in zip(variables, values)]
+
+
+def broadcast_global_variables(root_rank: int = 0) -> Any:
+    """Assigns the values of one rank to the global variables of all ranks, in a graph.
+
+    Args:
+      root_rank: rank whose values are assigned.
+
+    Returns:
+      The operation that assigns.
+
+    Raises:
+      ConfigError: called eagerly, or `root_rank` is not a rank.
+    """
+    if tf.executing_eagerly():
+        raise ConfigError(
+            "broadcast_global_variables is called eagerly, and then no collection has variables. "
+            "Use broadcast_variables(model.variables, root_rank=0)"
+        )
+    return broadcast_variables(_global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Assigns the values of one rank to all global variables, once the session is initialized.
+
+    Args:
+      root_rank: rank whose values are assigned.
+      device: must be empty.
+    """
+
+    def __init__(self, root_rank: int = 0, device: str = "") -> None:
+        refuse_device(device)
+        self._root_rank = root_rank
+        self._operation: Any = None
+
+    def begin(self) -> None:
+        """Adds the operation to the graph."""
+        self._operation = broadcast_global_variables(self._root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Assigns the values."""
+        del coord
+        session.run(self._operation)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: Any = None,
+) -> Any:
+    """Returns the object of one rank on all ranks.
+
+    Args:
+      obj: None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict,
+        numpy scalar or numpy array, nested in any way, but no subclass of these. Other ranks'
+        objects are ignored.
+      root_rank: rank whose object is returned.
+      session: accepted for programs of TensorFlow 1, without effect.
+      name: name of the call, the same on all ranks.
+      process_set: must be None or `global_process_set`.
+
+    Returns:
+      A copy of the object.
+
+    Raises:
+      ConfigError: the object has parts of other types, on all ranks; or `root_rank` is not a rank.
+    """
+    del session
+    refuse_process_set(process_set)
+    ring = process_ring.current()
+    check_root(root_rank, ring.size)
+    data = objects.encode_or_refuse(obj) if ring.rank == root_rank else b""
+    gathered = ring.named.all_gather_bytes(data, name or "object")
+    return _decode(gathered[root_rank], root_rank)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
+) -> Callable[[Any], Any]:
+    """Returns a function that takes an object, and calls `broadcast_object`."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: Any = None
+) -> list[Any]:
+    """Returns the objects of all ranks, in rank order; see `broadcast_object`."""
+    del session
+    refuse_process_set(process_set)
+    data = objects.encode_or_refuse(obj)
+    gathered = process_ring.current().named.all_gather_bytes(data, name or "objects")
+    return [_decode(each, rank) for rank, each in enumerate(gathered)]
+
+
+def _decode(data: bytes, rank: int) -> Any:
+    """Returns the object that a rank has sent; if it could not, all ranks raise the same error."""
+    try:
+        return objects.decode(data)
+    except objects.RefusedError as error:
+        who = process_ring.current().communicator.transport.cluster.describe(rank)
+        raise ConfigError(f"{who} cannot send its object: {error}", rank=rank) from None
+
+
+def _global_variables() -> list[tf.Variable]:
+    variables = tf.compat.v1.global_variables()
+    return sorted(variables, key=lambda variable: variable.name)

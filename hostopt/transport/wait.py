@@ -1,0 +1,82 @@
+"""A wait for a message of a peer, and the times at which it is due for a warning or its end."""
+
+from __future__ import annotations
+
+import time
+from typing import Callable, NamedTuple
+
+from hostopt.options import Options
+from hostopt.transport.message import Tag
+
+__all__: list[str] = []
+
+# Time to find the reason for a timeout before the wait ends without one.
+_DIAGNOSIS_S = 5.0
+# A rank compares its call with its peer's after this time, and again after each doubling of it.
+_COMPARE_AFTER_S = 0.25
+
+
+class Wait(NamedTuple):
+    """A wait for a message of a peer.
+
+    Args:
+      peer: rank that is waited for.
+      tag: tag of the message.
+      name: what the message carries, for warnings and errors.
+      since_s: start of the wait, on the monotonic clock.
+    """
+
+    peer: int
+    tag: Tag
+    name: str
+    since_s: float
+
+
+class Schedule:
+    """Times at which a wait is due for a comparison of calls, a warning or its end.
+
+    Args:
+      wait: the wait.
+      options: `stall_warning_s` and `collective_timeout_s`.
+      on_stall: as for `Mailbox`.
+      on_long_wait: as for `Mailbox`.
+    """
+
+    def __init__(
+        self,
+        wait: Wait,
+        options: Options,
+        on_stall: Callable[[Wait, bool], object],
+        on_long_wait: Callable[[Wait], object],
+    ) -> None:
+        self._wait = wait
+        self._on_stall = on_stall
+        self._on_long_wait = on_long_wait
+        self._warn_after_s = options.stall_warning_s
+        self._compare_after_s = _COMPARE_AFTER_S
+        self._timeout_s = options.collective_timeout_s
+        self._has_timed_out = False
+
+    def next_s(self) -> float | None:
+        """Does what is due.
+
+        Returns:
+          Seconds until this has to be called again; None if the wait has to end.
+        """
+        waited_s = time.monotonic() - self._wait.since_s
+        if waited_s >= self._timeout_s + _DIAGNOSIS_S:
+            return None
+        if waited_s >= self._timeout_s:
+            if not self._has_timed_out:
+                self._has_timed_out = True
+                self._on_stall(self._wait, True)
+            return self._timeout_s + _DIAGNOSIS_S - waited_s
+        if waited_s >= self._warn_after_s:
+            self._on_stall(self._wait, False)
+            while waited_s >= self._warn_after_s:
+                self._warn_after_s *= 2
+        if waited_s >= self._compare_after_s:
+            self._on_long_wait(self._wait)
+            while waited_s >= self._compare_after_s:
+                self._compare_after_s *= 2
+        return min(self._warn_after_s, self._compare_after_s, self._timeout_s) - waited_s

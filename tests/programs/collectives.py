@@ -1,0 +1,323 @@
+"""Makes every collective of hostopt.tensorflow, and compares all results with numpy.
+
+The calls are made eagerly, in threads, in a function and in a graph. Each rank makes them in
+another order, except eagerly in one thread.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+import hostopt.tensorflow as hvd
+
+DTYPES = [tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64]
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+
+
+@dataclass
+class Case:
+    """One call and its results.
+
+    Args:
+      name: name of the call.
+      inputs: the arrays of this rank.
+      call: makes the call with tensors.
+      expected: the results, computed with numpy.
+      gradient: gradient of the sum of the results, weighted with 1, 2, 3, ..., with respect to
+        the first input; None is not compared.
+    """
+
+    name: str
+    inputs: list[np.ndarray]
+    call: Callable[..., Any]
+    expected: list[np.ndarray]
+    gradient: np.ndarray | None = None
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: tf.DType, salt: int = 0) -> np.ndarray:
+    """Small integers, whose sums and products are exact in every dtype."""
+    array = np.random.default_rng([rank, salt]).integers(0, 4, shape)
+    return array.astype(dtype.as_numpy_dtype)
+
+
+def weights(array: np.ndarray) -> np.ndarray:
+    return (np.arange(array.size) % 5 + 1).reshape(array.shape).astype(array.dtype)
+
+
+def total(arrays: list[np.ndarray]) -> np.ndarray:
+    return sum(arrays[1:], arrays[0])
+
+
+def cases() -> list[Case]:
+    return [case for dtype in DTYPES for case in [*reductions(dtype), *movements(dtype)]]
+
+
+def reductions(dtype: tf.DType) -> list[Case]:
+    name, numpy, size = dtype.name, dtype.as_numpy_dtype, numpy_of(SIZE, dtype)
+    all_ = [values(rank, (3, 2), dtype) for rank in range(SIZE)]
+    local, ones = all_[RANK], weights(all_[0])
+    is_floating = dtype.is_floating
+    every = hvd.global_process_set
+    result = [
+        Case(
+            f"sum {name}",
+            [local],
+            lambda x: [hvd.allreduce(x, op=hvd.Sum, name=f"sum {name}")],
+            [total(all_)],
+            ones * size,
+        ),
+        Case(
+            f"min {name}",
+            [local],
+            lambda x: [hvd.allreduce(x, op=hvd.Min, name=f"min {name}")],
+            [np.min(np.stack(all_), 0)],
+        ),
+        Case(
+            f"max {name}",
+            [local],
+            lambda x: [hvd.allreduce(x, op=hvd.Max, name=f"max {name}")],
+            [np.max(np.stack(all_), 0)],
+        ),
+        Case(
+            f"product {name}",
+            [local],
+            lambda x: [hvd.allreduce(x, op=hvd.Product, name=f"product {name}")],
+            [np.prod(np.stack(all_), 0, dtype=numpy)],
+        ),
+        Case(
+            f"grouped {name}",
+            [local, local[0]],
+            lambda x, y: hvd.grouped_allreduce([x, y], op=hvd.Sum, name=f"grouped {name}"),
+            [total(all_), total(all_)[0]],
+            ones * size,
+        ),
+        Case(
+            f"reducescatter {name}",
+            [local],
+            lambda x: [
+                hvd.reducescatter(
+                    x, "", hvd.Compression.none, hvd.Sum, f"reducescatter {name}", every
+                )
+            ],
+            [np.array_split(total(all_), SIZE)[RANK]],
+            np.concatenate([weights(part) for part in np.array_split(all_[0], SIZE)]),
+        ),
+        Case(
+            f"grouped_reducescatter {name}",
+            [local, local[:, 0]],
+            lambda x, y: hvd.grouped_reducescatter(
+                [x, y], op=hvd.Sum, name=f"grouped_reducescatter {name}"
+            ),
+            [
+                np.array_split(total(all_), SIZE)[RANK],
+                np.array_split(total(all_)[:, 0], SIZE)[RANK],
+            ],
+        ),
+    ]
+    if is_floating:
+        result += [
+            Case(
+                f"average {name}",
+                [local],
+                lambda x: [hvd.allreduce(x, average=True, name=f"average {name}")],
+                [total(all_) / size],
+                ones,
+            ),
+            Case(
+                f"scaled {name}",
+                [local],
+                lambda x: [
+                    hvd.allreduce(
+                        x,
+                        op=hvd.Sum,
+                        prescale_factor=2.0,
+                        postscale_factor=0.5,
+                        name=f"scaled {name}",
+                    )
+                ],
+                [total(all_)],
+                ones * size,
+            ),
+            Case(
+                f"rows {name}",
+                [local, np.array([RANK, 0, RANK])],
+                lambda x, i: [
+                    tf.convert_to_tensor(
+                        hvd.allreduce(
+                            tf.IndexedSlices(x, i, tf.constant([SIZE, 2], tf.int64)),
+                            op=hvd.Sum,
+                            name=f"rows {name}",
+                        )
+                    )
+                ],
+                [dense_rows(all_)],
+            ),
+        ]
+    return result
+
+
+def dense_rows(all_: list[np.ndarray]) -> np.ndarray:
+    result = np.zeros((SIZE, 2), all_[0].dtype)
+    for rank, (first, second, third) in enumerate(all_):
+        result[rank] += first
+        result[0] += second
+        result[rank] += third
+    return result
+
+
+def numpy_of(number: float, dtype: tf.DType) -> Any:
+    return np.array(number, dtype.as_numpy_dtype)
+
+
+def movements(dtype: tf.DType) -> list[Case]:
+    name, root = dtype.name, SIZE - 1
+    size = numpy_of(SIZE, dtype)
+    # ranks differ in the number of rows
+    rows = [values(rank, (rank + 1, 2), dtype) for rank in range(SIZE)]
+    joined = np.concatenate(rows)
+    starts = np.cumsum([0, *map(len, rows)])
+    same = [values(rank, (3, 2), dtype) for rank in range(SIZE)]
+    sent = [values(rank, (SIZE, 2), dtype, 1) for rank in range(SIZE)]
+    counts = [[(rank + to) % 2 for to in range(SIZE)] for rank in range(SIZE)]
+    parts = [
+        np.split(values(rank, (sum(counts[rank]), 2), dtype, 2), np.cumsum(counts[rank])[:-1])
+        for rank in range(SIZE)
+    ]
+    received = [parts[rank][RANK] for rank in range(SIZE)]
+    is_root = numpy_of(root == RANK, dtype)
+    return [
+        Case(
+            f"allgather {name}",
+            [rows[RANK]],
+            lambda x: [hvd.allgather(x, name=f"allgather {name}")],
+            [joined],
+            weights(joined)[starts[RANK] : starts[RANK + 1]] * size,
+        ),
+        Case(
+            f"grouped_allgather {name}",
+            [rows[RANK], same[RANK]],
+            lambda x, y: hvd.grouped_allgather([x, y], name=f"grouped_allgather {name}"),
+            [joined, np.concatenate(same)],
+        ),
+        Case(
+            f"broadcast {name}",
+            [same[RANK]],
+            lambda x: [hvd.broadcast(x, root, name=f"broadcast {name}")],
+            [same[root]],
+            weights(same[0]) * size * is_root,
+        ),
+        Case(
+            f"alltoall {name}",
+            [sent[RANK]],
+            lambda x: [hvd.alltoall(x, name=f"alltoall {name}")],
+            [np.stack([sent[rank][RANK] for rank in range(SIZE)])],
+            np.stack([weights(sent[0])[RANK]] * SIZE),
+        ),
+        Case(
+            f"alltoall with splits {name}",
+            [np.concatenate(parts[RANK])],
+            lambda x: list(
+                hvd.alltoall(x, splits=counts[RANK], name=f"alltoall with splits {name}")
+            ),
+            [np.concatenate(received), np.array([len(each) for each in received], np.int32)],
+        ),
+    ]
+
+
+def differentiable(case: Case) -> bool:
+    dtype = case.inputs[0].dtype
+    return case.gradient is not None and tf.as_dtype(dtype).is_floating
+
+
+def make(case: Case, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the results of a case, and the gradient if there is one."""
+    with tf.GradientTape() as tape:
+        tape.watch(inputs[0])
+        results = case.call(*inputs)
+        if not differentiable(case):
+            return list(results)
+        loss = tf.add_n([tf.reduce_sum(each * weights_of(each)) for each in results[:1]])
+    return [*results, tape.gradient(loss, inputs[0])]
+
+
+def weights_of(tensor: tf.Tensor) -> tf.Tensor:
+    numbers = tf.reshape(tf.range(tf.size(tensor)) % 5 + 1, tf.shape(tensor))
+    return tf.cast(numbers, tensor.dtype)
+
+
+def compare(case: Case, results: list[Any]) -> None:
+    expected = list(case.expected)
+    if differentiable(case):
+        expected.append(case.gradient)
+    assert len(results) == len(expected), case.name
+    for result, wanted in zip(results, expected):
+        array = np.asarray(result)
+        assert (array.dtype, array.shape) == (wanted.dtype, wanted.shape), (case.name, array)
+        assert np.array_equal(array, wanted), f"{case.name}: {array} {wanted}"
+
+
+def run_eagerly(case: Case) -> None:
+    compare(case, make(case, [tf.constant(each) for each in case.inputs]))
+
+
+def run_function(shuffled: list[Case]) -> None:
+    @tf.function(autograph=False)
+    def step() -> Any:
+        return [make(case, [tf.constant(each) for each in case.inputs]) for case in shuffled]
+
+    for _ in range(2):
+        for case, results in zip(shuffled, step()):
+            compare(case, results)
+
+
+def run_graph(shuffled: list[Case]) -> None:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        built = [make(case, [tf.constant(each) for each in case.inputs]) for case in shuffled]
+        for _ in range(2):
+            for case, results in zip(shuffled, session.run(built)):
+                compare(case, results)
+
+
+def check_objects() -> None:
+    """Checks that all ranks learn of an object that one of them cannot send."""
+    last = SIZE - 1
+    obj = object() if last == RANK else RANK
+    calls = [
+        lambda: hvd.broadcast_object(obj, last, name="refused"),
+        lambda: hvd.allgather_object(obj, name="all refused"),
+    ]
+    for each in calls:
+        try:
+            each()
+        except hostopt.ConfigError as error:
+            assert f"rank {last} (" in str(error) and "a part of type object" in str(error), error
+        else:
+            raise AssertionError("an object was sent")
+    assert hvd.broadcast_object({RANK}, last, name="refused") == {last}
+    assert hvd.allgather_object(RANK, name="all refused") == list(range(SIZE))
+
+
+def main() -> None:
+    in_order = cases()
+    for case in in_order:
+        run_eagerly(case)
+    shuffled = random.Random(RANK).sample(in_order, len(in_order))
+    with concurrent.futures.ThreadPoolExecutor(len(shuffled)) as pool:
+        list(pool.map(run_eagerly, shuffled))
+    run_function(shuffled)
+    run_graph(shuffled)
+    check_objects()
+    hvd.barrier()
+    print("made", len(in_order), "calls in 4 ways")
+
+
+main()

@@ -1,0 +1,115 @@
+"""Checks that two ranks train models of Keras as one process does on the whole batch.
+
+Arguments: the module of Horovod's API, and a directory that all ranks share.
+"""
+
+import importlib
+import os
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+STEPS, BATCH, TOKENS, ROWS = 20, 8, 2, 64
+
+hvd = importlib.import_module(sys.argv[1])
+directory = sys.argv[2]
+is_keras_3 = sys.argv[1] == "hostopt.keras"
+keras = importlib.import_module("keras") if is_keras_3 else tf.keras
+hvd.init()
+
+
+def data(repeated, seed=3):
+    """Returns tokens [STEPS * BATCH, TOKENS] and targets; a batch has a token once or often."""
+    random = np.random.default_rng(seed)
+    count = STEPS * BATCH
+    if repeated:
+        tokens = random.integers(0, 5, (count, TOKENS))
+    else:
+        batches = [random.permutation(ROWS)[: BATCH * TOKENS] for _ in range(STEPS)]
+        tokens = np.concatenate(batches).reshape(count, TOKENS)
+    return tokens, random.normal(size=(count, 1)).astype(np.float32)
+
+
+def new_model():
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((TOKENS,), dtype="int32")
+    outputs = keras.layers.Flatten()(keras.layers.Embedding(ROWS, 4)(inputs))
+    outputs = keras.layers.Dense(8, activation="tanh")(outputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(outputs))
+
+
+def fit(model, x, y, parts=1, batch=BATCH):
+    """Trains on this rank's part of each batch."""
+    part = slice(hvd.rank() if parts > 1 else 0, None, parts)
+    model.fit(x[part], y[part], batch_size=batch // parts, shuffle=False, verbose=0)
+
+
+def check_equal(name, actual, expected):
+    for one, other in zip(actual.get_weights(), expected.get_weights()):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5, err_msg=name)
+    print(f"equal: {name}", flush=True)
+
+
+def check_optimizer(name, make, run_eagerly=False):
+    x, y = data(repeated=False)
+    whole, shared = new_model(), new_model()
+    whole.compile(make(), "mse")
+    fit(whole, x, y)
+    shared.compile(hvd.DistributedOptimizer(make()), "mse", run_eagerly=run_eagerly)
+    fit(shared, x, y, hvd.size())
+    check_equal(name, shared, whole)
+
+
+def check_passes(name, make):
+    """Checks that two batches whose gradients are averaged are like one of twice the size."""
+    x, y = data(True)
+    whole, shared = new_model(), new_model()
+    whole.compile(make(), "mse")
+    fit(whole, x, y, batch=2 * BATCH)
+    optimizer = hvd.DistributedOptimizer(
+        make(), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    shared.compile(optimizer, "mse")
+    fit(shared, x, y, hvd.size())
+    check_equal(name, shared, whole)
+
+
+def check_loaded(name, make, suffix):
+    """Checks that a model that is saved and loaded again continues as if it was not."""
+    x, y = data(False)
+    half = STEPS // 2 * BATCH
+    whole, shared = new_model(), new_model()
+    whole.compile(make(), "mse")
+    fit(whole, x, y)
+    shared.compile(hvd.DistributedOptimizer(make()), "mse")
+    fit(shared, x[:half], y[:half], hvd.size())
+    path = os.path.join(directory, f"{name.replace(' ', '_')}{suffix}")
+    if hvd.rank() == 0:
+        shared.save(path)
+    hvd.allreduce(0.0, name="saved")
+    plain = keras.models.load_model(path)
+    assert "_hostopt" not in vars(type(plain.optimizer))
+    loaded = hvd.load_model(path)
+    assert type(loaded.optimizer).__name__ == type(make()).__name__
+    fit(loaded, x[half:], y[half:], hvd.size())
+    check_equal(name, loaded, whole)
+
+
+def check_family(prefix, optimizers, suffix):
+    def clipped():
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
+        return optimizers.SGD(schedule, clipnorm=0.05)
+
+    def momentum():
+        return optimizers.SGD(0.05, momentum=0.9, nesterov=True)
+
+    check_optimizer(f"{prefix} clipnorm and schedule", clipped, run_eagerly=prefix == "new")
+    check_optimizer(f"{prefix} global_clipnorm", lambda: optimizers.Adam(global_clipnorm=0.1))
+    check_passes(f"{prefix} repeated rows in two passes", momentum)
+    check_loaded(f"{prefix} loaded", lambda: optimizers.Adam(0.01), suffix)
+
+
+check_family("new", keras.optimizers, ".keras")
+if not is_keras_3:
+    check_family("legacy", keras.optimizers.legacy, ".h5")

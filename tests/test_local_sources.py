@@ -1,0 +1,73 @@
+"""Variables whose gradients are not reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import hostopt
+import hostopt.tensorflow as hvd
+from hostopt.tensorflow.local_sources import LocalSources, variables_of_layers
+
+pytestmark = [pytest.mark.tensorflow]
+
+
+@pytest.fixture
+def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+class TenRanks:
+    """A reduction over ten ranks that all have the same gradients."""
+
+    size = 10
+
+    def ring(self) -> TenRanks:
+        return self
+
+    def reduce(self, gradients: list[Any], sources: list[Any]) -> list[Any]:
+        assert len(gradients) == len(sources)
+        return [each * 10.0 for each in gradients]
+
+
+@pytest.mark.parametrize(("is_scaled", "expected"), [(True, 0.05), (False, 0.5)])
+def test_only_the_others_are_reduced(is_scaled: bool, expected: float) -> None:
+    shared, local, rows, unused = (tf.Variable([1.0]) for _ in range(4))
+    sources = LocalSources(is_scaled, 0.5)
+    for each in (local, rows, unused):
+        sources.add(each)
+    assert local in sources and shared not in sources
+    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]), tf.constant([1]))
+    reduction: Any = TenRanks()
+    gradients = [tf.ones([1]), tf.ones([1]), slices, None]
+    one, two, three, none = sources.reduce(reduction, gradients, [local, shared, rows, unused])
+    np.testing.assert_allclose([one, two, three.values], [[expected], [10.0], [expected]])
+    assert none is None
+
+
+def test_a_tape_with_local_layers(ring: None) -> None:
+    layer, other = tf_keras.layers.Dense(1), tf_keras.layers.Dense(1)
+    model = tf_keras.Sequential([tf_keras.Input((2,)), layer, other])
+    with tf.GradientTape() as plain:
+        loss = tf.reduce_sum(model(tf.ones([1, 2])))
+    tape = hvd.PartialDistributedGradientTape(plain, local_layers=layer)
+    local, shared = tape.get_local_and_global_gradients(loss, model.trainable_variables)
+    assert [id(v) for v, _ in local] == [id(v) for v in layer.trainable_variables]
+    assert [id(v) for v, _ in shared] == [id(v) for v in other.trainable_variables]
+    np.testing.assert_array_equal(shared[1][1], [1.0])
+
+
+def test_layers_without_variables_are_refused() -> None:
+    with pytest.raises(hostopt.ConfigError, match="'unbuilt' of local_layers has no variables"):
+        variables_of_layers([tf_keras.layers.Dense(1, name="unbuilt")])
+    with pytest.raises(hostopt.ConfigError, match=r"type str, .* register_local_source"):
+        variables_of_layers(["dense"])
+    assert variables_of_layers(None) == []
