@@ -112,7 +112,8 @@ def call_on_error(function: Callable[[BaseException], object]) -> None:
 
     def call() -> None:
         error = sys.exc_info()[1]
-        if error not in (None, handled_before) and not isinstance(error, SystemExit):
-            function(error)
+        if error is None or error is handled_before or isinstance(error, SystemExit):
+            return
+        function(error)
 
     Finalize(None, call, exitpriority=_ABORT)
