@@ -41,7 +41,7 @@ def call(
     """
     if tf.executing_eagerly():
         results = function(*(np.asarray(tensor) for tensor in inputs))
-        return [tf.convert_to_tensor(result) for result in results]
+        return [_tensor_of(np.asarray(result)) for result in results]
     communicator = communicator or process_ring.current().communicator
     inputs = list(inputs) or [tf.zeros([], tf.int32)]  # an operation needs one
     results = call_in_background(
@@ -54,6 +54,20 @@ def call(
     for result, (_, shape) in zip(results, outputs):
         result.set_shape(shape)
     return results
+
+
+_ALIGNMENT_BYTES = 64  # of tensors, which TensorFlow's kernels check
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> tf.Tensor:
+    """Copies an array into a tensor, 20 times as fast as `tf.convert_to_tensor` if it is small."""
+    if not array.size or array.dtype.kind not in "iuf":  # NumPy's DLPack has no others
+        return tf.convert_to_tensor(array)
+    memory = np.empty(array.nbytes + _ALIGNMENT_BYTES, np.uint8)
+    begin = -memory.__array_interface__["data"][0] % _ALIGNMENT_BYTES
+    aligned = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    aligned[...] = array
+    return tf.experimental.dlpack.from_dlpack(aligned.__dlpack__())
 
 
 def shape_of_rows(tensor: tf.Tensor) -> list[Any] | None:
