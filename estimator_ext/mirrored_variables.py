@@ -19,12 +19,12 @@ from estimator_ext._tf_private import (
 )
 from estimator_ext.function_values import compared
 from estimator_ext.graph import data_before, walk
+from estimator_ext.operation_kinds import OF_THIS_RANK
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 __all__: list[str] = []
 
 _REMEDY = "Do this in a function that is given to strategy.run, with an optimizer"
-_DATA = ("IteratorGetNext", "OptionalGetValue", "Placeholder")
 
 
 class HostVariable(MirroredVariable):
@@ -124,4 +124,11 @@ def _may_differ_between_ranks(value: Any) -> bool:
     if not hasattr(value, "graph"):  # eagerly, its origin is unknown
         return True
     origins = walk([value.op], lambda op: [] if is_same_on_all_ranks(op) else data_before(op))
-    return any(op.type in _DATA and op.outputs[0].dtype != tf.resource for op in origins)
+    return any(map(_is_of_this_rank, origins))
+
+
+def _is_of_this_rank(op: tf.Operation) -> bool:
+    """Returns True for data, random numbers with a state, and values of Python functions."""
+    is_kind = op.type == "OptionalGetValue" or OF_THIS_RANK.match(op.type) is not None
+    is_seeded = op.type.startswith("Stateless")
+    return is_kind and not is_seeded and any(each.dtype != tf.resource for each in op.outputs)

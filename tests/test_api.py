@@ -311,3 +311,30 @@ def test_overlap_splits_a_cluster_of_xla() -> None:
     (one, *values), (several, *others) = lines
     assert int(one) >= 1 and int(several) >= int(one) + 2, lines  # forward and backward
     np.testing.assert_allclose([float(each) for each in values], [float(each) for each in others])
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize(
+    "collective",
+    [hvd.allreduce, hvd.allgather, lambda x: hvd.broadcast(x, 0), hvd.reducescatter, hvd.alltoall],
+)
+def test_gradient_of_a_result_whose_rows_are_gathered(
+    ring: None, collective: Callable[[Any], Any], mode: str
+) -> None:
+    x = tf.Variable(tf.ones([4, 2]))
+
+    def gradient() -> Any:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(tf.gather(collective(x), [0, 0, 1]))
+        return tf.convert_to_tensor(tape.gradient(total, x))
+
+    result = (tf.function(gradient) if mode == "function" else gradient)()
+    np.testing.assert_array_equal(result, [[2, 2], [1, 1], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fn"])
+def test_broadcast_of_small_floats(ring: None, name: str) -> None:
+    dtype = getattr(tf.dtypes.experimental, name)
+    result = hvd.broadcast(tf.cast(tf.constant([1.0, 2.0]), dtype), 0)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(tf.cast(result, tf.float32), [1, 2])

@@ -60,6 +60,7 @@ def test_variables_of_each_kind(results: Results) -> None:
         ("scope", "its gradient is computed outside strategy.run"),
         ("assign eagerly", "is updated in strategy.run with a value of this rank"),
         ("assign in a function", "is updated in strategy.run with a value of this rank"),
+        ("assign random numbers", "is updated in strategy.run with a value of this rank"),
         ("manual", "its gradient is computed outside strategy.run"),
         ("applied outside", "an optimizer updates it outside strategy.run"),
         ("created outside", "was created outside strategy.scope()"),

@@ -192,7 +192,9 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
 
     def apply(pairs: Any) -> Any:
         pairs = _reduce_pairs(self, pairs)
-        return super_of(self).apply([gradient for gradient, _ in pairs], trainable_variables)
+        # an accumulator leaves out variables without a gradient
+        applied = trainable_variables if self._hostopt_steps == 1 else [v for _, v in pairs]
+        return super_of(self).apply([gradient for gradient, _ in pairs], applied)
 
     if self._hostopt_steps == 1:
         return apply(pairs)

@@ -232,6 +232,9 @@ def refusals():
     def assign(x):
         return STRATEGY.run(lambda x: variable.assign_sub(tf.reduce_sum(x)), (x,))
 
+    def assign_random():
+        return STRATEGY.run(lambda: variable.assign_sub(tf.random.normal([])))
+
     def manual():
         with tf.GradientTape() as tape:
             loss = variable * 2
@@ -246,6 +249,7 @@ def refusals():
         "scope": in_scope,
         "assign eagerly": lambda: assign(batch[0]),
         "assign in a function": lambda: tf.function(assign)(batch[0]),
+        "assign random numbers": tf.function(assign_random),
         "manual": manual,
         "applied outside": applied_outside,
         "created outside": lambda: STRATEGY.run(

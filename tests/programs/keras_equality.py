@@ -75,6 +75,19 @@ def check_passes(name, make):
     check_equal(name, shared, whole)
 
 
+def check_unused(name, make):
+    """Checks that a variable without a gradient changes nothing, and the others by their own."""
+    optimizer = hvd.DistributedOptimizer(make(), backward_passes_per_step=2)
+    values = [tf.zeros(3), tf.ones(3), tf.fill([3], 2.0)]
+    kind = keras.Variable if is_keras_3 else tf.Variable
+    variables = [kind(np.zeros(3, np.float32)) for _ in values]
+    for _ in range(2):
+        optimizer.apply_gradients(zip([None, *values[1:]], variables))
+    for variable, value in zip(variables, values):
+        assert np.array_equal(variable.numpy(), -2 * value), name
+    print(f"equal: {name}", flush=True)
+
+
 def check_loaded(name, make, suffix):
     """Checks that a model that is saved and loaded again continues as if it was not."""
     x, y = data(False)
@@ -107,6 +120,7 @@ def check_family(prefix, optimizers, suffix):
     check_optimizer(f"{prefix} clipnorm and schedule", clipped, run_eagerly=prefix == "new")
     check_optimizer(f"{prefix} global_clipnorm", lambda: optimizers.Adam(global_clipnorm=0.1))
     check_passes(f"{prefix} repeated rows in two passes", momentum)
+    check_unused(f"{prefix} unused variable in two passes", lambda: optimizers.SGD(1.0))
     check_loaded(f"{prefix} loaded", lambda: optimizers.Adam(0.01), suffix)
 
 
