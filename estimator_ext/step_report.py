@@ -14,7 +14,7 @@ from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext.spec import stock_spec
 from hostopt.gradients.reducers import AnyReducer
 from hostopt.gradients.step_stats import StepTimes, merge
-from hostopt.stragglers import StragglerReports
+from hostopt.stragglers import StragglerReports, Stragglers
 from hostopt.telemetry.timeline import Timeline, Track
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -48,6 +48,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._reports = StragglerReports(communicator)
         self._step = 0
         self._sent: tuple[int, StepTimes] | None = None
+        self.stragglers: Stragglers | None = None  # of the last report, on rank 0
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Broadcasts the first step and the interval of reports from rank 0."""
@@ -83,6 +84,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         stragglers = self._reports.collect()
         if stragglers is None or self._sent is None:
             return
+        self.stragglers = stragglers
         step, times = self._sent
         scalars = {
             "communication_ms": times.communication_ms,

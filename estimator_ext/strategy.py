@@ -15,6 +15,8 @@ import hostopt
 from estimator_ext.function_extended import FunctionExtended
 from estimator_ext.keras_steps import join_results
 from estimator_ext.sharding import check_policy
+from hostopt import tf_config
+from hostopt.adapters.discover import set_tf_config
 from hostopt.connect import exit_with_error_code
 from hostopt.options import shown
 from hostopt.tensorflow._tf_private import fork_guard
@@ -102,7 +104,6 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         _check_flag("sparse_as_dense", sparse_as_dense)
         if accelerator is not None:
             _check_device(accelerator)
-        self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
         self.options = hostopt.Options(
             communication=communication,
             bucket_mb=bucket_mb,
@@ -118,6 +119,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             insecure=insecure,
             evaluator_timeout_s=evaluator_timeout_s,
         ).with_environment()
+        if tf_config.read_tf_config(os.environ) or not _names_cluster(cluster_resolver):
+            set_tf_config(self.options)
+        self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
         device = accelerator or _find_accelerator(self.cluster)
         super().__init__(
             FunctionExtended(
@@ -261,6 +265,12 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
 
     def __deepcopy__(self, memo: object) -> HostOffloadStrategy:
         return self  # Estimator copies its configuration; all copies share one connection
+
+
+def _names_cluster(resolver: Any) -> bool:
+    """Returns False if a resolver names no cluster; TensorFlow's own read TF_CONFIG when asked."""
+    cluster_spec = getattr(resolver, "cluster_spec", None)
+    return callable(cluster_spec) and bool(cluster_spec())
 
 
 def _check_flag(name: str, value: Any) -> None:

@@ -19,15 +19,16 @@ others; the other ranks have no chief's hooks.
     [K9] training hooks of the model_fn     [K9] training hooks of the model_fn
     [K10] accumulation                      [K10] accumulation
     [K11] InputStateHook                    [K11] InputStateHook
-    [K12] EndStopSaveHook                   [K12] EndStopSaveHook
-    [K13] GlobalStepCheckHook               [K13] GlobalStepCheckHook
+    [K12] ProgressHook
+    [K13] EndStopSaveHook                   [K13] EndStopSaveHook
+    [K14] GlobalStepCheckHook               [K14] GlobalStepCheckHook
 
 - K1 is first: no other hook may see an error that TensorFlow mistakes for the end of the data.
 - K2 collects the states that K4 saves, and K3 checks the variables that K4 saves.
 - K2 and K3 read global_step, which the chief has restored and the other ranks get in K5.
 - K5 is before K6 and K8, which may read variables.
 - K11 is after K6 and K8 to K10, which may initialize iterators or run the input.
-- K12 is after all hooks that may request a stop.
+- K13 is after all hooks that may request a stop.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.hooks import BroadcastVariablesHook
 from estimator_ext.input_state import InputStateHook, InputStates, log_random_operations
 from estimator_ext.preemption import PreemptionHook
+from estimator_ext.progress import ProgressHook, StepTimestamps
 from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.skipped_updates import HooksWithoutNan
 from estimator_ext.spec import stock_spec
@@ -149,6 +151,7 @@ class TrainingGraph:
             *training_input.hooks,  # [K6]
             *self._step_report(),  # [K7]
         ]
+        progress = self._progress()
         if self._reduction.accumulation is not None:
             self._add_training_hooks(self._reduction.accumulation.hook())  # [K10]
         if self._is_chief:  # now, as input_fn or model_fn may have written a checkpoint
@@ -157,6 +160,10 @@ class TrainingGraph:
             check_shapes(self._restored, tf.compat.v1.global_variables())
         self._add_training_hooks(InputStateHook(states, self._restored))  # [K11]
         self._prepare_savers(states, data, stack)
+        if self._is_chief:
+            for saver in find_savers(self._all_hooks()):
+                saver._listeners.insert(0, progress.saves)
+            self._add_training_hooks(progress)  # [K12]
         coordination: list[Any] = []
         if updates is not None:
             self._communicator.check_same(updates.texts, "the updates of variables")
@@ -219,6 +226,24 @@ class TrainingGraph:
         every_steps = self._config.save_summary_steps or 0
         return [StepReportHook(communicator, reducers, every_steps, self._model_dir)]
 
+    def _progress(self) -> ProgressHook:
+        """Adds the operations that note times, on all ranks, and returns the hook of the chief."""
+        stamps, accumulation = StepTimestamps(self.spec), self._reduction.accumulation
+        fetches = {"loss": self.spec.loss, "examples": stamps.examples}
+        if accumulation is None:  # otherwise most batches of a step have runs of their own
+            fetches.update(stamps.times)
+        if getattr(self._config, "iterations_per_loop", 1) > 1:
+            fetches = {}  # the parts of a loop cannot be fetched
+        reports = [hook for hook in self.first_hooks if isinstance(hook, StepReportHook)]
+        return ProgressHook(
+            fetches,
+            (tuple(self._reduction.reducers), reports[0] if reports else None),
+            self._communicator.size * (accumulation.micro_batches if accumulation else 1),
+            self._hooks,
+            self._model_dir or "",
+            self._config.save_summary_steps or 0,
+        )
+
     def _prepare_savers(
         self, states: InputStates, data: Collection[tf.Operation], stack: contextlib.ExitStack
     ) -> None:
@@ -246,7 +271,7 @@ class TrainingGraph:
         return [DesyncCheckHook(communicator, mirrored, every_steps, steps_per_run, suspects)]
 
     def _coordinate(self, states: InputStates) -> BeginStopSaveHook:
-        """Coordinates stops and saves: adds [K12] and returns [K2]."""
+        """Coordinates stops and saves: adds [K13] and returns [K2]."""
         flags = self._reduction.flags
         communicator = self._communicator.duplicate(
             "variables that are synchronised when they are read"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from hostopt import descriptors
+from hostopt.adapters.discover import set_tf_config
 from hostopt.child_process import ForkGuard, call_on_error, native_threads
 from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
@@ -47,7 +48,8 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
     Collective: all ranks must call it.
 
     Args:
-      cluster: the cluster; by default from TF_CONFIG.
+      cluster: the cluster; by default from TF_CONFIG, or from the launcher that started this
+        process.
       options: the options; HOSTOPT_* variables override them.
 
     Returns:
@@ -61,8 +63,10 @@ def connect(cluster: Cluster | None = None, options: Options | None = None) -> C
     event_loop.guard.check()
     _grpc_guard.check()
     exit_with_error_code()
-    cluster = cluster or Cluster.from_tf_config()
     options = (options or Options()).with_environment()
+    if cluster is None:
+        set_tf_config(options)
+        cluster = Cluster.from_tf_config()
     if options.autotune and cluster.size > 1:
         options = _tuned(cluster, options)
     return connect_ring(cluster, options)

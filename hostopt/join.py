@@ -66,6 +66,7 @@ class Joining:
         self._in_progress: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {}
         self._round = 0  # rounds that all ranks have joined
         self._joined: dict[int, set[int]] = {}  # other ranks by round
+        self._clock: dict[int, int] = {}  # Lamport's, by round: the largest time of a join
         self._gone: list[int] = []  # ranks that have left the ring
         self._is_joined = False
         self._workers: dict[tuple[str, str], _Worker] | None = None  # while this rank waits
@@ -128,8 +129,8 @@ class Joining:
             self._check_idle()
             self._is_joined, self._workers = True, {}
             joined = self._joined.setdefault(self._round, set())
-            known = len(joined)
-            self._send(others, {"round": self._round})
+            time = self._clock.get(self._round, 0) + 1
+            self._send(others, {"round": self._round, "time": time})
         stop_listening = self._transport.mailbox.on_failure(self._fail)
         try:
             with self._changed:
@@ -142,12 +143,12 @@ class Joining:
         for worker in workers:  # the others have ended their calls; so do these
             worker.join()
         self._raise_if_hopeless(others)
-        counts = self._agreement.all_gather(np.array(known), "the rank that joins last").tolist()
+        times = self._agreement.all_gather(np.array(time), "the rank that joins last").tolist()
         with self._changed:
-            del self._joined[self._round]
+            del self._joined[self._round], self._clock[self._round]
             self._round += 1
             self._is_joined = False
-        return max(range(len(counts)), key=lambda rank: (counts[rank], rank))
+        return max(range(len(times)), key=lambda rank: (times[rank], rank))
 
     def _check_idle(self) -> None:
         if self._is_joined:
@@ -194,7 +195,9 @@ class Joining:
         message = json.loads(bytes(payload))
         with self._changed:
             if "round" in message:
-                self._joined.setdefault(message["round"], set()).add(peer)
+                number = message["round"]
+                self._joined.setdefault(number, set()).add(peer)
+                self._clock[number] = max(self._clock.get(number, 0), message["time"])
                 self._announce(list(self._in_progress), [peer])
                 self._changed.notify_all()
             elif self._workers is not None:

@@ -46,6 +46,7 @@ class NamedChannel:
     ) -> list[Array]:
         """Reduces arrays of one dtype together; see `NamedCollectives.all_reduce`."""
         communicator = self.communicator
+        flat: Array
         if len(arrays) == 1:
             flat = np.array(arrays[0], order="C").reshape(-1)
             call = communicator.signed_call(_kind(op, compression), name, arrays[0])

@@ -274,11 +274,22 @@ def _check_names(environ: Mapping[str, str]) -> None:
 
 # Set by `hostopt run` for evaluators: file that exists once all ranks have succeeded.
 RING_ENDED = "HOSTOPT_RING_ENDED"
-# All HOSTOPT_* variables: one for each option, the token, and those that `hostopt run` sets.
+# Read by the adapters of launchers.
+RANK, SIZE, RENDEZVOUS = "HOSTOPT_RANK", "HOSTOPT_SIZE", "HOSTOPT_RENDEZVOUS"
+LAUNCHER = "HOSTOPT_LAUNCHER"
+# Set by the adapters: the process that the launcher has started, as it may start others.
+PROCESS = "HOSTOPT_PROCESS"
+# All HOSTOPT_* variables: one for each option, the token, and those of launchers.
 VARIABLES = (
     *(_variable(field.name) for field in fields(Options)),
     "HOSTOPT_TOKEN",
     "HOSTOPT_SLOT",
     "HOSTOPT_ERROR_FILE",
+    "HOSTOPT_PROGRESS_FILE",
     RING_ENDED,
+    RANK,
+    SIZE,
+    RENDEZVOUS,
+    LAUNCHER,
+    PROCESS,
 )

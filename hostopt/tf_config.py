@@ -167,14 +167,19 @@ def _check_addresses(job: str, addresses: Any) -> list[str]:
             "List every task: sparse clusters are not supported"
         )
     for address in addresses:
-        host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        is_number = port.isascii() and port.isdecimal() and len(port) <= _MAX_PORT_DIGITS
-        if not (host and colon and is_number and 0 < int(port) < 65536):
+        if not is_address(address):
             raise ConfigError(
                 f'TF_CONFIG key "{job}" has the address {shown(address)}, wanted "host:port" with '
                 "a port from 1 to 65535. Correct it"
             )
     return list(addresses)
+
+
+def is_address(address: Any) -> bool:
+    """Returns True for ``host:port`` with a port from 1 to 65535."""
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    is_number = port.isascii() and port.isdecimal() and len(port) <= _MAX_PORT_DIGITS
+    return bool(host and colon and is_number and 0 < int(port) < 65536)
 
 
 def check_task(jobs: Mapping[str, list[str]], task_type: Any, task_index: Any) -> tuple[str, int]:

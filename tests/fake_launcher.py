@@ -208,6 +208,7 @@ class World:
         task: tuple[str, int],
         environment: dict[str, str],
         cores: Sequence[int],
+        *_: object,
     ) -> FakeTask:
         del command, cores
         self.tasks.append(FakeTask(self, task, environment))

@@ -55,12 +55,13 @@ class Launcher:
         code = f"""
             import functools, sys
             from hostopt import cli
+            from hostopt.commands import run
             from hostopt.launch import launcher, output, restarts, task_group
             output.READER_TIMEOUT_S = {reader_timeout_s}
             task_group.KILL_S = {kill_s}
             task_group.PREEMPTION_S = {preemption_s}
             restarts.FIRST_DELAY_S = {delay_s}
-            cli.launch = functools.partial(launcher.launch, grace_s={grace_s})
+            run.launch = functools.partial(launcher.launch, grace_s={grace_s})
             sys.exit(cli.main(sys.argv[1:]))
         """
         process = Process(

@@ -159,7 +159,7 @@ def sgd() -> Any:
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: hvd.init(comm=[0, 1]), "TF_CONFIG describes the ring"),
+    (lambda: hvd.init(comm=[0, 1]), "TF_CONFIG or the launcher describes"),
     (lambda: hvd.init(process_sets="dynamic"), "process sets are not supported"),
     (lambda: hvd.allreduce(tf.ones([1]), process_set=object()), "process sets are not supported"),
     (lambda: hvd.ProcessSet([0]), "process sets are not supported"),
@@ -186,6 +186,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: hvd.allgather(tf.ones([])), "has a scalar"),
     (lambda: hvd.allgather(tf.constant(["a"])), "objects or strings"),
+    (lambda: hvd.broadcast(tf.zeros([1], tf.qint8), 0), "has a tensor of dtype qint8"),
     (lambda: hvd.broadcast(tf.ones([1]), 1), "root_rank is 1, wanted a rank from 0 to 0"),
     (lambda: hvd.reducescatter(tf.ones([1]), op=hvd.Max), "Use SUM or AVERAGE"),
     (lambda: hvd.alltoall(tf.ones([2]), splits=[1]), "whose sum is 2"),
@@ -338,3 +339,11 @@ def test_broadcast_of_small_floats(ring: None, name: str) -> None:
     result = hvd.broadcast(tf.cast(tf.constant([1.0, 2.0]), dtype), 0)
     assert result.dtype == dtype
     np.testing.assert_array_equal(tf.cast(result, tf.float32), [1, 2])
+
+
+@pytest.mark.parametrize("collective", [hvd.allreduce, hvd.allgather])
+def test_forward_mode_derivative(ring: None, collective: Callable[[Any], Any]) -> None:
+    x, tangent = tf.ones([3, 2]), tf.reshape(tf.range(6.0), [3, 2])
+    with tf.autodiff.ForwardAccumulator(x, tangent) as accumulator:
+        result = collective(x)
+    np.testing.assert_array_equal(accumulator.jvp(result), tangent)

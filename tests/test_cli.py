@@ -11,7 +11,9 @@ import pytest
 from launcher import lines_of
 
 from hostopt import cli
+from hostopt.commands import run
 from hostopt.errors import ConfigError, ResourceError
+from hostopt.launch import output
 
 pytestmark = [pytest.mark.usefixtures("forwarded_signals_not_ignored")]
 
@@ -52,9 +54,9 @@ def test_errors_of_the_launcher_have_an_exit_code_and_advice(
     def launch(*_: object, **__: object) -> int:
         raise OSError(number, "no more")
 
-    monkeypatch.setattr(cli, "launch", launch)
+    monkeypatch.setattr(run, "launch", launch)
     assert cli.main(["run", "-np", "2", "true"]) == kind.exit_code
-    cli.output.flush()
+    output.flush()
     assert f"hostopt: {text}" in capfd.readouterr().err
 
 

@@ -13,6 +13,7 @@ from rings import NewRing, Spawn
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError, PeerLostError
+from hostopt.join import Joining
 from hostopt.named import NamedCollectives
 
 ALL_DTYPES = [np.dtype(getattr(ml_dtypes, name, name)) for name in DTYPES]
@@ -117,6 +118,40 @@ def test_names_in_any_order_from_several_threads(spawn: Spawn, size: int) -> Non
         return named.joining.join()
 
     assert spawn(size, work) == [size - 1] * size
+
+
+def test_the_last_rank_if_messages_are_overtaken(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 1 join, then 2, then 3, which learns of 0 and 1 only after that."""
+    receive = Joining._receive
+    overtaken = []
+
+    def receive_late(self: Joining, peer: int, payload: memoryview) -> None:
+        if self._transport.rank == 3 and peer < 2:
+            overtaken.append((peer, bytes(payload)))
+        else:
+            receive(self, peer, payload)
+
+    monkeypatch.setattr(Joining, "_receive", receive_late)
+
+    def work(communicator: Communicator) -> int:
+        joining = NamedCollectives(communicator).joining
+
+        def deliver() -> None:
+            while not joining._is_joined or len(overtaken) < 2:
+                pass
+            for peer, payload in overtaken:
+                receive(joining, peer, memoryview(payload))
+
+        before: set[int] = {2: {0, 1}, 3: {2}}.get(communicator.rank, set())
+        while not before <= joining._joined.get(0, set()):
+            pass
+        if communicator.rank == 3:
+            threading.Thread(target=deliver, daemon=True).start()
+        return joining.join()
+
+    assert spawn(4, work) == [3] * 4
 
 
 def test_a_rank_joins_while_others_are_in_calls(spawn: Spawn) -> None:

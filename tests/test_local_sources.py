@@ -53,6 +53,20 @@ def test_only_the_others_are_reduced(is_scaled: bool, expected: float) -> None:
     assert none is None
 
 
+def test_a_variable_is_known_by_its_wrapper_as_well() -> None:
+    """Keras 3 wraps variables of TensorFlow; a tape may be given either."""
+
+    class Wrapper:
+        def __init__(self, value: tf.Variable) -> None:
+            self.value = value
+
+    variable = tf.Variable([1.0])
+    sources = LocalSources(is_scaled=False)
+    sources.add(Wrapper(variable))
+    assert variable in sources and Wrapper(variable) in sources
+    assert Wrapper(tf.Variable([1.0])) not in sources
+
+
 def test_a_tape_with_local_layers(ring: None) -> None:
     layer, other = tf_keras.layers.Dense(1), tf_keras.layers.Dense(1)
     model = tf_keras.Sequential([tf_keras.Input((2,)), layer, other])

@@ -33,8 +33,17 @@ def test_chief_worker_and_evaluators_by_the_launcher(
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
     model_dir = tmp_path / "model"
-    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--evaluators", "2", "--"]
-    command += [sys.executable, str(MAIN), "--steps", "400", "--model-dir", str(model_dir)]
+    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--evaluators", "2"]
+    command += [
+        "--verbose",
+        "--",
+        sys.executable,
+        str(MAIN),
+        "--steps",
+        "400",
+        "--model-dir",
+        str(model_dir),
+    ]
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=deadline_s(280)
     )

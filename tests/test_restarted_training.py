@@ -94,10 +94,10 @@ def test_an_evaluator_ends_with_ranks_that_exit_with_0(
     rank_settings = {str(rank): early_exit for rank in range(2)}
     run = {**json.loads(arguments(tmp_path, api="ours")), "rank_settings": rank_settings}
     process = launcher.run(
-        *("-np", "2", "--evaluators", "1", "--", sys.executable, str(PROGRAMS / "train.py")),
-        json.dumps({"runs": [run]}),
+        *("-np", "2", "--evaluators", "1", "--log-dir", str(tmp_path / "logs"), "--"),
+        *(sys.executable, str(PROGRAMS / "train.py"), json.dumps({"runs": [run]})),
         **QUIET,
     )
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
-    assert "[evaluator:0]" in errors
+    assert (tmp_path / "logs" / "evaluator-0.attempt-1.log").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -332,3 +333,33 @@ def test_a_graph_never_writes_into_the_sums_that_other_ranks_read(addresses: lis
 
     _, observed = as_ranks(addresses, work)
     np.testing.assert_array_equal(observed, np.full(1000, 7.0, np.float32))
+
+
+# -- other launchers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_resolver", [True, False])
+def test_a_resolver_without_a_cluster_asks_the_launcher(
+    has_resolver: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = {"SM_HOSTS": '["127.0.0.1", "127.0.0.2"]', "SM_CURRENT_HOST": "127.0.0.2"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **hosts})
+    given = tf.distribute.cluster_resolver.TFConfigClusterResolver() if has_resolver else None
+    strategy = estimator_ext.HostOffloadStrategy(given)
+    assert (strategy.cluster.rank, strategy.cluster.size) == (1, 2)
+    if given is not None:
+        assert (given.task_type, given.task_id) == ("worker", 0)
+
+
+def test_a_tf_config_for_all_processes_contradicts_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {
+        "cluster": {"worker": ["127.0.0.1:1", "127.0.0.2:1"]},
+        "task": {"type": "worker", "index": 0},
+    }
+    hosts = {"SM_HOSTS": '["127.0.0.1", "127.0.0.2"]', "SM_CURRENT_HOST": "127.0.0.2"}
+    variables = {**os.environ, **hosts, "TF_CONFIG": json.dumps(config)}
+    monkeypatch.setattr(os, "environ", variables)
+    with pytest.raises(hostopt.ConfigError, match="SageMaker has started this process as 1 of 2"):
+        estimator_ext.HostOffloadStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())

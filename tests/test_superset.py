@@ -116,13 +116,14 @@ def make_model_fn(events: list[str], start: float) -> Any:
 
 
 def tags(directory: Path) -> set[tuple[str, int]]:
-    """Returns the summaries that were written, with their steps, without speeds."""
+    """Returns the summaries that were written, with their steps, without speeds and times."""
     return {
         (value.tag, event.step)
         for path in directory.glob("events.*")
         for event in tf.compat.v1.train.summary_iterator(str(path))
         for value in event.summary.value
-        if value.tag != "global_step/sec" and not value.tag.startswith("checkpoint_path")
+        if value.tag != "global_step/sec"
+        and not value.tag.startswith(("checkpoint_path", "step_ms/"))
     }
 
 

@@ -84,6 +84,7 @@ def make_callbacks(args, learning_rate):
 def main():
     args = parse_args()
     hvd.init()
+    tf.keras.utils.set_random_seed(10 + hvd.rank())  # another run has the same results
     digits = data.load(args.data_dir)
     train, test = make_datasets(digits, args.batch_size)
     if hvd.rank() == 0:

@@ -48,6 +48,18 @@ def task_environment(
       size: number of ranks that share the cores of this machine.
     """
     job, index = task
+    config = {"cluster": cluster, "task": {"type": job, "index": index}}
+    return with_defaults({**base, "TF_CONFIG": json.dumps(config)}, job, size)
+
+
+def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str]:
+    """Returns environment variables of a task, with defaults that suit training.
+
+    Args:
+      base: its environment, which overrides the defaults.
+      job: its job.
+      size: number of ranks that share the cores which this process may use.
+    """
     cores = len(os.sched_getaffinity(0))
     threads = 1 if job == EVALUATOR else max(1, cores // size)
     defaults = {
@@ -59,8 +71,7 @@ def task_environment(
         "OMP_NUM_THREADS": str(threads),
         "TF_USE_LEGACY_KERAS": "1",  # Estimator's graphs need Keras 2
     }
-    config = {"cluster": cluster, "task": {"type": job, "index": index}}
-    environment = {**defaults, **base, "TF_CONFIG": json.dumps(config)}
+    environment = {**defaults, **base}
     if job == EVALUATOR:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment

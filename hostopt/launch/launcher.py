@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from hostopt import descriptors
 from hostopt.launch import output
 from hostopt.launch.environment import address_of, ports_reserved
+from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
 from hostopt.launch.task_group import FORWARDED, Evaluator, Group, Ring
 from hostopt.tf_config import EVALUATOR
@@ -47,6 +48,8 @@ def launch(
     min_size: int | None = None,
     grace_s: float = GRACE_S,
     binds: bool = True,
+    log_dir: str | None = None,
+    verbose: bool = True,
 ) -> int:
     """Runs one command as every task of a cluster on this machine, and waits for all of them.
 
@@ -59,6 +62,9 @@ def launch(
         means `size`.
       grace_s: seconds from a rank's failure to SIGTERM for the others; SIGKILL follows 5 s later.
       binds: True to bind each rank to its share of the cores.
+      log_dir: directory for a log of each task and attempt. None writes logs only if `verbose` is
+        False, to a temporary directory that is removed if the run succeeds.
+      verbose: False shows the progress of training instead of informational messages.
 
     Returns:
       0 if all tasks succeed. Otherwise the exit code of the root cause of the ring's last failure,
@@ -75,7 +81,7 @@ def launch(
             f"a number is out of range: (size: {size}, min_size: {min_size}, evaluators: "
             f"{evaluators}, max_restarts: {max_restarts})"
         )
-    command = _find_command(command)
+    command = find_command(command)
     if "TF_CONFIG" in os.environ:
         _LOG.warning("TF_CONFIG is set but not used: each task gets its own")
     descriptors.raise_limit()
@@ -85,16 +91,17 @@ def launch(
         selector = stack.enter_context(selectors.DefaultSelector())
         ports = stack.enter_context(ports_reserved(evaluators))  # evaluators outlive an attempt
         cluster = {EVALUATOR: list(map(address_of, ports))} if evaluators else {}
-        shared = (command, cluster, selector, max_restarts, grace_s)
-        ring = Ring(*shared, slots=Slots(size, min_size), binds=binds)
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
+        monitor = Monitor(directory, log_dir, verbose)
+        shared = (command, cluster, selector, max_restarts, grace_s, monitor)
+        ring = Ring(*shared, slots=Slots(size, min_size), binds=binds)
         ring_ended = os.path.join(directory, "ring-ended")
         evaluator_groups = [
             Evaluator(*shared, index=index, ring_ended=ring_ended) for index in range(evaluators)
         ]
         for group in (ring, *evaluator_groups):
             stack.callback(group.close)
-        return _Run(ring, evaluator_groups, selector, ring_ended).wait(wake_fd)
+        return _Run(ring, evaluator_groups, selector, ring_ended, monitor).wait(wake_fd)
 
 
 class _Run:
@@ -105,6 +112,7 @@ class _Run:
       evaluators: one group for each evaluator.
       selector: registers the lifelines of all tasks.
       ring_ended: path of the file that tells evaluators that all ranks have succeeded.
+      monitor: shows the progress.
     """
 
     def __init__(
@@ -113,6 +121,7 @@ class _Run:
         evaluators: Sequence[Evaluator],
         selector: selectors.BaseSelector,
         ring_ended: str,
+        monitor: Monitor,
     ) -> None:
         self._ring = ring
         self._evaluators = evaluators
@@ -120,6 +129,7 @@ class _Run:
         self._failed: list[Group] = []  # in the order in which they failed for good
         self._selector = selector
         self._ring_ended = ring_ended
+        self._monitor = monitor
         self._is_announced = False  # to the evaluators: all ranks have succeeded
         self._is_interrupted = False
 
@@ -133,9 +143,12 @@ class _Run:
             for key, _ in self._selector.select(self._timeout_s()):
                 key.data()
             self._advance()
+            self._monitor.advance()
         root = self._ring if self._ring.code else next(iter(self._failed), None)
         if root is None:
+            self._monitor.finish(0)
             return 0
+        self._monitor.finish(root.code or 0, root.reason)
         if root.cause:  # the last line that the run prints
             _LOG.error("%s", root.cause)
         return root.code or 0
@@ -161,7 +174,7 @@ class _Run:
             _LOG.warning("cannot tell evaluators that all ranks have succeeded: %s", error)
 
     def _timeout_s(self) -> float | None:
-        times_s = [group.next_time_s() for group in self._groups]
+        times_s = [self._monitor.next_time_s(), *(group.next_time_s() for group in self._groups)]
         soonest_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         return None if soonest_s is None else max(0.0, soonest_s - time.monotonic())
 
@@ -180,7 +193,15 @@ class _Run:
                 group.forward(signum)
 
 
-def _find_command(command: Sequence[str]) -> list[str]:
+def find_command(command: Sequence[str]) -> list[str]:
+    """Returns a command that can be started.
+
+    Args:
+      command: program and arguments; a program that ends in ``.py`` is run with this Python.
+
+    Raises:
+      FileNotFoundError: the command does not exist.
+    """
     if not command:
         raise FileNotFoundError("no command to run")
     program = command[0]

@@ -21,6 +21,8 @@ MAX_QUEUED_BYTES = 16 << 20
 READER_TIMEOUT_S = 10.0  # without progress of the reader, before lines are dropped
 _FLUSH_TIMEOUT_S = 5.0  # without progress of the reader, at the end
 _CHUNK_BYTES = 64 << 10  # of one write: the capacity of a pipe
+_COLUMNS = 80  # of a terminal of unknown size
+_CLEAR = b"\r\x1b[K"  # erases the line of a terminal
 
 
 class QueuedWriter:
@@ -38,6 +40,21 @@ class QueuedWriter:
         self._dropped = 0
         self._progress_s = 0.0  # `time.monotonic` of the last write, or of the first queued line
         self._thread: threading.Thread | None = None
+        self._live = b""  # the line that stays below all others, on a terminal
+
+    def draw(self, text: str) -> None:
+        """Replaces the line that stays below all others; an empty text removes it."""
+        with self._changed:
+            if text and self._queued_bytes:  # a reader that is slow sees fewer states
+                return
+            erased = _CLEAR if self._live else b""
+            self._live = text[: self._columns() - 1].encode()
+            self.write(b"" if text else erased)
+
+    def _columns(self) -> int:
+        with contextlib.suppress(OSError):  # it is no terminal
+            return os.get_terminal_size(self._fd).columns or _COLUMNS
+        return _COLUMNS
 
     def write(self, line: bytes) -> None:
         """Queues a line; blocks while the queue is full; drops the line if the reader stalls."""
@@ -51,6 +68,8 @@ class QueuedWriter:
             if self._dropped:
                 line = b"hostopt: %d lines dropped: nobody read them\n%b" % (self._dropped, line)
                 self._dropped = 0
+            if self._live:
+                line = _CLEAR + line + self._live
             if not self._queued_bytes:
                 self._progress_s = time.monotonic()
             self._lines.append(line)
@@ -110,7 +129,17 @@ class LogStream(io.TextIOBase):
 OUT, ERR = QueuedWriter(1), QueuedWriter(2)
 
 
+def standard_output() -> QueuedWriter:
+    """Returns the writer of standard output; that of standard error on the same terminal."""
+    return ERR if os.isatty(1) and os.isatty(2) else OUT
+
+
 def flush() -> None:
     """Waits until standard output and standard error are written, unless their reader stalls."""
     OUT.flush(_FLUSH_TIMEOUT_S)
     ERR.flush(_FLUSH_TIMEOUT_S)
+
+
+def print_error(error: Exception) -> None:
+    """Prints an error on standard error."""
+    ERR.write(f"hostopt: {error}\n".encode(errors="backslashreplace"))

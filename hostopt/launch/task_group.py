@@ -29,9 +29,11 @@ from hostopt.launch.environment import (
     shares_of_cores,
     task_environment,
 )
+from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import RestartDecision, Restarts, Slots, TaskExit
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import RING_ENDED
+from hostopt.telemetry import progress
 from hostopt.tf_config import CHIEF, EVALUATOR, WORKER
 
 __all__: list[str] = []
@@ -73,6 +75,7 @@ class Group:
       selector: registers the lifelines of running tasks, each with a function to call.
       max_restarts: number of restarts.
       grace_s: seconds from the first failure to SIGTERM for the other tasks.
+      monitor: shows the progress of the tasks.
     """
 
     def __init__(
@@ -82,12 +85,15 @@ class Group:
         selector: selectors.BaseSelector,
         max_restarts: int,
         grace_s: float,
+        monitor: Monitor,
     ) -> None:
         self.code: int | None = None  # exit code, once there will be no further attempt
         self.cause = ""  # error that the root cause of the last failure reported
+        self.reason = ""  # root cause of the last failure, and how it ended
         self._command = command
         self._cluster = cluster
         self._selector = selector
+        self._monitor = monitor
         self._restarts = Restarts(max_restarts)
         self._after_failure = ((grace_s, signal.SIGTERM), (grace_s + KILL_S, signal.SIGKILL))
         self._attempt = contextlib.ExitStack()  # resources of the attempt
@@ -165,8 +171,16 @@ class Group:
     ) -> None:
         directory = self._attempt.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
         report = os.path.join(directory, "error.txt")
-        environment = {**environment, error_report.VARIABLE: report}
-        process = task_process.start(self._command, task, environment, cores)
+        attempt = self._restarts.used + 1
+        environment = {
+            **environment,
+            error_report.VARIABLE: report,
+            progress.VARIABLE: self._monitor.progress_file(task, attempt),
+        }
+        log_file = self._monitor.log_file(task, attempt)
+        process = task_process.start(
+            self._command, task, environment, cores, log_file, self._monitor.new_filter()
+        )
         process.report = report
         self._attempt.callback(process.close)
         self._processes.append(process)
@@ -203,7 +217,7 @@ class Group:
             if delay_s is not None:
                 self._next_start_s = time.monotonic() + delay_s
                 return
-        self.code, self.cause = decision.code, decision.cause
+        self.code, self.cause, self.reason = decision.code, decision.cause, decision.reason
 
     def _running(self) -> list[TaskProcess]:
         return [process for process in self._processes if process.code is None]

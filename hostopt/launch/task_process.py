@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -119,6 +119,8 @@ def start(
     task: tuple[str, int],
     environment: dict[str, str],
     cores: Sequence[int] = (),
+    log_file: str | None = None,
+    shows: Callable[[bytes], bool] | None = None,
 ) -> TaskProcess:
     """Starts one task.
 
@@ -127,6 +129,8 @@ def start(
       task: job and index.
       environment: environment variables of the command.
       cores: numbers of the cores to bind it to; empty for no change.
+      log_file: file for all its output; None for none.
+      shows: returns True for lines of standard error that are shown; None shows all.
 
     Returns:
       The task, which runs until it ends or is closed.
@@ -147,15 +151,35 @@ def start(
     finally:
         supervisor_end.close()
     process = TaskProcess(task, supervisor, lifeline, [])
-    for pipe, writer in ((supervisor.stdout, output.OUT), (supervisor.stderr, output.ERR)):
-        arguments = (pipe, writer, f"[{process.name}] ".encode())
+    prefix = f"[{process.name}] ".encode()
+    for arguments in (
+        (supervisor.stdout, output.standard_output(), prefix, log_file, None),
+        (supervisor.stderr, output.ERR, prefix, log_file, shows),
+    ):
         process.pumps.append(threading.Thread(target=_pump, args=arguments, daemon=True))
         process.pumps[-1].start()
     return process
 
 
-def _pump(pipe: IO[bytes], writer: QueuedWriter, prefix: bytes) -> None:
+def _pump(
+    pipe: IO[bytes],
+    writer: QueuedWriter,
+    prefix: bytes,
+    log_file: str | None,
+    shows: Callable[[bytes], bool] | None,
+) -> None:
     """Copies `pipe` to `writer` line by line, each with `prefix`, until all writers are gone."""
-    with pipe:
-        for line in iter(lambda: pipe.readline(_LINE_BYTES), b""):
-            writer.write(prefix + line.rstrip(b"\n") + b"\n")
+    with pipe, contextlib.ExitStack() as stack:
+        log = None
+        if log_file is not None:
+            try:
+                log = stack.enter_context(open(log_file, "ab", buffering=0))
+            except OSError as error:
+                _LOG.warning("no log of %s is written: %s", prefix.decode().strip(), error)
+        for text in iter(lambda: pipe.readline(_LINE_BYTES), b""):
+            line = text.rstrip(b"\n") + b"\n"
+            if log is not None:
+                with contextlib.suppress(OSError):  # a full disk
+                    log.write(line)
+            if shows is None or shows(line):
+                writer.write(prefix + line)

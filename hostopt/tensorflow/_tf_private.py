@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
-import tensorflow as tf
 from tensorflow.python.client import session
 from tensorflow.python.eager import context, record
 
@@ -26,10 +24,6 @@ if _has_threads() and len(native_threads()) == threading.active_count():
     fork_guard.mark()  # imported after the fork; TensorFlow's own threads are missing
 
 
-def is_recorded(tensors: Sequence[tf.Tensor]) -> bool:
-    """Returns True if a gradient tape that is open watches one of the tensors.
-
-    Args:
-      tensors: eager tensors.
-    """
-    return bool(record.should_record_backprop(list(tensors)))
+def is_recording() -> bool:
+    """Returns True if a gradient tape or a forward accumulator is open in this thread."""
+    return bool(record.could_possibly_record())

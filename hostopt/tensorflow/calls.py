@@ -11,8 +11,9 @@ import tensorflow as tf
 from hostopt import process_ring
 from hostopt.collectives.call import Array
 from hostopt.communicator import Communicator
+from hostopt.errors import ConfigError
 from hostopt.process_ring import ProcessRing
-from hostopt.tensorflow._tf_private import is_recorded
+from hostopt.tensorflow._tf_private import is_recording
 from hostopt.tensorflow.background import abort_on_error, call_in_background
 
 __all__: list[str] = []
@@ -41,7 +42,16 @@ def call(
 
     Returns:
       The outputs, on the host.
+
+    Raises:
+      ConfigError: an output has a quantized dtype.
     """
+    for dtype, _ in outputs:
+        if dtype.is_quantized:
+            raise ConfigError(
+                f"the call {order!r} has a tensor of dtype {dtype.name}, which NumPy does not "
+                "have. Convert it with tf.bitcast first"
+            )
     if tf.executing_eagerly():
         results = function(*(np.asarray(tensor) for tensor in inputs))
         convert = tf.convert_to_tensor if become_variables else _tensor_of
@@ -137,7 +147,7 @@ def with_gradient(function: Callable[..., Any], *tensors: tf.Tensor) -> Any:
     Returns:
       The results.
     """
-    if tf.executing_eagerly() and not is_recorded(tensors):
+    if tf.executing_eagerly() and not is_recording():
         results, _ = function(*tensors)
         return results
 

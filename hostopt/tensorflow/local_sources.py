@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from hostopt.errors import ConfigError
 from hostopt.tensorflow.differentiable import scale
 from hostopt.tensorflow.gradient_reduction import GradientReduction
@@ -29,10 +31,11 @@ class LocalSources:
 
     def add(self, source: Any) -> None:
         """Makes a variable, or another source of a tape, local."""
+        source = _without_wrapper(source)
         self._sources[id(source)] = source
 
     def __contains__(self, source: Any) -> bool:
-        return id(source) in self._sources
+        return id(_without_wrapper(source)) in self._sources
 
     def reduce(
         self, reduction: GradientReduction, gradients: Sequence[Any], sources: Sequence[Any]
@@ -52,13 +55,19 @@ class LocalSources:
         factor = self._factor
         if self._is_scaled:
             factor /= reduction.ring().size
-        results = [
-            gradient if gradient is None else map_values(lambda v: scale(v, factor), gradient)
-            for gradient in gradients
-        ]
+        results = list(gradients)
+        for i in {*range(len(sources))} - {*shared}:
+            if gradients[i] is not None:
+                results[i] = map_values(lambda v: scale(v, factor), gradients[i])
         for i, each in zip(shared, reduced):
             results[i] = each
         return results
+
+
+def _without_wrapper(source: Any) -> Any:
+    """Returns the variable of TensorFlow that a variable of Keras 3 holds, or else the source."""
+    value = getattr(source, "value", None)
+    return value if isinstance(value, tf.Variable) else source
 
 
 def variables_of_layers(layers: Any) -> list[Any]:

@@ -32,7 +32,7 @@ def encode(obj: Any) -> bytes:
         change on its way.
 
     Returns:
-      JSON, in which each value but for texts and numbers is a list of its type and its content.
+      JSON, in which each value except strings and numbers is a list of its type and its content.
 
     Raises:
       RefusedError: it has parts of other types, is nested too deep, or an integer is too long.

@@ -69,7 +69,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
       scale_local_gradients: True divides gradients of variables that are registered with
         `register_local_var`, and not reduced, by size.
       bucket_cap_mb: size of a bucket in MiB; in bytes it must be a multiple of 128. The default is
-        25. HOSTOPT_BUCKET_MB overrides it.
+        25. HOSTOPT_BUCKET_MB overrides the default and the argument.
 
     Returns:
       The optimizer, with a method `register_local_var(variable)`.

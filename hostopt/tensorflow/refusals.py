@@ -1,4 +1,4 @@
-"""Arguments of Horovod's functions that hostopt has no use for, refused in words."""
+"""Refusals of Horovod's arguments and names that hostopt does not support."""
 
 from __future__ import annotations
 

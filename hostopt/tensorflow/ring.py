@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 def init(comm: Any = None, process_sets: Any = None, only_once: bool = False) -> None:
-    """Joins the ring that TF_CONFIG describes; a second call does nothing.
+    """Joins the ring that TF_CONFIG or a launcher describes; a second call does nothing.
 
     TF_CONFIG is hidden from TensorFlow until `shutdown`, so that each rank trains as a single
     process.
@@ -30,14 +30,14 @@ def init(comm: Any = None, process_sets: Any = None, only_once: bool = False) ->
       only_once: True raises an error in a second call, as SageMaker's library does.
 
     Raises:
-      ConfigError: TF_CONFIG or an option cannot be used, this is a forbidden second call, or this
-        process was forked from one that had used TensorFlow, gRPC or a ring.
+      ConfigError: TF_CONFIG, a launcher or an option cannot be used, this is a forbidden second
+        call, or this process was forked from one that had used TensorFlow, gRPC or a ring.
       RendezvousTimeoutError: a rank did not start in time.
     """
     if comm is not None:
         raise ConfigError(
-            "init is given comm, but TF_CONFIG describes the ring. Leave it out, and start the "
-            "program with `hostopt run`"
+            "init is given comm, but TF_CONFIG or the launcher describes the ring. Leave it out, "
+            "and start the program with `hostopt run` or another launcher"
         )
     refuse_process_set(process_sets or None)
     fork_guard.check()

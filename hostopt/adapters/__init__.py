@@ -1,0 +1,5 @@
+"""Launchers other than `hostopt run`: their environments, and the exchange of addresses."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,205 @@
+"""Finds the launcher that has started this process, and writes TF_CONFIG for it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from hostopt import tf_config
+from hostopt.adapters import by_hand, kubernetes, mpi, rendezvous_server, sagemaker, slurm
+from hostopt.adapters.place import PORT, Place
+from hostopt.cluster import Cluster
+from hostopt.error_report import VARIABLE as STARTED_BY_HOSTOPT
+from hostopt.errors import ConfigError
+from hostopt.options import LAUNCHER, PROCESS, RANK, RENDEZVOUS, SIZE, Options, shown
+from hostopt.tf_config import CHIEF, EVALUATOR, WORKER
+from hostopt.transport.addresses import is_loopback
+from hostopt.transport.security import read_token
+
+__all__: list[str] = []
+
+_log = logging.getLogger(__name__)
+
+_Find = Callable[[Mapping[str, str]], "Place | None"]
+# mpirun in a job of the others has started the ranks, so only its variables count there
+_INNER: tuple[_Find, ...] = (mpi.find_open_mpi, mpi.find_mpich)
+_OUTER: tuple[_Find, ...] = (slurm.find, kubernetes.find, sagemaker.find)
+
+_held: list[socket.socket] = []  # keeps the port of this process
+
+
+def find_place(environ: Mapping[str, str]) -> Place | None:
+    """Returns the place of this process among those of its launcher, or None.
+
+    Args:
+      environ: variables by name.
+
+    Returns:
+      The place. None if no launcher is known, if HOSTOPT_LAUNCHER is "none", or if `hostopt run`
+      or a process of the launcher has started this process.
+
+    Raises:
+      ConfigError: two launchers contradict each other, or a variable cannot be used.
+    """
+    own = str(os.getpid())
+    if STARTED_BY_HOSTOPT in environ or environ.get(PROCESS, own) != own:
+        return None
+    if LAUNCHER in environ:
+        if environ[LAUNCHER] != "none":
+            raise ConfigError(
+                f"{LAUNCHER} is {shown(environ[LAUNCHER])}, wanted 'none'. Correct it, or unset "
+                "it to use the launcher that has started this process"
+            )
+        return None
+    found = _found(_INNER, environ) or _found(_OUTER, environ)
+    found = [*_found((by_hand.find,), environ), *found]
+    found = [each for each in found if each.size > 1] or found[:1]
+    for other in found[1:]:
+        if (other.rank, other.size) != (found[0].rank, found[0].size):
+            raise ConfigError(
+                f"{found[0].launcher} says rank {found[0].rank} of {found[0].size}, "
+                f"{other.launcher} says rank {other.rank} of {other.size}. Unset the variables of "
+                "the one that has not started this process"
+            )
+    if not found:
+        if tf_config.read_tf_config(environ) is None:
+            _check_alone(environ)
+        return None
+    place = next((each for each in found if each.addresses or each.rendezvous), found[0])
+    return _with_rendezvous(place, environ)
+
+
+def _found(finders: tuple[_Find, ...], environ: Mapping[str, str]) -> list[Place]:
+    places = [find(environ) for find in finders]
+    return [place for place in places if place is not None]
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError, or warns, if variables of other processes make no place."""
+    if kubernetes.INDEX in environ and RENDEZVOUS not in environ:
+        _warn_alone(environ[kubernetes.INDEX])
+        return
+    for name in (SIZE, RENDEZVOUS):
+        if name in environ:
+            raise ConfigError(
+                f"{name} is set, but neither {RANK} nor a launcher gives the rank of this "
+                f"process. Set {RANK} and {SIZE} as well, or unset {name}"
+            )
+
+
+@functools.cache  # logged once
+def _warn_alone(index: str) -> None:
+    _log.warning(
+        "started as pod %s of an Indexed Job, but %s is not set: this process trains alone. Set "
+        "%s to the number of pods to train together, or %s=none",
+        *(index, SIZE, SIZE, LAUNCHER),
+    )
+
+
+def _with_rendezvous(place: Place, environ: Mapping[str, str]) -> Place:
+    if RENDEZVOUS in environ:
+        if not tf_config.is_address(environ[RENDEZVOUS]):
+            raise ConfigError(
+                f'{RENDEZVOUS} is {shown(environ[RENDEZVOUS])}, wanted "host:port" with a port '
+                "from 1 to 65535. Set it to an address of rank 0's machine"
+            )
+        return replace(place, rendezvous=environ[RENDEZVOUS], addresses=())
+    hosts = sagemaker.hosts_of(environ)
+    if hosts and not (place.rendezvous or place.addresses):  # mpirun on hosts of SageMaker
+        return replace(place, rendezvous=f"{hosts[0]}:{PORT}")
+    return place
+
+
+def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
+    """Sets TF_CONFIG if a launcher other than `hostopt run` has started this process.
+
+    If the addresses of the processes are unknown, they exchange them. Each then holds its port
+    until it ends.
+
+    Collective if such a launcher has started the processes: all of them must call it.
+
+    Args:
+      options: `rendezvous_timeout_s`, `insecure` and the token.
+      evaluators: number of processes, the last ones, that are evaluators.
+
+    Returns:
+      The place of this process; None if there is no launcher.
+
+    Raises:
+      AuthError: the processes have different tokens.
+      ConfigError: the launcher and TF_CONFIG contradict each other, the address of rank 0 is
+        unknown, or it is on another machine and there is no token.
+      RendezvousTimeoutError: a process did not start in time.
+    """
+    place = find_place(os.environ)
+    if place is None or place.size == 1:
+        return place
+    os.environ[PROCESS] = str(os.getpid())
+    if tf_config.read_tf_config(os.environ) is not None:
+        _check_same(place, Cluster.from_tf_config())
+        return place
+    ranks = place.size - evaluators
+    if ranks < 1:
+        raise ConfigError(
+            f"{place.launcher} has started {place.size} processes, {evaluators} of them "
+            "evaluators, so there is no rank. Start more processes"
+        )
+    addresses = list(place.addresses) or _exchange(place, options)
+    jobs = {CHIEF: addresses[:1], WORKER: addresses[1:ranks], EVALUATOR: addresses[ranks:]}
+    tasks = [(CHIEF, 0), *((WORKER, i) for i in range(ranks - 1))]
+    tasks += [(EVALUATOR, i) for i in range(evaluators)]
+    job, index = tasks[place.rank]
+    config = {
+        "cluster": {name: each for name, each in jobs.items() if each},
+        "task": {"type": job, "index": index},
+    }
+    os.environ["TF_CONFIG"] = json.dumps(config)
+    return place
+
+
+def _exchange(place: Place, options: Options) -> list[str]:
+    if place.rendezvous is None:
+        raise ConfigError(
+            f"{place.launcher} does not name the machine of rank 0 of {place.size}. Set "
+            "HOSTOPT_RENDEZVOUS=host:port to an address of that machine with a free port, on all "
+            "ranks"
+        )
+    is_unix = place.rendezvous.startswith("@")
+    token = read_token(options)
+    if not (is_unix or is_loopback(place.rendezvous) or token or options.insecure):
+        raise ConfigError(
+            f"the ranks exchange their addresses at {place.rendezvous}, which other machines can "
+            "reach, but there is no token. Give all ranks the same token, in a token_file or in "
+            "HOSTOPT_TOKEN, also if they have a tls_dir (see docs/security.md), or set "
+            "insecure=True if nobody else can reach this address"
+        )
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # bound, but not listening: no program gets the port that asks for any, and a server of this
+    # process that names it can listen
+    holder.bind(("127.0.0.1" if is_unix else "", 0))
+    holder.set_inheritable(True)  # `hostopt exec` becomes the command
+    _held.append(holder)
+    timeout_s = float(options.rendezvous_timeout_s)
+    return rendezvous_server.exchange(place, holder.getsockname()[1], token, timeout_s)
+
+
+def _check_same(place: Place, cluster: Cluster) -> None:
+    """Raises ConfigError unless TF_CONFIG is about this process. It need not list evaluators."""
+    assert cluster.task is not None
+    if place.rank < cluster.size:
+        is_same = cluster.rank == place.rank
+    else:
+        is_same = cluster.rank is None and cluster.task.index == place.rank - cluster.size
+    if not is_same or cluster.size > place.size:
+        name = cluster.task.name if cluster.rank is None else f"rank {cluster.rank}"
+        raise ConfigError(
+            f"TF_CONFIG names {name} of {cluster.size} ranks, but {place.launcher} has started "
+            f"this process as {place.rank} of {place.size}. Unset TF_CONFIG, or give each process "
+            "its own"
+        )

@@ -1,0 +1,81 @@
+"""Processes that ``mpirun`` or ``mpiexec`` has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hostopt.adapters.place import Place, optional_number, rank_and_size
+
+__all__: list[str] = []
+
+_PROXY = "hydra_pmi_proxy"  # has started all processes of a run on this machine
+
+
+def find_open_mpi(environ: Mapping[str, str]) -> Place | None:
+    """Returns the place in a run of Open MPI 4 or 5, or None.
+
+    Args:
+      environ: variables by name.
+    """
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    ranks = rank_and_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    local_rank = optional_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_size = optional_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    run = environ.get("PMIX_NAMESPACE", "")
+    return _place("Open MPI", ranks, local_rank, local_size, run, run)
+
+
+def find_mpich(environ: Mapping[str, str]) -> Place | None:
+    """Returns the place in a run of MPICH, Intel MPI or another launcher with PMI, or None.
+
+    Slurm sets PMI_RANK too, but not MPI_LOCALNRANKS.
+
+    Args:
+      environ: variables by name.
+    """
+    is_slurm = "SLURM_PROCID" in environ and "MPI_LOCALNRANKS" not in environ
+    if "PMI_RANK" not in environ or is_slurm:
+        return None
+    ranks = rank_and_size(environ, "PMI_RANK", "PMI_SIZE")
+    local_rank = optional_number(environ, "MPI_LOCALRANKID")
+    local_size = optional_number(environ, "MPI_LOCALNRANKS")
+    return _place("MPICH", ranks, local_rank, local_size, _proxy(), "")
+
+
+def _place(
+    launcher: str,
+    ranks: tuple[int, int],
+    local_rank: int | None,
+    local_size: int | None,
+    run_here: str,
+    run_id: str,
+) -> Place:
+    is_here = local_size == ranks[1] and run_here
+    rendezvous = f"@{run_here}" if is_here else None
+    return Place(
+        launcher,
+        *ranks,
+        local_size,
+        rendezvous=rendezvous,
+        run_id=run_id,
+        local_rank=local_rank,
+    )
+
+
+def _proxy() -> str:
+    """Returns the process ID and the start time of the nearest proxy above, or an empty string."""
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return ""
+        name, _, rest = text.rpartition(")")
+        fields = rest.split()  # from the third of proc(5) on: state, parent, ...
+        if name.endswith(f"({_PROXY}"):
+            return f"{pid}-{fields[19]}"
+        pid = int(fields[1])
+    return ""

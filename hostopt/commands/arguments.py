@@ -1,0 +1,66 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+__all__: list[str] = []
+
+MAX_TASKS = 1024
+MAX_TIMES = 1_000_000
+USAGE_ERROR = 2
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """Returns the type of an argument that is a number from `least` to `most`."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value} is not from {least} to {most}")
+        return value
+
+    return integer
+
+
+def add_evaluators(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Adds the argument --evaluators.
+
+    Args:
+      parser: parser of a command.
+      meaning: its help.
+    """
+    parser.add_argument(
+        "--evaluators",
+        type=integer(0, MAX_TASKS),
+        default=0,
+        metavar="K",
+        help=f"{meaning} (default: 0)",
+    )
+
+
+def add_command(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Adds the command at the end of the arguments, which `command_of` returns.
+
+    Args:
+      parser: parser of a command.
+      meaning: its help.
+    """
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=meaning)
+
+
+def command_of(options: argparse.Namespace) -> list[str]:
+    """Returns the command at the end of the arguments.
+
+    Args:
+      options: parsed arguments with `command` and `parser`.
+
+    Raises:
+      SystemExit: there is none.
+    """
+    command: list[str] = options.command
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        options.parser.error("no command to run: append one, for example main.py")
+    return command

@@ -1,0 +1,116 @@
+"""`hostopt run`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from hostopt import descriptors
+from hostopt.commands.arguments import (
+    MAX_TASKS,
+    MAX_TIMES,
+    USAGE_ERROR,
+    add_command,
+    add_evaluators,
+    command_of,
+    integer,
+)
+from hostopt.launch import output
+from hostopt.launch.launcher import launch
+from hostopt.launch.task_group import start_error
+
+__all__: list[str] = []
+
+
+def add(commands: Any) -> None:
+    """Adds the command to a parser's commands."""
+    run = commands.add_parser(
+        "run",
+        help="start all processes of a cluster on this machine",
+        usage="hostopt run -np N [--evaluators K] [--max-restarts R [--min-np M]] "
+        "[--restore-previous] [--autotune] [--bind-to WHAT] [--log-dir DIR] [--verbose] [--] "
+        "command [args ...]",
+        description="Start one command as chief, workers and evaluators, each with its own "
+        "TF_CONFIG, and end them together. A command that ends in .py is run with this Python. "
+        "HOSTOPT_SLOT is set to the slot of the rank on this machine, 0 to N-1, which does not "
+        "change when ranks are renumbered.",
+        allow_abbrev=False,
+    )
+    run.add_argument(
+        "-np",
+        type=integer(1, MAX_TASKS),
+        required=True,
+        metavar="N",
+        help="number of ranks: 1 chief, N-1 workers",
+    )
+    add_evaluators(run, "number of evaluators")
+    run.add_argument(
+        "--max-restarts",
+        type=integer(0, MAX_TIMES),
+        default=0,
+        metavar="R",
+        help="restart the ranks up to R times after a failure that may be temporary (default: 0)",
+    )
+    run.add_argument(
+        "--min-np",
+        type=integer(1, MAX_TASKS),
+        metavar="M",
+        help="restart without ranks that fail twice in a row, with at least M ranks (default: N)",
+    )
+    run.add_argument(
+        "--restore-previous",
+        action="store_true",
+        help="if the newest checkpoint is damaged, resume from the newest intact one",
+    )
+    run.add_argument(
+        "--autotune",
+        action="store_true",
+        help="choose communication, segment and bucket sizes by trial before the first step",
+    )
+    run.add_argument(
+        "--bind-to",
+        choices=["cores", "none"],
+        default="cores",
+        help="bind each rank to its share of the cores, or leave them to all (default: cores)",
+    )
+    run.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="directory for all output, a file for each task and attempt (default: a temporary "
+        "one, which is removed if the run succeeds)",
+    )
+    run.add_argument(
+        "--verbose", action="store_true", help="show all output, and no line of progress"
+    )
+    add_command(run, "the command that every process runs")
+    run.set_defaults(run=_run, parser=run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = command_of(options)
+    if options.min_np is not None and options.min_np > options.np:
+        options.parser.error(f"--min-np {options.min_np} is greater than -np {options.np}")
+    if options.min_np is not None and not options.max_restarts:
+        options.parser.error("--min-np needs --max-restarts: it takes effect at a restart")
+    if options.restore_previous:  # every rank inherits it
+        os.environ["HOSTOPT_RESTORE_PREVIOUS"] = "true"
+    if options.autotune:
+        os.environ["HOSTOPT_AUTOTUNE"] = "true"
+    try:
+        return launch(
+            command,
+            size=options.np,
+            evaluators=options.evaluators,
+            max_restarts=options.max_restarts,
+            min_size=options.min_np,
+            binds=options.bind_to == "cores",
+            log_dir=options.log_dir,
+            verbose=options.verbose,
+        )
+    except FileNotFoundError as error:
+        output.print_error(error)
+        return USAGE_ERROR
+    except OSError as error:
+        descriptors.check(error)  # has better advice if no descriptor is left
+        raise start_error(error) from None

@@ -1,0 +1,238 @@
+"""Progress of a run for its user: a line while it trains, and a summary at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hostopt.errors import ConfigError
+from hostopt.launch import output
+from hostopt.launch.line_filter import LineFilter
+from hostopt.telemetry.progress import read_progress
+
+__all__: list[str] = []
+
+_LIVE_S = 1.0  # between two states of the line on a terminal
+_PLAIN_S = 30.0  # between two lines elsewhere
+_SILENT_S = 30.0  # without a step, after which the line says so
+_NOTABLE_INPUT = 0.3  # of a step
+
+Progress = dict[str, Any]
+
+
+class Monitor:
+    """Draws the live line of a run, and prints its summary.
+
+    Args:
+      directory: directory in which the tasks write their progress.
+      log_dir: directory of the tasks' logs. None writes logs only if `verbose` is False, to a
+        temporary directory that is removed if the run succeeds.
+      verbose: True hides no lines of the tasks, and draws none.
+
+    Raises:
+      ConfigError: the directory cannot be made.
+    """
+
+    def __init__(self, directory: str, log_dir: str | None, verbose: bool) -> None:
+        self._directory = directory
+        self._verbose = verbose
+        self._is_temporary = log_dir is None and not verbose
+        self._log_dir = tempfile.mkdtemp(prefix="hostopt-logs-") if self._is_temporary else log_dir
+        self._is_terminal = os.isatty(2) and os.environ.get("TERM") != "dumb"
+        self._interval_s = _LIVE_S if self._is_terminal else _PLAIN_S
+        self._begin_s = self._step_s = time.monotonic()
+        self._next_s = self._begin_s + self._interval_s
+        self._step = (0, 0)  # attempt and step of the last line
+        self._filters: list[LineFilter] = []
+        if log_dir is not None:
+            try:
+                os.makedirs(log_dir, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"the directory {log_dir!r} of logs cannot be made: {error}. Choose another "
+                    "--log-dir"
+                ) from error
+
+    def progress_file(self, task: tuple[str, int], attempt: int) -> str:
+        """Returns the path of the file to which a task writes its progress in an attempt."""
+        return os.path.join(self._directory, "{:06}-{}-{}.json".format(attempt, *task))
+
+    def log_file(self, task: tuple[str, int], attempt: int) -> str | None:
+        """Returns the path of the log of a task in an attempt, without a file; None for none."""
+        if self._log_dir is None:
+            return None
+        path = os.path.join(self._log_dir, "{}-{}.attempt-{}.log".format(*task, attempt))
+        with contextlib.suppress(OSError):  # of an earlier run
+            os.remove(path)
+        return path
+
+    def new_filter(self) -> Callable[[bytes], bool] | None:
+        """Returns a function that decides which lines of a task are shown; None shows all."""
+        if self._verbose:
+            return None
+        self._filters.append(LineFilter())
+        return self._filters[-1].shows
+
+    def next_time_s(self) -> float | None:
+        """Returns the time, by `time.monotonic`, at which `advance` must be called again."""
+        return None if self._verbose else self._next_s
+
+    def advance(self) -> None:
+        """Draws the line if it is due."""
+        now_s = time.monotonic()
+        if self._verbose or now_s < self._next_s:
+            return
+        self._next_s = now_s + self._interval_s
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # of another hostopt
+            self._show(now_s)
+
+    def _show(self, now_s: float) -> None:
+        attempts, evaluation = self._read()
+        if not attempts:
+            return
+        text = describe(attempts, evaluation)
+        step = max(attempts), attempts[max(attempts)]["step"]
+        if step != self._step:
+            self._step, self._step_s = step, now_s
+        elif now_s - self._step_s >= _SILENT_S:
+            text = f"no step for {_duration(now_s - self._step_s)}, {text}"
+        if self._is_terminal:
+            output.ERR.draw(text)
+        else:
+            output.ERR.write(f"hostopt: {text}\n".encode())
+
+    def finish(self, code: int, reason: str = "") -> None:
+        """Removes the line, and prints the summary of a training and where the logs are.
+
+        Args:
+          code: exit code of the run.
+          reason: root cause of the failure, if there is one.
+        """
+        output.ERR.draw("")
+        attempts, evaluation = self._read()
+        lines = []
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # of another hostopt
+            if attempts:
+                lines = summarize(attempts, evaluation, time.monotonic() - self._begin_s)
+        if self._is_temporary and not code:
+            shutil.rmtree(self._log_dir or "", ignore_errors=True)
+        elif self._log_dir and (attempts or any(each.has_hidden for each in self._filters)):
+            lines.append(("logs", self._log_dir))
+        if attempts:
+            text = f"{code}, root cause: {reason}" if reason else str(code)
+            lines.append(("exit code", text))
+        for name, text in lines:
+            output.ERR.write(f"hostopt: {name + ':':<15}{text}\n".encode())
+
+    def _read(self) -> tuple[dict[int, Progress], Progress]:
+        """Returns the progress of training by attempt, and of the newest evaluation."""
+        attempts: dict[int, Progress] = {}
+        evaluation: Progress = {}
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(self._directory)):
+                if not name.endswith(".json"):
+                    continue
+                sections = read_progress(os.path.join(self._directory, name))
+                if "training" in sections:
+                    attempts[int(name[:6])] = sections["training"]
+                other = sections.get("evaluation", {})
+                if other.get("step", -1) > evaluation.get("step", -1):
+                    evaluation = other
+        return attempts, evaluation
+
+
+def describe(attempts: Mapping[int, Progress], evaluation: Progress) -> str:
+    """Returns the live line, what matters most first, as a narrow terminal shows its beginning.
+
+    Args:
+      attempts: what the chief has written in each attempt, by number from 1.
+      evaluation: the newest evaluation; empty if there is none.
+    """
+    attempt = max(attempts)
+    training = attempts[attempt]
+    step, last = training["step"], training.get("last_step")
+    parts = []
+    if attempt > 1:
+        parts.append(f"attempt {attempt}, resumed at {training['resumed_step']}")
+    parts.append(f"step {step} of {last} ({100 * step // last} %)" if last else f"step {step}")
+    rate = training.get("steps_per_s")
+    if rate and last:
+        parts.append(f"{_duration((last - step) / rate)} left")
+    if rate:
+        parts.append(f"{rate:.4g} steps/s{_examples(training, 'examples_per_s')}")
+    if "loss" in training:
+        parts.append(f"loss {training['loss']:.4g}")
+    if evaluation:
+        value, at = evaluation["value"], evaluation["step"]
+        parts.append(f"{evaluation['metric']} {value:.4g} at {at}")
+    if "checkpoint_step" in training:
+        parts.append(f"saved at {training['checkpoint_step']}")
+    if "communication_ms" in training:
+        parts.append(f"communication {_communication(training)}")
+    if "slowest_rank" in training:
+        parts.append(f"slowest rank {training['slowest_rank']}")
+    return ", ".join(parts)
+
+
+def summarize(
+    attempts: Mapping[int, Progress],
+    evaluation: Progress,
+    lasted_s: float,
+) -> list[tuple[str, str]]:
+    """Returns names and texts of the lines of a summary.
+
+    Args:
+      attempts: what the chief has written in each attempt, by number from 1.
+      evaluation: the newest evaluation; empty if there is none.
+      lasted_s: wall time of the run.
+    """
+    training, first = attempts[max(attempts)], attempts[min(attempts)]
+    loss = f", loss {training['loss']:.4g}" if "loss" in training else ""
+    lines = [("steps", f"{first['first_step']} to {training['step']}{loss}")]
+    resumed = f", attempt {max(attempts)} resumed at {training['resumed_step']}"
+    lines.append(("time", f"{_duration(lasted_s)}{resumed if max(attempts) > 1 else ''}"))
+    rate = training["mean_steps_per_s"]
+    lines.append(("speed", f"{rate:.4g} steps/s{_examples(training, 'mean_examples_per_s')}"))
+    if "communication_ms" in training:
+        slowest = training.get("slowest_rank")
+        rank = "" if slowest is None else f", slowest rank {slowest}"
+        lines.append(("communication", f"{_communication(training)}{rank}"))
+    if "times_ms" in training:
+        lines.append(("step time", _times(training["times_ms"])))
+    if evaluation:
+        metric, value, step = (evaluation[name] for name in ("metric", "value", "step"))
+        text = f"{metric} {value:.4g} at step {step}"
+        if evaluation["best_step"] != step:
+            text += f"; best {evaluation['best']:.4g} at step {evaluation['best_step']}"
+        lines.append(("evaluation", text))
+    saved = f", saved at {training['checkpoint_step']}" if "checkpoint_step" in training else ""
+    lines.append(("model_dir", f"{training['model_dir']}{saved}"))
+    return lines
+
+
+def _examples(training: Progress, name: str) -> str:
+    rate = training.get(name)
+    return f", {rate:,.0f} examples/s" if rate else ""
+
+
+def _communication(training: Progress) -> str:
+    hidden = training["hidden_percent"]
+    return f"{training['communication_ms']:.3g} ms, {hidden:.0f} % hidden"
+
+
+def _times(times_ms: Mapping[str, float]) -> str:
+    total_ms = sum(times_ms.values())
+    parts = [f"{name.replace('_', ' ')} {ms:.3g} ms" for name, ms in times_ms.items()]
+    is_bound = times_ms.get("input", 0.0) > _NOTABLE_INPUT * total_ms
+    return f"{', '.join(parts)}{'; input-bound' if is_bound else ''}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
