@@ -43,7 +43,8 @@ def test_all_ranks_blame_the_stuck_rank(
         assert "collective_timeout_s (1 s)" in str(error)
     assert len({error.root_cause for error in errors}) == 1
     assert f"rank {stuck} (" in str(errors[0].root_cause)
-    warnings = [r.getMessage() for r in caplog.records if " has waited " in r.getMessage()]
+    messages = [record.getMessage() for record in caplog.records]
+    warnings = [line for line in messages if " for the second " in line]  # the first may be slow
     assert {int(line.split()[1]) for line in warnings} == set(range(size)) - {stuck}
     assert all(f"rank {stuck} (" in line.partition(": ")[2] for line in warnings)
 
