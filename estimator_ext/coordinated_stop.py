@@ -55,7 +55,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
         self._sync_on_read = sync_on_read
         self._input_states = input_states
         for saver in savers:
-            saver._timer = _CoordinatedTimer(saver._timer, flags)
+            saver._timer = CoordinatedTimer(saver._timer, flags)
         self._timers = [saver._timer for saver in savers]
         self._step = 0
         self._increment = 0  # of global_step in a step, which need not be 1; 0 while unknown
@@ -127,6 +127,10 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
         gathered = self._communicator.all_gather_bytes(last_steps)
         self._common_last_steps = set.intersection(*(set(json.loads(each)) for each in gathered))
 
+    def is_common_last(self, step: int) -> bool:
+        """Returns True if all ranks stop at a step, without a request."""
+        return any(step >= last for last in self._common_last_steps)
+
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Stops if a rank has requested it; postpones a stop that only this rank knows of."""
         del run_values
@@ -135,12 +139,12 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
             run_context.request_stop()
         elif run_context.stop_requested:
             step = run_context.session.run(tf.compat.v1.train.get_global_step())
-            if not any(step >= last for last in self._common_last_steps):
+            if not self.is_common_last(step):
                 run_context._stop_requested = False
                 self._flags.stop = True
 
 
-class _CoordinatedTimer(tf.compat.v1.train.SecondOrStepTimer):
+class CoordinatedTimer(tf.compat.v1.train.SecondOrStepTimer):
     """Triggers a save only if it was due before the step, so that all ranks know of it."""
 
     def __init__(self, timer: tf.compat.v1.train.SecondOrStepTimer, flags: StopSaveFlags) -> None:

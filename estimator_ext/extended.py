@@ -42,6 +42,11 @@ class _RankExtended(OneDeviceExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
+        # with local steps a step is that of this rank alone
+        return 1 if self._strategy.local_steps.is_used else self._size
+
+    @property
+    def _size(self) -> int:
         return self._strategy.cluster.size
 
     def _in_multi_worker_mode(self) -> bool:
@@ -61,7 +66,7 @@ class _RankExtended(OneDeviceExtended):
 
     def input_context(self) -> tf.distribute.InputContext:
         """Returns the number of ranks and the index of this one, for an input_fn."""
-        size = self._num_replicas_in_sync
+        size = self._size
         return tf.distribute.InputContext(size, self._strategy.cluster.rank or 0, size)
 
     def _input_workers_with_options(self, options: Any = None) -> InputWorkers:
@@ -154,6 +159,16 @@ class HostOffloadExtended(_RankExtended):
             self.reduction = default
             reduction.close()
 
+    @contextlib.contextmanager
+    def separate_reduction(self) -> Iterator[None]:
+        """Scope of operations that are not part of the step of a training graph."""
+        reduction = self.reduction
+        self.reduction = GradientReduction(self._strategy, self._sparse_as_dense)
+        try:
+            yield
+        finally:
+            self.reduction = reduction
+
     def close_reducers(self) -> None:
         """Ends the threads of the reducers of all graphs built so far."""
         self.reduction.close()
@@ -163,7 +178,7 @@ class HostOffloadExtended(_RankExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = self._place_variable(next_creator, **kwargs)
-        if self.reduction is self._default_reduction and self._num_replicas_in_sync > 1:
+        if self.reduction is self._default_reduction and self._size > 1:
             # only the initializer takes rank 0's value: TensorFlow also uses initial_value
             name = f"the initial value of {variable.op.name!r}"
             value = ops.broadcast(variable.initial_value, self._strategy.communicator, name=name)
@@ -271,10 +286,10 @@ class HostOffloadExtended(_RankExtended):
 
     def _configure(self, *args: Any, **kwargs: Any) -> None:
         """Refuses the stock Estimator and its coordinator, which call this, with several ranks."""
-        if self._num_replicas_in_sync > 1:
+        if self._size > 1:
             raise hostopt.ConfigError(
                 "tf.estimator.Estimator cannot train with a HostOffloadStrategy of "
-                f"{self._num_replicas_in_sync} ranks. Use estimator_ext.Estimator, which takes "
+                f"{self._size} ranks. Use estimator_ext.Estimator, which takes "
                 "the same arguments; a canned estimator has them as model_fn and config"
             )
 

@@ -59,7 +59,8 @@ class GradientReduction:
         graph: tf.Graph | None = None,
     ) -> None:
         self._strategy = strategy
-        self.size = strategy.cluster.size
+        self.is_local = strategy.local_steps.is_used  # nothing is reduced in a step
+        self.size = 1 if self.is_local else strategy.cluster.size
         self._sparse_as_dense = sparse_as_dense
         self._at_backward = at_backward
         self.flags = ops.StopSaveFlags()
@@ -260,7 +261,7 @@ class GradientReduction:
     ) -> list[Any]:
         """Checks the gradients of a single rank, which are their own sums."""
         communicator = self._strategy.communicator
-        check = NonFiniteCheck(communicator, nonfinite)
+        check = NonFiniteCheck(communicator, nonfinite, is_local=True)
         self.skipping.checks.append(check)
         sums = check_gradients(values, names, communicator, check)
         if self.accumulation is not None:

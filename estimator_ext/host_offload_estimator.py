@@ -36,7 +36,12 @@ from estimator_ext.model_dir_lock import training_in, training_without_ring
 from estimator_ext.predictions import take_predictions
 from estimator_ext.preemption import Preemption, PreemptionHook
 from estimator_ext.progress import write_evaluation
-from estimator_ext.run_config import RunConfig, adopt_cluster, positive_integer
+from estimator_ext.run_config import (
+    RunConfig,
+    adopt_cluster,
+    number_of_workers,
+    positive_integer,
+)
 from estimator_ext.spec import stock_spec
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.validation import check_data, check_params, check_spec
@@ -77,7 +82,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         if isinstance(self._config, RunConfig):
             self._config.check_loop()  # RunConfig.replace does not check it
         strategy = self._train_distribution
-        workers = strategy.num_replicas_in_sync if strategy else 1
+        workers = number_of_workers(strategy)
         self._batch_sizes = BatchSizes(
             train_batch_size, eval_batch_size, predict_batch_size, workers, self._params
         )

@@ -133,8 +133,8 @@ class RunConfig(_StockRunConfig):
             return
         text = f"iterations_per_loop is {self._iterations_per_loop}, wanted 1"
         strategy = self.train_distribute
-        workers = strategy.num_replicas_in_sync if strategy else 1
-        if workers > 1:
+        workers = number_of_workers(strategy)
+        if workers > 1 or _has_local_steps(strategy):
             raise hostopt.ConfigError(
                 f"{text} with {workers} workers: they communicate once in each run of the "
                 "session. Leave it out, or train with one worker"
@@ -144,6 +144,21 @@ class RunConfig(_StockRunConfig):
                 f"{text} with accumulate_steps={self._accumulate_steps}: each micro-batch is a "
                 "run of the session. Leave one of the two out"
             )
+
+
+def number_of_workers(strategy: Any) -> int:
+    """Returns the number of processes that train together.
+
+    Args:
+      strategy: strategy of a training, or None.
+    """
+    if isinstance(strategy, HostOffloadStrategy):
+        return strategy.cluster.size
+    return strategy.num_replicas_in_sync if strategy else 1
+
+
+def _has_local_steps(strategy: Any) -> bool:
+    return isinstance(strategy, HostOffloadStrategy) and strategy.local_steps.is_used
 
 
 def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:

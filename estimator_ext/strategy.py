@@ -14,6 +14,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.function_extended import FunctionExtended
 from estimator_ext.keras_steps import join_results
+from estimator_ext.local_steps import LocalSteps, OuterOptimizer
 from estimator_ext.sharding import check_policy
 from hostopt import tf_config
 from hostopt.adapters.discover import set_tf_config
@@ -69,6 +70,18 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       tls_dir: directory with ca.pem, cert.pem and key.pem, for mutual TLS between the ranks.
       insecure: True lets ranks on several machines connect without token and TLS.
       evaluator_timeout_s: seconds without a sign of the chief after which an evaluator ends.
+      sync_every: number of steps after which the ranks synchronise their variables. With 1 they
+        reduce gradients in each step; otherwise each rank trains by itself in between.
+      sync_secs: seconds between two synchronisations, instead of `sync_every`.
+      sync_warmup_steps: number of first steps of a training after each of which the ranks
+        synchronise.
+      outer_optimizer: optimizer of `tf.compat.v1.train`, or a function that returns one. It is
+        applied at a synchronisation to the variables of the last one, with their difference from
+        the mean of the ranks as gradient. None takes the mean.
+      sync_slots: what a synchronisation does with the slots of the training's optimizer. "average"
+        averages them over the ranks, "keep" does so only for a checkpoint, "reset" initializes
+        them.
+      sync_compression: "fp16", "bf16", "int8" or "int4" sends the differences with fewer bits.
 
     Raises:
       hostopt.ConfigError: the resolver, TF_CONFIG or an option is invalid, or this process was
@@ -96,8 +109,17 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         tls_dir: str | None = None,
         insecure: bool = False,
         evaluator_timeout_s: float = 3600.0,
+        sync_every: int = 1,
+        sync_secs: float | None = None,
+        sync_warmup_steps: int = 0,
+        outer_optimizer: OuterOptimizer = None,
+        sync_slots: str = "average",
+        sync_compression: str | None = None,
     ) -> None:
         fork_guard.check()
+        self.local_steps = LocalSteps(
+            sync_every, sync_secs, sync_warmup_steps, outer_optimizer, sync_slots, sync_compression
+        )
         exit_with_error_code()
         check_policy(auto_shard)
         _check_flag("variables_on_host", variables_on_host)
@@ -246,6 +268,11 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         Returns:
           The result of this rank; `reduce` and `gather` combine the results of all ranks.
         """
+        if self.local_steps.is_used:
+            raise hostopt.ConfigError(
+                "sync_every, sync_secs or outer_optimizer is set, and strategy.run reduces "
+                "gradients in each step. Train with estimator_ext.Estimator, or leave them out"
+            )
         results = super().run(fn, args, kwargs, options)
         return results if self.cluster.size == 1 else join_results(self, fn, results)
 

@@ -52,13 +52,16 @@ from estimator_ext.gradient_marks import MarkedGraph
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.hooks import BroadcastVariablesHook
 from estimator_ext.input_state import InputStateHook, InputStates, log_random_operations
+from estimator_ext.outer_step import OuterStep
 from estimator_ext.preemption import PreemptionHook
 from estimator_ext.progress import ProgressHook, StepTimestamps
+from estimator_ext.replicas import Replicas, find_variables
 from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.skipped_updates import HooksWithoutNan
 from estimator_ext.spec import stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy
+from estimator_ext.sync_hook import SyncHook
 from estimator_ext.sync_on_read import SyncOnRead
 from estimator_ext.training_input import build_input
 from estimator_ext.unreduced_updates import (
@@ -146,12 +149,14 @@ class TrainingGraph:
         )
         graph.marks_gradients = False
         updates, suspects = self._reduce(data)
+        replicas = self._local_replicas(data) if self._reduction.is_local else None
         self.first_hooks = [
             BroadcastVariablesHook(self._communicator),  # [K5]
             *training_input.hooks,  # [K6]
             *self._step_report(),  # [K7]
         ]
-        progress = self._progress()
+        stamps = StepTimestamps(self.spec)
+        progress = self._progress(stamps)
         if self._reduction.accumulation is not None:
             self._add_training_hooks(self._reduction.accumulation.hook())  # [K10]
         if self._is_chief:  # now, as input_fn or model_fn may have written a checkpoint
@@ -169,6 +174,8 @@ class TrainingGraph:
             self._communicator.check_same(updates.texts, "the updates of variables")
             checks = self._desync_checks(updates.mirrored, suspects)
             coordination = [self._coordinate(states), *checks]  # [K2] [K3]
+        elif replicas is not None:
+            coordination = [self._synchronise(states, replicas, stamps.examples)]  # [K2]
         self._order_first_hooks(guard, coordination)
 
     def _reduce(self, data: Collection[tf.Operation]) -> tuple[Updates | None, Mapping[str, str]]:
@@ -189,7 +196,7 @@ class TrainingGraph:
                 is_mean = not graph.is_sum([self.spec.loss])
                 updates = read_updates(targets, data, reduction.sums)
             reduction.check_skipped(updates)
-        if self._communicator.size == 1:
+        if reduction.size == 1:
             updates = None  # there are no other ranks to compare with
         elif updates is not None:
             suspects = check_mended(updates, data)
@@ -226,9 +233,9 @@ class TrainingGraph:
         every_steps = self._config.save_summary_steps or 0
         return [StepReportHook(communicator, reducers, every_steps, self._model_dir)]
 
-    def _progress(self) -> ProgressHook:
-        """Adds the operations that note times, on all ranks, and returns the hook of the chief."""
-        stamps, accumulation = StepTimestamps(self.spec), self._reduction.accumulation
+    def _progress(self, stamps: StepTimestamps) -> ProgressHook:
+        """Returns the hook that shows the progress of the chief."""
+        accumulation = self._reduction.accumulation
         fetches = {"loss": self.spec.loss, "examples": stamps.examples}
         if accumulation is None:  # otherwise most batches of a step have runs of their own
             fetches.update(stamps.times)
@@ -270,16 +277,53 @@ class TrainingGraph:
         steps_per_run = getattr(self._config, "iterations_per_loop", 1)
         return [DesyncCheckHook(communicator, mirrored, every_steps, steps_per_run, suspects)]
 
-    def _coordinate(self, states: InputStates) -> BeginStopSaveHook:
-        """Coordinates stops and saves: adds [K13] and returns [K2]."""
-        flags = self._reduction.flags
+    def _local_replicas(self, data: Collection[tf.Operation]) -> Replicas:
+        """Builds the outer step, if there is one, and compares the steps of the ranks."""
+        options = self._strategy.local_steps
+        updates = read_updates(_operations_of_step(self.spec), data)
+        texts, outer, optimizer = dict(updates.texts), None, options.new_outer_optimizer()
+        if optimizer is not None:
+            trained = find_variables(updates.changes).trained
+            outer = OuterStep(self._strategy, optimizer, trained)
+            outer_texts = read_updates([outer.operation], outer.operations).texts
+            texts.update({f"{name} in the outer step": text for name, text in outer_texts.items()})
+        texts.update(options.texts())
+        self._communicator.check_same(texts, "the updates of variables")
+        communicator = self._communicator.duplicate("synchronisation of the variables")
+        return Replicas(communicator, options, find_variables(updates.changes), outer)
+
+    def _synchronise(
+        self, states: InputStates, replicas: Replicas, examples: tf.Tensor
+    ) -> SyncHook:
+        """Synchronises ranks that train by themselves: adds [K13] and returns [K2]."""
+        hooks, flags = self._all_hooks(), self._reduction.flags
+        stops = EndStopSaveHook(self._communicator, flags, hooks)
+        self._add_training_hooks(stops)
+        return SyncHook(
+            self._communicator.duplicate("states of the ranks"),
+            self._strategy.local_steps,
+            replicas,
+            flags,
+            self._sync_on_read(),
+            states,
+            find_savers(hooks),
+            stops,
+            examples,
+            getattr(self._config, "uneven_data", "join") == "stop",
+            self._strategy.options.desync_check_steps > 0,
+        )
+
+    def _sync_on_read(self) -> SyncOnRead:
         communicator = self._communicator.duplicate(
             "variables that are synchronised when they are read"
         )
-        sync_on_read = SyncOnRead(communicator, tf.compat.v1.global_variables())
-        hooks = self._all_hooks()
+        return SyncOnRead(communicator, tf.compat.v1.global_variables())
+
+    def _coordinate(self, states: InputStates) -> BeginStopSaveHook:
+        """Coordinates stops and saves: adds [K13] and returns [K2]."""
+        flags, hooks = self._reduction.flags, self._all_hooks()
         begin = BeginStopSaveHook(
-            self._communicator, flags, sync_on_read, states, find_savers(hooks)
+            self._communicator, flags, self._sync_on_read(), states, find_savers(hooks)
         )
         self._add_training_hooks(EndStopSaveHook(self._communicator, flags, hooks))
         return begin

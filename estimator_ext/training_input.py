@@ -72,7 +72,8 @@ def build_input(
     if communicator.rank == 0:
         log_limits(data, communicator.size)
     micro_batches = getattr(config, "accumulate_steps", 1)
-    if communicator.size == 1 or not needs_join(data, communicator, config.session_config):
+    has_weights = communicator.size > 1 and not reduction.is_local
+    if not (has_weights and needs_join(data, communicator, config.session_config)):
         if micro_batches > 1:
             reduction.accumulation = Accumulation(micro_batches)
         features, labels, hooks = _tf_estimator.parse_input_fn_result(data)

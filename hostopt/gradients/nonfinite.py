@@ -38,9 +38,17 @@ class NonFiniteCheck:
     Args:
       communicator: communicator on which all ranks create their checks in the same order.
       nonfinite: "error", "skip" or "warn" as for `Options`, or `ALLOW`; by default the option.
+      is_local: True for gradients of this rank alone, which the other ranks do not check.
     """
 
-    def __init__(self, communicator: Communicator, nonfinite: str | None = None) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        nonfinite: str | None = None,
+        *,
+        is_local: bool = False,
+    ) -> None:
+        self._is_local = is_local
         self._channel = communicator.duplicate("gradients that are not finite")
         self.nonfinite = nonfinite or communicator.transport.options.nonfinite
         self._nonfinite_calls: set[str] = set()
@@ -76,13 +84,12 @@ class NonFiniteCheck:
         if is_finite or self.nonfinite == ALLOW:
             return
         self._nonfinite_calls.add(call.name)
-        texts = self._channel.all_gather_bytes(json.dumps(find_in_local()).encode())
-        by_rank = [json.loads(text) for text in texts]
+        by_rank = self._by_rank(find_in_local())
         cluster = self._channel.transport.cluster
         report = nonfinite_report(
             call.name,
             call.step,
-            {cluster.describe(rank): kinds for rank, kinds in enumerate(by_rank)},
+            {cluster.describe(rank): kinds for rank, kinds in by_rank.items()},
             find_in_sums(),
             wire_format_name,
         )
@@ -90,7 +97,7 @@ class NonFiniteCheck:
         if self.nonfinite != "error":
             _log.warning("%s", report)
             return
-        ranks = [rank for rank, kinds in enumerate(by_rank) if kinds]
+        ranks = [rank for rank, kinds in by_rank.items() if kinds]
         error = NonFiniteGradientError(
             report,
             **(cluster.attributes(ranks[0]) if ranks else {}),
@@ -100,6 +107,13 @@ class NonFiniteCheck:
         # a rank that has not received all byte strings raises this error as well
         self._channel.abort(error)
         raise error
+
+    def _by_rank(self, local: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
+        """Returns the results of `find_nonfinite` by rank."""
+        if self._is_local:
+            return {self._channel.rank: local}
+        texts = self._channel.all_gather_bytes(json.dumps(local).encode())
+        return {rank: json.loads(text) for rank, text in enumerate(texts)}
 
 
 def find_nonfinite(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, str]:

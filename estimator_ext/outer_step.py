@@ -1,0 +1,62 @@
+"""The outer step: an optimizer applies the difference of a synchronisation to the variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hostopt.tensorflow.background import HOST_DEVICE
+
+__all__: list[str] = []
+
+SCOPE = "outer"  # of its slots in a checkpoint
+
+
+class OuterStep:
+    """Operations that apply gradients which are computed outside the graph.
+
+    Args:
+      strategy: strategy of the training, in whose training graph they are built.
+      optimizer: the outer optimizer.
+      variables: the trained variables.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        optimizer: tf.compat.v1.train.Optimizer,
+        variables: Sequence[tf.Variable],
+    ) -> None:
+        self._feeds: dict[str, tf.Tensor] = {}
+
+        def build() -> tf.Operation:
+            with tf.device(HOST_DEVICE), tf.compat.v1.variable_scope(SCOPE):
+                for variable in variables:
+                    self._feeds[variable.op.name] = tf.compat.v1.placeholder(
+                        variable.dtype.base_dtype, variable.shape, "difference"
+                    )
+                pairs = [(self._feeds[variable.op.name], variable) for variable in variables]
+                return optimizer.apply_gradients(pairs)
+
+        extended = strategy.extended
+        with extended.separate_reduction():
+            self.operation = extended.call_for_each_replica(build)
+        self.operations = [feed.op for feed in self._feeds.values()]  # whose values differ
+
+    def run(
+        self,
+        session: tf.compat.v1.Session,
+        variables: Sequence[tf.Variable],
+        gradients: Sequence[Any],
+    ) -> None:
+        """Applies gradients.
+
+        Args:
+          session: session of this rank.
+          variables: the trained variables, in any order.
+          gradients: arrays like the variables, in the same order.
+        """
+        feeds = {self._feeds[v.op.name]: value for v, value in zip(variables, gradients)}
+        session.run(self.operation, feeds)

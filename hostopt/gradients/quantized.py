@@ -1,0 +1,118 @@
+"""Sums of float32 arrays that travel as small integers, with error feedback.
+
+Each row of 256 values is divided by a scale of its own and rounded to 8 or 4 bits. What the
+rounding leaves out is added to the values of the next sum, so that no part of them is lost (Seide
+et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes
+SignSGD"). Each rank sends its integers to all others, and all of them add the same values in the
+order of the ranks, in float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hostopt.collectives.call import Array
+from hostopt.communicator import Communicator
+from hostopt.errors import ProtocolError
+
+__all__: list[str] = []
+
+_ROW = 256  # values that share a scale
+_BITS = {"int8": 8, "int4": 4}
+NAMES = tuple(_BITS)
+
+
+class QuantizedSum:
+    """Sums arrays of one shape over the ranks, again and again.
+
+    Args:
+      communicator: the ring.
+      name: "int8" or "int4".
+    """
+
+    def __init__(self, communicator: Communicator, name: str) -> None:
+        self._communicator = communicator
+        self._bits = _BITS[name]
+        self._residual: Array | None = None
+
+    def sum_in_place(self, values: Array, name: str) -> None:
+        """Sums an array over the ranks. Every rank gets the same bits.
+
+        Collective: all ranks must call it.
+
+        Args:
+          values: finite array of float32 of shape [n], overwritten with the sum.
+          name: name of the data, for warnings and errors.
+        """
+        if self._residual is not None:
+            values += self._residual
+        encoded = encode(values, self._bits)
+        gathered = self._communicator.all_gather_bytes(encoded, name)
+        local = decode(gathered[self._communicator.rank], values.size, self._bits)
+        self._residual = values - local
+        values[:] = 0
+        for rank, received in enumerate(gathered):
+            is_local = rank == self._communicator.rank
+            values += local if is_local else decode(received, values.size, self._bits)
+
+    def take_residual(self) -> Array | float:
+        """Returns what earlier sums have left out, and forgets it; 0 if there is nothing."""
+        residual, self._residual = self._residual, None
+        return 0.0 if residual is None else residual
+
+
+def encode(values: Array, bits: int) -> bytes:
+    """Rounds values to integers.
+
+    Args:
+      values: finite array of float32 of shape [n].
+      bits: 8 or 4.
+
+    Returns:
+      A scale of float32 for each row, then the integers. With 4 bits two of them make a byte.
+    """
+    rows = _rows(values)
+    largest = (1 << (bits - 1)) - 1
+    scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(largest)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = np.where(scales > 0, rows / scales, np.float32(0))
+    integers = np.clip(np.rint(scaled), -largest, largest).astype(np.int8)
+    if bits == 4:
+        nibbles = (integers.reshape(-1, 2) + np.int8(8)).astype(np.uint8)
+        integers = nibbles[:, 0] | nibbles[:, 1] << np.uint8(4)
+    return scales.tobytes() + integers.tobytes()
+
+
+def decode(encoded: bytes, size: int, bits: int) -> Array:
+    """Returns the values that `encode` has rounded.
+
+    Args:
+      encoded: result of `encode`.
+      size: number of values.
+      bits: 8 or 4.
+
+    Raises:
+      ProtocolError: the number of bytes is not that of `size` values.
+    """
+    count = -(-size // _ROW)
+    wanted = 4 * count + count * _ROW * bits // 8
+    if len(encoded) != wanted:
+        raise ProtocolError(
+            f"expected {wanted} bytes of {size} quantized values, got {len(encoded)}. Run the "
+            "same version of hostopt on all ranks"
+        )
+    scales = np.frombuffer(encoded, np.float32, count).reshape(-1, 1)
+    data = np.frombuffer(encoded, np.uint8, offset=4 * count)
+    if bits == 4:
+        integers = np.stack([data & np.uint8(15), data >> np.uint8(4)], axis=1).astype(np.int8)
+        integers -= np.int8(8)
+    else:
+        integers = data.view(np.int8)
+    decoded: Array = (integers.reshape(-1, _ROW) * scales).reshape(-1)[:size]
+    return decoded
+
+
+def _rows(values: Array) -> Array:
+    padded = np.zeros(-(-values.size // _ROW) * _ROW, np.float32)
+    padded[: values.size] = values
+    return padded.reshape(-1, _ROW)

@@ -1,0 +1,138 @@
+"""Trains a linear model whose ranks synchronise every few steps; writes what tests compare."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import estimator_ext
+from estimator_ext.sync_on_read import assign
+
+estimator_ext.install()
+
+SETTINGS: dict[str, Any] = {
+    "model_dir": "",
+    "dump_dir": "",
+    "strategy": {},  # options of the strategy
+    "inner": "sgd",
+    "outer": None,
+    "steps": 20,
+    "batches": [],  # of each rank; none for endless data
+    "rows": 4,
+    "checkpoint_steps": 100,
+    "nan_at": [],  # rank and step with a NaN in the data
+    "ask": [],  # rank and step after which a hook requests a stop
+    "change": [],  # rank and step after which a variable is changed that no step changes
+}
+train = tf.compat.v1.train
+OPTIMIZERS = {
+    "sgd": lambda: train.GradientDescentOptimizer(0.1),
+    "momentum": lambda: train.MomentumOptimizer(0.05, 0.9),
+    "adam": lambda: train.AdamOptimizer(0.05),
+    "outer sgd": lambda: train.GradientDescentOptimizer(1.0),
+    "nesterov": lambda: train.MomentumOptimizer(0.7, 0.9, use_nesterov=True),
+    "outer adam": lambda: train.AdamOptimizer(0.02),
+}
+
+
+def batch(rank: int, step: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns features and labels of a rank in a step, from 0."""
+    random = np.random.RandomState([rank, step])
+    x = random.standard_normal((rows, 5))
+    return x, x.sum(axis=1, keepdims=True) + 0.1 * random.standard_normal((rows, 1)) + rank
+
+
+def make_input_fn(settings: dict[str, Any]) -> Any:
+    def input_fn(input_context: tf.distribute.InputContext) -> tf.data.Dataset:
+        rank, rows = input_context.input_pipeline_id, settings["rows"]
+        count = settings["batches"][rank] if settings["batches"] else settings["steps"] + 100
+
+        steps = [batch(rank, step, rows) for step in range(count)]
+        if rank == (settings["nan_at"] or [-1])[0]:
+            steps[settings["nan_at"][1]][0][0, 0] = np.nan
+        x, y = (np.stack(each) for each in zip(*steps))
+        return tf.data.Dataset.from_tensor_slices((x, y))
+
+    return input_fn
+
+
+def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: dict[str, Any]) -> Any:
+    get = tf.compat.v1.get_variable
+    weights = get("weights", [5, 1], tf.float64, tf.compat.v1.zeros_initializer())
+    bias = get("bias", [1], tf.float64, tf.compat.v1.zeros_initializer())
+    get("frozen", [2], tf.float64, tf.compat.v1.zeros_initializer(), trainable=False)
+    moving = get("moving", [5], tf.float64, tf.compat.v1.zeros_initializer(), trainable=False)
+    loss = tf.reduce_mean((tf.matmul(features, weights) + bias - labels) ** 2)
+    optimizer = OPTIMIZERS[params["inner"]]()
+    update = moving.assign(0.9 * moving + 0.1 * tf.reduce_mean(features, 0))
+    with tf.control_dependencies([update]):
+        train_op = optimizer.minimize(loss, tf.compat.v1.train.get_global_step())
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+class Dump(tf.estimator.SessionRunHook):
+    """Writes all variables of this rank at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def begin(self) -> None:
+        self._variables = {v.op.name: v for v in tf.compat.v1.global_variables()}
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        np.savez(self._path, **session.run(self._variables))
+
+
+class At(tf.estimator.SessionRunHook):
+    """Calls a function after a step."""
+
+    def __init__(self, step: int, call: Any) -> None:
+        self._step = step
+        self._call = call
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        self._step -= 1
+        if self._step == 0:
+            self._call(run_context)
+
+
+def change_frozen(context: Any) -> None:
+    frozen = next(v for v in tf.compat.v1.global_variables() if v.op.name == "frozen")
+    assign(context.session, [frozen], [np.ones(2)])
+
+
+def run(chosen: dict[str, Any]) -> None:
+    settings = {**SETTINGS, **chosen}
+    outer = settings["outer"]
+    strategy = estimator_ext.HostOffloadStrategy(
+        outer_optimizer=OPTIMIZERS[outer]() if outer else None, **settings["strategy"]
+    )
+    rank = strategy.cluster.rank or 0
+    hooks: list[Any] = [Dump(Path(settings["dump_dir"]) / f"variables-{rank}.npz")]
+    if (settings["ask"] or [-1])[0] == rank:
+        hooks.append(At(settings["ask"][1], lambda context: context.request_stop()))
+    if (settings["change"] or [-1])[0] == rank:
+        hooks.append(At(settings["change"][1], change_frozen))
+    config = estimator_ext.RunConfig(
+        train_distribute=strategy,
+        save_checkpoints_steps=settings["checkpoint_steps"],
+        tf_random_seed=1,
+    )
+    estimator = estimator_ext.Estimator(
+        model_fn, settings["model_dir"], config, {"inner": settings["inner"]}
+    )
+    steps = None if settings["batches"] else settings["steps"]
+    traffic = strategy.communicator.transport.traffic
+    estimator.train(make_input_fn(settings), hooks, max_steps=steps)
+    strategy.close()
+    print(json.dumps({"payload_bytes": traffic.payload_bytes}), flush=True)
+
+
+if __name__ == "__main__":
+    for each in json.loads(sys.argv[1]):
+        run(each)
