@@ -131,6 +131,10 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
         """Returns True if all ranks stop at a step, without a request."""
         return any(step >= last for last in self._common_last_steps)
 
+    def steps_left(self, step: int) -> int | None:
+        """Returns the number of steps to the next one at which all ranks stop, or None."""
+        return min((last - step for last in self._common_last_steps), default=None)
+
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Stops if a rank has requested it; postpones a stop that only this rank knows of."""
         del run_values

@@ -62,7 +62,8 @@ class LocalSteps:
         ):
             if not (value is None or isinstance(value, str)) or value not in choices:
                 raise _error(name, value, f"one of {', '.join(map(repr, choices))}")
-        if not self.is_used and self != LocalSteps():
+        others = (self.warmup_steps, self.slots, self.compression)
+        if not self.is_used and others != (0, "average", None):
             raise hostopt.ConfigError(
                 "sync_warmup_steps, sync_slots and sync_compression have no effect if ranks "
                 "reduce gradients in each step. Set sync_every, sync_secs or outer_optimizer too"

@@ -12,6 +12,7 @@ Models").
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from hostopt.gradients.quantized import QuantizedSum
 __all__: list[str] = []
 
 _NO_NUMBERS = (tf.string, tf.resource, tf.variant)
+_POWER = re.compile(r"(.*/)?beta\d_power(_\d+)?")  # of Adam, which counts steps in it
 
 
 class Variables(NamedTuple):
@@ -99,10 +101,10 @@ class Replicas:
         outer: OuterStep | None,
     ) -> None:
         self._communicator = communicator
-        self._slots = options.slots
         self._outer = outer
         self._equal = variables.equal
-        self._slot_variables = variables.slots
+        powers = [v for v in variables.averaged if _POWER.fullmatch(v.op.name)]
+        self._reset = [*variables.slots, *powers] if options.slots == "reset" else []
         others = [*variables.averaged, *(variables.slots if options.slots == "average" else ())]
         self._trained = self._parts(variables.trained, options.compression)
         self._others = self._parts(others, options.compression)
@@ -168,14 +170,15 @@ class Replicas:
                 part.read_anchor(session)
         for part in (*self._others, *(self._kept if is_full else ())):
             part.assign(session, part.anchor + part.mean(session, weight, step, is_full))
-        if self._slots == "reset":
-            session.run([variable.initializer for variable in self._slot_variables])
+        if self._reset:
+            session.run([variable.initializer for variable in self._reset])
+            for part in self._others:
+                part.read_anchor(session)
         if is_full:
-            self._compare(session, step)
+            self._compare(session)
 
-    def _compare(self, session: tf.compat.v1.Session, step: int) -> None:
-        values = session.run(self._equal)
-        text = f"the variables that no step changes, after step {step},"
+    def _compare(self, session: tf.compat.v1.Session) -> None:
+        values, text = session.run(self._equal), "the variables that no step changes"
         table = {v.op.name: f"{checksum(value):08x}" for v, value in zip(self._equal, values)}
         self._communicator.check_same(table, text)
 

@@ -1,11 +1,14 @@
 """Synchronisations of ranks that train by themselves in between.
 
-All ranks count the same number of steps to the next synchronisation, so they need no messages
-before it. It begins with an exchange of what each rank has done and wants. Everything that all
-ranks must do together happens after it: saves, evaluations and stops.
+All ranks count the same number of steps to the next synchronisation. It begins with an exchange of
+what each rank has done and wants. Everything that all ranks must do together happens after it:
+saves, evaluations and stops.
 
-A rank whose data have ended takes part in the synchronisations of the others, without steps, until
-all data have ended.
+About once a second the ranks exchange whether one of them requests a stop, such as after SIGTERM.
+Nobody waits for the answer before the next exchange. If there is a request, the synchronisation
+takes place at once, after the same step on all ranks.
+
+A rank whose data have ended takes part in all exchanges, without steps, until all data have ended.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from hostopt.tensorflow.ops import StopSaveFlags
 
 __all__: list[str] = []
 
-_log = tf.get_logger()
+_CHECK_S = 1.0  # between two exchanges of requests to stop
 
 
 class _State(NamedTuple):
@@ -99,8 +102,12 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._global_step: Any = None
         self._step = self._first_step = 0
         self._increment = 0  # of global_step in a step; 0 while unknown
-        self._left = 1  # steps until the next synchronisation
-        self._steps = self._examples = 0  # since the last one
+        self._requests = communicator.open_scalar_sum("requests to stop")
+        self._has_asked = False  # a sum of requests has started
+        self._interval = 0  # steps from the last synchronisation to the next; 0 at first
+        self._check_steps = 1  # between two exchanges of requests
+        self._position = 0  # steps since the last synchronisation, of a rank that has data
+        self._steps = self._examples = 0  # of this rank, since the last synchronisation
         self._since_s = 0.0
 
     def begin(self) -> None:
@@ -111,12 +118,11 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         """Stores the first step."""
         del coord
         self._step = self._first_step = int(session.run(self._global_step))
-        self._left = 0  # the first step reads the anchors, after the broadcast of the variables
 
     def before_run(self, run_context: Any) -> Any:
         """Fetches the number of examples."""
         session = run_context.session
-        if not self._left:
+        if not self._interval:  # the hooks have broadcast the variables
             self._replicas.begin(session)
             self._begin_interval(0.0)
         self._sync_on_read.restore_local(session)
@@ -129,26 +135,47 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         session = run_context.session
         self._examples += int(run_values.results)
         self._steps += 1
-        self._left -= 1
         if not self._increment:
             self._increment = int(session.run(self._global_step)) - self._step
         self._step += self._increment
-        if self._left <= 0 or self._stops.is_common_last(self._step):
+        if self._is_due():
             self._synchronise(session, has_ended=False)
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Synchronises until all ranks have ended, and collects on the chief what it saves."""
-        if not self._left:  # ended before its first step
+        if not self._interval:  # ended before its first step
             self._replicas.begin(session)
+            self._begin_interval(0.0)
         self._sync_on_read.restore_local(session)
-        while not self._synchronise(session, has_ended=True):
+        while not (self._is_due() and self._synchronise(session, has_ended=True)):
             pass
         self._communicator.finish("the last step")
         self._sync_on_read.aggregate_to_chief(session)
         self._input_states.gather(session)
 
+    def _is_due(self) -> bool:
+        """Counts a step, and returns True if a synchronisation follows it on all ranks."""
+        self._position += 1
+        if self._position >= self._interval:
+            return True
+        return self._position % self._check_steps == 0 and self._is_stop_requested()
+
+    def _is_stop_requested(self) -> bool:
+        """Returns True if a rank had requested a stop at the previous exchange."""
+        if self._has_asked and self._take_requests():
+            return True
+        self._requests.start(float(self._flags.stop), 0.0)
+        self._has_asked = True
+        return False
+
+    def _take_requests(self) -> bool:
+        self._has_asked = False
+        return self._requests.wait()[0] > 0
+
     def _synchronise(self, session: tf.compat.v1.Session, *, has_ended: bool) -> bool:
         """Synchronises the ranks, and returns True if all of them have ended."""
+        if self._has_asked:
+            self._take_requests()
         is_due = any(timer.is_due(self._step) for timer in self._timers)
         self._flags.save = is_due and not has_ended
         states = self._exchange(has_ended)
@@ -159,20 +186,19 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             stopping = max(stopping, 1.0)
         self._flags.ranks_saving = int(sum(state.saves for state in states))
         self._flags.ranks_stopping = int(stopping)
-        is_full = bool(self._flags.ranks_saving or stopping or all_ended) or self._is_last(states)
+        step = max(int(state.step) for state in states)
+        is_last = bool(stopping or all_ended or self._stops.is_common_last(step))
+        is_full = is_last or bool(self._flags.ranks_saving)
         examples = sum(state.examples for state in states)
         if examples:
             weight = states[self._communicator.rank].examples / examples
             self._replicas.synchronise(session, weight, self._step, is_full=is_full)
-        self._adopt_step(session, max(int(state.step) for state in states))
-        self._begin_interval(max(state.step_s for state in states))
+        self._adopt_step(session, step)
+        self._begin_interval(max(state.step_s for state in states), is_last=is_last)
         if self._flags.ranks_saving:
             self._sync_on_read.aggregate_to_chief(session)
             self._input_states.gather(session)
         return all_ended
-
-    def _is_last(self, states: Sequence[_State]) -> bool:
-        return any(self._stops.is_common_last(int(state.step)) for state in states)
 
     def _exchange(self, has_ended: bool) -> list[_State]:
         step_s = (time.monotonic() - self._since_s) / self._steps if self._steps else 0.0
@@ -210,7 +236,12 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             assign(session, [self._global_step], [np.int64(step)])
             self._step = step
 
-    def _begin_interval(self, step_s: float) -> None:
-        self._left = self._options.interval(self._step - self._first_step, step_s)
-        self._steps = self._examples = 0
+    def _begin_interval(self, step_s: float, *, is_last: bool = False) -> None:
+        interval = self._options.interval(self._step - self._first_step, step_s)
+        left = self._stops.steps_left(self._step)
+        if left is not None:
+            interval = min(interval, -(-left // (self._increment or 1)))
+        self._interval = 1 if is_last else max(interval, 1)
+        self._check_steps = max(1, int(_CHECK_S / step_s)) if step_s else 1
+        self._position = self._steps = self._examples = 0
         self._since_s = time.monotonic()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import PROGRAMS
-from ranks import Ranks
+from harness import PROGRAMS, reserved_addresses
+from ranks import Rank, Ranks
+
+import estimator_ext
+import hostopt
 
 pytestmark = [pytest.mark.tensorflow]
 
@@ -83,33 +88,53 @@ OUTER = {
 
 
 def simulate(
-    size: int, steps: int, every: int, inner: str, outer: str | None, slots: str, rows: int = 4
+    size: int,
+    steps: int,
+    every: int,
+    inner: str = "sgd",
+    outer: str | None = None,
+    slots: str = "average",
+    *,
+    warmup: int = 0,
+    batches: Sequence[int] = (),
 ) -> Model:
     """Trains the models of all ranks one after the other, as the algorithm defines it."""
     start = {"weights": np.zeros((5, 1)), "bias": np.zeros(1), "moving": np.zeros(5)}
     models = [dict(start) for _ in range(size)]
     rules = [Rule(*INNER[inner]) for _ in range(size)]
     outer_rule = Rule(*OUTER[outer]) if outer else None
-    anchor = dict(start)
+    anchor, since = dict(start), np.zeros(size)
+    left = 1 if warmup else every
     for step in range(steps):
         for rank in range(size):
-            x, y = batch(rank, step, rows)
+            if batches and step >= batches[rank]:
+                continue
+            x, y = batch(rank, step, 4)
             rules[rank].apply(models[rank], gradients(models[rank], x, y))
             models[rank]["moving"] = 0.9 * models[rank]["moving"] + 0.1 * x.mean(0)
-        if (step + 1) % every and step + 1 != steps:
+            since[rank] += 1
+        left -= 1
+        if left and step + 1 != steps:
             continue
-        mean = {name: np.mean([model[name] for model in models], axis=0) for name in start}
+        left = 1 if step + 1 < warmup else every
+        weights, since = since / since.sum(), np.zeros(size)
+
+        def mean_of(values: Sequence[np.ndarray], weights: np.ndarray = weights) -> np.ndarray:
+            return np.tensordot(weights, np.stack(values), 1)
+
+        mean = {name: mean_of([model[name] for model in models]) for name in start}
         if outer_rule is not None:
             outer_rule.apply(anchor, {name: anchor[name] - mean[name] for name in TRAINED})
             mean.update({name: anchor[name] for name in TRAINED})
         anchor = dict(mean)
         models = [dict(mean) for _ in range(size)]
-        if slots == "average" and rules[0].slots:
-            for name in TRAINED:
-                for i in range(2):
-                    value = np.mean([rule.slots[name][i] for rule in rules], axis=0)
-                    for rule in rules:
-                        rule.slots[name][i] = value
+        for name, i in itertools.product(rules[0].slots, range(2)):
+            if slots != "keep":
+                value = mean_of([rule.slots[name][i] for rule in rules])
+                for rule in rules:
+                    rule.slots[name][i] = value if slots == "average" else 0 * value
+        for rule in rules:
+            rule.steps = 0 if slots == "reset" else max(rule.steps for rule in rules)
     return anchor
 
 
@@ -189,7 +214,7 @@ def test_each_pair_of_optimizers(
     models = results[f"{inner}, {outer}"]
     # the powers of Adam's betas are variables of float32, whose mean is rounded
     tolerance = 1e-6 if "adam" in f"{inner} {outer}" else 1e-10
-    assert_close(models, simulate(2, 20, 6, inner, outer, "average"), tolerance)
+    assert_close(models, simulate(2, 20, 6, inner, outer), tolerance)
     assert models[0]["global_step"] == 20
     reader = tf.train.load_checkpoint(str(training.directory / f"{inner}, {outer}" / "model"))
     saved = reader.get_variable_to_shape_map()
@@ -197,3 +222,195 @@ def test_each_pair_of_optimizers(
     assert any(name.startswith("outer/") for name in saved) == has_slots
     for name, value in models[0].items():
         np.testing.assert_array_equal(reader.get_tensor(name), value, err_msg=name)
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], Model]] = {
+    "kept slots": (
+        {"inner": "momentum", "strategy": {"sync_every": 6, "sync_slots": "keep"}},
+        simulate(2, 20, 6, "momentum", slots="keep"),
+    ),
+    "reset slots": (
+        {"inner": "adam", "strategy": {"sync_every": 6, "sync_slots": "reset"}},
+        simulate(2, 20, 6, "adam", slots="reset"),
+    ),
+    "warm-up": (
+        {"strategy": {"sync_every": 6, "sync_warmup_steps": 3}},
+        simulate(2, 20, 6, warmup=3),
+    ),
+    "uneven data": (
+        {"batches": [10, 6], "strategy": {"sync_every": 4}},
+        simulate(2, 10, 4, batches=[10, 6]),
+    ),
+    "data of one rank end at a synchronisation": (
+        {"batches": [4, 9], "outer": "nesterov", "strategy": {"sync_every": 4}},
+        simulate(2, 9, 4, outer="nesterov", batches=[4, 9]),
+    ),
+    "stop at the first end": (
+        {"batches": [10, 6], "uneven_data": "stop", "strategy": {"sync_every": 4}},
+        simulate(2, 8, 4, batches=[8, 6]),
+    ),
+    "a request to stop": (
+        {"ask": [1, 3], "strategy": {"sync_every": 50}},
+        simulate(2, 5, 50),  # ranks learn of it at the next exchange but one
+    ),
+    "an outer step after each step": (
+        {"outer": "outer sgd", "strategy": {}},
+        simulate(2, 20, 1),
+    ),
+    "gradients": ({"strategy": {}}, simulate(2, 20, 1)),  # today's training
+    "by time": ({"strategy": {"sync_secs": 0.01}}, {}),
+    "saved": ({"checkpoint_steps": 3, "strategy": {"sync_every": 5}}, simulate(2, 20, 5)),
+}
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Training, Any]]:
+    directory = tmp_path_factory.mktemp("variants")
+    ranks = Ranks(directory)
+    training = Training(ranks, directory)
+    yield training, training.run(2, **{name: settings for name, (settings, _) in VARIANTS.items()})
+    ranks.end()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(variants: tuple[Training, Any], name: str) -> None:
+    models = variants[1][name]
+    if name == "gradients":  # "moving" is of each rank
+        models = [{key: model[key] for key in TRAINED} for model in models]
+        assert_close(models, {key: VARIANTS[name][1][key] for key in TRAINED})
+        return
+    tolerance = 1e-6 if "adam" in str(VARIANTS[name][0]) else 1e-10
+    assert_close(models, VARIANTS[name][1], tolerance)
+    steps = {"uneven data": 10, "a request to stop": 5, "stop at the first end": 8}
+    steps["data of one rank end at a synchronisation"] = 9
+    assert models[0]["global_step"] == steps.get(name, 20)
+
+
+def test_checkpoints_are_saved_at_synchronisations(variants: tuple[Training, Any]) -> None:
+    model_dir = variants[0].directory / "saved" / "model"
+    found = sorted(int(path.stem.rpartition("-")[2]) for path in model_dir.glob("*.index"))
+    assert found == [0, 5, 10, 15, 20]
+
+
+BROKEN = {
+    "inner": "momentum",
+    "outer": "nesterov",
+    "checkpoint_steps": 5,
+    "strategy": {"sync_every": 5, "sync_slots": "keep", "sync_compression": "int8"},
+}
+
+
+@pytest.mark.parametrize("at", [12, 15])  # between synchronisations, and after one
+def test_a_killed_training_resumes_exactly(training: Training, at: int) -> None:
+    expected = training.run(2, whole=BROKEN)["whole"]
+    arguments = [training.arguments({"broken": {**BROKEN, "kill": [1, at]}})]
+    with reserved_addresses(2) as addresses:
+        chief, worker = training.ranks.start(
+            "local_steps.py", {"worker": addresses}, arguments=arguments
+        )
+        assert worker.wait() == -9
+        assert chief.wait() == hostopt.errors.PeerLostError.exit_code
+    models = training.run(2, broken=BROKEN)["broken"]
+    for name, value in expected[0].items():
+        np.testing.assert_array_equal(models[0][name], value, err_msg=name)
+
+
+COMPRESSIONS = {None: 0.0, "fp16": 1e-3, "bf16": 0.02, "int8": 0.02, "int4": 0.2}
+
+
+def test_compressed_differences(training: Training) -> None:
+    trainings = {
+        str(name): {
+            "steps": 60,
+            "dtype": "float32",
+            "strategy": {
+                "sync_every": 5,
+                "sync_compression": name,
+                "communication": "grpc+tcp",  # compressed on the wire only
+            },
+        }
+        for name in COMPRESSIONS
+    }
+    results = training.run(2, **trainings)
+    for name, tolerance in COMPRESSIONS.items():
+        assert_close(results[str(name)], simulate(2, 60, 5), max(tolerance, 1e-5))
+    exact = results["None"][0]["weights"]
+    for name in COMPRESSIONS:
+        assert np.array_equal(results[str(name)][0]["weights"], exact) == (name is None)
+
+
+def test_a_signal_stops_all_ranks_long_before_the_next_synchronisation(
+    training: Training,
+) -> None:
+    ranks = failure(
+        training,
+        [143, 143],
+        kill=[1, 7],
+        signal="SIGTERM",
+        steps=10**6,
+        strategy={"sync_every": 10**6},
+    )
+    saved = tf.train.latest_checkpoint(str(training.directory / "failing" / "model"))
+    assert saved is not None, ranks[0].output
+    step = int(saved.rpartition("-")[2])
+    assert_close(training.variables("failing", 2), simulate(2, step, 10**6))
+
+
+def failure(training: Training, codes: list[int], **settings: Any) -> list[Rank]:
+    arguments = [training.arguments({"failing": settings})]
+    with reserved_addresses(2) as addresses:
+        ranks = training.ranks.start("local_steps.py", {"worker": addresses}, arguments=arguments)
+        assert [rank.wait() for rank in ranks] == codes, [rank.output for rank in ranks]
+    return ranks
+
+
+def test_nan_in_the_gradients_of_a_rank(training: Training) -> None:
+    code = hostopt.errors.NonFiniteGradientError.exit_code
+    ranks = failure(training, [code, code], nan_at=[1, 7], strategy={"sync_every": 5})
+    assert "rank 1 (worker:1" in ranks[0].output
+    assert "weights" in ranks[0].output
+
+
+def test_a_variable_that_one_rank_changes(training: Training) -> None:
+    code = hostopt.errors.CollectiveMismatchError.exit_code
+    ranks = failure(training, [code, code], change=[1, 7], strategy={"sync_every": 5})
+    assert "'frozen': rank 0 has" in ranks[0].output
+
+
+def test_ranks_with_different_options(training: Training) -> None:
+    directory = training.directory
+    arguments = {
+        f"worker:{rank}": [training.arguments({"x": {"strategy": {"sync_every": 5 + rank}}})]
+        for rank in range(2)
+    }
+    with reserved_addresses(2) as addresses:
+        ranks = training.ranks.start(
+            "local_steps.py", {"worker": addresses}, task_arguments=arguments
+        )
+        codes = [rank.wait() for rank in ranks]
+    assert codes == [hostopt.errors.CollectiveMismatchError.exit_code] * 2, directory
+    assert "'sync_every': rank 0 has 5, rank 1 has 6" in ranks[1].output
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sync_every": 0}, "sync_every is 0, wanted a whole number from 1"),
+        ({"sync_every": True}, "sync_every is True"),
+        ({"sync_every": 2, "sync_secs": 1.0}, "wanted None with sync_every"),
+        ({"sync_secs": -1.0}, "sync_secs is -1.0"),
+        ({"sync_warmup_steps": 5}, "have no effect"),
+        ({"sync_every": 2, "sync_slots": "average?"}, "sync_slots is 'average?'"),
+        ({"sync_every": 2, "sync_compression": "int2"}, "sync_compression is 'int2'"),
+        ({"outer_optimizer": "sgd"}, "outer_optimizer is 'sgd'"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(hostopt.ConfigError, match=re.escape(text)):
+        estimator_ext.HostOffloadStrategy(**options)
+
+
+def test_loops_of_tensorflow_2_are_refused() -> None:
+    strategy = estimator_ext.HostOffloadStrategy(sync_every=2)
+    with pytest.raises(hostopt.ConfigError, match=r"Train with estimator_ext\.Estimator"):
+        strategy.run(lambda: None)

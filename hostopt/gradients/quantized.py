@@ -80,7 +80,8 @@ def encode(values: Array, bits: int) -> bytes:
     if bits == 4:
         nibbles = (integers.reshape(-1, 2) + np.int8(8)).astype(np.uint8)
         integers = nibbles[:, 0] | nibbles[:, 1] << np.uint8(4)
-    return scales.tobytes() + integers.tobytes()
+    encoded: bytes = scales.tobytes() + integers.tobytes()
+    return encoded
 
 
 def decode(encoded: bytes, size: int, bits: int) -> Array:

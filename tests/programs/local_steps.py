@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,13 @@ SETTINGS: dict[str, Any] = {
     "steps": 20,
     "batches": [],  # of each rank; none for endless data
     "rows": 4,
+    "dtype": "float64",
     "checkpoint_steps": 100,
     "nan_at": [],  # rank and step with a NaN in the data
     "ask": [],  # rank and step after which a hook requests a stop
+    "kill": [],  # rank and step after which it gets a signal
+    "signal": "SIGKILL",
+    "uneven_data": "join",
     "change": [],  # rank and step after which a variable is changed that no step changes
 }
 train = tf.compat.v1.train
@@ -51,22 +57,24 @@ def make_input_fn(settings: dict[str, Any]) -> Any:
     def input_fn(input_context: tf.distribute.InputContext) -> tf.data.Dataset:
         rank, rows = input_context.input_pipeline_id, settings["rows"]
         count = settings["batches"][rank] if settings["batches"] else settings["steps"] + 100
-
+        count = min(count, 10_000)
         steps = [batch(rank, step, rows) for step in range(count)]
         if rank == (settings["nan_at"] or [-1])[0]:
             steps[settings["nan_at"][1]][0][0, 0] = np.nan
-        x, y = (np.stack(each) for each in zip(*steps))
+        x, y = (np.stack(each).astype(settings["dtype"]) for each in zip(*steps))
         return tf.data.Dataset.from_tensor_slices((x, y))
 
     return input_fn
 
 
 def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: dict[str, Any]) -> Any:
-    get = tf.compat.v1.get_variable
-    weights = get("weights", [5, 1], tf.float64, tf.compat.v1.zeros_initializer())
-    bias = get("bias", [1], tf.float64, tf.compat.v1.zeros_initializer())
-    get("frozen", [2], tf.float64, tf.compat.v1.zeros_initializer(), trainable=False)
-    moving = get("moving", [5], tf.float64, tf.compat.v1.zeros_initializer(), trainable=False)
+    def get(name: str, shape: list[int], trainable: bool = True) -> tf.Variable:
+        zeros = tf.compat.v1.zeros_initializer()
+        return tf.compat.v1.get_variable(name, shape, features.dtype, zeros, trainable=trainable)
+
+    weights, bias = get("weights", [5, 1]), get("bias", [1])
+    get("frozen", [2], trainable=False)
+    moving = get("moving", [5], trainable=False)
     loss = tf.reduce_mean((tf.matmul(features, weights) + bias - labels) ** 2)
     optimizer = OPTIMIZERS[params["inner"]]()
     update = moving.assign(0.9 * moving + 0.1 * tf.reduce_mean(features, 0))
@@ -118,10 +126,15 @@ def run(chosen: dict[str, Any]) -> None:
         hooks.append(At(settings["ask"][1], lambda context: context.request_stop()))
     if (settings["change"] or [-1])[0] == rank:
         hooks.append(At(settings["change"][1], change_frozen))
+    if (settings["kill"] or [-1])[0] == rank:
+        number = signal.Signals[settings["signal"]]
+        hooks.append(At(settings["kill"][1], lambda _: os.kill(os.getpid(), number)))
     config = estimator_ext.RunConfig(
         train_distribute=strategy,
         save_checkpoints_steps=settings["checkpoint_steps"],
+        keep_checkpoint_max=100,
         tf_random_seed=1,
+        uneven_data=settings["uneven_data"],
     )
     estimator = estimator_ext.Estimator(
         model_fn, settings["model_dir"], config, {"inner": settings["inner"]}
