@@ -31,6 +31,8 @@ class LocalSteps:
         it; None takes the mean of the ranks.
       slots: what becomes of the optimizer's slots: "average", "keep" or "reset".
       compression: format of the differences on the wire; None sends float32.
+      fragments: number of parts of the model that are synchronised one after the other.
+      delay: number of steps that go on while a synchronisation runs in the background.
 
     Raises:
       hostopt.ConfigError: a value is not allowed.
@@ -42,10 +44,14 @@ class LocalSteps:
     outer_optimizer: OuterOptimizer = None
     slots: str = "average"
     compression: str | None = None
+    fragments: int = 1
+    delay: int = 0
 
     def __post_init__(self) -> None:
         _check_count("sync_every", self.every, 1)
         _check_count("sync_warmup_steps", self.warmup_steps, 0)
+        _check_count("sync_fragments", self.fragments, 1)
+        _check_count("sync_delay", self.delay, 0)
         if self.secs is not None:
             is_number = isinstance(self.secs, (int, float)) and not isinstance(self.secs, bool)
             if not is_number or not 0 < self.secs <= YEAR_S:
@@ -62,12 +68,26 @@ class LocalSteps:
         ):
             if not (value is None or isinstance(value, str)) or value not in choices:
                 raise _error(name, value, f"one of {', '.join(map(repr, choices))}")
-        others = (self.warmup_steps, self.slots, self.compression)
-        if not self.is_used and others != (0, "average", None):
+        self._check_together()
+
+    def _check_together(self) -> None:
+        others = (self.warmup_steps, self.slots, self.compression, self.fragments, self.delay)
+        if not self.is_used and others != (0, "average", None, 1, 0):
             raise hostopt.ConfigError(
-                "sync_warmup_steps, sync_slots and sync_compression have no effect if ranks "
-                "reduce gradients in each step. Set sync_every, sync_secs or outer_optimizer too"
+                "sync_warmup_steps, sync_slots, sync_compression, sync_fragments and sync_delay "
+                "have no effect if ranks reduce gradients in each step. Set sync_every, sync_secs "
+                "or outer_optimizer too"
             )
+        if self.secs is None and self.every % self.fragments:
+            raise _error("sync_fragments", self.fragments, f"a divisor of {self.every} steps")
+        if self.secs is None and self.delay >= max(2, self.every // self.fragments):
+            most = self.every // self.fragments - 1
+            raise _error("sync_delay", self.delay, f"at most {most}, one step before the next one")
+        if self.delay and self.slots == "reset":
+            raise _error("sync_slots", self.slots, "'average' or 'keep' with sync_delay")
+        if self.fragments > 1 and isinstance(self.outer_optimizer, _Optimizer):
+            wanted = "a function that returns an optimizer, as each fragment needs its own"
+            raise _error("outer_optimizer", self.outer_optimizer, wanted)
 
     @property
     def is_used(self) -> bool:
@@ -75,17 +95,17 @@ class LocalSteps:
         return self.every > 1 or self.secs is not None or self.outer_optimizer is not None
 
     def interval(self, steps: int, step_s: float) -> int:
-        """Returns the number of steps until the next synchronisation.
+        """Returns the number of steps until the next fragment is synchronised.
 
         Args:
-          steps: number of steps before.
+          steps: global_step.
           step_s: duration of a step on the slowest rank, in seconds; 0 if unknown.
         """
         if steps < self.warmup_steps:
             return 1
         if self.secs is None:
-            return self.every
-        return max(1, math.floor(self.secs / step_s)) if step_s else 1
+            return self.every // self.fragments
+        return max(1, math.floor(self.secs / self.fragments / step_s)) if step_s else 1
 
     def new_outer_optimizer(self) -> _Optimizer | None:
         """Returns the outer optimizer for the default graph, or None.
@@ -112,6 +132,8 @@ class LocalSteps:
             "outer_optimizer": outer,
             "sync_slots": self.slots,
             "sync_compression": self.compression,
+            "sync_fragments": self.fragments,
+            "sync_delay": self.delay,
         }
         return {name: str(value) for name, value in values.items()}
 

@@ -29,34 +29,26 @@ class OuterStep:
         optimizer: tf.compat.v1.train.Optimizer,
         variables: Sequence[tf.Variable],
     ) -> None:
-        self._feeds: dict[str, tf.Tensor] = {}
+        self._feeds: list[tf.Tensor] = []
 
         def build() -> tf.Operation:
             with tf.device(HOST_DEVICE), tf.compat.v1.variable_scope(SCOPE):
-                for variable in variables:
-                    self._feeds[variable.op.name] = tf.compat.v1.placeholder(
-                        variable.dtype.base_dtype, variable.shape, "difference"
-                    )
-                pairs = [(self._feeds[variable.op.name], variable) for variable in variables]
-                return optimizer.apply_gradients(pairs)
+                self._feeds += [
+                    tf.compat.v1.placeholder(v.dtype.base_dtype, v.shape, "difference")
+                    for v in variables
+                ]
+                return optimizer.apply_gradients(zip(self._feeds, variables))
 
         extended = strategy.extended
         with extended.separate_reduction():
             self.operation = extended.call_for_each_replica(build)
-        self.operations = [feed.op for feed in self._feeds.values()]  # whose values differ
+        self.operations = [feed.op for feed in self._feeds]  # whose values differ
 
-    def run(
-        self,
-        session: tf.compat.v1.Session,
-        variables: Sequence[tf.Variable],
-        gradients: Sequence[Any],
-    ) -> None:
+    def run(self, session: tf.compat.v1.Session, gradients: Sequence[Any]) -> None:
         """Applies gradients.
 
         Args:
           session: session of this rank.
-          variables: the trained variables, in any order.
           gradients: arrays like the variables, in the same order.
         """
-        feeds = {self._feeds[v.op.name]: value for v, value in zip(variables, gradients)}
-        session.run(self.operation, feeds)
+        session.run(self.operation, dict(zip(self._feeds, gradients)))

@@ -8,13 +8,18 @@ A synchronisation replaces `local` and `anchor` on all ranks by `anchor + mean`,
 of the ranks. With an outer optimizer, trained variables become `outer(anchor, gradient=-mean)`
 instead (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
 Models").
+
+A fragment is a part of the model that is synchronised by itself, one after the other, so that the
+traffic is even (Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"). If the
+reduction runs in the background, this rank's steps meanwhile are kept: its variables change by the
+difference between their synchronised values and those that were sent.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -24,11 +29,8 @@ import hostopt
 from estimator_ext.desync import checksum
 from estimator_ext.local_steps import LocalSteps
 from estimator_ext.outer_step import OuterStep
-from estimator_ext.sync_on_read import assign, in_parts, is_sync_on_read
-from hostopt.collectives.finite import all_finite
-from hostopt.collectives.wire_format import WireFormat, new_wire_format
-from hostopt.gradients.quantized import NAMES as QUANTIZED
-from hostopt.gradients.quantized import QuantizedSum
+from estimator_ext.replica_part import Difference, ReplicaPart
+from estimator_ext.sync_on_read import in_parts, is_sync_on_read
 
 __all__: list[str] = []
 
@@ -83,41 +85,72 @@ def _owner(name: str, trained: Collection[str]) -> str:
     return max((scope for scope in scopes if scope in trained), key=len, default="")
 
 
+class Fragment(NamedTuple):
+    """A part of the model that is synchronised by itself.
+
+    Args:
+      trained: trained variables.
+      others: other variables whose mean is taken.
+      outer: the outer step of the trained variables; None for their mean.
+      reset: variables that are initialized after a synchronisation.
+    """
+
+    trained: list[ReplicaPart]
+    others: list[ReplicaPart]
+    outer: OuterStep | None
+    reset: list[tf.Variable]
+
+    @property
+    def parts(self) -> list[ReplicaPart]:
+        """All variables that are synchronised."""
+        return [*self.trained, *self.others]
+
+
 class Replicas:
     """The models of all ranks.
 
     Args:
       communicator: a `duplicate` that nothing else uses.
       options: when ranks synchronise, and how.
-      variables: the variables of the training.
-      outer: the outer step; None for the mean.
+      changed: names of the variables that a step changes.
+      new_outer: builds the outer step of variables; None for the mean.
+
+    Attributes:
+      fragments: the parts of the model, each synchronised by itself.
     """
 
     def __init__(
         self,
         communicator: hostopt.Communicator,
         options: LocalSteps,
-        variables: Variables,
-        outer: OuterStep | None,
+        changed: Collection[str],
+        new_outer: Callable[[Sequence[tf.Variable]], OuterStep] | None,
     ) -> None:
         self._communicator = communicator
-        self._outer = outer
-        self._equal = variables.equal
+        self._compression = options.compression
+        variables = find_variables(changed)
         powers = [v for v in variables.averaged if _POWER.fullmatch(v.op.name)]
-        self._reset = [*variables.slots, *powers] if options.slots == "reset" else []
+        reset = [*variables.slots, *powers] if options.slots == "reset" else []
         others = [*variables.averaged, *(variables.slots if options.slots == "average" else ())]
-        self._trained = self._parts(variables.trained, options.compression)
-        self._others = self._parts(others, options.compression)
+        divisions = (
+            divided(each, options.fragments) for each in (variables.trained, others, reset)
+        )
+        self.fragments = []
+        for trained, rest, again in zip(*divisions):
+            parts = self._parts(trained)
+            ordered = [variable for part in parts for variable in part.variables]
+            outer = new_outer(ordered) if new_outer is not None and ordered else None
+            self.fragments.append(Fragment(parts, self._parts(rest), outer, again))
+        self._equal = find_variables(changed).equal  # with the slots of the outer steps
         # only for the checkpoint, as they differ by rank otherwise
-        kept = variables.slots if options.slots == "keep" else ()
-        self._kept = self._parts(kept, options.compression)
+        self._kept = self._parts(variables.slots if options.slots == "keep" else ())
 
-    def _parts(self, variables: Sequence[tf.Variable], compression: str | None) -> list[_Part]:
-        by_dtype: dict[Any, list[tf.Variable]] = {}
+    def _parts(self, variables: Sequence[tf.Variable]) -> list[ReplicaPart]:
+        by_dtype: dict[tf.DType, list[tf.Variable]] = {}
         for variable in variables:
             by_dtype.setdefault(variable.dtype.base_dtype, []).append(variable)
         return [
-            _Part(self._communicator, part, compression)
+            ReplicaPart(self._communicator, part, self._compression)
             for same in by_dtype.values()
             for part in in_parts(same)
         ]
@@ -128,142 +161,126 @@ class Replicas:
         Args:
           session: session of this rank.
         """
-        for part in (*self._trained, *self._others, *self._kept):
+        for fragment in self.fragments:
+            for part in fragment.parts:
+                part.read_anchor(session)
+        for part in self._kept:
             part.read_anchor(session)
 
-    def anchor_checksum(self) -> int:
-        """Returns a CRC-32 of all anchors that must be the same on all ranks."""
+    def anchor_checksum(self, fragments: Sequence[Fragment]) -> int:
+        """Returns a CRC-32 of the anchors, which must be the same on all ranks.
+
+        Args:
+          fragments: the fragments to be synchronised next.
+        """
         value = 0
-        for part in (*self._trained, *self._others):
-            value = crc32(part.anchor.view(np.uint8), value)
+        for fragment in fragments:
+            for part in fragment.parts:
+                value = crc32(part.anchor.view(np.uint8), value)
         return value
 
-    def synchronise(
-        self, session: tf.compat.v1.Session, weight: float, step: int, *, is_full: bool
+    def take(
+        self, session: tf.compat.v1.Session, fragments: Sequence[Fragment], step: int
+    ) -> list[Difference]:
+        """Returns what the steps of this rank have changed since the last synchronisation.
+
+        Args:
+          session: session of this rank.
+          fragments: the fragments to be synchronised.
+          step: global_step, for errors.
+
+        Raises:
+          hostopt.NonFiniteGradientError: a variable of this rank is not finite.
+        """
+        return [part.take(session, step) for each in fragments for part in each.parts]
+
+    def apply(
+        self,
+        session: tf.compat.v1.Session,
+        fragments: Sequence[Fragment],
+        means: Sequence[Difference],
+        *,
+        is_late: bool = False,
     ) -> None:
-        """Synchronises the variables of all ranks. Collective: all ranks must call it.
+        """Replaces the variables by the synchronised ones.
+
+        Args:
+          session: session of this rank.
+          fragments: the fragments.
+          means: results of `take`, reduced over the ranks.
+          is_late: True if this rank has made steps since `take`, which are kept.
+        """
+        left = iter(means)
+        for fragment in fragments:
+            trained = [next(left) for _ in fragment.trained]
+            if fragment.outer is not None:
+                self._apply_outer(session, fragment, fragment.outer, trained, is_late)
+            elif trained:
+                for mean in trained:
+                    mean.apply(session, is_late)
+            for _ in fragment.others:
+                next(left).apply(session, is_late)
+            if fragment.reset:
+                session.run([variable.initializer for variable in fragment.reset])
+                for part in fragment.others:
+                    part.read_anchor(session)
+
+    def _apply_outer(
+        self,
+        session: tf.compat.v1.Session,
+        fragment: Fragment,
+        outer: OuterStep,
+        means: Sequence[Difference],
+        is_late: bool,
+    ) -> None:
+        progress = [mean.progress(session) if is_late else None for mean in means]
+        gradients = []
+        for part, mean in zip(fragment.trained, means):
+            part.assign(session, part.anchor)
+            gradients += part.split(-mean.values)
+        outer.run(session, gradients)
+        for part, made in zip(fragment.trained, progress):
+            part.read_anchor(session)
+            if made is not None:
+                part.assign_local(session, part.anchor + made)
+
+    def complete(self, session: tf.compat.v1.Session, weight: float, step: int) -> None:
+        """Averages slots that ranks keep, and compares what must be the same, for a checkpoint.
+
+        Collective: all ranks must call it.
 
         Args:
           session: session of this rank.
           weight: weight of this rank; the weights of all ranks add up to 1.
           step: global_step, for errors.
-          is_full: True before a checkpoint, which must hold all that the ranks know: nothing is
-            left out of the sums, and slots that ranks keep are averaged, too.
 
         Raises:
-          hostopt.NonFiniteGradientError: a variable of this rank is not finite.
           hostopt.CollectiveMismatchError: a variable that must be the same differs by rank.
         """
-        gradients: list[Any] = []
-        for part in self._trained:
-            mean = part.mean(session, weight, step, is_full)
-            if self._outer is None:
-                part.assign(session, part.anchor + mean)
-            else:
-                part.assign(session, part.anchor)
-                gradients += part.split(-mean)
-        if self._outer is not None:
-            self._outer.run(
-                session, [v for part in self._trained for v in part.variables], gradients
-            )
-            for part in self._trained:
-                part.read_anchor(session)
-        for part in (*self._others, *(self._kept if is_full else ())):
-            part.assign(session, part.anchor + part.mean(session, weight, step, is_full))
-        if self._reset:
-            session.run([variable.initializer for variable in self._reset])
-            for part in self._others:
-                part.read_anchor(session)
-        if is_full:
-            self._compare(session)
-
-    def _compare(self, session: tf.compat.v1.Session) -> None:
+        for part in self._kept:
+            difference = part.take(session, step)
+            difference.reduce(weight, is_whole=True)
+            difference.apply(session, is_late=False)
         values, text = session.run(self._equal), "the variables that no step changes"
         table = {v.op.name: f"{checksum(value):08x}" for v, value in zip(self._equal, values)}
         self._communicator.check_same(table, text)
 
 
-class _Part:
-    """Variables of one dtype that are synchronised together.
+def divided(variables: Sequence[tf.Variable], count: int) -> list[list[tf.Variable]]:
+    """Divides variables into fragments of similar size; some may be empty.
 
     Args:
-      communicator: the ring.
       variables: the variables.
-      compression: format of the differences on the wire; None for none.
+      count: number of fragments.
     """
+    fragments: list[list[tf.Variable]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for variable in sorted(variables, key=_size, reverse=True):
+        smallest = sizes.index(min(sizes))
+        fragments[smallest].append(variable)
+        sizes[smallest] += _size(variable)
+    return fragments
 
-    def __init__(
-        self,
-        communicator: hostopt.Communicator,
-        variables: list[tf.Variable],
-        compression: str | None,
-    ) -> None:
-        self.variables = variables
-        self._communicator = communicator
-        self._name = f"the differences of {len(variables)} variables from {variables[0].op.name!r}"
-        self._dtype = variables[0].dtype.base_dtype.as_numpy_dtype
-        # sums of the small dtypes are computed in float32
-        self._sum_dtype = np.float64 if variables[0].dtype.base_dtype == tf.float64 else np.float32
-        self._wire_format: WireFormat | None = None
-        self._quantized: QuantizedSum | None = None
-        if self._sum_dtype is np.float32 and compression in QUANTIZED:
-            self._quantized = QuantizedSum(communicator, compression)
-        elif self._sum_dtype is np.float32:
-            self._wire_format = new_wire_format(compression)
-        self.anchor = np.empty(0, self._sum_dtype)
 
-    def read_anchor(self, session: tf.compat.v1.Session) -> None:
-        """Reads the variables as anchor."""
-        self.anchor = self._read(session)
-
-    def _read(self, session: tf.compat.v1.Session) -> Any:
-        values = session.run(self.variables)
-        return np.concatenate([value.reshape(-1).astype(self._sum_dtype) for value in values])
-
-    def split(self, flat: Any) -> list[Any]:
-        """Returns the values of the variables in an array of shape [n]."""
-        sizes = [variable.shape.num_elements() for variable in self.variables]
-        parts = np.split(flat, np.cumsum(sizes)[:-1])
-        shapes = [variable.shape.as_list() for variable in self.variables]
-        return [part.reshape(shape).astype(self._dtype) for part, shape in zip(parts, shapes)]
-
-    def assign(self, session: tf.compat.v1.Session, flat: Any) -> None:
-        """Assigns values to the variables, which become the anchor."""
-        values = self.split(flat)
-        assign(session, self.variables, values)
-        if self._dtype is not self._sum_dtype:  # the variables have rounded them
-            flat = np.concatenate([each.reshape(-1).astype(self._sum_dtype) for each in values])
-        self.anchor = flat
-
-    def mean(self, session: tf.compat.v1.Session, weight: float, step: int, is_full: bool) -> Any:
-        """Returns the weighted mean over the ranks of the differences from the anchor."""
-        difference = self._read(session)
-        difference -= self.anchor
-        if not all_finite(difference):
-            raise self._nonfinite(difference, step)
-        difference *= weight
-        if self._quantized is not None and not is_full:
-            self._quantized.sum_in_place(difference, self._name)
-            return difference
-        if self._quantized is not None:
-            difference += self._quantized.take_residual()
-        call = self._communicator.next_call(self._name)
-        self._communicator.all_reduce_in_place(
-            difference, hostopt.ReduceOp.SUM, call, None if is_full else self._wire_format
-        )
-        return difference
-
-    def _nonfinite(self, difference: Any, step: int) -> hostopt.NonFiniteGradientError:
-        names = [
-            variable.op.name
-            for variable, value in zip(self.variables, self.split(difference))
-            if not np.isfinite(value).all()
-        ]
-        cluster, rank = self._communicator.transport.cluster, self._communicator.rank
-        return hostopt.NonFiniteGradientError(
-            f"variable {names[0]!r} of {cluster.describe(rank)} is NaN or Inf at the "
-            f"synchronisation after step {step}. Look at its data and its loss, lower the "
-            "learning rate or clip",
-            **cluster.attributes(rank),
-            step=step,
-        )
+def _size(variable: tf.Variable) -> int:
+    return int(variable.shape.num_elements() or 0)

@@ -82,6 +82,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         averages them over the ranks, "keep" does so only for a checkpoint, "reset" initializes
         them.
       sync_compression: "fp16", "bf16", "int8" or "int4" sends the differences with fewer bits.
+      sync_fragments: number of parts of the model that are synchronised one after the other within
+        `sync_every` steps.
+      sync_delay: number of steps that a rank makes while a synchronisation runs in the background.
 
     Raises:
       hostopt.ConfigError: the resolver, TF_CONFIG or an option is invalid, or this process was
@@ -115,10 +118,19 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         outer_optimizer: OuterOptimizer = None,
         sync_slots: str = "average",
         sync_compression: str | None = None,
+        sync_fragments: int = 1,
+        sync_delay: int = 0,
     ) -> None:
         fork_guard.check()
         self.local_steps = LocalSteps(
-            sync_every, sync_secs, sync_warmup_steps, outer_optimizer, sync_slots, sync_compression
+            sync_every,
+            sync_secs,
+            sync_warmup_steps,
+            outer_optimizer,
+            sync_slots,
+            sync_compression,
+            sync_fragments,
+            sync_delay,
         )
         exit_with_error_code()
         check_policy(auto_shard)

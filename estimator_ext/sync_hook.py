@@ -1,8 +1,15 @@
 """Synchronisations of ranks that train by themselves in between.
 
-All ranks count the same number of steps to the next synchronisation. It begins with an exchange of
-what each rank has done and wants. Everything that all ranks must do together happens after it:
-saves, evaluations and stops.
+All ranks count the same number of steps to the next synchronisation, of one fragment of the model
+after the other. It begins with an exchange of what each rank has done and wants. Everything that
+all ranks must do together happens after a synchronisation of the whole model: saves, evaluations
+and stops.
+
+With a delay, a synchronisation of a fragment runs in the background::
+
+    step       t                       t + delay                t + interval
+    this rank  takes the difference    applies its mean         takes the next one
+    thread     |--- exchange, reduce ---|
 
 About once a second the ranks exchange whether one of them requests a stop, such as after SIGTERM.
 Nobody waits for the answer before the next exchange. If there is a request, the synchronisation
@@ -15,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +32,10 @@ import hostopt
 from estimator_ext.coordinated_stop import CoordinatedTimer, EndStopSaveHook
 from estimator_ext.input_state import InputStates
 from estimator_ext.local_steps import LocalSteps
-from estimator_ext.replicas import Replicas
+from estimator_ext.replica_part import Difference
+from estimator_ext.replicas import Fragment, Replicas
 from estimator_ext.sync_on_read import SyncOnRead, assign
+from estimator_ext.synchronisation import RankState, Synchronisation
 from hostopt.tensorflow.ops import StopSaveFlags
 
 __all__: list[str] = []
@@ -33,26 +43,12 @@ __all__: list[str] = []
 _CHECK_S = 1.0  # between two exchanges of requests to stop
 
 
-class _State(NamedTuple):
-    """What a rank has done since the last synchronisation, and wants.
+class _Pending(NamedTuple):
+    """A synchronisation in the background."""
 
-    Args:
-      examples: number of its examples.
-      step: its global_step.
-      step_s: duration of its steps, in seconds; 0 if it has made none.
-      saves: 1 if it is about to save.
-      stops: 1 if it requests a stop.
-      has_ended: 1 if its data or its training have ended.
-      checksum: CRC-32 of its variables after the last synchronisation.
-    """
-
-    examples: float
-    step: float
-    step_s: float
-    saves: float
-    stops: float
-    has_ended: float
-    checksum: float
+    fragment: Fragment
+    differences: list[Difference]
+    states: Future[list[RankState]]
 
 
 class SyncHook(tf.compat.v1.train.SessionRunHook):
@@ -99,16 +95,24 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         for saver in savers:
             saver._timer = CoordinatedTimer(saver._timer, flags)
         self._timers = [saver._timer for saver in savers]
-        self._global_step: Any = None
-        self._step = self._first_step = 0
-        self._increment = 0  # of global_step in a step; 0 while unknown
+        self._synchronisation = Synchronisation(communicator)
         self._requests = communicator.open_scalar_sum("requests to stop")
         self._has_asked = False  # a sum of requests has started
-        self._interval = 0  # steps from the last synchronisation to the next; 0 at first
-        self._check_steps = 1  # between two exchanges of requests
-        self._position = 0  # steps since the last synchronisation, of a rank that has data
-        self._steps = self._examples = 0  # of this rank, since the last synchronisation
+        self._pending: _Pending | None = None
+        self._global_step: Any = None
+        self._step = 0  # of this rank
+        self._increment = 0  # of global_step in a step; 0 while unknown
+        self._steps = 0  # of this rank, since the last synchronisation
+        self._examples = [0] * len(replicas.fragments)  # since the last one of each fragment
         self._since_s = 0.0
+        # the same on all ranks
+        self._common_step = 0  # of ranks that have data
+        self._interval = 0  # steps from the last synchronisation to the next; 0 at first
+        self._position = 0  # steps since the last one, of a rank that has data
+        self._check_steps = 1  # between two exchanges of requests
+        self._step_s = 0.0  # duration of a step of the slowest rank; 0 while unknown
+        self._next_fragment = 0
+        self._is_whole_next = False
 
     def begin(self) -> None:
         """Finds global_step."""
@@ -117,14 +121,12 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Stores the first step."""
         del coord
-        self._step = self._first_step = int(session.run(self._global_step))
+        self._step = self._common_step = int(session.run(self._global_step))
 
     def before_run(self, run_context: Any) -> Any:
         """Fetches the number of examples."""
         session = run_context.session
-        if not self._interval:  # the hooks have broadcast the variables
-            self._replicas.begin(session)
-            self._begin_interval(0.0)
+        self._begin(session)
         self._sync_on_read.restore_local(session)
         self._input_states.forget()
         self._flags.set_total(0.0)
@@ -132,116 +134,171 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Synchronises if it is time."""
-        session = run_context.session
-        self._examples += int(run_values.results)
+        session, count = run_context.session, int(run_values.results)
+        self._examples = [examples + count for examples in self._examples]
         self._steps += 1
         if not self._increment:
             self._increment = int(session.run(self._global_step)) - self._step
         self._step += self._increment
-        if self._is_due():
+        if self._is_due(session):
             self._synchronise(session, has_ended=False)
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Synchronises until all ranks have ended, and collects on the chief what it saves."""
-        if not self._interval:  # ended before its first step
-            self._replicas.begin(session)
-            self._begin_interval(0.0)
+        self._begin(session)
         self._sync_on_read.restore_local(session)
-        while not (self._is_due() and self._synchronise(session, has_ended=True)):
+        while not (self._is_due(session) and self._synchronise(session, has_ended=True)):
             pass
+        self._synchronisation.close()
         self._communicator.finish("the last step")
         self._sync_on_read.aggregate_to_chief(session)
         self._input_states.gather(session)
 
-    def _is_due(self) -> bool:
+    def _begin(self, session: tf.compat.v1.Session) -> None:
+        if not self._interval:  # the hooks have broadcast the variables
+            self._replicas.begin(session)
+            self._begin_interval(0.0)
+
+    # -- time -------------------------------------------------------------------------------
+
+    def _is_due(self, session: tf.compat.v1.Session) -> bool:
         """Counts a step, and returns True if a synchronisation follows it on all ranks."""
         self._position += 1
+        if self._position == self._options.delay:
+            self._finish_pending(session)
         if self._position >= self._interval:
             return True
         return self._position % self._check_steps == 0 and self._is_stop_requested()
 
     def _is_stop_requested(self) -> bool:
         """Returns True if a rank had requested a stop at the previous exchange."""
-        if self._has_asked and self._take_requests():
+        if self._take_requests():
             return True
         self._requests.start(float(self._flags.stop), 0.0)
         self._has_asked = True
         return False
 
     def _take_requests(self) -> bool:
+        if not self._has_asked:
+            return False
         self._has_asked = False
-        return self._requests.wait()[0] > 0
+        is_requested = bool(self._requests.wait()[0] > 0)
+        self._is_whole_next |= is_requested
+        return is_requested
+
+    def _begin_interval(self, step_s: float, *, is_last: bool = False) -> None:
+        interval = self._options.interval(self._common_step, step_s)
+        left = self._stops.steps_left(self._common_step)
+        if left is not None and left <= interval * (self._increment or 1):
+            interval = -(-left // (self._increment or 1))
+            self._is_whole_next = True
+        self._interval = 1 if is_last else max(interval, 1)
+        self._check_steps = max(1, int(_CHECK_S / step_s)) if step_s else 1
+        self._position = 0
+
+    # -- synchronisations -------------------------------------------------------------------
 
     def _synchronise(self, session: tf.compat.v1.Session, *, has_ended: bool) -> bool:
-        """Synchronises the ranks, and returns True if all of them have ended."""
-        if self._has_asked:
-            self._take_requests()
-        is_due = any(timer.is_due(self._step) for timer in self._timers)
-        self._flags.save = is_due and not has_ended
-        states = self._exchange(has_ended)
-        ended = sum(state.has_ended for state in states)
-        stopping = sum(state.stops for state in states)
-        all_ended = ended == len(states)
-        if self._ends_together and ended and not all_ended:
-            stopping = max(stopping, 1.0)
-        self._flags.ranks_saving = int(sum(state.saves for state in states))
-        self._flags.ranks_stopping = int(stopping)
+        """Synchronises the ranks, or begins to; returns True if all of them have ended."""
+        self._take_requests()
+        self._finish_pending(session)  # if the interval is shorter than the delay
+        self._flags.save = not has_ended and any(t.is_due(self._step) for t in self._timers)
+        self._common_step += self._position * (self._increment or 1)
+        is_warm_up = self._common_step <= self._options.warmup_steps
+        if self._options.delay and not (is_warm_up or self._is_whole_next):
+            self._start(session, has_ended)
+            return False
+        states = self._synchronisation.exchange(self._state(has_ended))
         step = max(int(state.step) for state in states)
-        is_last = bool(stopping or all_ended or self._stops.is_common_last(step))
-        is_full = is_last or bool(self._flags.ranks_saving)
-        examples = sum(state.examples for state in states)
-        if examples:
-            weight = states[self._communicator.rank].examples / examples
-            self._replicas.synchronise(session, weight, self._step, is_full=is_full)
-        self._adopt_step(session, step)
-        self._begin_interval(max(state.step_s for state in states), is_last=is_last)
+        all_ended = self._note_requests(states)
+        is_last = all_ended or bool(
+            self._flags.ranks_stopping or self._stops.steps_left(step) == 0
+        )
+        is_whole = is_last or self._is_whole_next or bool(self._flags.ranks_saving)
+        self._reduce(session, states, is_whole, is_warm_up)
+        self._is_whole_next = False
+        if step != self._step:  # that of the rank with the most steps
+            assign(session, [self._global_step], [np.int64(step)])
+        self._step = self._common_step = step
+        self._step_s = max(state.step_s for state in states)
+        self._begin_interval(self._step_s, is_last=is_last)
         if self._flags.ranks_saving:
             self._sync_on_read.aggregate_to_chief(session)
             self._input_states.gather(session)
         return all_ended
 
-    def _exchange(self, has_ended: bool) -> list[_State]:
+    def _state(self, has_ended: bool) -> RankState:
         step_s = (time.monotonic() - self._since_s) / self._steps if self._steps else 0.0
-        local = _State(
-            self._examples,
+        fragment = self._replicas.fragments[self._next_fragment]
+        state = RankState(
+            self._examples[self._next_fragment],
             self._step,
             step_s,
             self._flags.save,
             self._flags.stop,
             has_ended,
-            self._replicas.anchor_checksum() if self._checks else 0,
+            self._replicas.anchor_checksum([fragment]) if self._checks else 0,
         )
-        name = f"the states of the ranks after step {self._step}"
-        gathered = self._communicator.all_gather(np.array(local, np.float64), "synchronisation")
-        states = [_State(*row) for row in gathered.tolist()]
-        differing = [r for r, each in enumerate(states) if each.checksum != states[0].checksum]
-        if differing:
-            raise self._mismatch(differing, name)
-        return states
+        self._steps, self._since_s = 0, time.monotonic()
+        return state
 
-    def _mismatch(self, differing: Sequence[int], name: str) -> hostopt.CollectiveMismatchError:
-        cluster = self._communicator.transport.cluster
-        return hostopt.CollectiveMismatchError(
-            f"after the last synchronisation the variables of {cluster.describe(0)} and "
-            f"{', '.join(map(cluster.describe, differing))} differed ({name}), but all ranks "
-            "should have had the same values. Look for a hook, a callback or a session.run that "
-            "changes variables on one rank, and resume from an earlier checkpoint",
-            **cluster.attributes(differing[0]),
-            step=self._step,
-        )
+    def _note_requests(self, states: Sequence[RankState]) -> bool:
+        """Sets the flags for the other hooks, and returns True if all ranks have ended."""
+        ended = sum(state.has_ended for state in states)
+        stopping = sum(state.stops for state in states)
+        if self._ends_together and ended:
+            stopping = max(stopping, 1)
+        self._flags.ranks_saving = int(sum(state.saves for state in states))
+        self._flags.ranks_stopping = int(stopping)
+        return ended == len(states)
 
-    def _adopt_step(self, session: tf.compat.v1.Session, step: int) -> None:
-        """Sets global_step to that of the rank with the most steps."""
-        if step != self._step:
-            assign(session, [self._global_step], [np.int64(step)])
-            self._step = step
+    def _reduce(
+        self,
+        session: tf.compat.v1.Session,
+        states: Sequence[RankState],
+        is_whole: bool,
+        is_warm_up: bool,
+    ) -> None:
+        """Synchronises the next fragment, or the whole model, and waits for it."""
+        fragments = self._replicas.fragments
+        numbers = range(len(fragments)) if is_whole or is_warm_up else [self._next_fragment]
+        weight = self._synchronisation.weight([state.examples for state in states])
+        for number in numbers:
+            examples = [state.examples for state in states]
+            if number != self._next_fragment:
+                count = np.array(float(self._examples[number]))
+                examples = self._communicator.all_gather(count, "examples").tolist()
+            if not sum(examples):  # nothing has changed
+                continue
+            weight = self._synchronisation.weight(examples)
+            differences = self._replicas.take(session, [fragments[number]], self._step)
+            for difference in differences:
+                difference.reduce(weight, is_whole=is_whole)
+            self._replicas.apply(session, [fragments[number]], differences)
+            self._examples[number] = 0
+        if is_whole:
+            self._replicas.complete(session, weight, self._step)
+        # a training that resumes from a checkpoint begins with the first fragment, too
+        self._next_fragment = 0 if is_whole else (self._next_fragment + 1) % len(fragments)
 
-    def _begin_interval(self, step_s: float, *, is_last: bool = False) -> None:
-        interval = self._options.interval(self._step - self._first_step, step_s)
-        left = self._stops.steps_left(self._step)
-        if left is not None:
-            interval = min(interval, -(-left // (self._increment or 1)))
-        self._interval = 1 if is_last else max(interval, 1)
-        self._check_steps = max(1, int(_CHECK_S / step_s)) if step_s else 1
-        self._position = self._steps = self._examples = 0
-        self._since_s = time.monotonic()
+    def _start(self, session: tf.compat.v1.Session, has_ended: bool) -> None:
+        """Begins the synchronisation of the next fragment in the background."""
+        state, number = self._state(has_ended), self._next_fragment
+        fragment = self._replicas.fragments[number]
+        differences = self._replicas.take(session, [fragment], self._step)
+        states = self._synchronisation.start(state, differences)
+        self._pending = _Pending(fragment, differences, states)
+        self._examples[number] = 0
+        self._next_fragment = (number + 1) % len(self._replicas.fragments)
+        self._begin_interval(self._step_s)
+
+    def _finish_pending(self, session: tf.compat.v1.Session) -> None:
+        """Applies the synchronisation that runs in the background, if there is one."""
+        if self._pending is None:
+            return
+        (fragment, differences, future), self._pending = self._pending, None
+        states = future.result()
+        self._replicas.apply(session, [fragment], differences, is_late=True)
+        requests = sum(state.saves + state.stops + state.has_ended for state in states)
+        self._is_whole_next |= bool(requests)
+        self._step_s = max(state.step_s for state in states)

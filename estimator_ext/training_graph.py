@@ -55,7 +55,7 @@ from estimator_ext.input_state import InputStateHook, InputStates, log_random_op
 from estimator_ext.outer_step import OuterStep
 from estimator_ext.preemption import PreemptionHook
 from estimator_ext.progress import ProgressHook, StepTimestamps
-from estimator_ext.replicas import Replicas, find_variables
+from estimator_ext.replicas import Replicas
 from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.skipped_updates import HooksWithoutNan
 from estimator_ext.spec import stock_spec
@@ -279,18 +279,26 @@ class TrainingGraph:
 
     def _local_replicas(self, data: Collection[tf.Operation]) -> Replicas:
         """Builds the outer step, if there is one, and compares the steps of the ranks."""
-        options = self._strategy.local_steps
+        strategy, options = self._strategy, self._strategy.local_steps
         updates = read_updates(_operations_of_step(self.spec), data)
-        texts, outer, optimizer = dict(updates.texts), None, options.new_outer_optimizer()
-        if optimizer is not None:
-            trained = find_variables(updates.changes).trained
-            outer = OuterStep(self._strategy, optimizer, trained)
-            outer_texts = read_updates([outer.operation], outer.operations).texts
-            texts.update({f"{name} in the outer step": text for name, text in outer_texts.items()})
-        texts.update(options.texts())
+        steps: list[OuterStep] = []
+
+        def new_outer(variables: Sequence[tf.Variable]) -> OuterStep:
+            steps.append(OuterStep(strategy, options.new_outer_optimizer(), variables))
+            return steps[-1]
+
+        replicas = Replicas(
+            self._communicator.duplicate("synchronisation of the variables"),
+            options,
+            updates.changes,
+            new_outer if options.outer_optimizer is not None else None,
+        )
+        texts = {**updates.texts, **options.texts()}
+        for outer in steps:
+            found = read_updates([outer.operation], outer.operations).texts
+            texts.update({f"{name} in the outer step": text for name, text in found.items()})
         self._communicator.check_same(texts, "the updates of variables")
-        communicator = self._communicator.duplicate("synchronisation of the variables")
-        return Replicas(communicator, options, find_variables(updates.changes), outer)
+        return replicas
 
     def _synchronise(
         self, states: InputStates, replicas: Replicas, examples: tf.Tensor

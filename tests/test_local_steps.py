@@ -138,6 +138,54 @@ def simulate(
     return anchor
 
 
+def simulate_streaming(
+    steps: int, every: int, fragments: Sequence[Sequence[str]], delay: int, outer: str
+) -> Model:
+    """Trains two models with SGD, whose fragments are synchronised in turn and late.
+
+    The last synchronisation is that of the whole model, without delay.
+    """
+    start = {"weights": np.zeros((5, 1)), "bias": np.zeros(1), "moving": np.zeros(5)}
+    models = [dict(start) for _ in range(2)]
+    rules = [Rule(*INNER["sgd"]) for _ in models]
+    outers = [Rule(*OUTER[outer]) for _ in fragments]
+    anchor = dict(start)
+    sent: list[Model] = []
+    number, interval = 0, every // len(fragments)
+
+    def apply(number: int, sent: list[Model]) -> None:
+        for name in fragments[number]:
+            change = np.mean([model[name] - anchor[name] for model in sent], axis=0)
+            new = anchor[name] + change
+            if name in TRAINED:
+                outers[number].steps += 1
+                new = anchor[name] - outers[number]._change(name, -change)
+            for model, before in zip(models, sent):
+                model[name] = new + (model[name] - before[name])
+            anchor[name] = new
+
+    for step in range(1, steps + 1):
+        for rank, model in enumerate(models):
+            x, y = batch(rank, step - 1, 4)
+            rules[rank].apply(model, gradients(model, x, y))
+            model["moving"] = 0.9 * model["moving"] + 0.1 * x.mean(0)
+        if sent and step % interval == delay:
+            apply(number, sent)
+            number, sent = (number + 1) % len(fragments), []
+        if step == steps:
+            for each in range(len(fragments)):
+                apply(each, [dict(model) for model in models])
+        elif step % interval == 0:
+            sent = [dict(model) for model in models]
+            if not delay:
+                apply(number, sent)
+                number, sent = (number + 1) % len(fragments), []
+    return anchor
+
+
+FRAGMENTS = (("weights", "moving"), ("bias",))
+
+
 class Training:
     """Runs the program.
 
@@ -259,6 +307,31 @@ VARIANTS: dict[str, tuple[dict[str, Any], Model]] = {
     ),
     "gradients": ({"strategy": {}}, simulate(2, 20, 1)),  # today's training
     "by time": ({"strategy": {"sync_secs": 0.01}}, {}),
+    "fragments": (
+        {"outer": "nesterov functions", "strategy": {"sync_every": 6, "sync_fragments": 2}},
+        simulate_streaming(20, 6, FRAGMENTS, 0, "nesterov"),
+    ),
+    "delayed": (
+        {"outer": "nesterov", "strategy": {"sync_every": 6, "sync_delay": 2}},
+        simulate_streaming(20, 6, [[*TRAINED, "moving"]], 2, "nesterov"),
+    ),
+    "delayed fragments": (
+        {
+            "outer": "nesterov functions",
+            "strategy": {"sync_every": 6, "sync_fragments": 2, "sync_delay": 1},
+        },
+        simulate_streaming(20, 6, FRAGMENTS, 1, "nesterov"),
+    ),
+    "delayed fragments of uneven data, saved": (
+        {
+            "outer": "nesterov functions",
+            "inner": "momentum",
+            "batches": [23, 17],
+            "checkpoint_steps": 7,
+            "strategy": {"sync_every": 6, "sync_fragments": 2, "sync_delay": 1},
+        },
+        {},
+    ),
     "saved": ({"checkpoint_steps": 3, "strategy": {"sync_every": 5}}, simulate(2, 20, 5)),
 }
 
@@ -282,6 +355,7 @@ def test_variants(variants: tuple[Training, Any], name: str) -> None:
     tolerance = 1e-6 if "adam" in str(VARIANTS[name][0]) else 1e-10
     assert_close(models, VARIANTS[name][1], tolerance)
     steps = {"uneven data": 10, "a request to stop": 5, "stop at the first end": 8}
+    steps["delayed fragments of uneven data, saved"] = 23
     steps["data of one rank end at a synchronisation"] = 9
     assert models[0]["global_step"] == steps.get(name, 20)
 
@@ -293,26 +367,46 @@ def test_checkpoints_are_saved_at_synchronisations(variants: tuple[Training, Any
 
 
 BROKEN = {
-    "inner": "momentum",
-    "outer": "nesterov",
-    "checkpoint_steps": 5,
-    "strategy": {"sync_every": 5, "sync_slots": "keep", "sync_compression": "int8"},
+    "whole": {
+        "inner": "momentum",
+        "outer": "nesterov",
+        "dtype": "float32",
+        "checkpoint_steps": 5,
+        "strategy": {"sync_every": 5, "sync_slots": "keep", "sync_compression": "int8"},
+    },
+    "fragments": {
+        "inner": "adam",
+        "outer": "outer adam functions",
+        "dtype": "float32",
+        "checkpoint_steps": 5,
+        "strategy": {
+            "sync_every": 4,
+            "sync_fragments": 2,
+            "sync_delay": 1,
+            "sync_compression": "int4",
+            "sync_warmup_steps": 3,
+        },
+    },
 }
 
 
-@pytest.mark.parametrize("at", [12, 15])  # between synchronisations, and after one
-def test_a_killed_training_resumes_exactly(training: Training, at: int) -> None:
-    expected = training.run(2, whole=BROKEN)["whole"]
-    arguments = [training.arguments({"broken": {**BROKEN, "kill": [1, at]}})]
+# between synchronisations, after one, and while one runs in the background
+@pytest.mark.parametrize(("name", "at"), [("whole", 12), ("whole", 15), ("fragments", 13)])
+def test_a_killed_training_resumes_exactly(training: Training, name: str, at: int) -> None:
+    settings = BROKEN[name]
+    expected = training.run(2, expected=settings)["expected"]
+    arguments = [training.arguments({"broken": {**settings, "kill": [1, at]}})]
     with reserved_addresses(2) as addresses:
         chief, worker = training.ranks.start(
             "local_steps.py", {"worker": addresses}, arguments=arguments
         )
         assert worker.wait() == -9
         assert chief.wait() == hostopt.errors.PeerLostError.exit_code
-    models = training.run(2, broken=BROKEN)["broken"]
-    for name, value in expected[0].items():
-        np.testing.assert_array_equal(models[0][name], value, err_msg=name)
+    saved = tf.train.latest_checkpoint(str(training.directory / "broken" / "model"))
+    assert 0 < int(saved.rpartition("-")[2]) <= at
+    models = training.run(2, broken=settings)["broken"]
+    for key, value in expected[0].items():
+        np.testing.assert_array_equal(models[0][key], value, err_msg=key)
 
 
 COMPRESSIONS = {None: 0.0, "fp16": 1e-3, "bf16": 0.02, "int8": 0.02, "int4": 0.2}

@@ -114,11 +114,16 @@ def change_frozen(context: Any) -> None:
     assign(context.session, [frozen], [np.ones(2)])
 
 
+def _outer(name: str) -> Any:
+    create = OPTIMIZERS[name.removesuffix(" functions")]
+    return create if name.endswith(" functions") else create()
+
+
 def run(chosen: dict[str, Any]) -> None:
     settings = {**SETTINGS, **chosen}
     outer = settings["outer"]
     strategy = estimator_ext.HostOffloadStrategy(
-        outer_optimizer=OPTIMIZERS[outer]() if outer else None, **settings["strategy"]
+        outer_optimizer=_outer(outer) if outer else None, **settings["strategy"]
     )
     rank = strategy.cluster.rank or 0
     hooks: list[Any] = [Dump(Path(settings["dump_dir"]) / f"variables-{rank}.npz")]

@@ -1,0 +1,112 @@
+"""One synchronisation: the exchange of the ranks' states, and the reduction of the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+import hostopt
+from estimator_ext.replica_part import Difference
+
+__all__: list[str] = []
+
+
+class RankState(NamedTuple):
+    """What a rank has done since the last synchronisation, and wants.
+
+    Args:
+      examples: number of its examples.
+      step: its global_step.
+      step_s: duration of its steps, in seconds; 0 if it has made none.
+      saves: 1 if it is about to save.
+      stops: 1 if it requests a stop.
+      has_ended: 1 if its data or its training have ended.
+      checksum: CRC-32 of its variables after the last synchronisation.
+    """
+
+    examples: float
+    step: float
+    step_s: float
+    saves: float
+    stops: float
+    has_ended: float
+    checksum: float
+
+
+class Synchronisation:
+    """Exchanges states and differences; the main thread and one in the background take turns.
+
+    Args:
+      communicator: a `duplicate` that nothing else uses.
+    """
+
+    def __init__(self, communicator: hostopt.Communicator) -> None:
+        self._communicator = communicator
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="hostopt-synchronisation")
+
+    def exchange(self, state: RankState) -> list[RankState]:
+        """Exchanges the states of the ranks. Collective: all ranks must call it.
+
+        Args:
+          state: the state of this rank.
+
+        Returns:
+          The states in the order of ranks.
+
+        Raises:
+          hostopt.CollectiveMismatchError: the variables of two ranks differed.
+        """
+        name = "the states of the ranks"
+        rows = self._communicator.all_gather(np.array(state, np.float64), name).tolist()
+        states = [RankState(*row) for row in rows]
+        differing = [r for r, each in enumerate(states) if each.checksum != states[0].checksum]
+        if differing:
+            cluster = self._communicator.transport.cluster
+            raise hostopt.CollectiveMismatchError(
+                f"after the synchronisation before step {int(state.step)} the variables of "
+                f"{cluster.describe(0)} and {', '.join(map(cluster.describe, differing))} "
+                "differed, but all ranks should have had the same values. This is an error of "
+                "hostopt or of the memory: resume from an earlier checkpoint, and report it",
+                **cluster.attributes(differing[0]),
+                step=int(state.step),
+            )
+        return states
+
+    def weight(self, examples: Sequence[float]) -> float:
+        """Returns the weight of this rank.
+
+        Args:
+          examples: number of examples of each rank.
+        """
+        total = sum(examples)
+        return examples[self._communicator.rank] / total if total else 1 / len(examples)
+
+    def start(
+        self, state: RankState, differences: Sequence[Difference]
+    ) -> Future[list[RankState]]:
+        """Exchanges states and reduces differences in the background.
+
+        Collective: all ranks must call it.
+
+        Args:
+          state: the state of this rank.
+          differences: differences of this rank, which are replaced by their means.
+
+        Returns:
+          The states of all ranks, once the differences are reduced.
+        """
+        return self._executor.submit(self._run, state, differences)
+
+    def _run(self, state: RankState, differences: Sequence[Difference]) -> list[RankState]:
+        states = self.exchange(state)
+        weight = self.weight([each.examples for each in states])
+        for difference in differences:
+            difference.reduce(weight, is_whole=False)
+        return states
+
+    def close(self) -> None:
+        """Ends the thread; does not wait for it."""
+        self._executor.shutdown(wait=False)
