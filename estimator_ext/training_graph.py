@@ -223,8 +223,7 @@ class TrainingGraph:
         if timeline is not None:
             self.spec = show_steps(self.spec, reducers, timeline)
         communicator = self._communicator.duplicate("step reports")
-        every_steps = self._config.save_summary_steps or 0
-        return [StepReportHook(communicator, reducers, every_steps, self._model_dir)]
+        return [StepReportHook(communicator, reducers, self._config, self._model_dir)]
 
     def _progress(self) -> ProgressHook:
         """Adds the operations that note times, on all ranks, and returns the hook of the chief."""
