@@ -52,6 +52,14 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._sent: tuple[int, StepTimes] | None = None
         self.stragglers: Stragglers | None = None  # of the last report, on rank 0
 
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Bytes that this rank has sent, and seconds that each rank has waited, on rank 0."""
+        totals: dict[str, Any] = {"sent_bytes": self._communicator.transport.traffic.payload_bytes}
+        if self.stragglers is not None:
+            totals["waited_s"] = self._reports.waited_s
+        return totals
+
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Broadcasts the first step and the interval of reports from rank 0."""
         del coord

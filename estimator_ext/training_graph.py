@@ -160,7 +160,7 @@ class TrainingGraph:
             check_shapes(self._restored, tf.compat.v1.global_variables())
         self._add_training_hooks(InputStateHook(states, self._restored))  # [K11]
         self._prepare_savers(states, data, stack)
-        if self._is_chief:
+        if self._is_chief and progress.is_needed:
             for saver in find_savers(self._all_hooks()):
                 saver._listeners.insert(0, progress.saves)
             self._add_training_hooks(progress)  # [K12]
