@@ -200,7 +200,8 @@ def last_holder(path: str) -> Holder | None:
         with open(path, "rb") as file:
             entry = json.loads(file.read(MAX_BYTES))
         host, boot_id = str(entry["host"]), str(entry["boot_id"])
-        ring = tuple(filter(is_address, entry.get("ring", ())))
+        addresses = entry.get("ring", ())
+        ring = tuple(each for each in addresses if is_address(each) and each.isprintable())
         return Holder(host, boot_id, int(entry["pid"]), str(entry["start"]), ring)
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -194,7 +194,9 @@ def test_addresses_of_a_ring_are_noted_for_others(path: str) -> None:
     lock_file.release(path)
 
 
-@pytest.mark.parametrize("ring", ["1", "[1, null]", '["host"]', '{"h:0": 1}', '"h:1"'])
+@pytest.mark.parametrize(
+    "ring", ["1", "[1, null]", '["\\u001b:1"]', '["host"]', '{"h:0": 1}', '"h:1"']
+)
 def test_addresses_that_are_none_are_not_read(path: str, ring: str) -> None:
     with open(path, "w") as file:
         file.write(f'{{"host": "h", "boot_id": "b", "pid": 1, "start": "s", "ring": {ring}}}')

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from certificates import TOKEN, Certificates, environ_of
@@ -23,7 +25,7 @@ from hostopt import lock_file
 from hostopt.commands import status
 from hostopt.commands.status_table import format_overview
 from hostopt.communicator import Communicator
-from hostopt.errors import PeerLostError, ProtocolError
+from hostopt.errors import AuthError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport.grpc import observer
 from hostopt.transport.grpc.observation import Observation
@@ -126,6 +128,14 @@ def test_states(changes: dict[str, Any], state: str) -> None:
 )
 def test_the_rank_that_the_others_wait_for(ranks: list[Any], line: str) -> None:
     assert lines_of(*ranks)[4:] == [line]
+
+
+def test_a_slow_link() -> None:
+    sends = {**DETAILS, "send": {"peer": 0, "for_s": 5.0}}
+    assert lines_of(waits(1), sends, waits(0))[4:] == [
+        "all others wait for rank 1 (worker:1, h1:1), which sends to rank 0: the link between "
+        "them is slow"
+    ]
 
 
 def test_a_short_wait_is_no_one_s_fault() -> None:
@@ -355,6 +365,25 @@ def test_another_service(spawn_grpc: Spawn) -> None:
         communicator.barrier()
 
     spawn_grpc(2, work)
+
+
+def test_a_refusal_cannot_control_the_terminal() -> None:
+    def refuse(_: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "\x1b[2J" + "x" * 1000)
+
+    with ThreadPoolExecutor() as pool:
+        server = grpc.server(pool)
+        methods = {"Observe": grpc.unary_unary_rpc_method_handler(refuse)}
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("hostopt.Ring", methods)]
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with pytest.raises(AuthError) as caught:
+            observer.observe(f"127.0.0.1:{port}", Options())
+        server.stop(None).wait(10)
+    assert "refuses this command: ?[2Jxxx" in str(caught.value)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("target", ["nix", "host:", "host:0", "gs://bucket/model"])

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hostopt.transport.overview import Details, awaits, find_blamed
+from hostopt.transport.overview import Details, awaits, find_blamed, is_send, printable
 
 __all__: list[str] = []
 
 _HEADER = ("rank", "task", "address", "step", "memory", "hostopt", "TensorFlow", "Python", "state")
-_SHOWN_CHARACTERS = 120
 _UNKNOWN = "-"
 
 
@@ -35,12 +34,6 @@ def format_overview(overview: Mapping[str, Any]) -> str:
         name = f"rank {blamed} ({task}, {address})"
         lines.append(f"{who} for {name}, which {_reason(ranks[blamed])}")
     return "\n".join(lines)
-
-
-def printable(text: str) -> str:
-    """Returns a text in one short line, with ? for characters that are not printable."""
-    shown = "".join(each if each.isprintable() else "?" for each in text)
-    return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
 
 
 def _row(rank: int, task: Mapping[str, str], details: Details | str) -> Sequence[str]:
@@ -86,6 +79,8 @@ def _reason(details: Details | str) -> str:
     if isinstance(details, str):
         return "does not answer: it is frozen, cannot run Python, or is gone"
     wait = awaits(details)
+    if wait is not None and is_send(wait):
+        return f"sends to rank {wait['peer']}: the link between them is slow"
     if wait is not None:
         return f"waits for rank {wait['peer']}: they wait for each other"
     return f"is {_idle(details)}" if not details["wait"] else _state(details)

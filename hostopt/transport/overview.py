@@ -31,6 +31,7 @@ __all__: list[str] = []
 Details = dict[str, Any]
 _MAX_TEXT_BYTES = 600  # as JSON
 _MAX_MISSING = 8
+_SHOWN_CHARACTERS = 120
 # A wait that is shorter is part of every step.
 _NOTABLE_S = 1.0
 
@@ -68,14 +69,15 @@ def find_blamed(ranks: Sequence[Details | str]) -> dict[int, list[int]]:
 
     Returns:
       The waiting ranks by the rank that they wait for, which itself waits for no rank. If ranks
-      wait for each other, the waiting ranks by the first of them.
+      wait for each other, the waiting ranks by the first of them; if one of two sends to the
+      other, by the sender, as the link is slow.
     """
     blamed: dict[int, list[int]] = {}
     for rank in range(len(ranks)):
         path = [rank]
-        while (peer := _awaited(ranks[path[-1]])) is not None and peer not in path:
-            path.append(peer)
-        end = path[-1] if peer is None else min(path[path.index(peer) :])
+        while (wait := awaits(ranks[path[-1]])) is not None and wait["peer"] not in path:
+            path.append(wait["peer"])
+        end = path[-1] if wait is None else _first(ranks, path[path.index(wait["peer"]) :])
         if end != rank:
             blamed.setdefault(end, []).append(rank)
     return blamed
@@ -90,9 +92,25 @@ def awaits(details: Details | str) -> dict[str, Any] | None:
     return longest if longest and longest["for_s"] >= _NOTABLE_S else None
 
 
-def _awaited(details: Details | str) -> int | None:
-    wait = awaits(details)
-    return None if wait is None else int(wait["peer"])
+def is_send(wait: dict[str, Any]) -> bool:
+    """Returns True if a result of `awaits` is a send."""
+    return "what" not in wait
+
+
+def printable(text: str) -> str:
+    """Returns a text in one short line, with ? for characters that could control a terminal.
+
+    Args:
+      text: a text of another process.
+    """
+    shown = "".join(each if each.isprintable() else "?" for each in text)
+    return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
+
+
+def _first(ranks: Sequence[Details | str], cycle: Sequence[int]) -> int:
+    """Returns the rank to name among ranks that wait for each other."""
+    senders = [rank for rank in cycle if (wait := awaits(ranks[rank])) and is_send(wait)]
+    return senders[0] if len(cycle) == 2 and len(senders) == 1 else min(cycle)
 
 
 def _with_short_text(entry: dict[str, Any]) -> dict[str, Any]:

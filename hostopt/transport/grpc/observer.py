@@ -19,6 +19,7 @@ from hostopt.transport.grpc.notes import read_overview
 from hostopt.transport.grpc.peers import INCARNATION
 from hostopt.transport.grpc.runtime import grpc, keep_aio_running
 from hostopt.transport.grpc.server import OBSERVE
+from hostopt.transport.overview import printable
 from hostopt.transport.security import Security, probe
 
 __all__: list[str] = []
@@ -106,7 +107,7 @@ async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Securit
     """Returns the error to report if a call has failed."""
     code, codes = error.code(), grpc.StatusCode
     if code is codes.PERMISSION_DENIED:
-        reason = (error.details() or "")[: limits.SHOWN_CHARACTERS]
+        reason = printable(error.details() or "")
         return AuthError(f"{address} refuses this command: {reason}. {_ADVICE}")
     if code not in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED):
         return ProtocolError(
