@@ -93,6 +93,10 @@ def test_a_ring_without_an_estimator_shows_the_number_of_the_last_call() -> None
     assert "  -  " in lines_of({**DETAILS, "step": None, "last": None})[1]
 
 
+def test_memory_that_is_not_known() -> None:
+    assert "  7     -       0.1.0  " in lines_of({**DETAILS, "memory_bytes": None})[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "state"),
     [

@@ -41,9 +41,8 @@ def _row(rank: int, task: Mapping[str, str], details: Details | str) -> Sequence
     if isinstance(details, str):
         return (*name, *[_UNKNOWN] * 5, printable(details))
     versions = [details["versions"][key] for key in ("hostopt", "tensorflow", "python")]
-    memory = f"{details['memory_bytes'] / (1 << 20):.0f} MiB"
     shown = [printable(version or _UNKNOWN) for version in versions]
-    return (*name, _step(details), memory, *shown, _state(details))
+    return (*name, _step(details), _memory(details), *shown, _state(details))
 
 
 def _step(details: Details) -> str:
@@ -51,6 +50,11 @@ def _step(details: Details) -> str:
         return str(details["step"])
     last = details["last"]
     return f"call {last['step']}" if last else _UNKNOWN
+
+
+def _memory(details: Details) -> str:
+    nbytes = details["memory_bytes"]
+    return _UNKNOWN if nbytes is None else f"{nbytes / (1 << 20):.0f} MiB"
 
 
 def _state(details: Details) -> str:

@@ -3,7 +3,7 @@
 The details of a rank, in types that JSON supports::
 
     step          global_step of a training with Estimator; None otherwise
-    memory_bytes  resident memory
+    memory_bytes  resident memory; None if it cannot be read
     versions      of hostopt, Python and TensorFlow
     missing       the first ranks that have not connected, during the rendezvous
     wait          the longest wait for a message: peer, what, for_s
@@ -16,6 +16,7 @@ A rank without details has a text instead, the reason.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -117,6 +118,8 @@ def _with_short_text(entry: dict[str, Any]) -> dict[str, Any]:
     return {"what": cut(entry["what"], _MAX_TEXT_BYTES)}
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _resident_bytes() -> int | None:
+    with contextlib.suppress(OSError):  # no descriptor is left
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return None

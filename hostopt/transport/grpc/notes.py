@@ -29,7 +29,7 @@ STATUS_FOR_MESSAGE = {
 }
 DETAILS = {
     "step": Or(int, None),
-    "memory_bytes": int,
+    "memory_bytes": Or(int, None),
     "versions": {"hostopt": str, "python": str, "tensorflow": Or(str, None)},
     "missing": Each(int),
     "wait": Or({"peer": int, "what": str, "for_s": float}, None),
