@@ -179,8 +179,9 @@ print("done", flush=True)
 
 def start_stuck(processes: NewRing, **environ: str) -> tuple[RankProcesses, list[RankProcess]]:
     """Starts three ranks, of which rank 1 is stuck in user code until it gets a line."""
+    patient = {"HOSTOPT_STALL_WARNING_S": "300", "HOSTOPT_COLLECTIVE_TIMEOUT_S": "300"}
     ring = processes(3)
-    started = ring.start_all(RING, **environ)
+    started = ring.start_all(RING, **patient, **environ)
     for process in started:
         process.expect("ready")
     return ring, started
