@@ -27,6 +27,7 @@ PAGES = {
         "model",
     ),
     "docs/reliability.md": ("soak",),
+    "docs/watching.md": ("progress",),
 }
 
 

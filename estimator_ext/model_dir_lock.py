@@ -22,7 +22,6 @@ __all__: list[str] = []
 
 _log = tf.get_logger()
 
-_NAME = "hostopt-training.lock"
 _RETRY_AFTER_S = 0.5
 # NFS keeps the locks of a crashed host until their lease ends, by default after 90 s.
 _LEASE_S = 100.0
@@ -60,7 +59,20 @@ def training_in(
                 is_held = bool(communicator.broadcast(value, name="rank 0 has locked model_dir"))
             if not is_held:
                 time.sleep(_RETRY_AFTER_S)
+        if communicator is not None and path:
+            note_ring(model_dir, communicator.transport.cluster)
         yield
+
+
+def note_ring(model_dir: str, cluster: hostopt.Cluster) -> None:
+    """Notes in the lock that this process holds where `hostopt status` can ask.
+
+    Args:
+      model_dir: model_dir of rank 0.
+      cluster: the ring; nothing is noted if it has one rank.
+    """
+    if cluster.size > 1:
+        lock_file.note_ring(_path(model_dir), [task.address for task in cluster.ring])
 
 
 def training_without_ring(model_dir: str, config: Any) -> contextlib.AbstractContextManager[None]:
@@ -125,7 +137,9 @@ def _acquire(path: str, until_s: float) -> bool:
             return True
     except OSError as error:
         if error.errno in lock_file.NO_LOCKS:
-            _warn_once(model_dir, f"its file system cannot lock {_NAME} ({error.strerror})")
+            _warn_once(
+                model_dir, f"its file system cannot lock {lock_file.TRAINING} ({error.strerror})"
+            )
             return True
         raise cannot_save(path, error, lock_file.MAX_BYTES) from error
     holder = lock_file.last_holder(path)
@@ -147,7 +161,7 @@ def _in_use(model_dir: str, holder: lock_file.Holder | None) -> hostopt.ConfigEr
 
 def _path(model_dir: str) -> str:
     directory = os.path.realpath(model_dir) if _is_local(model_dir) else model_dir
-    return os.path.join(directory, _NAME)
+    return os.path.join(directory, lock_file.TRAINING)
 
 
 def _is_local(path: str) -> bool:

@@ -26,7 +26,7 @@ from estimator_ext.graph import walk
 from estimator_ext.step_report import StepReportHook
 from hostopt.gradients.reducers import AnyReducer
 from hostopt.gradients.step_stats import StepTimes, merge
-from hostopt.telemetry.progress import main_metric, write_progress
+from hostopt.telemetry.progress import is_written, main_metric, write_progress
 from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
@@ -89,6 +89,7 @@ class SaveTimes(tf.compat.v1.train.CheckpointSaverListener):
     def __init__(self) -> None:
         self.total_s = 0.0
         self.last_step: int | None = None
+        self.last_s: float | None = None  # in Unix time
         self._begin_s = 0.0
 
     def before_save(self, session: Any, global_step_value: int) -> None:
@@ -98,7 +99,7 @@ class SaveTimes(tf.compat.v1.train.CheckpointSaverListener):
     def after_save(self, session: Any, global_step_value: int) -> None:
         """Adds the time, and notes the step."""
         self.total_s += time.monotonic() - self._begin_s
-        self.last_step = int(global_step_value)
+        self.last_step, self.last_s = int(global_step_value), time.time()
 
 
 class ProgressHook(tf.compat.v1.train.SessionRunHook):
@@ -138,6 +139,11 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self._examples: deque[int] = deque(maxlen=_SAMPLES)
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=_RATE_WRITES)
+
+    @property
+    def is_needed(self) -> bool:
+        """True if anyone reads what this hook measures: the launcher, or the summaries."""
+        return bool(self._summary_steps) or is_written()
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Reads the first step."""
@@ -230,10 +236,13 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values["examples_per_s"] = examples * (self._runs - runs) / (now_s - since_s)
         if self._loss is not None:
             values["loss"] = self._loss
-        if self._report is not None and self._report.stragglers is not None:
-            values["slowest_rank"] = self._report.stragglers.slowest_rank
+        if self._report is not None:
+            values.update(self._report.totals)
+            if self._report.stragglers is not None:
+                values["slowest_rank"] = self._report.stragglers.slowest_rank
         if self.saves.last_step is not None:
             values["checkpoint_step"] = self.saves.last_step
+            values["checkpoint_time_s"] = self.saves.last_s
         write_progress("training", values)
         self._add_summary(step, values.get("times_ms", {}))
 

@@ -30,7 +30,8 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
     Args:
       communicator: communicator for this hook alone (a `duplicate`).
       reducers: reducers of the graph, at least one.
-      every_steps: steps between two reports, 0 for no reports; the value of rank 0 is used.
+      config: configuration of the Estimator: `save_summary_steps` of rank 0 is the number of steps
+        between two reports.
       model_dir: directory of the summaries, used on rank 0.
     """
 
@@ -38,17 +39,26 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self,
         communicator: hostopt.Communicator,
         reducers: Sequence[AnyReducer],
-        every_steps: int,
+        config: Any,
         model_dir: str | None,
     ) -> None:
         self._communicator = communicator
         self._reducers = reducers
-        self._every_steps = every_steps
+        self._every_steps = config.save_summary_steps or 0
         self._model_dir = model_dir
+        self._steps_per_run = getattr(config, "iterations_per_loop", 1)
         self._reports = StragglerReports(communicator)
         self._step = 0
         self._sent: tuple[int, StepTimes] | None = None
         self.stragglers: Stragglers | None = None  # of the last report, on rank 0
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Bytes that this rank has sent, and seconds that each rank has waited, on rank 0."""
+        totals: dict[str, Any] = {"sent_bytes": self._communicator.transport.traffic.payload_bytes}
+        if self.stragglers is not None:
+            totals["waited_s"] = self._reports.waited_s
+        return totals
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Broadcasts the first step and the interval of reports from rank 0."""
@@ -57,6 +67,7 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         local = np.array([session.run(tf.compat.v1.train.get_global_step()), self._every_steps])
         numbers = self._communicator.broadcast(local, name="the interval of step reports")
         self._step, self._every_steps = (int(number) for number in numbers)
+        self._communicator.transport.training_step = self._step
         self._reports.begin(self._step)
         for reducer in self._reducers:
             reducer.count_from(self._step)
@@ -65,8 +76,10 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         """Receives the times of the previous report; sends those of this step if it is due."""
         del run_context, run_values
         self._collect()
-        self._step += 1
-        if not self._every_steps or self._step % self._every_steps:
+        before, every = self._step, self._every_steps
+        self._step += self._steps_per_run
+        self._communicator.transport.training_step = self._step
+        if not every or self._step // every == before // every:
             return
         times = [reducer.last_times for reducer in self._reducers]
         measured = [each for each in times if each is not None]

@@ -18,7 +18,7 @@ from estimator_ext.evaluation import (
     evaluate_until_end,
 )
 from estimator_ext.evaluators import connect_evaluators, with_evaluators
-from estimator_ext.model_dir_lock import training_in, training_without_ring
+from estimator_ext.model_dir_lock import note_ring, training_in, training_without_ring
 from estimator_ext.strategy import HostOffloadStrategy
 
 __all__: list[str] = []
@@ -100,6 +100,7 @@ def _run_chief(
     with contextlib.ExitStack() as lock:
         try:
             lock.enter_context(training_in(estimator.model_dir))
+            note_ring(estimator.model_dir, strategy.cluster)
             marker.remove()
         except hostopt.HostOptError as error:
             strategy.communicator.abort(error)  # connects first, as the other ranks wait

@@ -165,7 +165,7 @@ class TrainingGraph:
             check_shapes(self._restored, tf.compat.v1.global_variables())
         self._add_training_hooks(InputStateHook(states, self._restored))  # [K11]
         self._prepare_savers(states, data, stack)
-        if self._is_chief:
+        if self._is_chief and progress.is_needed:
             for saver in find_savers(self._all_hooks()):
                 saver._listeners.insert(0, progress.saves)
             self._add_training_hooks(progress)  # [K12]
@@ -230,8 +230,7 @@ class TrainingGraph:
         if timeline is not None:
             self.spec = show_steps(self.spec, reducers, timeline)
         communicator = self._communicator.duplicate("step reports")
-        every_steps = self._config.save_summary_steps or 0
-        return [StepReportHook(communicator, reducers, every_steps, self._model_dir)]
+        return [StepReportHook(communicator, reducers, self._config, self._model_dir)]
 
     def _progress(self, stamps: StepTimestamps) -> ProgressHook:
         """Returns the hook that shows the progress of the chief."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hostopt import descriptors
-from hostopt.commands import bench, doctor, execute, k8s, run, trace
+from hostopt.commands import bench, doctor, execute, k8s, run, status, trace
 from hostopt.errors import HostOptError
 from hostopt.launch import output
 from hostopt.versions import VERSION
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hostopt {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for command in (run, execute, k8s, trace, bench, doctor):
+    for command in (run, status, execute, k8s, trace, bench, doctor):
         command.add(commands)
     return parser
 

@@ -191,13 +191,18 @@ def error_to_dict(error: HostOptError) -> dict[str, Any]:
     attributes = {name: getattr(error, name) for name in _ATTRIBUTE_TYPES}
     for name, value in attributes.items():
         if isinstance(value, str):
-            attributes[name] = _cut(value, _MAX_ATTRIBUTE_BYTES)
-    message = _cut(error.message, _MAX_MESSAGE_BYTES)
+            attributes[name] = cut(value, _MAX_ATTRIBUTE_BYTES)
+    message = cut(error.message, _MAX_MESSAGE_BYTES)
     return {"kind": type(error).__name__, "message": message, "facts": attributes}
 
 
-def _cut(text: str, max_bytes: int) -> str:
-    """Truncates a text to a number of bytes as JSON, which takes up to 12 per character."""
+def cut(text: str, max_bytes: int) -> str:
+    """Truncates a text to a number of bytes as JSON, which takes up to 12 per character.
+
+    Args:
+      text: any text.
+      max_bytes: maximum size of the text as JSON, with its quotes.
+    """
     text = text[:max_bytes]
     if len(json.dumps(text)) <= max_bytes:
         return text

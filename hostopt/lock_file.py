@@ -20,9 +20,11 @@ import socket
 import stat
 import struct
 import threading
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 from hostopt.collectives import hosts
+from hostopt.tf_config import is_address
 
 __all__: list[str] = []
 
@@ -31,6 +33,8 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _HELD_BY_OTHERS = (errno.EAGAIN, errno.EACCES)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 MAX_BYTES = 4096
+TRAINING = "hostopt-training.lock"  # the file that a training locks in its model_dir
+_MAX_ADDRESSES = 3  # of ranks; each can answer for the whole ring
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,14 @@ class Holder:
       boot_id: boot id of the kernel of the host, as different hosts may have the same name.
       pid: process id.
       start: time when it locked the file, in UTC.
+      ring: addresses of the first ranks of its ring; empty if it has none.
     """
 
     host: str
     boot_id: str
     pid: int
     start: str
+    ring: tuple[str, ...] = ()
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -67,6 +73,7 @@ class Holder:
 class _Held:
     fd: int
     count: int
+    holder: Holder
 
 
 _held: dict[str, _Held] = {}  # by path
@@ -89,17 +96,33 @@ def acquire(path: str) -> bool:
         if path in _held:
             _held[path].count += 1
             return True
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        fd, holder = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), Holder.this_process()
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _whole_file_lock())
-            _write(fd, Holder.this_process(), os.path.dirname(path))
+            _write(fd, holder, os.path.dirname(path))
         except OSError as error:
             os.close(fd)
             if error.errno in _HELD_BY_OTHERS:
                 return False
             raise
-        _held[path] = _Held(fd, 1)
+        _held[path] = _Held(fd, 1, holder)
     return True
+
+
+def note_ring(path: str, addresses: Sequence[str]) -> None:
+    """Adds the addresses of a ring to the file, if this process has locked it.
+
+    Args:
+      path: path of the file as given to `acquire`.
+      addresses: address of each rank.
+    """
+    with _mutex:
+        held = _held.get(path)
+        if held is None:
+            return
+        held.holder = replace(held.holder, ring=tuple(addresses[:_MAX_ADDRESSES]))
+        with contextlib.suppress(OSError):  # the lock does not depend on it
+            _write(held.fd, held.holder, os.path.dirname(path))
 
 
 def keep(path: str) -> bool:
@@ -122,6 +145,7 @@ def keep(path: str) -> bool:
         if not acquire(path):
             return False
         _held[path].count = held.count
+        note_ring(path, held.holder.ring)
     return True
 
 
@@ -176,7 +200,9 @@ def last_holder(path: str) -> Holder | None:
         with open(path, "rb") as file:
             entry = json.loads(file.read(MAX_BYTES))
         host, boot_id = str(entry["host"]), str(entry["boot_id"])
-        return Holder(host, boot_id, int(entry["pid"]), str(entry["start"]))
+        addresses = entry.get("ring", ())
+        ring = tuple(each for each in addresses if is_address(each) and each.isprintable())
+        return Holder(host, boot_id, int(entry["pid"]), str(entry["start"]), ring)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -55,11 +55,15 @@ class StragglerReports:
 
     Args:
       communicator: a duplicate that is used for nothing else.
+
+    Attributes:
+      waited_s: seconds that each rank has waited so far, on rank 0.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._reported_ms = (0.0, 0.0)  # totals at the previous report
+        self.waited_s = [0.0] * communicator.size
         self._step = 0
         self._since_s = time.monotonic()
         self._uncollected: _Report | None = None
@@ -112,6 +116,7 @@ class StragglerReports:
             waited_ms, sent_ms = _MESSAGE.unpack(message)
             measured_ms.append((waited_ms, sent_ms))
         waits_ms, sends_ms = zip(*measured_ms)
+        self.waited_s = [s + ms / 1e3 for s, ms in zip(self.waited_s, waits_ms)]
         self._warn(report.step, waits_ms, sends_ms, report.elapsed_ms)
         lag_ms = straggler_lag(waits_ms) / max(report.steps, 1)
         return Stragglers(slowest_rank(waits_ms), lag_ms, sends_ms.index(max(sends_ms)))

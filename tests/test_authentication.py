@@ -9,7 +9,13 @@ import pytest
 from hostopt.cluster import Cluster
 from hostopt.errors import AuthError
 from hostopt.options import Options
-from hostopt.transport.grpc.authentication import Authenticator, Claim, claim_of
+from hostopt.transport.grpc.authentication import (
+    Authenticator,
+    Claim,
+    ObserverAuthenticator,
+    ObserverProofs,
+    claim_of,
+)
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.security import Security
 
@@ -118,3 +124,78 @@ def test_a_claim_without_a_token_must_name_the_connected_incarnation() -> None:
     assert not authenticator.is_peer(Claim(1, "78"))
     with_token, _ = rank(0, TOKEN)
     assert with_token.is_peer(Claim(1, "78"))
+
+
+# --- observers --------------------------------------------------------------------------------
+
+
+def security(token: str | None) -> Security:
+    environ = {} if token is None else {"HOSTOPT_TOKEN": token}
+    return Security(Cluster.local(), Options(), environ)
+
+
+def observed(token: str | None) -> tuple[ObserverAuthenticator, Peers]:
+    peers = Peers(Cluster.from_dict(JOBS, "worker", 1))
+    return ObserverAuthenticator(peers, security(token)), peers
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_an_observer_with_the_same_token_is_accepted(token: str | None) -> None:
+    called, peers = observed(token)
+    proofs = ObserverProofs(security(token), "Observe", "77")
+    assert called.needs_challenge(dict(proofs.call_metadata("", b""))) == (token is not None)
+    metadata = dict(proofs.call_metadata(peers.incarnation, b""))
+    assert not called.needs_challenge(metadata)
+    assert called.reason_to_refuse("Observe", metadata) is None
+    assert called.is_signed(metadata, b"")
+    answer = called.answer_metadata("Observe", metadata, b"{}")
+    assert proofs.is_answer(peers.incarnation, b"{}", answer)
+    if token is not None:
+        assert not called.is_signed(metadata, b"{}")
+        assert not proofs.is_answer(peers.incarnation, b"{ }", answer)
+        assert not proofs.is_answer("78", b"{}", answer)
+        assert not proofs.is_answer(peers.incarnation, b"{}", None)
+        later = ObserverProofs(security(token), "Observe", "78")
+        assert not later.is_answer(peers.incarnation, b"{}", answer)
+
+
+@pytest.mark.parametrize(
+    ("caller_token", "token", "reason"),
+    [
+        (None, TOKEN, "the caller has no token, and this rank has one"),
+        (TOKEN, None, "the caller has a token, and this rank has none"),
+        (OTHER_TOKEN, TOKEN, "the caller has another token"),
+    ],
+)
+def test_an_observer_with_another_token_is_refused(
+    caller_token: str | None, token: str | None, reason: str
+) -> None:
+    called, peers = observed(token)
+    proofs = ObserverProofs(security(caller_token), "Observe", "77")
+    metadata = dict(proofs.call_metadata(peers.incarnation, b""))
+    assert called.reason_to_refuse("Observe", metadata) == reason
+
+
+def test_a_proof_of_an_observer_is_for_its_method_and_incarnation_only() -> None:
+    called, peers = observed(TOKEN)
+    proofs = ObserverProofs(security(TOKEN), "Observe", "77")
+    metadata = dict(proofs.call_metadata(peers.incarnation, b""))
+    refused = "the caller has another token"
+    assert called.reason_to_refuse("Other", metadata) == refused
+    assert called.reason_to_refuse("Observe", {**metadata, "from": "78"}) == refused
+    restarted, _ = observed(TOKEN)
+    assert restarted.needs_challenge(metadata)
+    assert restarted.reason_to_refuse("Observe", metadata) == refused
+
+
+def test_ranks_and_observers_have_different_proofs() -> None:
+    observers, peers = observed(TOKEN)
+    ranks = Authenticator(peers, security(TOKEN))
+    proofs = ObserverProofs(security(TOKEN), "Status", "77")
+    as_observer = dict(proofs.call_metadata(peers.incarnation, b""))
+    assert ranks.reason_to_refuse("Status", as_observer) == "the caller has another token"
+    caller, _ = rank(0, TOKEN)
+    as_rank = dict(caller.call_metadata(1, peers.incarnation, "Observe"))
+    assert observers.reason_to_refuse("Observe", as_rank) == "the caller has another token"
+    answer = ranks.answer_metadata("Status", as_observer, b"{}")
+    assert not proofs.is_answer(peers.incarnation, b"{}", answer)

@@ -446,3 +446,25 @@ def test_tables_are_written_between_the_markers_of_the_page(
     assert "| hostopt grpc+tcp | 0.50 | 1.00 |" in section
     assert "*2026-01-02: a processor, 2 cores, 4 GiB; Python 3.11.7, numpy 1.26.4.*" in section
     assert "<!-- model -->\nNo results yet.\n<!-- end of model -->" in once
+
+
+# --- progress ---------------------------------------------------------------------------------
+
+
+def test_progress_shows_the_cost_of_each_way_of_watching() -> None:
+    rounds = [{"nothing": 100.0, "shown": 98.0}, {"nothing": 50.0, "shown": 49.5}]
+    text = load("progress").tables({"steps_per_s": {"64": [*rounds, {"status": 7.0}]}})
+    assert text.splitlines()[2:] == [
+        "| not watched | 75.0 |",
+        "| line of progress, and metrics read once a second | 73.8 (1.5 %) |",
+        "| `hostopt status` once a second | 7.0 |",
+    ]
+
+
+def test_progress_hides_the_file_from_ranks_that_are_not_watched() -> None:
+    progress = load("progress")
+    for system in progress.SYSTEMS:
+        words = list(map(str, progress.command_of(system, 64, 10, "/m")))
+        is_shown = system == "shown"
+        assert ("--metrics-port" in words) == is_shown
+        assert ("HOSTOPT_PROGRESS_FILE" in words) == (not is_shown)

@@ -25,13 +25,20 @@ from sockets import data_sockets
 from structures import FUZZ_EXAMPLES, texts_like
 
 from hostopt.cluster import Cluster
+from hostopt.commands.status_table import format_overview
 from hostopt.errors import ConfigError, HostOptError, ProtocolError, error_to_dict
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.transport import mismatch
 from hostopt.transport.frame import HEADER_BYTES, FrameReader, Origin
 from hostopt.transport.grpc.hello import HelloMessages
-from hostopt.transport.grpc.notes import read_leave, read_status, read_status_request
+from hostopt.transport.grpc.notes import (
+    read_details,
+    read_leave,
+    read_overview,
+    read_status,
+    read_status_request,
+)
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Tag
@@ -55,6 +62,8 @@ NOTES: dict[str, dict[str, Any]] = {
     },
     "Status": {"waiting": 1, "tag": TAG},
     "Leave": {"sender": 1, "from": "77", "to": "9", "error": ERROR},
+    "Details": {"request": "is not read"},
+    "Observe": {"request": "is not read"},
 }
 STATUS = {
     "incarnation": "77",
@@ -65,6 +74,18 @@ STATUS = {
     "sent": False,
     "call": {"step": 5, "bucket": 0, "signature": "all_reduce(sum)", "checksum": 77},
 }
+DETAILS = {
+    "step": 7,
+    "memory_bytes": 1 << 20,
+    "versions": {"hostopt": "0.1.0", "python": "3.11", "tensorflow": None},
+    "missing": [1],
+    "wait": {"peer": 2, "what": "bucket", "for_s": 1.5},
+    "send": {"peer": 0, "for_s": 0.5},
+    "last": {"what": "bucket", "step": 5, "ago_s": 2.0},
+    "error": None,
+}
+TASKS = [{"task": task.name, "address": task.address} for task in CLUSTER.ring]
+OVERVIEW = {"ring": TASKS, "ranks": [DETAILS, {**DETAILS, "error": "lost"}, "no answer for 2 s"]}
 more = settings(max_examples=FUZZ_EXAMPLES, suppress_health_check=list(HealthCheck))
 
 
@@ -136,6 +157,26 @@ def test_leave_is_read_or_refused(data: bytes) -> None:
         if error is not None:
             error.resume_from(None)
             assert_can_be_shown(error)
+
+
+@more
+@given(texts_like(DETAILS))
+def test_details_are_read_or_refused(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        details = read_details(data, CLUSTER.size)
+        json.dumps(details)
+        assert format_overview({"ring": TASKS, "ranks": [details] * CLUSTER.size})
+
+
+@more
+@given(texts_like(OVERVIEW))
+def test_an_overview_is_shown_or_refused(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        overview = read_overview(data, MOST_BYTES)
+        json.dumps(overview)
+        shown = format_overview(overview)
+        assert all(line.isprintable() for line in shown.split("\n"))
+        shown.encode()
 
 
 FRAME = struct.Struct("<2sBBIQIIIIIQIQI")

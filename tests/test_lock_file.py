@@ -172,3 +172,33 @@ def test_write_permission_to_the_directory_suffices(
     assert lock_file.acquire(path)
     lock_file.release(path)
     assert os.stat(path).st_mode & 0o777 == expected
+
+
+def test_addresses_of_a_ring_are_noted_for_others(path: str) -> None:
+    lock_file.note_ring(path, ["h:1"])  # this process has not locked it
+    assert not os.path.exists(path)
+    addresses = [f"h{number}:{number}" for number in range(1, 9)]
+    assert lock_file.acquire(path)
+    first = lock_file.last_holder(path)
+    lock_file.note_ring(path, addresses)
+    noted = lock_file.last_holder(path)
+    assert first is not None and noted == replace(first, ring=("h1:1", "h2:2", "h3:3"))
+    os.remove(path)
+    assert lock_file.keep(path)  # writes it again
+    again = lock_file.last_holder(path)
+    assert again is not None and again.ring == noted.ring
+    lock_file.release(path)
+    assert lock_file.acquire(path)  # another training of this process
+    last = lock_file.last_holder(path)
+    assert last is not None and last.ring == ()
+    lock_file.release(path)
+
+
+@pytest.mark.parametrize(
+    "ring", ["1", "[1, null]", '["\\u001b:1"]', '["host"]', '{"h:0": 1}', '"h:1"']
+)
+def test_addresses_that_are_none_are_not_read(path: str, ring: str) -> None:
+    with open(path, "w") as file:
+        file.write(f'{{"host": "h", "boot_id": "b", "pid": 1, "start": "s", "ring": {ring}}}')
+    holder = lock_file.last_holder(path)
+    assert holder is None or holder.ring == ()

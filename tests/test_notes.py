@@ -18,9 +18,11 @@ from hostopt.communicator import Communicator
 from hostopt.errors import PeerLostError, error_to_dict
 from hostopt.transport.grpc import notes, timing
 from hostopt.transport.grpc.departure import Departure
+from hostopt.transport.grpc.limits import DETAILS_BYTES
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.message import Tag
+from hostopt.transport.overview import details_of
 
 DOCUMENTATION = (Path(__file__).resolve().parents[1] / "docs/wire.md").read_text()
 MOST_BYTES = 1 << 16
@@ -80,6 +82,39 @@ def test_a_status_has_the_documented_fields(spawn_inproc: Spawn) -> None:
     status, _ = spawn_inproc(2, work)
     assert status is not None
     assert shape_of(status) == shape_of(documented_status())
+
+
+def test_an_overview_has_the_documented_fields(spawn_inproc: Spawn) -> None:
+    blocks = re.findall(r"^```json\n(.*?)^```", DOCUMENTATION, re.MULTILINE | re.DOTALL)
+    documented = json.loads(blocks[1])
+    assert notes.read_overview(json.dumps(documented).encode(), MOST_BYTES) == documented
+
+    def work(communicator: Communicator) -> Any:
+        communicator.all_reduce(np.ones(3))
+        if communicator.rank == 1:
+            return None
+        with communicator.transport.mailbox.waiting(1, Tag(0, 57), "bucket 2"):
+            return details_of(communicator.transport, [])
+
+    details, _ = spawn_inproc(2, work)
+    assert shape_of(details) == shape_of(documented["ranks"][0])
+    assert notes.read_details(json.dumps(details).encode(), 2) == details
+
+
+def test_details_are_short(spawn_inproc: Spawn) -> None:
+    name = "\N{SNOWMAN}" * 9999
+
+    def work(communicator: Communicator) -> Any:
+        communicator.transport.recorder.record("sent", 1, name, Tag(0, 57))
+        with communicator.transport.mailbox.waiting(1, Tag(0, 57), name):
+            details = details_of(communicator.transport, range(9999))
+        communicator.transport.mailbox.fail(PeerLostError(name))
+        return {**details, "error": details_of(communicator.transport, [])["error"]}
+
+    (details,) = spawn_inproc(1, work)
+    data = json.dumps(details).encode()
+    assert len(data) <= DETAILS_BYTES
+    assert notes.read_details(data, 9999) == details
 
 
 @pytest.mark.parametrize("error", [None, PeerLostError("gone", rank=1)])

@@ -12,6 +12,12 @@ import tensorflow as tf
 from harness import PROGRAMS, QUIET, ROOT
 from launcher import Launcher
 
+import estimator_ext
+from estimator_ext.progress import ProgressHook
+from hostopt.telemetry import progress
+
+estimator_ext.install()
+
 pytestmark = pytest.mark.tensorflow
 
 
@@ -95,3 +101,17 @@ def test_an_input_that_is_too_slow_is_named(launcher: Launcher, tmp_path: Path, 
     speed = re.fullmatch(r"([0-9.]+) steps/s, ([0-9,]+) examples/s", summary["speed"])
     examples_per_step = float(speed[2].replace(",", "")) / float(speed[1])
     assert examples_per_step == pytest.approx(8 * size, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("summary_steps", "launched", "needed"),
+    [(0, False, False), (100, False, True), (0, True, True)],
+)
+def test_nothing_is_measured_that_nobody_reads(
+    monkeypatch: pytest.MonkeyPatch, summary_steps: int, launched: bool, needed: bool
+) -> None:
+    monkeypatch.setattr(progress, "_path", None)
+    monkeypatch.delenv(progress.VARIABLE, raising=False)
+    if launched:
+        monkeypatch.setenv(progress.VARIABLE, "progress.json")
+    assert ProgressHook({}, ((), None), 1, [], "", summary_steps).is_needed == needed

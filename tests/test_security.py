@@ -255,7 +255,7 @@ def test_a_stranger_with_another_token_is_logged(
         assert process.exit_code() == 0, process.stderr
 
 
-@pytest.mark.parametrize("method", ["Hello", "Status", "Leave", "Stream"])
+@pytest.mark.parametrize("method", ["Hello", "Status", "Details", "Observe", "Leave", "Stream"])
 def test_a_recorded_call_of_another_incarnation_is_refused(
     spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

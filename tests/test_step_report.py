@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from ranks import Ranks
+from rings import Spawn
 
 import estimator_ext
 import hostopt
+from estimator_ext.step_report import StepReportHook
 from estimator_ext.training_graph import TrainingGraph
 from hostopt.cli import main
+from hostopt.gradients.step_stats import StepTimes
 
 estimator_ext.install()
 
@@ -151,3 +154,28 @@ def test_reducers_that_a_hook_adds_are_not_reported(tmp_path: Path) -> None:
         (hook,) = TrainingGraph(chosen, reduction, config, str(tmp_path), [])._step_report()
         reduction.reducers.append("of a hook")
         assert list(hook._reducers) == ["of the step"]
+
+
+def test_steps_of_loops_are_counted(spawn_inproc: Spawn) -> None:
+    times = StepTimes(0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0)
+    reducer: Any = SimpleNamespace(last_times=times, count_from=lambda step: None)
+    session: Any = SimpleNamespace(run=lambda step: 8)
+    config: Any = SimpleNamespace(save_summary_steps=10, iterations_per_loop=4)
+
+    def run(communicator: hostopt.Communicator) -> tuple[list[int], list[int | None]]:
+        sent: list[int] = []
+        steps = []
+        hook = StepReportHook(communicator, [reducer], config, None)
+        hook._reports = SimpleNamespace(
+            begin=lambda step: None,
+            send=lambda step, times: sent.append(step),
+            collect=lambda: None,
+        )
+        with tf.Graph().as_default():
+            hook.after_create_session(session, None)
+            for _ in range(5):
+                hook.after_run(None, None)
+                steps.append(communicator.transport.training_step)
+        return sent, steps
+
+    assert spawn_inproc(2, run) == [([12, 20], [12, 16, 20, 24, 28])] * 2

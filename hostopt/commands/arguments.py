@@ -9,6 +9,7 @@ __all__: list[str] = []
 
 MAX_TASKS = 1024
 MAX_TIMES = 1_000_000
+MAX_PORT = 65_535
 USAGE_ERROR = 2
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hostopt import descriptors
 from hostopt.commands.arguments import (
+    MAX_PORT,
     MAX_TASKS,
     MAX_TIMES,
     USAGE_ERROR,
@@ -29,8 +30,8 @@ def add(commands: Any) -> None:
         "run",
         help="start all processes of a cluster on this machine",
         usage="hostopt run -np N [--evaluators K] [--max-restarts R [--min-np M]] "
-        "[--restore-previous] [--autotune] [--bind-to WHAT] [--log-dir DIR] [--verbose] [--] "
-        "command [args ...]",
+        "[--restore-previous] [--autotune] [--bind-to WHAT] [--log-dir DIR] [--verbose] "
+        "[--metrics-port PORT] [--] command [args ...]",
         description="Start one command as chief, workers and evaluators, each with its own "
         "TF_CONFIG, and end them together. A command that ends in .py is run with this Python. "
         "HOSTOPT_SLOT is set to the slot of the rank on this machine, 0 to N-1, which does not "
@@ -83,6 +84,13 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--verbose", action="store_true", help="show all output, and no line of progress"
     )
+    run.add_argument(
+        "--metrics-port",
+        type=integer(0, MAX_PORT),
+        metavar="PORT",
+        help="loopback port at which Prometheus can read metrics of the run, 0 for any free one; "
+        "needs pip install 'hostopt[metrics]' (default: none)",
+    )
     add_command(run, "the command that every process runs")
     run.set_defaults(run=_run, parser=run)
 
@@ -107,6 +115,7 @@ def _run(options: argparse.Namespace) -> int:
             binds=options.bind_to == "cores",
             log_dir=options.log_dir,
             verbose=options.verbose,
+            metrics_port=options.metrics_port,
         )
     except FileNotFoundError as error:
         output.print_error(error)

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from hostopt import descriptors
-from hostopt.launch import output
+from hostopt.launch import metrics, output
 from hostopt.launch.environment import address_of, ports_reserved
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
@@ -50,6 +50,7 @@ def launch(
     binds: bool = True,
     log_dir: str | None = None,
     verbose: bool = True,
+    metrics_port: int | None = None,
 ) -> int:
     """Runs one command as every task of a cluster on this machine, and waits for all of them.
 
@@ -65,6 +66,8 @@ def launch(
       log_dir: directory for a log of each task and attempt. None writes logs only if `verbose` is
         False, to a temporary directory that is removed if the run succeeds.
       verbose: False shows the progress of training instead of informational messages.
+      metrics_port: loopback port at which Prometheus can read metrics; 0 for any free port, None
+        for none.
 
     Returns:
       0 if all tasks succeed. Otherwise the exit code of the root cause of the ring's last failure,
@@ -93,6 +96,8 @@ def launch(
         cluster = {EVALUATOR: list(map(address_of, ports))} if evaluators else {}
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
         monitor = Monitor(directory, log_dir, verbose)
+        if metrics_port is not None:
+            stack.enter_context(metrics.served(monitor, metrics_port))
         shared = (command, cluster, selector, max_restarts, grace_s, monitor)
         ring = Ring(*shared, slots=Slots(size, min_size), binds=binds)
         ring_ended = os.path.join(directory, "ring-ended")

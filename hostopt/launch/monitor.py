@@ -14,6 +14,7 @@ from hostopt.errors import ConfigError
 from hostopt.launch import output
 from hostopt.launch.line_filter import LineFilter
 from hostopt.telemetry.progress import read_progress
+from hostopt.tf_config import EVALUATOR
 
 __all__: list[str] = []
 
@@ -49,6 +50,7 @@ class Monitor:
         self._next_s = self._begin_s + self._interval_s
         self._step = (0, 0)  # attempt and step of the last line
         self._filters: list[LineFilter] = []
+        self.restarts = 0  # of the ranks
         if log_dir is not None:
             try:
                 os.makedirs(log_dir, exist_ok=True)
@@ -60,6 +62,8 @@ class Monitor:
 
     def progress_file(self, task: tuple[str, int], attempt: int) -> str:
         """Returns the path of the file to which a task writes its progress in an attempt."""
+        if task[0] != EVALUATOR:
+            self.restarts = attempt - 1
         return os.path.join(self._directory, "{:06}-{}-{}.json".format(attempt, *task))
 
     def log_file(self, task: tuple[str, int], attempt: int) -> str | None:
@@ -92,7 +96,7 @@ class Monitor:
             self._show(now_s)
 
     def _show(self, now_s: float) -> None:
-        attempts, evaluation = self._read()
+        attempts, evaluation = self.read()
         if not attempts:
             return
         text = describe(attempts, evaluation)
@@ -114,7 +118,7 @@ class Monitor:
           reason: root cause of the failure, if there is one.
         """
         output.ERR.draw("")
-        attempts, evaluation = self._read()
+        attempts, evaluation = self.read()
         lines = []
         with contextlib.suppress(KeyError, TypeError, ValueError):  # of another hostopt
             if attempts:
@@ -129,7 +133,7 @@ class Monitor:
         for name, text in lines:
             output.ERR.write(f"hostopt: {name + ':':<15}{text}\n".encode())
 
-    def _read(self) -> tuple[dict[int, Progress], Progress]:
+    def read(self) -> tuple[dict[int, Progress], Progress]:
         """Returns the progress of training by attempt, and of the newest evaluation."""
         attempts: dict[int, Progress] = {}
         evaluation: Progress = {}

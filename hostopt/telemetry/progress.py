@@ -21,6 +21,11 @@ _sections: dict[str, dict[str, Any]] = {}
 _lock = threading.Lock()
 
 
+def is_written() -> bool:
+    """Returns True if `hostopt run` reads the progress of this process."""
+    return _path is not None or VARIABLE in os.environ
+
+
 def write_progress(section: str, values: dict[str, Any]) -> None:
     """Replaces a section of this task's progress, if `hostopt run` started this process.
 

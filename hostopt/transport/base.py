@@ -63,6 +63,7 @@ class Transport(abc.ABC):
         if self.size > 1:
             self.mailbox.on_failure(self._start_dump)
         self.timeline: Timeline | None = None  # records messages, if set
+        self.training_step: int | None = None  # global_step of an Estimator, for observers
         self._channels: dict[int, str] = {}  # name and duplicate by channel number
         self._duplicates: collections.Counter[str] = collections.Counter()
         self._opening = threading.Lock()

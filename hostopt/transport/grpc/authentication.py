@@ -4,6 +4,9 @@ Each call carries the caller's `rank`, and the incarnations `from` of the caller
 rank that is called. With a token it also carries `digest` and `proof`, and the answer carries a
 `proof`. A caller that does not know the other's incarnation is refused with that incarnation as
 challenge, and calls again. docs/wire.md has the details.
+
+An observer is no rank: it asks for the status of a ring. It carries no `rank`, and a number that
+it draws for this call as `from`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ Metadata = tuple[tuple[str, str], ...]
 Caller = dict[str, str]  # metadata of a call
 
 _CALL, _ANSWER = "call", "answer"
+_OBSERVER_CALL, _ANSWER_TO_OBSERVER = "call of an observer", "answer to an observer"
 MAX_RANK_DIGITS = 9
 
 
@@ -100,9 +104,12 @@ class Authenticator:
         """
         if not self._security.has_token:
             return ()
-        fields = (_ANSWER, method, str(self._peers.rank), caller.get("rank", ""))
-        incarnations = (self._peers.incarnation, caller.get("from", ""))
-        return (("proof", self._security.proof(*fields, *incarnations, body=answer)),)
+        fields = self._answer_fields(method, caller)
+        return (("proof", self._security.proof(*fields, body=answer)),)
+
+    def _answer_fields(self, method: str, caller: Caller) -> tuple[str, ...]:
+        ranks = str(self._peers.rank), caller.get("rank", "")
+        return (_ANSWER, method, *ranks, self._peers.incarnation, caller.get("from", ""))
 
     def needs_challenge(self, caller: Caller) -> bool:
         """Returns True if a caller with a token does not know this rank's incarnation yet."""
@@ -124,12 +131,14 @@ class Authenticator:
             return None if proof is None else "the caller has a token, and this rank has none"
         if proof is None:
             return "the caller has no token, and this rank has one"
-        fields = (_CALL, method, caller.get("rank", ""), str(self._peers.rank))
-        incarnations = (caller.get("from", ""), self._peers.incarnation)
         digest = caller.get("digest", "").encode()
-        if self._security.is_proof(proof, *fields, *incarnations, body=digest):
+        if self._security.is_proof(proof, *self._call_fields(method, caller), body=digest):
             return None
         return "the caller has another token"
+
+    def _call_fields(self, method: str, caller: Caller) -> tuple[str, ...]:
+        ranks = caller.get("rank", ""), str(self._peers.rank)
+        return (_CALL, method, *ranks, caller.get("from", ""), self._peers.incarnation)
 
     def is_signed(self, caller: Caller, request: bytes) -> bool:
         """Returns True if the request of an accepted call is the one that was signed."""
@@ -156,6 +165,58 @@ class Authenticator:
             **cluster.attributes(rank),
             root_cause=fault,
         )
+
+
+class ObserverAuthenticator(Authenticator):
+    """Checks the calls of observers at one rank."""
+
+    def _call_fields(self, method: str, caller: Caller) -> tuple[str, ...]:
+        return (_OBSERVER_CALL, method, caller.get("from", ""), self._peers.incarnation)
+
+    def _answer_fields(self, method: str, caller: Caller) -> tuple[str, ...]:
+        return (_ANSWER_TO_OBSERVER, method, self._peers.incarnation, caller.get("from", ""))
+
+
+class ObserverProofs:
+    """Signs one call of an observer, and checks the answer.
+
+    Args:
+      security: the token.
+      method: name of the method.
+      number: random number of this call.
+    """
+
+    def __init__(self, security: Security, method: str, number: str) -> None:
+        self._security = security
+        self._method = method
+        self._number = number
+
+    def call_metadata(self, incarnation: str, request: bytes) -> Metadata:
+        """Returns the metadata of the call.
+
+        Args:
+          incarnation: incarnation of the rank that is called; "" if unknown.
+          request: the request.
+        """
+        metadata = (("from", self._number), ("to", incarnation))
+        if not self._security.has_token:
+            return metadata
+        fields = (_OBSERVER_CALL, self._method, self._number, incarnation)
+        digest = _digest(request)
+        proof = self._security.proof(*fields, body=digest.encode())
+        return (*metadata, ("digest", digest), ("proof", proof))
+
+    def is_answer(self, incarnation: str, answer: bytes, metadata: Any) -> bool:
+        """Returns True if an answer proves that the rank knows the token, if there is one.
+
+        Args:
+          incarnation: incarnation of the rank that was called.
+          answer: the answer.
+          metadata: trailing metadata of the answer.
+        """
+        proof = read_metadata(metadata).get("proof", "")
+        fields = (_ANSWER_TO_OBSERVER, self._method, incarnation, self._number)
+        return not self._security.has_token or self._security.is_proof(proof, *fields, body=answer)
 
 
 def read_metadata(metadata: Any) -> Caller:

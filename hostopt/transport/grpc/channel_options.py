@@ -47,7 +47,9 @@ def server_options(options: Options, timing: Timing, size: int) -> list[tuple[st
       timing: as for `message_options`.
       size: number of ranks.
     """
+    sent_bytes = max(limits.most_message_bytes(options), limits.most_overview_bytes(size))
     return [
+        ("grpc.max_send_message_length", sent_bytes),  # gRPC uses the first of two equal options
         *message_options(options, timing),
         ("grpc.server_handshake_timeout_ms", int(1e3 * limits.HANDSHAKE_S)),
         ("grpc.max_allowed_incoming_connections", limits.most_connections(size, limit())),

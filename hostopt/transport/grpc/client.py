@@ -18,7 +18,23 @@ __all__: list[str] = []
 
 # Minimum time for an attempt to connect with TLS, whose handshake takes several round trips. gRPC
 # uses the first of two equal options.
-_HANDSHAKE_TIME = ("grpc.min_reconnect_backoff_ms", 3_000)
+HANDSHAKE_TIME = ("grpc.min_reconnect_backoff_ms", 3_000)
+
+
+def open_channel(
+    address: str, options: list[tuple[str, int]], tls: Tls | None
+) -> grpc.aio.Channel:
+    """Opens a connection.
+
+    Args:
+      address: ``host:port`` of a rank.
+      options: arguments of the channel.
+      tls: certificates of this process; None for a plain connection.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options)
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+    return grpc.aio.secure_channel(address, credentials, [HANDSHAKE_TIME, *options])
 
 
 class RpcClient:
@@ -61,11 +77,7 @@ class RpcClient:
             )
 
     def _open_channel(self, peer: int, options: list[tuple[str, int]]) -> grpc.aio.Channel:
-        address, tls = self._peers.cluster.ring[peer].address, self._tls
-        if tls is None:
-            return grpc.aio.insecure_channel(address, options)
-        credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
-        return grpc.aio.secure_channel(address, credentials, [_HANDSHAKE_TIME, *options])
+        return open_channel(self._peers.cluster.ring[peer].address, options, self._tls)
 
     async def call(
         self,

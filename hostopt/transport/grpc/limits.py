@@ -30,6 +30,9 @@ HEADER_BYTES, MOST_HEADER_BYTES = 8 << 10, 16 << 10
 HEADROOM_BYTES = 64 << 10
 _NOTE_BYTES, _NOTE_BYTES_OF_A_RANK = 64 << 10, 1 << 10
 NOTE_DEPTH = 8
+# The details of one rank, and the least time between two rounds of questions for observers.
+DETAILS_BYTES = 4 << 10
+OBSERVE_EVERY_S = 0.2
 # Number of hosts that warnings name, and length of the texts that messages quote.
 SHOWN_STRANGERS = 20
 SHOWN_CHARACTERS = 200
@@ -71,6 +74,15 @@ def most_message_bytes(options: Options) -> int:
       options: `segment_bytes` bounds a frame.
     """
     return options.segment_bytes + HEADROOM_BYTES
+
+
+def most_overview_bytes(size: int) -> int:
+    """Returns the maximum size of the answer to an observer.
+
+    Args:
+      size: number of ranks.
+    """
+    return _NOTE_BYTES + (DETAILS_BYTES + _NOTE_BYTES_OF_A_RANK) * size
 
 
 def most_note_bytes(size: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hostopt.errors import HostOptError, error_from_dict
 from hostopt.shapes import Each, Or, has_shape
-from hostopt.transport.grpc.limits import NOTE_DEPTH
+from hostopt.transport.grpc.limits import DETAILS_BYTES, NOTE_DEPTH
 
 __all__: list[str] = []
 
@@ -26,6 +26,20 @@ STATUS_FOR_MESSAGE = {
     **STATUS,
     "sent": bool,
     "call": Or({"step": int, "bucket": int, "signature": str, "checksum": int}, None),
+}
+DETAILS = {
+    "step": Or(int, None),
+    "memory_bytes": Or(int, None),
+    "versions": {"hostopt": str, "python": str, "tensorflow": Or(str, None)},
+    "missing": Each(int),
+    "wait": Or({"peer": int, "what": str, "for_s": float}, None),
+    "send": Or({"peer": int, "for_s": float}, None),
+    "last": Or({"what": str, "step": int, "ago_s": float}, None),
+    "error": Or(str, None),
+}
+OVERVIEW = {
+    "ring": Each({"task": str, "address": str}),
+    "ranks": Each(Or(DETAILS, str)),
 }
 
 
@@ -82,6 +96,54 @@ def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -
     if any(not 0 <= each["peer"] < size for each in status["waits"] + status["sends"]):
         raise ValueError("a status that names no rank of this ring")
     return status
+
+
+def read_details(data: bytes, size: int) -> dict[str, Any]:
+    """Reads the answer of a Details call.
+
+    Args:
+      data: the answer.
+      size: number of ranks.
+
+    Returns:
+      The details of a rank: see `hostopt.transport.overview`.
+
+    Raises:
+      ValueError: the answer is malformed, or names a rank that does not exist.
+    """
+    return _checked_details(read_note(data, DETAILS_BYTES), size)
+
+
+def read_overview(data: bytes, most_bytes: int) -> dict[str, Any]:
+    """Reads the answer of an Observe call.
+
+    Args:
+      data: the answer.
+      most_bytes: its maximum size.
+
+    Returns:
+      Task and address of each rank as "ring", and its details, or the reason why there are none,
+      as "ranks".
+
+    Raises:
+      ValueError: the answer is malformed, or names a rank that does not exist.
+    """
+    overview = _with_shape(read_note(data, most_bytes), OVERVIEW)
+    size = len(overview["ring"])
+    if len(overview["ranks"]) != size:
+        raise ValueError("an overview that lacks a rank")
+    for details in overview["ranks"]:
+        if not isinstance(details, str):
+            _checked_details(details, size)
+    return overview
+
+
+def _checked_details(details: dict[str, Any], size: int) -> dict[str, Any]:
+    _with_shape(details, DETAILS)
+    peers = [details[key]["peer"] for key in ("wait", "send") if details[key]]
+    if any(not 0 <= peer < size for peer in peers + details["missing"]):
+        raise ValueError("details that name no rank of this ring")
+    return details
 
 
 def read_leave(data: bytes, most_bytes: int) -> tuple[dict[str, Any], HostOptError | None]:

@@ -18,6 +18,7 @@ from hostopt.transport.grpc.authentication import (
     MAX_RANK_DIGITS,
     Authenticator,
     Caller,
+    ObserverAuthenticator,
     claim_of,
     read_metadata,
 )
@@ -32,6 +33,7 @@ __all__: list[str] = []
 
 _log = logging.getLogger(__name__)
 
+OBSERVE = "Observe"  # the method of observers
 Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
 
 
@@ -41,7 +43,8 @@ class RpcServer:
     Args:
       peers: the ring and the incarnations.
       options: sizes.
-      authenticator: checks the calls.
+      authenticator: checks the calls of ranks.
+      observers: checks the calls of observers.
       tls: certificates of this rank; None for plain connections.
       timing: the time that a call may take while the server stops.
     """
@@ -51,12 +54,14 @@ class RpcServer:
         peers: Peers,
         options: Options,
         authenticator: Authenticator,
+        observers: ObserverAuthenticator,
         tls: Tls | None,
         timing: Timing,
     ) -> None:
         self._peers = peers
         self._options = options
         self._authenticator = authenticator
+        self._observers = observers
         self._tls = tls
         self._timing = timing
         self._refused_hosts: set[str] = set()
@@ -66,12 +71,15 @@ class RpcServer:
         self._guard: asyncio.Future[None] | None = None
         self.strangers = Strangers(peers.cluster.size, authenticator.is_peer)
 
-    async def start(self, service: str, on_stream: Any, **handlers: Handler) -> None:
+    async def start(
+        self, service: str, on_stream: Any, on_observe: Handler, **handlers: Handler
+    ) -> None:
         """Listens at this rank's address and begins to answer calls.
 
         Args:
           service: name of the gRPC service.
           on_stream: takes a stream of frames, and calls `admit_stream` first.
+          on_observe: takes the request of an observer and returns the answer.
           **handlers: take a request and return the answer, by name of the method.
 
         Raises:
@@ -84,7 +92,9 @@ class RpcServer:
         self._server = grpc.aio.server(
             options=server_options(self._options, self._timing, cluster.size)
         )
-        methods = {name: self._method(name, handler) for name, handler in handlers.items()}
+        authenticator, observers = self._authenticator, self._observers
+        methods = {name: self._method(name, authenticator, h) for name, h in handlers.items()}
+        methods[OBSERVE] = self._method(OBSERVE, observers, on_observe)
         methods["Stream"] = grpc.stream_unary_rpc_method_handler(on_stream)
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(service, methods)]
@@ -132,12 +142,14 @@ class RpcServer:
                 await asyncio.wait_for(stopped, 2 * self._timing.leave_timeout_s)
         forked.forget(self._port)
 
-    def _method(self, name: str, handler: Handler) -> grpc.RpcMethodHandler:
+    def _method(
+        self, name: str, authenticator: Authenticator, handler: Handler
+    ) -> grpc.RpcMethodHandler:
         async def handle(_: Any, context: grpc.aio.ServicerContext) -> bytes:
-            caller = await self._admit(name, context)
+            caller = await self._admit(name, authenticator, context)
             request = await self._read(caller, context)
             answer = await handler(request, context)
-            metadata = self._authenticator.answer_metadata(name, caller, answer)
+            metadata = authenticator.answer_metadata(name, caller, answer)
             if metadata:
                 context.set_trailing_metadata(metadata)
             return answer
@@ -151,7 +163,8 @@ class RpcServer:
         Args:
           context: context of the call.
         """
-        caller, code = await self._admit("Stream", context), grpc.StatusCode
+        caller = await self._admit("Stream", self._authenticator, context)
+        code = grpc.StatusCode
         claim = claim_of(caller)
         if claim.rank not in self._peers:
             await context.abort(code.INVALID_ARGUMENT, "this is not a rank of this ring")
@@ -161,16 +174,18 @@ class RpcServer:
             await context.abort(code.NOT_FOUND, "this rank is of another ring")
         return claim.rank
 
-    async def _admit(self, method: str, context: grpc.aio.ServicerContext) -> Caller:
+    async def _admit(
+        self, method: str, authenticator: Authenticator, context: grpc.aio.ServicerContext
+    ) -> Caller:
         """Returns the metadata of an acceptable call; ends every other call."""
         caller = read_metadata(context.invocation_metadata())
-        if self._authenticator.needs_challenge(caller):
+        if authenticator.needs_challenge(caller):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._peers.incarnation)
-        reason = self._authenticator.reason_to_refuse(method, caller)
+        reason = authenticator.reason_to_refuse(method, caller)
         if reason is not None:
             await self._refuse(context, caller, reason)
         claim = claim_of(caller)
-        if claim.rank in self._peers:
+        if claim.rank in self._peers and authenticator is not self._observers:
             self.strangers.add_claim(context.peer(), claim)
         return caller
 
@@ -204,9 +219,11 @@ class RpcServer:
         host = context.peer().rpartition(":")[0]
         if host not in self._refused_hosts and len(self._refused_hosts) < limits.SHOWN_STRANGERS:
             self._refused_hosts.add(host)
-            claim = caller.get("rank", "")[:MAX_RANK_DIGITS]
+            claim = "claims to be no rank"
+            if "rank" in caller:
+                claim = f"claims to be rank {caller['rank'][:MAX_RANK_DIGITS]!r}"
             _log.warning(
-                "rank %d has refused a call from %s, which claims to be rank %r: %s",
+                "rank %d has refused a call from %s, which %s: %s",
                 self._peers.rank,
                 context.peer(),
                 claim,

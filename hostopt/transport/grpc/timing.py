@@ -18,6 +18,7 @@ class Timing:
       retry_after_s: pause before a peer that is not ready is called again.
       progress_every_s: interval of warnings that name the missing ranks.
       status_timeout_s: time to wait for the answer to a Status call.
+      details_timeout_s: time to wait for the details of a peer, for an observer.
       last_message_s: time to wait for a peer's Leave message before declaring the peer lost.
       auth_linger_s: time that a rank keeps serving after an `AuthError` in the rendezvous, so
         that its peers detect the same error.
@@ -31,6 +32,7 @@ class Timing:
     retry_after_s: float = 0.05
     progress_every_s: float = 10.0
     status_timeout_s: float = 1.0
+    details_timeout_s: float = 2.0
     last_message_s: float = 0.5
     auth_linger_s: float = 2.5
     drop_after_s: float = 0.1

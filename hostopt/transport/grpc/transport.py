@@ -6,6 +6,8 @@ Each rank is a server at its own address and a client of its peers. The methods 
     Hello    JSON, both ways: describes a rank, in the rendezvous
     Stream   frames, one way; ends in good order when the sender leaves
     Status   JSON: asks what a rank is doing
+    Details  JSON: asks a rank for its row in an overview
+    Observe  JSON: an observer, which is no rank, asks for an overview of the ring
     Leave    JSON: the sender leaves the ring, because of an error or in good order
 
 A rank has a connection to every peer for all calls but Stream, on which gRPC pings. To a peer that
@@ -38,12 +40,13 @@ from hostopt.transport.addresses import is_loopback
 from hostopt.transport.base import Transport
 from hostopt.transport.frame import HEADER_BYTES
 from hostopt.transport.grpc import timing as timing_
-from hostopt.transport.grpc.authentication import Authenticator
+from hostopt.transport.grpc.authentication import Authenticator, ObserverAuthenticator
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.departure import Departure
 from hostopt.transport.grpc.incoming import IncomingStreams
 from hostopt.transport.grpc.liveness import Liveness
 from hostopt.transport.grpc.notes import read_status_request
+from hostopt.transport.grpc.observation import Observation
 from hostopt.transport.grpc.outgoing import StreamOpener
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.grpc.rendezvous import Rendezvous
@@ -51,6 +54,7 @@ from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc, keep_freed_memory
 from hostopt.transport.grpc.server import RpcServer
 from hostopt.transport.message import Payload, Tag
+from hostopt.transport.overview import Details, details_of
 from hostopt.transport.security import Security
 from hostopt.transport.stall import Status
 from hostopt.transport.stream import Streams
@@ -97,12 +101,16 @@ class GrpcTransport(Transport):
         self._client = RpcClient(
             peers, options, self._authenticator, security.tls, service, timing
         )
-        self._server = RpcServer(peers, options, self._authenticator, security.tls, timing)
+        observers = ObserverAuthenticator(peers, security)
+        self._server = RpcServer(
+            peers, options, self._authenticator, observers, security.tls, timing
+        )
         opener = StreamOpener(peers, self._client, security, options, has_checksum)
         self._streams = Streams(lambda peer: opener.open(peer, self._streams, self._liveness))
         ring = RingContext(peers, self._client, self._streams, self.mailbox, timing, self.abort)
         self._departure = Departure(ring)
         self._liveness = Liveness(ring, self.recorder)
+        self._observation = Observation(ring, self._details)
         self._rendezvous = Rendezvous(ring, self._liveness, security, options)
         self._incoming = IncomingStreams(ring, self._server, self._liveness, security, options)
 
@@ -124,8 +132,10 @@ class GrpcTransport(Transport):
         await self._server.start(
             service,
             self._incoming.on_stream,
+            self._observation.on_observe,
             Hello=self._rendezvous.on_hello,
             Status=self._on_status,
+            Details=self._observation.on_details,
             Leave=self._departure.on_leave,
         )
 
@@ -189,6 +199,9 @@ class GrpcTransport(Transport):
         except ValueError:
             status = self.status()
         return json.dumps({"incarnation": self._peers.incarnation, **status}).encode()
+
+    def _details(self) -> Details:
+        return details_of(self, () if self._peers.connected else self._peers.missing)
 
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
         """See `Transport.request_status`."""

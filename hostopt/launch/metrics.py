@@ -1,0 +1,158 @@
+"""Metrics of a run for Prometheus, which the launcher serves on a loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from hostopt import descriptors
+from hostopt.errors import ConfigError
+from hostopt.launch.monitor import Monitor, Progress
+
+__all__: list[str] = []
+
+_LOG = logging.getLogger(__name__)
+_HOST = "127.0.0.1"
+
+
+class Metric(NamedTuple):
+    """One metric of a run.
+
+    Args:
+      name: without the prefix ``hostopt_``; the name of a counter ends in ``_total``.
+      meaning: its help.
+      label: name of its label; "" for none.
+      values: number by value of the label; the label is "" if there is none.
+    """
+
+    name: str
+    meaning: str
+    label: str
+    values: Mapping[str, float]
+
+
+@contextlib.contextmanager
+def served(monitor: Monitor, port: int) -> Iterator[int]:
+    """Scope in which the metrics of a run can be read over HTTP.
+
+    Args:
+      monitor: knows the progress of the run.
+      port: port to listen at; 0 for any free one.
+
+    Yields:
+      The port.
+
+    Raises:
+      ConfigError: prometheus-client is not installed, or the port cannot be used.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError as error:
+        raise ConfigError(
+            "--metrics-port needs prometheus-client: pip install 'hostopt[metrics]'"
+        ) from error
+    registry = CollectorRegistry()
+    registry.register(_Collector(monitor))
+    try:
+        server, thread = start_http_server(port, _HOST, registry)
+    except OSError as error:
+        descriptors.check(error)
+        raise ConfigError(
+            f"port {port} of {_HOST} cannot be used for metrics: {error.strerror}. Choose another "
+            "--metrics-port, or 0 for any free one"
+        ) from error
+    try:
+        _LOG.info("metrics: http://%s:%d/metrics", _HOST, server.server_port)
+        yield int(server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Collector:
+    """Reads the progress of a run whenever its metrics are read."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def collect(self) -> Iterator[Any]:
+        """Yields the metrics in the types of prometheus-client."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for each in metrics_of(*self._monitor.read(), self._monitor.restarts):
+            kind = CounterMetricFamily if each.name.endswith("_total") else GaugeMetricFamily
+            labels = [each.label] if each.label else []
+            family = kind(f"hostopt_{each.name}", each.meaning, labels=labels)
+            for label, value in each.values.items():
+                family.add_metric([label] if each.label else [], value)
+            yield family
+
+
+def metrics_of(
+    attempts: Mapping[int, Progress], evaluation: Progress, restarts: int
+) -> Iterator[Metric]:
+    """Yields the metrics of a run.
+
+    Args:
+      attempts: what the chief has written in each attempt, by number from 1.
+      evaluation: the newest evaluation; empty if there is none.
+      restarts: number of restarts of the ranks.
+    """
+    yield Metric("restarts_total", "restarts of the ranks", "", {"": restarts})
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # another hostopt
+        if attempts:
+            yield from _of_training(attempts[max(attempts)])
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        if evaluation:
+            yield from _of_evaluation(evaluation)
+
+
+_GAUGES = {  # name and meaning by key of the progress
+    "step": ("step", "global_step"),
+    "last_step": ("last_step", "global_step at which the training stops"),
+    "loss": ("loss", "loss of the newest step that was measured"),
+    "examples_per_s": ("examples_per_second", "examples of all ranks in the last 10 seconds"),
+    "checkpoint_step": ("checkpoint_step", "global_step of the newest checkpoint"),
+    "checkpoint_time_s": (
+        "checkpoint_timestamp_seconds",
+        "time at which the newest checkpoint was complete, in Unix time",
+    ),
+}
+
+
+def _of_training(training: Progress) -> Iterator[Metric]:
+    for key, (name, meaning) in _GAUGES.items():
+        if training.get(key) is not None:
+            yield Metric(name, meaning, "", {"": float(training[key])})
+    if training.get("steps_per_s"):
+        seconds = 1.0 / training["steps_per_s"]
+        yield Metric(
+            "step_seconds", "mean time of a step in the last 10 seconds", "", {"": seconds}
+        )
+    parts = {part: ms / 1e3 for part, ms in training.get("times_ms", {}).items()}
+    if parts:
+        yield Metric("step_part_seconds", "mean time of a part of a step", "part", parts)
+    if "communication_ms" in training:
+        meaning = "mean time of the reductions of a step"
+        yield Metric(
+            "communication_seconds", meaning, "", {"": training["communication_ms"] / 1e3}
+        )
+        exposed = {"": parts["exposed_communication"]}
+        yield Metric("exposed_communication_seconds", f"{meaning} after backward", "", exposed)
+    if "sent_bytes" in training:
+        meaning = "payload of the messages of the chief in this attempt"
+        yield Metric("sent_bytes_total", meaning, "", {"": float(training["sent_bytes"])})
+    waits = {str(rank): float(each) for rank, each in enumerate(training.get("waited_s", ()))}
+    if waits:
+        meaning = "time that a rank has waited for reductions in this attempt"
+        yield Metric("wait_seconds_total", meaning, "rank", waits)
+
+
+def _of_evaluation(evaluation: Progress) -> Iterator[Metric]:
+    value = {str(evaluation["metric"]): float(evaluation["value"])}
+    yield Metric("evaluation", "main metric of the newest evaluation", "metric", value)
+    step = {"": float(evaluation["step"])}
+    yield Metric("evaluation_step", "global_step of the newest evaluation", "", step)
