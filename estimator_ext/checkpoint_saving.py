@@ -44,6 +44,16 @@ def has_saver(spec: StockSpec, hooks: Sequence[Any], config: Any) -> bool:
     return bool(by_config or _savers_of(spec, hooks))
 
 
+def has_own_saver(spec: StockSpec) -> bool:
+    """Returns True if the user provides the saver, which may rename or reshape variables.
+
+    Args:
+      spec: spec of the training.
+    """
+    is_in_scaffold = spec.scaffold is not None and spec.scaffold.saver is not None
+    return is_in_scaffold or bool(tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.SAVERS))
+
+
 def add_saver(spec: StockSpec, hooks: Sequence[Any], config: Any, model_dir: str) -> StockSpec:
     """Adds the saver hook that the stock Estimator would add, if it would.
 

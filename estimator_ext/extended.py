@@ -42,7 +42,6 @@ class _RankExtended(OneDeviceExtended):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        # with local steps a step is that of this rank alone
         return 1 if self._strategy.local_steps.is_used else self._size
 
     @property

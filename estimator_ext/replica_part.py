@@ -112,7 +112,7 @@ class ReplicaPart:
 
 
 class Difference:
-    """What a rank has changed since the last synchronisation; later the mean over the ranks.
+    """Change of a rank since the last synchronisation; later the mean over the ranks.
 
     Args:
       part: its variables.

@@ -125,3 +125,14 @@ def _describe(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{value!r} of type {type(value).__name__}"
+
+
+def operations_of_step(spec: _StockSpec) -> list[tf.Operation]:
+    """Returns the operations that run in each step, or in steps with summaries.
+
+    Args:
+      spec: spec of the training.
+    """
+    summaries = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.SUMMARIES)
+    values = [spec.train_op, spec.loss, *summaries]
+    return list(dict.fromkeys(getattr(value, "op", value) for value in values))

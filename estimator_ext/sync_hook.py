@@ -31,16 +31,14 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.coordinated_stop import CoordinatedTimer, EndStopSaveHook
 from estimator_ext.input_state import InputStates
-from estimator_ext.local_steps import LocalSteps
 from estimator_ext.replica_part import Difference
 from estimator_ext.replicas import Fragment, Replicas
 from estimator_ext.sync_on_read import SyncOnRead, assign
+from estimator_ext.sync_schedule import SyncSchedule
 from estimator_ext.synchronisation import RankState, Synchronisation
 from hostopt.tensorflow.ops import StopSaveFlags
 
 __all__: list[str] = []
-
-_CHECK_S = 1.0  # between two exchanges of requests to stop
 
 
 class _Pending(NamedTuple):
@@ -56,34 +54,33 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       communicator: a `duplicate` that nothing else uses.
-      options: when ranks synchronise.
-      replicas: the variables of all ranks.
       flags: requests of the ranks.
       sync_on_read: variables that differ by rank.
       input_states: states of the input iterators of all ranks.
       savers: hooks of this rank that save checkpoints.
+      strategy: the `HostOffloadStrategy` of the training.
+      replicas: the variables of all ranks.
       stops: the hook that ends the training on all ranks.
       examples: scalar, the number of examples in a step.
       ends_together: True if all ranks stop when the data of one have ended.
-      checks: True if ranks compare their variables.
     """
 
     def __init__(
         self,
         communicator: hostopt.Communicator,
-        options: LocalSteps,
-        replicas: Replicas,
         flags: StopSaveFlags,
         sync_on_read: SyncOnRead,
         input_states: InputStates,
         savers: Sequence[tf.compat.v1.train.CheckpointSaverHook],
+        strategy: Any,
+        replicas: Replicas,
         stops: EndStopSaveHook,
         examples: tf.Tensor,
         ends_together: bool,
-        checks: bool,
     ) -> None:
         self._communicator = communicator
-        self._options = options
+        self._options = strategy.local_steps
+        self._schedule = SyncSchedule(communicator, self._options, flags, stops)
         self._replicas = replicas
         self._flags = flags
         self._sync_on_read = sync_on_read
@@ -91,28 +88,20 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._stops = stops
         self._examples_in_step = examples
         self._ends_together = ends_together
-        self._checks = checks
+        self._checks = strategy.options.desync_check_steps > 0
         for saver in savers:
             saver._timer = CoordinatedTimer(saver._timer, flags)
         self._timers = [saver._timer for saver in savers]
         self._synchronisation = Synchronisation(communicator)
-        self._requests = communicator.open_scalar_sum("requests to stop")
-        self._has_asked = False  # a sum of requests has started
         self._pending: _Pending | None = None
         self._global_step: Any = None
         self._step = 0  # of this rank
-        self._increment = 0  # of global_step in a step; 0 while unknown
         self._steps = 0  # of this rank, since the last synchronisation
         self._examples = [0] * len(replicas.fragments)  # since the last one of each fragment
         self._since_s = 0.0
         # the same on all ranks
-        self._common_step = 0  # of ranks that have data
-        self._interval = 0  # steps from the last synchronisation to the next; 0 at first
-        self._position = 0  # steps since the last one, of a rank that has data
-        self._check_steps = 1  # between two exchanges of requests
         self._step_s = 0.0  # duration of a step of the slowest rank; 0 while unknown
         self._next_fragment = 0
-        self._is_whole_next = False
 
     def begin(self) -> None:
         """Finds global_step."""
@@ -121,7 +110,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Stores the first step."""
         del coord
-        self._step = self._common_step = int(session.run(self._global_step))
+        self._step = int(session.run(self._global_step))
 
     def before_run(self, run_context: Any) -> Any:
         """Fetches the number of examples."""
@@ -137,9 +126,9 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         session, count = run_context.session, int(run_values.results)
         self._examples = [examples + count for examples in self._examples]
         self._steps += 1
-        if not self._increment:
-            self._increment = int(session.run(self._global_step)) - self._step
-        self._step += self._increment
+        if not self._schedule.increment:
+            self._schedule.increment = int(session.run(self._global_step)) - self._step
+        self._step += self._schedule.increment
         if self._is_due(session):
             self._synchronise(session, has_ended=False)
 
@@ -155,58 +144,28 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._input_states.gather(session)
 
     def _begin(self, session: tf.compat.v1.Session) -> None:
-        if not self._interval:  # the hooks have broadcast the variables
+        if not self._schedule.has_begun:  # the hooks have broadcast the variables
             self._replicas.begin(session)
-            self._begin_interval(0.0)
-
-    # -- time -------------------------------------------------------------------------------
+            self._schedule.begin(self._step, 0.0)
 
     def _is_due(self, session: tf.compat.v1.Session) -> bool:
         """Counts a step, and returns True if a synchronisation follows it on all ranks."""
-        self._position += 1
-        if self._position == self._options.delay:
+        self._schedule.position += 1
+        if self._schedule.position == self._options.delay:
             self._finish_pending(session)
-        if self._position >= self._interval:
-            return True
-        return self._position % self._check_steps == 0 and self._is_stop_requested()
-
-    def _is_stop_requested(self) -> bool:
-        """Returns True if a rank had requested a stop at the previous exchange."""
-        if self._take_requests():
-            return True
-        self._requests.start(float(self._flags.stop), 0.0)
-        self._has_asked = True
-        return False
-
-    def _take_requests(self) -> bool:
-        if not self._has_asked:
-            return False
-        self._has_asked = False
-        is_requested = bool(self._requests.wait()[0] > 0)
-        self._is_whole_next |= is_requested
-        return is_requested
-
-    def _begin_interval(self, step_s: float, *, is_last: bool = False) -> None:
-        interval = self._options.interval(self._common_step, step_s)
-        left = self._stops.steps_left(self._common_step)
-        if left is not None and left <= interval * (self._increment or 1):
-            interval = -(-left // (self._increment or 1))
-            self._is_whole_next = True
-        self._interval = 1 if is_last else max(interval, 1)
-        self._check_steps = max(1, int(_CHECK_S / step_s)) if step_s else 1
-        self._position = 0
+        return self._schedule.is_due()
 
     # -- synchronisations -------------------------------------------------------------------
 
     def _synchronise(self, session: tf.compat.v1.Session, *, has_ended: bool) -> bool:
         """Synchronises the ranks, or begins to; returns True if all of them have ended."""
-        self._take_requests()
+        step, schedule = self._schedule.end_interval(), self._schedule
         self._finish_pending(session)  # if the interval is shorter than the delay
         self._flags.save = not has_ended and any(t.is_due(self._step) for t in self._timers)
-        self._common_step += self._position * (self._increment or 1)
-        is_warm_up = self._common_step <= self._options.warmup_steps
-        if self._options.delay and not (is_warm_up or self._is_whole_next):
+        is_warm_up = step <= self._options.warmup_steps
+        if self._options.delay and not (is_warm_up or schedule.is_whole_next):
             self._start(session, has_ended)
+            schedule.begin(step, self._step_s)
             return False
         states = self._synchronisation.exchange(self._state(has_ended))
         step = max(int(state.step) for state in states)
@@ -214,14 +173,14 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         is_last = all_ended or bool(
             self._flags.ranks_stopping or self._stops.steps_left(step) == 0
         )
-        is_whole = is_last or self._is_whole_next or bool(self._flags.ranks_saving)
+        is_whole = is_last or schedule.is_whole_next or bool(self._flags.ranks_saving)
         self._reduce(session, states, is_whole, is_warm_up)
-        self._is_whole_next = False
+        schedule.is_whole_next = False
         if step != self._step:  # that of the rank with the most steps
             assign(session, [self._global_step], [np.int64(step)])
-        self._step = self._common_step = step
+        self._step = step
         self._step_s = max(state.step_s for state in states)
-        self._begin_interval(self._step_s, is_last=is_last)
+        schedule.begin(step, self._step_s, is_last=is_last)
         if self._flags.ranks_saving:
             self._sync_on_read.aggregate_to_chief(session)
             self._input_states.gather(session)
@@ -290,7 +249,6 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._pending = _Pending(fragment, differences, states)
         self._examples[number] = 0
         self._next_fragment = (number + 1) % len(self._replicas.fragments)
-        self._begin_interval(self._step_s)
 
     def _finish_pending(self, session: tf.compat.v1.Session) -> None:
         """Applies the synchronisation that runs in the background, if there is one."""
@@ -300,5 +258,5 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         states = future.result()
         self._replicas.apply(session, [fragment], differences, is_late=True)
         requests = sum(state.saves + state.stops + state.has_ended for state in states)
-        self._is_whole_next |= bool(requests)
+        self._schedule.is_whole_next |= bool(requests)
         self._step_s = max(state.step_s for state in states)

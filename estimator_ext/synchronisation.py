@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 class RankState(NamedTuple):
-    """What a rank has done since the last synchronisation, and wants.
+    """Progress of a rank since the last synchronisation, and its requests.
 
     Args:
       examples: number of its examples.

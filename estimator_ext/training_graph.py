@@ -42,7 +42,13 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import loss_is_scaled
 from estimator_ext.checkpoint_reading import check_shapes, newest
-from estimator_ext.checkpoint_saving import add_saver, checked_saver, find_savers, has_saver
+from estimator_ext.checkpoint_saving import (
+    add_saver,
+    checked_saver,
+    find_savers,
+    has_own_saver,
+    has_saver,
+)
 from estimator_ext.coordinated_stop import BeginStopSaveHook, EndStopSaveHook
 from estimator_ext.desync import DesyncCheckHook
 from estimator_ext.file_errors import translate_io_errors
@@ -52,13 +58,13 @@ from estimator_ext.gradient_marks import MarkedGraph
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.hooks import BroadcastVariablesHook
 from estimator_ext.input_state import InputStateHook, InputStates, log_random_operations
-from estimator_ext.outer_step import OuterStep
 from estimator_ext.preemption import PreemptionHook
 from estimator_ext.progress import ProgressHook, StepTimestamps
+from estimator_ext.replica_building import build_replicas
 from estimator_ext.replicas import Replicas
 from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.skipped_updates import HooksWithoutNan
-from estimator_ext.spec import stock_spec
+from estimator_ext.spec import operations_of_step, stock_spec
 from estimator_ext.step_report import StepReportHook, show_steps
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.sync_hook import SyncHook
@@ -149,7 +155,9 @@ class TrainingGraph:
         )
         graph.marks_gradients = False
         updates, suspects = self._reduce(data)
-        replicas = self._local_replicas(data) if self._reduction.is_local else None
+        replicas = None
+        if self._reduction.is_local:
+            replicas = build_replicas(self._strategy, operations_of_step(self.spec), data)
         self.first_hooks = [
             BroadcastVariablesHook(self._communicator),  # [K5]
             *training_input.hooks,  # [K6]
@@ -161,7 +169,7 @@ class TrainingGraph:
             self._add_training_hooks(self._reduction.accumulation.hook())  # [K10]
         if self._is_chief:  # now, as input_fn or model_fn may have written a checkpoint
             self._restored = newest(self._model_dir)
-        if self._restored is not None and not _has_own_saver(self.spec):
+        if self._restored is not None and not has_own_saver(self.spec):
             check_shapes(self._restored, tf.compat.v1.global_variables())
         self._add_training_hooks(InputStateHook(states, self._restored))  # [K11]
         self._prepare_savers(states, data, stack)
@@ -170,12 +178,11 @@ class TrainingGraph:
                 saver._listeners.insert(0, progress.saves)
             self._add_training_hooks(progress)  # [K12]
         coordination: list[Any] = []
+        if updates is not None or replicas is not None:
+            coordination = [self._coordinate(states, replicas, stamps.examples)]  # [K2]
         if updates is not None:
             self._communicator.check_same(updates.texts, "the updates of variables")
-            checks = self._desync_checks(updates.mirrored, suspects)
-            coordination = [self._coordinate(states), *checks]  # [K2] [K3]
-        elif replicas is not None:
-            coordination = [self._synchronise(states, replicas, stamps.examples)]  # [K2]
+            coordination += self._desync_checks(updates.mirrored, suspects)  # [K3]
         self._order_first_hooks(guard, coordination)
 
     def _reduce(self, data: Collection[tf.Operation]) -> tuple[Updates | None, Mapping[str, str]]:
@@ -186,7 +193,7 @@ class TrainingGraph:
           a description of the values in its updates that may differ by rank.
         """
         graph, reduction = tf.compat.v1.get_default_graph(), self._reduction
-        targets = _operations_of_step(self.spec)
+        targets = operations_of_step(self.spec)
         updates, suspects, is_mean = None, {}, loss_is_scaled()
         read_before_changes(targets)
         if reduction.uses_gradients_of_graph:
@@ -276,64 +283,21 @@ class TrainingGraph:
         steps_per_run = getattr(self._config, "iterations_per_loop", 1)
         return [DesyncCheckHook(communicator, mirrored, every_steps, steps_per_run, suspects)]
 
-    def _local_replicas(self, data: Collection[tf.Operation]) -> Replicas:
-        """Builds the outer step, if there is one, and compares the steps of the ranks."""
-        strategy, options = self._strategy, self._strategy.local_steps
-        updates = read_updates(_operations_of_step(self.spec), data)
-        steps: list[OuterStep] = []
-
-        def new_outer(variables: Sequence[tf.Variable]) -> OuterStep:
-            steps.append(OuterStep(strategy, options.new_outer_optimizer(), variables))
-            return steps[-1]
-
-        replicas = Replicas(
-            self._communicator.duplicate("synchronisation of the variables"),
-            options,
-            updates.changes,
-            new_outer if options.outer_optimizer is not None else None,
-        )
-        texts = {**updates.texts, **options.texts()}
-        for outer in steps:
-            found = read_updates([outer.operation], outer.operations).texts
-            texts.update({f"{name} in the outer step": text for name, text in found.items()})
-        self._communicator.check_same(texts, "the updates of variables")
-        return replicas
-
-    def _synchronise(
-        self, states: InputStates, replicas: Replicas, examples: tf.Tensor
-    ) -> SyncHook:
-        """Synchronises ranks that train by themselves: adds [K13] and returns [K2]."""
-        hooks, flags = self._all_hooks(), self._reduction.flags
-        stops = EndStopSaveHook(self._communicator, flags, hooks)
-        self._add_training_hooks(stops)
-        return SyncHook(
-            self._communicator.duplicate("states of the ranks"),
-            self._strategy.local_steps,
-            replicas,
-            flags,
-            self._sync_on_read(),
-            states,
-            find_savers(hooks),
-            stops,
-            examples,
-            getattr(self._config, "uneven_data", "join") == "stop",
-            self._strategy.options.desync_check_steps > 0,
-        )
-
-    def _sync_on_read(self) -> SyncOnRead:
-        communicator = self._communicator.duplicate(
-            "variables that are synchronised when they are read"
-        )
-        return SyncOnRead(communicator, tf.compat.v1.global_variables())
-
-    def _coordinate(self, states: InputStates) -> BeginStopSaveHook:
+    def _coordinate(
+        self, states: InputStates, replicas: Replicas | None, examples: tf.Tensor
+    ) -> BeginStopSaveHook | SyncHook:
         """Coordinates stops and saves: adds [K13] and returns [K2]."""
-        flags, hooks = self._reduction.flags, self._all_hooks()
-        begin = BeginStopSaveHook(
-            self._communicator, flags, self._sync_on_read(), states, find_savers(hooks)
-        )
-        self._add_training_hooks(EndStopSaveHook(self._communicator, flags, hooks))
-        return begin
+        communicator, hooks = self._communicator, self._all_hooks()
+        separate = communicator.duplicate("variables that are synchronised when they are read")
+        sync_on_read = SyncOnRead(separate, tf.compat.v1.global_variables())
+        stops = EndStopSaveHook(communicator, self._reduction.flags, hooks)
+        self._add_training_hooks(stops)
+        coordinated = (self._reduction.flags, sync_on_read, states, find_savers(hooks))
+        if replicas is None:
+            return BeginStopSaveHook(communicator, *coordinated)
+        ends_together = getattr(self._config, "uneven_data", "join") == "stop"
+        local = (self._strategy, replicas, stops, examples, ends_together)
+        return SyncHook(communicator.duplicate("states of the ranks"), *coordinated, *local)
 
     def _order_first_hooks(self, guard: SessionGuardHook, coordination: Sequence[Any]) -> None:
         if self._is_chief:
@@ -385,16 +349,3 @@ def build(
         training = TrainingGraph(strategy, reduction, config, model_dir, hooks)
         training.build(functions, stack)
         yield training
-
-
-def _has_own_saver(spec: Any) -> bool:
-    """Returns True if the user provides the saver, which may rename or reshape variables."""
-    is_in_scaffold = spec.scaffold is not None and spec.scaffold.saver is not None
-    return is_in_scaffold or bool(tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.SAVERS))
-
-
-def _operations_of_step(spec: Any) -> list[tf.Operation]:
-    """The operations that run in each step, or in steps with summaries."""
-    summaries = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.SUMMARIES)
-    values = [spec.train_op, spec.loss, *summaries]
-    return list(dict.fromkeys(getattr(value, "op", value) for value in values))
