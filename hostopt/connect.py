@@ -12,11 +12,14 @@ from types import TracebackType
 
 from hostopt import descriptors
 from hostopt.adapters.discover import set_tf_config
+from hostopt.adapters.mpi import check_started
 from hostopt.child_process import ForkGuard, call_on_error, native_threads
 from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
 from hostopt.collectives.host_memory import BLOCK_BYTES, find_hosts, open_hierarchical
 from hostopt.collectives.hosts import local_host_id
+from hostopt.collectives.mpi import runtime
+from hostopt.collectives.mpi.world import open_world
 from hostopt.communicator import Communicator
 from hostopt.error_report import summary_of, write_details, write_report
 from hostopt.errors import HostOptError, ResourceError
@@ -97,17 +100,23 @@ def connect_ring(
       The communicator of this rank.
 
     Raises:
-      ConfigError: this task's address or the timeline's file cannot be used.
+      ConfigError: this task's address, the timeline's file or MPI cannot be used.
       RendezvousTimeoutError: a rank did not start in time.
     """
     descriptors.open_closed_descriptors()
     descriptors.raise_limit()
     call_on_error(_abort_all)
+    uses_mpi = options.communication == "mpi" and cluster.size > 1
+    if uses_mpi:
+        check_started(os.environ)
+        runtime.prepare(options)
     communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
     try:
         if options.timeline is not None:
             _start_timeline(communicator, options.timeline)
+        if uses_mpi:
+            return _with_mpi(communicator)
         hosts = find_hosts(communicator, local_host_id())
         # tried now, so that an error is raised here and not in the middle of a step
         if hosts is None or open_hierarchical(communicator, hosts, BLOCK_BYTES) is None:
@@ -118,6 +127,14 @@ def connect_ring(
         raise
     transport = communicator.transport
     communicator = Communicator(transport, transport.open_channel("all ranks"), hosts=hosts)
+    _connected.add(communicator)
+    return communicator
+
+
+def _with_mpi(communicator: Communicator) -> Communicator:
+    transport = communicator.transport
+    world = open_world(communicator)
+    communicator = Communicator(transport, transport.open_channel("all ranks"), world=world)
     _connected.add(communicator)
     return communicator
 
