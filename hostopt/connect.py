@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from hostopt import descriptors
+from hostopt.adapters import mpi
 from hostopt.adapters.discover import set_tf_config
-from hostopt.adapters.mpi import check_started
 from hostopt.child_process import ForkGuard, call_on_error, native_threads
 from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
@@ -108,7 +108,7 @@ def connect_ring(
     call_on_error(_abort_all)
     uses_mpi = options.communication == "mpi" and cluster.size > 1
     if uses_mpi:
-        check_started(os.environ)
+        mpi.check_started(os.environ)
         runtime.prepare(options)
     communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
@@ -129,6 +129,23 @@ def connect_ring(
     communicator = Communicator(transport, transport.open_channel("all ranks"), hosts=hosts)
     _connected.add(communicator)
     return communicator
+
+
+def start_beside_ring(cluster: Cluster, options: Options) -> None:
+    """Starts what the ranks need of a process that is not one of them, such as an evaluator.
+
+    MPI starts and ends only if all processes of its launcher take part. This does not wait for
+    them.
+
+    Args:
+      cluster: the ring.
+      options: `communication`.
+
+    Raises:
+      ConfigError: MPI cannot be loaded.
+    """
+    if options.communication == "mpi" and cluster.size > 1 and mpi.is_started(os.environ):
+        runtime.take_part(options)
 
 
 def _with_mpi(communicator: Communicator) -> Communicator:

@@ -48,6 +48,15 @@ def find_mpich(environ: Mapping[str, str]) -> Place | None:
     return _place("MPICH", ranks, local_rank, local_size, _proxy(), "")
 
 
+def is_started(environ: Mapping[str, str]) -> bool:
+    """Returns True if a launcher of MPI, and not `hostopt run`, has started this process.
+
+    Args:
+      environ: variables by name.
+    """
+    return STARTED_BY_HOSTOPT not in environ and any(name in environ for name in _RANKS)
+
+
 def check_started(environ: Mapping[str, str]) -> None:
     """Checks that a launcher has started this process that MPI can reach the others through.
 
@@ -57,8 +66,8 @@ def check_started(environ: Mapping[str, str]) -> None:
     Raises:
       ConfigError: MPI would know this process alone.
     """
-    by_hostopt = STARTED_BY_HOSTOPT in environ
-    if by_hostopt or not any(name in environ for name in _RANKS):
+    if not is_started(environ):
+        by_hostopt = STARTED_BY_HOSTOPT in environ
         starter = "`hostopt run`" if by_hostopt else "no launcher of MPI"
         raise ConfigError(
             f"communication is 'mpi', but {starter} has started this process, so MPI cannot reach "
