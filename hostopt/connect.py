@@ -22,7 +22,7 @@ from hostopt.collectives.mpi import runtime
 from hostopt.collectives.mpi.world import open_world
 from hostopt.communicator import Communicator
 from hostopt.error_report import summary_of, write_details, write_report
-from hostopt.errors import HostOptError, ResourceError
+from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.options import Options
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport import event_loop
@@ -108,8 +108,7 @@ def connect_ring(
     call_on_error(_abort_all)
     uses_mpi = options.communication == "mpi" and cluster.size > 1
     if uses_mpi:
-        mpi.check_started(os.environ)
-        runtime.prepare(options)
+        _prepare_mpi(options)
     communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
     try:
@@ -129,6 +128,16 @@ def connect_ring(
     communicator = Communicator(transport, transport.open_channel("all ranks"), hosts=hosts)
     _connected.add(communicator)
     return communicator
+
+
+def _prepare_mpi(options: Options) -> None:
+    mpi.check_started(os.environ)
+    if options.tls_dir is not None and not options.insecure:
+        raise ConfigError(
+            "tls_dir is set, but with communication='mpi' the data travel through MPI, which "
+            "hostopt cannot encrypt. Set insecure=True to accept this, or use 'grpc+tcp'"
+        )
+    runtime.prepare(options)
 
 
 def start_beside_ring(cluster: Cluster, options: Options) -> None:
