@@ -18,11 +18,11 @@ OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-# options of mpirun with which the other processes go on if one dies
+# options of mpirun with which the other processes go on if one dies; MPICH always ends them
 KEEP_OTHERS = {
     "openmpi-5": ("--runtime-options", "recoverable"),
     "openmpi-4": ("--enable-recovery",),
-    "mpich-5": ("-disable-auto-cleanup",),
+    "mpich-5": (),
 }
 
 
