@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.launchers]
 
 COLLECTIVES = (sys.executable, PROGRAMS / "mpi_collectives.py")
 FAULTS = (sys.executable, PROGRAMS / "mpi_faults.py")
+CONNECT = "import hostopt; hostopt.connect(options=hostopt.Options(communication='mpi'))"
 LIMIT_S = 2.0  # for all ranks to report an error, on an idle machine
 
 
@@ -39,6 +40,37 @@ def test_all_collectives_are_those_of_numpy(launcher: str, size: int) -> None:
     assert sorted(line["rank"] for line in lines) == list(range(size))
     assert {line["size"] for line in lines} == {size}
     assert min(line["checks"] for line in lines) > 1000
+
+
+@pytest.mark.tensorflow
+def test_the_api_of_horovod_in_any_order(launcher: str) -> None:
+    program = (sys.executable, PROGRAMS / "collectives.py")
+    environ = {**QUIET, "HOSTOPT_COMMUNICATION": "mpi"}
+    result = run(launcher, 2, *HOSTOPT, "exec", "--", *program, limit_s=180.0, **environ)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert len(re.findall(r"made \d+ calls in 4 ways", result.stdout)) == 2
+
+
+USES_MPI_ITSELF = """
+import hostopt
+import hostopt.tensorflow as hvd
+from mpi4py import MPI
+for _ in range(2):  # a ring after another one
+    hvd.init()
+    assert hvd.mpi_enabled() and hvd.mpi_built() and hvd.mpi_threads_supported()
+    assert MPI.COMM_WORLD.Get_size() == hvd.size()
+    assert float(hvd.allreduce(1.0, op=hvd.Sum, name="ones")) == hvd.size()
+    hvd.shutdown()
+    assert not hvd.mpi_enabled()
+assert MPI.COMM_WORLD.allreduce(1) == 2
+"""
+
+
+@pytest.mark.tensorflow
+def test_a_program_that_starts_mpi_itself(launcher: str) -> None:
+    environ = {**QUIET, "HOSTOPT_COMMUNICATION": "mpi"}
+    result = run(launcher, 2, sys.executable, "-c", USES_MPI_ITSELF, **environ)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 TRAIN = (sys.executable, PROGRAMS / "train.py")
@@ -180,9 +212,25 @@ def test_a_rank_that_is_frozen(launcher: str) -> None:
     check_ended(result.stdout)
 
 
-# --- refusals -----------------------------------------------------------------------------------
+def test_a_process_of_the_launcher_that_does_not_start_mpi(launcher: str) -> None:
+    """An evaluator that runs another program, as if it were frozen."""
+    code = f"""
+import json, os, time
+role = json.loads(os.environ["TF_CONFIG"])["task"]["type"]
+if role == "evaluator":
+    time.sleep(600)  # until mpirun ends this process
+{CONNECT}
+"""
+    command = (*HOSTOPT, "exec", "--evaluators", 1, "--", sys.executable, "-c", code)
+    result = run(launcher, 3, *command, HOSTOPT_RENDEZVOUS_TIMEOUT_S="10")
+    assert result.returncode != 0
+    assert "MPI_Init_thread has not returned within 10 s" in result.stderr
+    assert "all processes of the launcher use communication='mpi'" in " ".join(
+        result.stderr.split()
+    )
 
-CONNECT = "import hostopt; hostopt.connect(options=hostopt.Options(communication='mpi'))"
+
+# --- refusals -----------------------------------------------------------------------------------
 
 
 def refusal(command: list[str], **environ: str) -> str:

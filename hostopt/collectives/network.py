@@ -52,6 +52,7 @@ class Network:
         self._transport = transport
         self._is_open = world is None
         self._communicator: Any = None
+        self._group: Group = RingGroup(transport)  # without a wire format
 
     def group(self, call: CollectiveCall, wire_format: WireFormat | None = None) -> Group:
         """Returns all ranks as a group.
@@ -65,6 +66,10 @@ class Network:
         if self.world is not None and not self._is_open:
             self._communicator = self.world.open(call)
             self._is_open = True
+            self._group = self._new_group(None)
+        return self._group if wire_format is None else self._new_group(wire_format)
+
+    def _new_group(self, wire_format: WireFormat | None) -> Group:
         if self._communicator is None:
             return RingGroup(self._transport, (), wire_format)
         return MpiGroup(self._transport, self._communicator, wire_format)

@@ -32,7 +32,7 @@ __all__: list[str] = []
 # Larger arrays are exchanged in pieces. The deadline counts from the end of a piece, and the
 # counts of MPI 3 have 31 bits.
 _PIECE_BYTES = 64 << 20
-_NATIVE = ("float32", "float64", "int8", "uint8", "int32", "int64")
+_NATIVE = frozenset(map(np.dtype, ("f4", "f8", "i1", "u1", "i4", "i8")))
 _HEADER = 4  # checksum, step and bucket, which must be the same, and a number that may differ
 
 
@@ -55,6 +55,8 @@ class MpiGroup:
         self._communicator = communicator
         self._wire_format = wire_format
         self._rank, self._size = transport.rank, transport.size
+        self._header = np.zeros(_HEADER, np.int64)
+        self._headers = np.zeros((self._size, _HEADER), np.int64)
 
     def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
         """Reduces a flat buffer, in place; see `RingGroup.all_reduce`."""
@@ -127,13 +129,16 @@ class MpiGroup:
             raise transport.error
         tag = call.tag()
         transport.recorder.record("begun", -1, call.name, tag, nbytes)
-        headers = np.empty((self._size, _HEADER), np.int64)
-        header = np.array([tag.signature, tag.step, tag.bucket, number], np.int64)
+        header, headers = self._header, self._headers
+        header[:] = tag.signature, tag.step, tag.bucket, number
         request = self._communicator.Iallgather(header, headers)
         wait(transport, call, request, "start", header, headers, have_all_called=False)
-        for peer in np.flatnonzero((headers[:, :-1] != header[:-1]).any(axis=1)):
-            raise event_loop.run(transport.abort_on_mismatch(int(peer), tag))
-        return [int(each) for each in headers[:, -1]]
+        rows = headers.tolist()
+        local = rows[self._rank][:-1]
+        for peer, row in enumerate(rows):
+            if row[:-1] != local:
+                raise event_loop.run(transport.abort_on_mismatch(peer, tag))
+        return [row[-1] for row in rows]
 
     def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
         native = self._native_op(flat.dtype, op)
@@ -146,7 +151,7 @@ class MpiGroup:
 
     def _native_op(self, dtype: np.dtype[Any], op: np.ufunc) -> Any:
         """Returns the operator of MPI; None if the ranks have to reduce with numpy."""
-        if dtype.name not in _NATIVE or self._wire_format is not None:
+        if dtype not in _NATIVE or self._wire_format is not None:
             return None
         mpi, is_integer = self._mpi, dtype.kind in "iu"
         operators: list[tuple[np.ufunc, Any]] = [(np.add, mpi.SUM), (np.multiply, mpi.PROD)]

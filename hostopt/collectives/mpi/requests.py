@@ -11,7 +11,7 @@ import os
 import time
 from typing import Any
 
-from hostopt.collectives.call import CollectiveCall
+from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.mpi import runtime
 from hostopt.errors import HostOptError, PeerLostError
 from hostopt.transport.base import Transport
@@ -20,6 +20,7 @@ __all__: list[str] = []
 
 # Time of polling without sleep: a rank that sleeps wakes up late, and then the others wait for it.
 _SPIN_S, _SPIN_S_PER_BYTE = 2e-3, 5e-9
+_POLLS = 16  # between offers of the core to other threads
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 200e-6
 _GRACE_S = 1.0  # time in which the signature of a rank arrives that has left since
 _CAUSE_S = 2.0  # time in which the ring notices why MPI has failed
@@ -30,7 +31,7 @@ def wait(
     call: CollectiveCall,
     request: Any,
     phase: str,
-    *buffers: Any,
+    *buffers: Array,
     have_all_called: bool = True,
 ) -> None:
     """Waits until a request has ended.
@@ -52,7 +53,7 @@ def wait(
     """
     mpi = runtime.load()
     try:
-        if not _spin(request, sum(memoryview(each).nbytes for each in buffers)):
+        if not _spin(request, sum(each.nbytes for each in buffers)):
             _poll(transport, call, request, phase, math.inf if have_all_called else _GRACE_S)
     except BaseException as error:
         runtime.keep(request, *buffers)
@@ -65,11 +66,13 @@ def wait(
 
 def _spin(request: Any, nbytes: int) -> bool:
     end_s = time.monotonic() + _SPIN_S + nbytes * _SPIN_S_PER_BYTE
-    while not request.Test():
+    while True:
+        for _ in range(_POLLS):
+            if request.Test():
+                return True
         if time.monotonic() >= end_s:
             return False
-        os.sched_yield()  # with fewer cores than ranks, another rank may have to run
-    return True
+        os.sched_yield()  # backward may need the core, or another rank if there are fewer cores
 
 
 def _poll(
