@@ -32,7 +32,7 @@ __all__: list[str] = []
 # Larger arrays are exchanged in pieces. The deadline counts from the end of a piece, and the
 # counts of MPI 3 have 31 bits.
 _PIECE_BYTES = 64 << 20
-_NATIVE = frozenset(map(np.dtype, ("f4", "f8", "i1", "u1", "i4", "i8")))
+_NATIVE = "fdbBilq"  # numpy's characters of float32, float64, int8, uint8, int32 and int64
 _HEADER = 4  # checksum, step and bucket, which must be the same, and a number that may differ
 
 
@@ -151,13 +151,14 @@ class MpiGroup:
 
     def _native_op(self, dtype: np.dtype[Any], op: np.ufunc) -> Any:
         """Returns the operator of MPI; None if the ranks have to reduce with numpy."""
-        if dtype not in _NATIVE or self._wire_format is not None:
+        if dtype.char not in _NATIVE or self._wire_format is not None:
             return None
-        mpi, is_integer = self._mpi, dtype.kind in "iu"
-        operators: list[tuple[np.ufunc, Any]] = [(np.add, mpi.SUM), (np.multiply, mpi.PROD)]
-        if is_integer:
-            operators += [(np.minimum, mpi.MIN), (np.maximum, mpi.MAX)]
-        return dict(operators).get(op)
+        mpi = self._mpi
+        if op in (np.add, np.multiply):
+            return mpi.SUM if op is np.add else mpi.PROD
+        if dtype.kind in "iu":
+            return mpi.MIN if op is np.minimum else mpi.MAX
+        return None
 
     def _reduce_chunks(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
         """Reduces a buffer with numpy, in place: [R1] to [R3].
