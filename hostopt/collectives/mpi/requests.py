@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 # Time of polling without sleep: a rank that sleeps wakes up late, and then the others wait for it.
 _SPIN_S, _SPIN_S_PER_BYTE = 2e-3, 5e-9
-_POLLS = 50  # about 20 us, between offers of the core to other threads
+_POLLS = 16  # about 5 us, between offers of the core to other threads
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 200e-6
 _GRACE_S = 1.0  # time in which the signature of a rank arrives that has left since
 _CAUSE_S = 2.0  # time in which the ring notices why MPI has failed
