@@ -212,6 +212,22 @@ def test_a_rank_that_is_frozen(launcher: str) -> None:
     check_ended(result.stdout)
 
 
+def test_a_forked_child_leaves_mpi_to_the_rank(launcher: str) -> None:
+    code = f"""
+import os, sys
+{CONNECT.replace("hostopt.connect", "c = hostopt.connect")}
+c.barrier()
+child = os.fork()
+if child == 0:
+    sys.exit(3)  # calls the functions of atexit
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+c.barrier()
+c.close()
+"""
+    result = run(launcher, 2, sys.executable, "-c", code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_process_of_the_launcher_that_does_not_start_mpi(launcher: str) -> None:
     """An evaluator that runs another program, as if it were frozen."""
     code = f"""

@@ -11,6 +11,7 @@ import concurrent.futures
 import ctypes
 import functools
 import logging
+import os
 import queue
 import sys
 import threading
@@ -78,12 +79,15 @@ class Runtime:
     Attributes:
       has_failed: True if a ring was aborted; then the others may never call MPI_Finalize.
       end_timeout_s: time to wait in MPI_Finalize, in seconds.
+      pid: the process that has this thread; a forked child has not.
+      is_ours: True once this thread has started MPI, and so has to end it.
     """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]]
         self._calls = queue.SimpleQueue()
-        self._is_ours = False  # True once this thread has started MPI
+        self.pid = os.getpid()
+        self.is_ours = False
         self.has_failed = False
         self.end_timeout_s = 0.0
         threading.Thread(target=self._run, daemon=True, name="hostopt-mpi").start()
@@ -105,7 +109,7 @@ class Runtime:
         if not mpi.Is_initialized():
             required, provided = ctypes.c_int(mpi.THREAD_MULTIPLE), ctypes.c_int()
             _call_library("MPI_Init_thread", None, None, required, ctypes.byref(provided))
-            self._is_ours = True
+            self.is_ours = True
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             raise ConfigError(
                 f"this MPI ({library_version()}) does not support MPI_THREAD_MULTIPLE, calls from "
@@ -113,9 +117,8 @@ class Runtime:
             )
 
     def end(self) -> None:
-        """Ends MPI if this thread has started it; runs on the thread."""
-        if self._is_ours:
-            _call_library("MPI_Finalize")
+        """Ends MPI; runs on the thread."""
+        _call_library("MPI_Finalize")
 
     def _run(self) -> None:
         while True:
@@ -214,7 +217,7 @@ def wait_for(
 
 def _end(runtime: Runtime) -> None:
     """Ends MPI at exit, if all collectives of this process have ended well."""
-    if runtime.has_failed or _kept:
+    if not runtime.is_ours or runtime.pid != os.getpid() or runtime.has_failed or _kept:
         return
     try:
         wait_for(runtime.call(runtime.end), runtime.end_timeout_s, lambda: None)
