@@ -24,6 +24,9 @@ PROGRAMS_STAMP := $(PROGRAMS_VENV)/.installed-programs-$(PYTHON_VERSION)
 # mpirun of several kinds, and schemas of Kubernetes, each in a directory of its own
 LAUNCHERS := $(addprefix .launchers/,openmpi-5 openmpi-4 mpich-5 schemas)
 
+# mpi4py, which loads the MPI library of any of them
+MPI_STAMP = $(VENV)/.installed-mpi-$(PYTHON_VERSION)
+
 # the tools that build the site
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
@@ -69,7 +72,7 @@ soak: $(TEST_STAMP)
 	$(BIN)/python benchmarks/soak/main.py $(SOAK_ARGS)
 
 # Open MPI and MPICH, which start the processes instead of `hostopt run`
-test-launchers: $(LAUNCHERS)
+test-launchers: $(LAUNCHERS) $(MPI_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m launchers
 
 # Slurm: needs root and Debian's packages munge and slurm-wlm
@@ -138,6 +141,10 @@ $(PROGRAMS_STAMP): tests/published.txt setup.cfg $(wildcard constraints*.txt)
 .launchers/%: | $(TEST_STAMP)
 	$(BIN)/python -m pip install --quiet --ignore-installed --no-deps --prefix $@ \
 		"$(firstword $(subst -, ,$*))==$(lastword $(subst -, ,$*)).*"
+
+$(MPI_STAMP): $(TEST_STAMP)
+	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[mpi]" $(WANTED)
+	touch $@
 
 .launchers/schemas:
 	$(PYTHON) -m venv $@

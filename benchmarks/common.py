@@ -150,6 +150,19 @@ def mpirun(np: int, *command: object) -> list[object]:
     return ["mpirun", *as_root, "--oversubscribe", "-np", np, *command]
 
 
+@functools.cache  # log the message once
+def has_mpi() -> bool:
+    """Returns True if this Python and the `mpirun` of this machine can use MPI, else logs why."""
+    missing = [] if shutil.which("mpirun") else ["mpirun"]
+    try:
+        importlib.metadata.version("mpi4py")
+    except importlib.metadata.PackageNotFoundError:
+        missing.append("mpi4py")
+    if missing:
+        log(f"MPI is skipped: no {', no '.join(missing)}. Install them, as docs/mpi.md says")
+    return not missing
+
+
 def report(**result: Any) -> None:
     """Prints a rank's result so that `results_in` finds it among other output."""
     sys.stdout.write(

@@ -183,8 +183,10 @@ def connect_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[
             "dataset.shard(input_context.num_input_pipelines, input_context.input_pipeline_id), "
             "or give train_and_evaluate one EvalSpec for each evaluator"
         )
+    communication = strategy.options.communication
     options = dataclasses.replace(
         strategy.options,
+        communication="auto" if communication == "mpi" else communication,
         debug_dir=None,  # the ranks that train write there
         collective_timeout_s=max(strategy.options.collective_timeout_s, _MIN_TIMEOUT_S),
         timeline=None,

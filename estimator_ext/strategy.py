@@ -45,7 +45,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         GPU, the virtual accelerator, which is the second CPU device of the session.
       communication: "auto" reduces in shared memory among ranks of one host, and over TCP sockets
         between hosts. "grpc+tcp" uses only sockets. "grpc" sends all data in gRPC messages. "shm"
-        raises an error if ranks of one host cannot share memory.
+        raises an error if ranks of one host cannot share memory. "mpi" has MPI carry the data of
+        ranks that mpirun has started.
       bucket_mb: size of a gradient bucket in MiB; its size in bytes is a multiple of 128.
       compression: "fp16" or "bf16" sends float32 gradients with 16 bits between hosts; None sends
         all 32 bits. Sums are always computed in float32.

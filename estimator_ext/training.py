@@ -20,6 +20,7 @@ from estimator_ext.evaluation import (
 from estimator_ext.evaluators import connect_evaluators, with_evaluators
 from estimator_ext.model_dir_lock import note_ring, training_in, training_without_ring
 from estimator_ext.strategy import HostOffloadStrategy
+from hostopt.connect import start_beside_ring
 
 __all__: list[str] = []
 
@@ -64,6 +65,7 @@ def train_and_evaluate(
             _train(estimator, train_spec)
             return evaluate_final(estimator, train_spec, eval_specs)
     if strategy.cluster.role == "evaluator":
+        start_beside_ring(strategy.cluster, strategy.options)
         return _run_evaluator(strategy.cluster, estimator, train_spec, eval_specs)
     if not strategy.cluster.is_chief:
         _train(estimator, train_spec)

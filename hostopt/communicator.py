@@ -14,8 +14,9 @@ from hostopt.collectives.channel import Channel
 from hostopt.collectives.finish import finish
 from hostopt.collectives.host_memory import HostMemory
 from hostopt.collectives.hosts import Hosts
+from hostopt.collectives.mpi.world import World
+from hostopt.collectives.network import Network
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
-from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.scalar_sum import ScalarSum, new_scalar_sum
 from hostopt.collectives.tensor_list_view import TensorListView
 from hostopt.collectives.wire_format import WireFormat
@@ -38,12 +39,20 @@ class Communicator(Channel):
       channel: number of the channel; 0 for the first communicator of a transport.
       name: describes the data of the channel, for warnings and errors.
       hosts: ranks grouped by host, to all-reduce in shared memory; None uses the network only.
+      world: the ranks as MPI knows them, which then carries the data between them; None uses the
+        transport.
     """
 
     def __init__(
-        self, transport: Transport, channel: int = 0, name: str = "", hosts: Hosts | None = None
+        self,
+        transport: Transport,
+        channel: int = 0,
+        name: str = "",
+        hosts: Hosts | None = None,
+        world: World | None = None,
     ) -> None:
         super().__init__(transport, channel, name)
+        self.network = Network(transport, world)
         self.hosts = hosts
         self.memory: HostMemory | None = None
         if hosts is not None:
@@ -72,7 +81,8 @@ class Communicator(Channel):
           ConfigError: the name has the same channel number as another name.
         """
         path = f"{self.name}: {name}" if self.name else name
-        return Communicator(self.transport, self.transport.open_channel(path), name, self.hosts)
+        number = self.transport.open_channel(path)
+        return Communicator(self.transport, number, name, self.hosts, self.network.world)
 
     def open_scalar_sum(self, name: str) -> ScalarSum:
         """Opens a non-blocking sum of two float32 scalars.
@@ -134,7 +144,7 @@ class Communicator(Channel):
           ConfigError: the dtype is not supported, or a wire format is given for another operator
             or dtype.
         """
-        all_reduce_in_place(self, self.memory, flat, op, call, wire_format, source)
+        all_reduce_in_place(self, self.memory, self.network, flat, op, call, wire_format, source)
 
     def reduce_scatter(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
         """Reduces an array over the ranks. Rank r gets chunk r of the flattened result.
@@ -155,7 +165,7 @@ class Communicator(Channel):
         array = _copy(array)
         check_dtype(array.dtype, op)
         call = self.begin_call(f"reduce_scatter({op.value})", name, array)
-        chunk = RingGroup(self.transport).reduce_scatter(call, array.reshape(-1), op.ufunc)
+        chunk = self.network.group(call).reduce_scatter(call, array.reshape(-1), op.ufunc)
         if op is ReduceOp.AVERAGE:
             chunk /= chunk.dtype.type(self.size)
         return chunk
@@ -174,7 +184,7 @@ class Communicator(Channel):
         """
         array = _copy(array)
         call = self.begin_call("all_gather", name, array)
-        return RingGroup(self.transport).all_gather(call, array)
+        return self.network.group(call).all_gather(call, array)
 
     def broadcast(self, array: Any, root: int = 0, name: str = "") -> Array:
         """Sends the array of one rank to all ranks.
@@ -196,7 +206,7 @@ class Communicator(Channel):
             raise ConfigError(f"broadcast root is {root}, wanted a rank from 0 to {self.size - 1}")
         result = _copy(array)
         call = self.begin_call(f"broadcast from rank {root}", name, result)
-        RingGroup(self.transport).broadcast(call, result.reshape(-1), root)
+        self.network.group(call).broadcast(call, result.reshape(-1), root)
         return result
 
     @overload
@@ -220,7 +230,7 @@ class Communicator(Channel):
           The bytes of each rank, in rank order. If `data` is a buffer, long strings and `data`
           itself are returned as read-only views.
         """
-        return byte_strings.all_gather_bytes(self, self.memory, data, name)
+        return byte_strings.all_gather_bytes(self, self.memory, self.network, data, name)
 
     def gather_bytes(self, data: bytes, name: str = "") -> list[bytes]:
         """Gathers byte strings, whose lengths may differ, on rank 0.
@@ -265,7 +275,7 @@ class Communicator(Channel):
         Raises:
           CollectiveMismatchError: an entry differs. The error lists the values of the ranks.
         """
-        return byte_strings.check_same(self, self.memory, table, name)
+        return byte_strings.check_same(self, self.memory, self.network, table, name)
 
     def barrier(self, name: str = "barrier") -> None:
         """Waits until every rank has called this.

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from types import TracebackType
 
 from hostopt import descriptors
+from hostopt.adapters import mpi
 from hostopt.adapters.discover import set_tf_config
 from hostopt.child_process import ForkGuard, call_on_error, native_threads
 from hostopt.clock import measure_offset
 from hostopt.cluster import Cluster
 from hostopt.collectives.host_memory import BLOCK_BYTES, find_hosts, open_hierarchical
 from hostopt.collectives.hosts import local_host_id
+from hostopt.collectives.mpi import runtime
+from hostopt.collectives.mpi.world import open_world
 from hostopt.communicator import Communicator
 from hostopt.error_report import summary_of, write_details, write_report
-from hostopt.errors import HostOptError, ResourceError
+from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.options import Options
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport import event_loop
@@ -97,17 +100,22 @@ def connect_ring(
       The communicator of this rank.
 
     Raises:
-      ConfigError: this task's address or the timeline's file cannot be used.
+      ConfigError: this task's address, the timeline's file or MPI cannot be used.
       RendezvousTimeoutError: a rank did not start in time.
     """
     descriptors.open_closed_descriptors()
     descriptors.raise_limit()
     call_on_error(_abort_all)
+    uses_mpi = options.communication == "mpi" and cluster.size > 1
+    if uses_mpi:
+        _prepare_mpi(options)
     communicator = Communicator(_transport(cluster, options, service))
     _connected.add(communicator)
     try:
         if options.timeline is not None:
             _start_timeline(communicator, options.timeline)
+        if uses_mpi:
+            return _with_mpi(communicator)
         hosts = find_hosts(communicator, local_host_id())
         # tried now, so that an error is raised here and not in the middle of a step
         if hosts is None or open_hierarchical(communicator, hosts, BLOCK_BYTES) is None:
@@ -118,6 +126,41 @@ def connect_ring(
         raise
     transport = communicator.transport
     communicator = Communicator(transport, transport.open_channel("all ranks"), hosts=hosts)
+    _connected.add(communicator)
+    return communicator
+
+
+def _prepare_mpi(options: Options) -> None:
+    mpi.check_started(os.environ)
+    if options.tls_dir is not None and not options.insecure:
+        raise ConfigError(
+            "tls_dir is set, but with communication='mpi' the data travel through MPI, which "
+            "hostopt cannot encrypt. Set insecure=True to accept this, or use 'grpc+tcp'"
+        )
+    runtime.prepare(options)
+
+
+def start_beside_ring(cluster: Cluster, options: Options) -> None:
+    """Starts what the ranks need of a process that is not one of them, such as an evaluator.
+
+    MPI starts and ends only if all processes of its launcher take part. This does not wait for
+    them.
+
+    Args:
+      cluster: the ring.
+      options: `communication`.
+
+    Raises:
+      ConfigError: MPI cannot be loaded.
+    """
+    if options.communication == "mpi" and cluster.size > 1 and mpi.is_started(os.environ):
+        runtime.take_part(options)
+
+
+def _with_mpi(communicator: Communicator) -> Communicator:
+    transport = communicator.transport
+    world = open_world(communicator)
+    communicator = Communicator(transport, transport.open_channel("all ranks"), world=world)
     _connected.add(communicator)
     return communicator
 

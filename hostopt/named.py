@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from hostopt.collectives.all_to_all import all_to_all
 from hostopt.collectives.call import Array
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.communicator import Communicator
@@ -217,7 +216,7 @@ class NamedCollectives:
             communicator = channel.communicator
             description = _describe_rows("all_to_all", name, array)
             call = communicator.begin_call("all_to_all", description)
-            return all_to_all(communicator.transport, call, parts)
+            return communicator.network.group(call).all_to_all(call, parts)
 
     def all_gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """Gathers byte strings of any length on every rank, in rank order."""

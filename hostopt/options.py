@@ -54,7 +54,7 @@ _NUMBERS = {
     "desync_check_steps": _Range(0, MAX_COUNT, whole=True),
 }
 _CHOICES: dict[str, tuple[str | bool | None, ...]] = {
-    "communication": ("auto", "grpc+tcp", "grpc", "shm"),
+    "communication": ("auto", "grpc+tcp", "grpc", "shm", "mpi"),
     "compression": (None, "fp16", "bf16"),
     "checksum": (None, True, False),
     "nonfinite": ("error", "skip", "warn"),
@@ -88,7 +88,8 @@ class Options:
       collective_timeout_s: time without progress after which a waiting rank raises an error.
       communication: "auto" reduces in shared memory among ranks of one host, and over TCP sockets
         between hosts; "grpc+tcp" uses the sockets within a host, too; "grpc" sends all data in
-        gRPC messages; "shm" raises an error if ranks of a host cannot share memory.
+        gRPC messages; "shm" raises an error if ranks of a host cannot share memory; "mpi" has
+        MPI carry the data of ranks that mpirun has started.
       compression: "fp16" or "bf16" halves float32 gradients on the wire; None sends float32.
       timeline: file for a Chrome trace, one per rank; None records none.
       checksum: True adds a CRC-32 of the payload to each message, False of the header only. None

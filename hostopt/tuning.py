@@ -39,7 +39,8 @@ class Trial:
       segment_bytes: the option of this name.
       bucket_bytes: sizes of the all-reduces, in bytes.
       seconds: time of one all-reduce of each size.
-      has_segments: False if all ranks shared memory, whose speed does not depend on segments.
+      has_segments: False over MPI and if all ranks shared memory, whose speed does not depend on
+        segments.
     """
 
     communication: str
@@ -170,6 +171,7 @@ def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
                 repetitions, _ = bench.measure(group, size_bytes, _REPETITIONS)
                 seconds.append(min(repetitions))  # the least disturbed one
         communicator.barrier("the end of a trial")
-        has_segments = not communicator.on_one_host
+        over_mpi = communicator.network.world is not None
+        has_segments = not (communicator.on_one_host or over_mpi)
     sizes = _BUCKETS_BYTES[: len(seconds)]
     return Trial(options.communication, options.segment_bytes, sizes, tuple(seconds), has_segments)

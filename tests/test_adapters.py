@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hostopt.adapters import rendezvous_server, slurm
+from hostopt.adapters import mpi, rendezvous_server, slurm
 from hostopt.adapters.discover import find_place, set_tf_config
 from hostopt.errors import ConfigError
 from hostopt.options import Options
@@ -141,6 +141,14 @@ def test_a_pod_without_the_number_of_pods_warns_once(caplog: pytest.LogCaptureFi
     for _ in range(2):
         assert find_place({"JOB_COMPLETION_INDEX": "17"}) is None
     assert caplog.text.count("pod 17 of an Indexed Job, but HOSTOPT_SIZE is not set") == 1
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"])
+def test_launchers_of_mpi(name: str) -> None:
+    mpi.check_started({name: "0"})
+    for environ in ({}, {name: "0", "HOSTOPT_ERROR_FILE": "set by hostopt run"}):
+        with pytest.raises(ConfigError, match="has started this process, so MPI cannot reach"):
+            mpi.check_started(environ)
 
 
 def test_by_hand() -> None:

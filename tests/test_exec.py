@@ -11,34 +11,11 @@ from typing import Any
 
 import pytest
 from harness import PROGRAMS, ROOT, deadline_s
+from mpirun import HOSTOPT, LAUNCHERS, OPEN_MPI, command_of, run
 
 pytestmark = [pytest.mark.launchers]
 
-LAUNCHERS = ROOT / ".launchers"
-HOSTOPT = [sys.executable, "-m", "hostopt.cli"]
 PROGRAM = [sys.executable, str(PROGRAMS / "reduces_rank.py")]
-# mpirun of a user, on a machine with fewer cores than ranks
-OPEN_MPI = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
-
-
-def run(launcher: str, size: int, *command: str, **environ: str) -> Any:
-    """Starts a command with the mpirun of a launcher, and returns its result."""
-    mpirun = LAUNCHERS / launcher / "bin" / "mpirun"
-    assert mpirun.exists(), "run `make test-launchers`"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HOSTOPT_")}
-    return subprocess.run(
-        [str(mpirun), "-np", str(size), *command],
-        env={**kept, **OPEN_MPI, "PYTHONPATH": str(ROOT), **environ},
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=deadline_s(90.0),
-    )
 
 
 def reports(result: Any) -> list[dict[str, Any]]:
@@ -46,7 +23,7 @@ def reports(result: Any) -> list[dict[str, Any]]:
     return sorted(map(json.loads, lines), key=lambda each: each["rank"])
 
 
-@pytest.fixture(params=["openmpi-5", "openmpi-4", "mpich-5"])
+@pytest.fixture(params=LAUNCHERS)
 def launcher(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -68,8 +45,7 @@ def test_all_ranks_are_found(launcher: str, way: str, size: int) -> None:
 
 
 def test_two_runs_at_the_same_time_do_not_mix(launcher: str, tmp_path: Path) -> None:
-    mpirun = LAUNCHERS / launcher / "bin" / "mpirun"
-    command = [str(mpirun), "-np", "2", *HOSTOPT, "exec", "--", *PROGRAM]
+    command = command_of(launcher, 2, *HOSTOPT, "exec", "--", *PROGRAM)
     environ = {**os.environ, **OPEN_MPI, "PYTHONPATH": str(ROOT)}
     directories = [tmp_path / "a", tmp_path / "b"]  # runs of Open MPI 4 delete that of each other
     for directory in directories:

@@ -145,6 +145,11 @@ def test_only_the_grpc_transport_imports_grpc() -> None:
     assert users == {"hostopt.transport.grpc.runtime"}
 
 
+def test_one_module_imports_mpi() -> None:
+    users = {name for name in FILES if any(starts_with(f, "mpi4py") for f in imports_of(name))}
+    assert users == {"hostopt.collectives.mpi.runtime"}
+
+
 def estimator_names(tree: ast.AST) -> Iterator[str]:
     """Returns the uses of tensorflow_estimator or tf.estimator in code, not in text."""
     for node in ast.walk(tree):
@@ -221,7 +226,7 @@ def test_importing_hostopt_loads_neither_tensorflow_nor_grpc() -> None:
     )
     loaded = run.stdout.split()
     assert "hostopt.communicator" in loaded
-    heavy = ("tensorflow", "tensorflow_estimator", "grpc", "estimator_ext")
+    heavy = ("tensorflow", "tensorflow_estimator", "grpc", "mpi4py", "estimator_ext")
     assert not [name for name in loaded if name.partition(".")[0] in heavy]
 
 

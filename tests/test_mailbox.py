@@ -72,6 +72,21 @@ def test_messages_of_a_peer_that_has_left_can_be_taken_but_no_more() -> None:
     assert (caught.value.rank, caught.value.step) == (1, 5)
 
 
+def test_a_wait_may_outlast_the_departure_of_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the peer sent by other means, such as MPI, may arrive after its departure."""
+    now_s = 0.0
+    monkeypatch.setattr(mailbox.time, "monotonic", lambda: now_s)
+    box, _ = new_mailbox()
+    box.mark_left(1, "it has closed its communicator")
+    with box.waiting(1, TAG, "bread", grace_s=1.0) as check:
+        check()
+        now_s = 0.9
+        check()
+        now_s = 1.1
+        with pytest.raises(PeerLostError, match="it has closed its communicator"):
+            check()
+
+
 def test_a_finish_marker_ends_waits_on_other_channels() -> None:
     box, _ = new_mailbox()
     box.put(1, FINISH_MARKER, memoryview(b""))

@@ -122,7 +122,7 @@ def test_bad_values_in_the_environment(name: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("communication", "mpi"),
+        ("communication", "nccl"),
         ("communication", None),
         ("compression", "int8"),
         ("checksum", "crc"),

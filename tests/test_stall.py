@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 from rings import Spawn
 
+from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveTimeoutError
+from hostopt.transport import event_loop
+from hostopt.transport.stall import find_culprit
 
 SHORT = {"stall_warning_s": 0.3, "collective_timeout_s": 1.0}
 
@@ -47,6 +51,22 @@ def test_all_ranks_blame_the_stuck_rank(
     warnings = [line for line in messages if " for the second " in line]  # the first may be slow
     assert {int(line.split()[1]) for line in warnings} == set(range(size)) - {stuck}
     assert all(f"rank {stuck} (" in line.partition(": ")[2] for line in warnings)
+
+
+def test_ranks_that_wait_in_the_same_collective() -> None:
+    """As over MPI, if its network stops."""
+    cluster = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
+    tag = [7, 5, 0, 0, 0, 0, 1]
+
+    async def request_status(peer: int, waiting: int, _: Any) -> dict[str, Any]:
+        wait = {"peer": waiting, "what": "bread", "tag": tag, "for_s": 1.0}
+        return {"error": None, "waits": [wait], "sends": [], "last": None, "sent": False}
+
+    culprit = event_loop.run(find_culprit(cluster, 1, tag, request_status))
+    assert culprit.text == (
+        "rank 1 waits for rank 0 in bread: they wait for each other, in the same collective, and "
+        "the network makes no progress"
+    )
 
 
 def test_ranks_that_wait_for_each_other(spawn: Spawn) -> None:

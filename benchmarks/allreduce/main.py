@@ -40,6 +40,12 @@ class Way:
         """True for uncompressed data without TLS."""
         return self.compression == "none" and not self.tls
 
+    def command(self, np: int, *command: object) -> list[object]:
+        """Returns the command that starts `np` ranks on this machine."""
+        if self.communication != "mpi":
+            return common.hostopt_run(np, *command)
+        return common.mpirun(np, sys.executable, "-m", "hostopt.cli", "exec", "--", *command)
+
     @contextmanager
     def environ(self) -> Iterator[dict[str, str]]:
         """Yields environment variables of the ranks, and deletes their certificates afterwards."""
@@ -73,12 +79,14 @@ OURS = {
     "hostopt grpc+tcp bf16": Way("grpc+tcp", "bf16"),
     "hostopt grpc+tcp fp16": Way("grpc+tcp", "fp16"),
     "hostopt shm": Way("shm"),
+    "hostopt mpi": Way("mpi"),
 }
 TITLES = {
     **{name: name for name in OURS},
     "tf": "TensorFlow RING",
     "gloo": "Gloo TCP",
     "mpi": "OpenMPI",
+    "mpi4py": "MPI_Iallreduce and MPI_Wait",
 }
 RATIOS = (
     ("hostopt grpc+tcp", "hostopt grpc"),
@@ -86,6 +94,7 @@ RATIOS = (
     ("hostopt grpc+tcp", "tf"),
     ("hostopt grpc+tcp TLS", "hostopt grpc+tcp"),
     ("hostopt shm", "mpi"),
+    ("hostopt mpi", "mpi4py"),
 )
 _TIMEOUT_S = 300.0
 Costs = dict[int, Cost]  # by size
@@ -95,9 +104,9 @@ def measure_hostopt(way: Way, np: int, sizes: list[int], repetitions: int) -> li
     """Times the all-reduces of hostopt once, with `hostopt bench`."""
     with tempfile.TemporaryDirectory() as directory, way.environ() as environ:
         path = Path(directory, "times.json")
-        command = [sys.executable, "-m", "hostopt.cli", "bench", "-np", np, "--quiet"]
+        command = [sys.executable, "-m", "hostopt.cli", "bench", "--quiet"]
         command += ["--json", path, "--repetitions", repetitions, "--sizes", *sizes]
-        common.run(command, _TIMEOUT_S, environ)
+        common.run(way.command(np, *command), _TIMEOUT_S, environ)
         return bench.load(path)
 
 
@@ -112,7 +121,7 @@ def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) ->
         command: list[object] = [python, HERE / "peer.py", "--peer", peer]
         command += ["--store", Path(directory, "store"), "--repetitions", repetitions]
         command += ["--sizes", *sizes]
-        start = common.mpirun if peer == "mpi" else common.hostopt_run
+        start = common.mpirun if peer in ("mpi", "mpi4py") else common.hostopt_run
         environ = {**common.SAME_THREADS, "GLOO_SOCKET_IFNAME": "lo"}
         (result,) = common.results_in(common.run(start(2, *command), _TIMEOUT_S, environ), 1)
     return {int(size): Cost(*measured) for size, measured in result["measured"].items()}
@@ -121,8 +130,9 @@ def measure_peer(peer: str, python: Path, sizes: list[int], repetitions: int) ->
 def measure_memory(way: Way | None) -> float:
     """Returns the peak resident bytes of a rank that reduces 64 MiB, the larger of two ranks."""
     command = [sys.executable, HERE / "memory.py", *([] if way else ["--without"])]
+    start = way.command if way else common.hostopt_run
     with way.environ() if way else nullcontext(common.SAME_THREADS) as environ:
-        text = common.run(common.hostopt_run(2, *command), _TIMEOUT_S, environ)
+        text = common.run(start(2, *command), _TIMEOUT_S, environ)
     results = common.results_in(text, 2)
     return max(r["peak_bytes"] for r in results) / results[0]["gradient_bytes"]
 
@@ -130,12 +140,15 @@ def measure_memory(way: Way | None) -> float:
 def find_systems(args: argparse.Namespace) -> dict[str, Callable[[], Costs]]:
     result: dict[str, Callable[[], Costs]] = {}
     for name in args.systems:
+        if name in ("hostopt mpi", "mpi4py") and not common.has_mpi():
+            continue
         if name in OURS:
             result[name] = functools.partial(
                 costs_of_ours, OURS[name], 2, args.sizes, args.repetitions
             )
             continue
-        python = Path(sys.executable) if name == "tf" else common.peer_python(name)
+        is_here = name in ("tf", "mpi4py")
+        python = Path(sys.executable) if is_here else common.peer_python(name)
         if python is not None:
             result[name] = functools.partial(
                 measure_peer, name, python, args.sizes, args.repetitions

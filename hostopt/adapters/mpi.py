@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hostopt.adapters.place import Place, optional_number, rank_and_size
+from hostopt.error_report import VARIABLE as STARTED_BY_HOSTOPT
+from hostopt.errors import ConfigError
 
 __all__: list[str] = []
 
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # set for each process, by launchers
 _PROXY = "hydra_pmi_proxy"  # has started all processes of a run on this machine
 
 
@@ -43,6 +46,34 @@ def find_mpich(environ: Mapping[str, str]) -> Place | None:
     local_rank = optional_number(environ, "MPI_LOCALRANKID")
     local_size = optional_number(environ, "MPI_LOCALNRANKS")
     return _place("MPICH", ranks, local_rank, local_size, _proxy(), "")
+
+
+def is_started(environ: Mapping[str, str]) -> bool:
+    """Returns True if a launcher of MPI, and not `hostopt run`, has started this process.
+
+    Args:
+      environ: variables by name.
+    """
+    return STARTED_BY_HOSTOPT not in environ and any(name in environ for name in _RANKS)
+
+
+def check_started(environ: Mapping[str, str]) -> None:
+    """Checks that a launcher has started this process that MPI can reach the others through.
+
+    Args:
+      environ: variables by name.
+
+    Raises:
+      ConfigError: MPI would know this process alone.
+    """
+    if not is_started(environ):
+        by_hostopt = STARTED_BY_HOSTOPT in environ
+        starter = "`hostopt run`" if by_hostopt else "no launcher of MPI"
+        raise ConfigError(
+            f"communication is 'mpi', but {starter} has started this process, so MPI cannot reach "
+            "the other ranks. Start them with `mpirun -np N hostopt exec -- python main.py`, or "
+            "use another communication"
+        )
 
 
 def _place(

@@ -1,4 +1,4 @@
-"""All-reduce in place: over the ring, or in shared memory if ranks share a host."""
+"""All-reduce in place: over the network, or in shared memory if ranks share a host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.channel import Channel
 from hostopt.collectives.host_memory import HostMemory
+from hostopt.collectives.network import Network
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
-from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.tensor_list_view import TensorListView
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
@@ -20,6 +20,7 @@ __all__: list[str] = []
 def all_reduce_in_place(
     channel: Channel,
     memory: HostMemory | None,
+    network: Network,
     flat: Array,
     op: ReduceOp,
     call: CollectiveCall,
@@ -44,7 +45,7 @@ def all_reduce_in_place(
     else:
         if source is not None:
             source.copy_to(flat)
-        RingGroup(channel.transport, (), wire_format).all_reduce(call, flat, op.ufunc)
+        network.group(call, wire_format).all_reduce(call, flat, op.ufunc)
     if op is ReduceOp.AVERAGE:
         np.divide(flat, flat.dtype.type(channel.size), out=flat)
 

@@ -12,8 +12,8 @@ from hostopt.cluster import Cluster
 from hostopt.collectives.channel import Channel
 from hostopt.collectives.host_memory import HostMemory
 from hostopt.collectives.messages import CallMessages
+from hostopt.collectives.network import Network
 from hostopt.collectives.ring import RingGroup
-from hostopt.collectives.ring_byte_strings import ring_all_gather_bytes
 from hostopt.errors import CollectiveMismatchError
 from hostopt.transport import event_loop
 
@@ -22,7 +22,9 @@ __all__: list[str] = []
 _SHOWN_NAMES = 20  # maximum number of names in an error
 
 
-def all_gather_bytes(channel: Channel, memory: HostMemory | None, data: Any, name: str) -> Any:
+def all_gather_bytes(
+    channel: Channel, memory: HostMemory | None, network: Network, data: Any, name: str
+) -> Any:
     """Gathers byte strings on every rank; see `Communicator.all_gather_bytes`."""
     view = memoryview(data)
     view = view.cast("B").toreadonly() if view.nbytes else memoryview(b"")
@@ -35,7 +37,7 @@ def all_gather_bytes(channel: Channel, memory: HostMemory | None, data: Any, nam
     if shared_memory is not None:
         gathered = shared_memory.all_gather_bytes(view, call)
     else:
-        gathered = ring_all_gather_bytes(channel.transport, call, view)
+        gathered = network.group(call).all_gather_bytes(call, view)
     if isinstance(data, bytes):
         gathered = [bytes(each) for each in gathered]
         gathered[channel.rank] = data
@@ -74,10 +76,14 @@ def scatter_bytes(channel: Channel, data: Sequence[bytes], name: str) -> bytes:
 
 
 def check_same(
-    channel: Channel, memory: HostMemory | None, table: dict[str, str], name: str
+    channel: Channel,
+    memory: HostMemory | None,
+    network: Network,
+    table: dict[str, str],
+    name: str,
 ) -> list[str]:
     """Checks that all ranks have the same entries; see `Communicator.check_same`."""
-    texts = all_gather_bytes(channel, memory, json.dumps(table).encode(), name)
+    texts = all_gather_bytes(channel, memory, network, json.dumps(table).encode(), name)
     tables = [json.loads(text) for text in texts]
     if any(other != tables[0] for other in tables):
         raise _mismatch(tables, channel.transport.cluster, name)

@@ -111,13 +111,13 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
       host_id: identifier of this rank's host, from `local_host_id`.
 
     Returns:
-      The hosts; None if the option is "grpc" or "grpc+tcp", or if no two ranks share a host.
+      The hosts; None unless the option is "auto" or "shm", or if no two ranks share a host.
 
     Raises:
       ConfigError: the option is "shm", and the ranks run on several hosts.
     """
     communication = channel.transport.options.communication
-    if communication in ("grpc", "grpc+tcp") or channel.size == 1:
+    if communication not in ("auto", "shm") or channel.size == 1:
         return None
     hosts = group_by_host(_all_gather_texts(channel, host_id, "the hosts of the ranks"))
     if communication == "shm" and not hosts.is_single:

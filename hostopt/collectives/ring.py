@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hostopt.collectives import recursive_doubling
+from hostopt.collectives.all_to_all import exchange
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.messages import CallMessages
+from hostopt.collectives.ring_byte_strings import ring_all_gather_bytes
 from hostopt.collectives.ring_schedule import (
     Round,
     all_gather_rounds,
@@ -132,6 +134,33 @@ class RingGroup:
           root: rank whose values are sent.
         """
         event_loop.run(self._broadcast(call, flat, self._members.index(root)))
+
+    def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
+        """Gathers byte strings over all ranks; see `ring_all_gather_bytes`."""
+        return ring_all_gather_bytes(self._transport, call, data)
+
+    def all_to_all(self, call: CollectiveCall, parts: Sequence[Array]) -> tuple[Array, Array]:
+        """Sends part r of each rank to rank r; each pair exchanges its parts directly.
+
+        Args:
+          call: the collective call, of bucket 0.
+          parts: contiguous array of shape [n, ...] for each rank. All parts of all ranks have the
+            same dtype and the same shape but for n.
+
+        Returns:
+          The parts that this rank has received, joined in rank order, and the n of each, int64
+          [size].
+        """
+        counts = np.array([len(part) for part in parts], np.int64)
+        received = self.all_gather(call, counts)[:, self._index].copy()
+        own = parts[self._index]
+        result = np.empty((int(received.sum()), *own.shape[1:]), own.dtype)
+        ends = np.cumsum(received)
+        slots = [result[end - count : end] for end, count in zip(ends, received)]
+        slots[self._index][:] = own
+        if self._size > 1:
+            event_loop.run(exchange(self._transport, call._replace(bucket=1), parts, slots))
+        return result, received
 
     async def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
         most_bytes = min(recursive_doubling.MOST_BYTES, self._transport.options.segment_bytes)

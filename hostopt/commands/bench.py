@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--communication",
-        choices=["auto", "grpc+tcp", "grpc", "shm"],
+        choices=["auto", "grpc+tcp", "grpc", "shm", "mpi"],
         help="transport between the ranks",
     )
     parser.add_argument(

@@ -39,7 +39,7 @@ class Event(NamedTuple):
     """One action of a collective.
 
     Args:
-      kind: "sent", "received" or "in memory".
+      kind: "sent", "received", "in memory", or "begun" over MPI.
       peer: the other rank; -1 if the event concerns no single peer.
       name: what was reduced.
       tag: identifies the message or the call.

@@ -1,4 +1,4 @@
-"""Answers to programs that ask which libraries Horovod was built with: hostopt uses none."""
+"""Answers to programs that ask which libraries Horovod was built with: MPI, if it is in use."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ __all__: list[str] = []
 
 
 def mpi_threads_supported() -> bool:
-    """Returns False: there is no MPI."""
-    return False
+    """Returns True if MPI is in use, as hostopt requires its support of threads."""
+    return mpi_enabled()
 
 
 def mpi_enabled() -> bool:
-    """Returns False: there is no MPI."""
-    return False
+    """Returns True if the ring of this process uses `communication="mpi"`."""
+    if not process_ring.is_initialized():
+        return False
+    return process_ring.current().communicator.network.world is not None
 
 
 def mpi_built() -> bool:
-    """Returns False: there is no MPI."""
-    return False
+    """Returns `mpi_enabled`: hostopt is built without any library."""
+    return mpi_enabled()
 
 
 def gloo_enabled() -> bool:

@@ -147,23 +147,29 @@ class Mailbox:
                 changed.get_loop().call_soon_threadsafe(_settle, changed)
 
     @contextlib.contextmanager
-    def waiting(self, peer: int, tag: Tag, name: str) -> Iterator[Callable[[], float]]:
+    def waiting(
+        self, peer: int, tag: Tag, name: str, grace_s: float = 0.0
+    ) -> Iterator[Callable[[], float]]:
         """Registers a wait for a peer, by any means. The waiter calls the yielded function often.
 
         Args:
           peer: rank that is waited for.
           tag: what is waited for.
           name: description of it, for warnings and errors.
+          grace_s: time for which the wait goes on after the peer has left in good order, if what
+            it sent before can arrive later, in seconds.
 
         Yields:
           Function that warns when a warning is due and raises when the wait cannot succeed.
           Otherwise it returns the time in seconds until it has to be called again.
         """
         wait = Wait(peer, tag, name, time.monotonic())
-        schedule = Schedule(wait, self._options, self._on_stall, self._on_long_wait)
+        schedule = Schedule(wait, self._options, self._on_stall, self._on_long_wait, grace_s)
 
         def check() -> float:
-            self._raise_if_hopeless(peer, tag, name)
+            reason = self._reason_of_end(peer, tag)
+            if reason is not None and not schedule.is_in_grace():
+                raise _gone_error(self._cluster, peer, tag, name, reason)
             left_s = schedule.next_s()
             if left_s is None:
                 raise self.timeout_error(wait, peer, "")
@@ -245,20 +251,15 @@ class Mailbox:
         """Returns the present waits of this rank."""
         return list(self._waits.values())
 
-    def _raise_if_hopeless(self, peer: int, tag: Tag, name: str) -> None:
+    def _reason_of_end(self, peer: int, tag: Tag) -> str | None:
+        """Returns why a peer sends no more, if it has left; raises the error of the ring."""
         if self.error is not None:
             raise self.error
         reason = self._left.get(peer)
         finished = self._finished.get(peer)
         if reason is None and finished is not None and tag.channel != finished.channel:
             reason = "it has finished after fewer steps than this rank"
-        if reason is not None:
-            raise PeerLostError(
-                f"{self._cluster.describe(peer)} is gone at {tag} while rank "
-                f"{self._cluster.rank} waited for {name or 'its data'}: {reason}. Give all ranks "
-                "the same number of steps",
-                **_attributes(self._cluster, peer, tag),
-            )
+        return reason
 
     def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
         """Builds the error of a wait that has reached its deadline.
@@ -283,6 +284,14 @@ class Mailbox:
             f"rank {self._cluster.rank} has waited {time.monotonic() - wait.since_s:.1f} s for "
             f"{wait.name or 'data'} from {self._cluster.describe(wait.peer)} at {wait.tag}"
         )
+
+
+def _gone_error(cluster: Cluster, peer: int, tag: Tag, name: str, reason: str) -> PeerLostError:
+    return PeerLostError(
+        f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} waited for "
+        f"{name or 'its data'}: {reason}. Give all ranks the same number of steps",
+        **_attributes(cluster, peer, tag),
+    )
 
 
 def _attributes(cluster: Cluster, peer: int, tag: Tag) -> dict[str, Any]:

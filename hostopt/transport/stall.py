@@ -92,7 +92,8 @@ async def find_culprit(
       HostOptError: the error of a rank in the chain that has aborted the ring already.
     """
     assert cluster.rank is not None
-    path, text = [cluster.rank], ""
+    path, text, call = [cluster.rank], "", list(tag[:3])
+    places = "in the same collective, and the network makes no progress"
     while True:
         path.append(peer)
         name = cluster.describe(peer)
@@ -110,6 +111,8 @@ async def find_culprit(
         if status["waits"]:
             wait = status["waits"][0]
             next_peer, tag = wait["peer"], wait["tag"]
+            if list(tag[:3]) != call:
+                places = "in different collectives"
             description = f" in {wait['what'] or 'a call'}"
         elif sends:
             next_peer, description = sends[0], ""
@@ -117,7 +120,7 @@ async def find_culprit(
             return Culprit(peer, f"{text}{name} is in no collective; {_last_event(status)}")
         text += f"rank {peer} waits for rank {next_peer}{description}"
         if next_peer in path:
-            return Culprit(peer, f"{text}: they wait for each other, in different collectives")
+            return Culprit(peer, f"{text}: they wait for each other, {places}")
         text += ", "
         peer = next_peer
 

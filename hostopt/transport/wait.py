@@ -40,6 +40,7 @@ class Schedule:
       options: `stall_warning_s` and `collective_timeout_s`.
       on_stall: as for `Mailbox`.
       on_long_wait: as for `Mailbox`.
+      grace_s: as for `Mailbox.waiting`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Schedule:
         options: Options,
         on_stall: Callable[[Wait, bool], object],
         on_long_wait: Callable[[Wait], object],
+        grace_s: float = 0.0,
     ) -> None:
         self._wait = wait
         self._on_stall = on_stall
@@ -56,6 +58,15 @@ class Schedule:
         self._compare_after_s = _COMPARE_AFTER_S
         self._timeout_s = options.collective_timeout_s
         self._has_timed_out = False
+        self._grace_s = grace_s
+        self._grace_end_s: float | None = None
+
+    def is_in_grace(self) -> bool:
+        """Returns True until `grace_s` after the first call, when the peer had left."""
+        now_s = time.monotonic()
+        if self._grace_end_s is None:
+            self._grace_end_s = now_s + self._grace_s
+        return now_s < self._grace_end_s
 
     def next_s(self) -> float | None:
         """Does what is due.

@@ -529,7 +529,7 @@ if __name__ == "__main__":
     chosen: dict = {}
     for argument in sys.argv[1:]:
         chosen.update(json.loads(argument))
-    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    task = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]
     index = os.environ.get("HOSTOPT_SLOT", str(task["index"]))  # `hostopt run` has a chief, too
     for run in chosen.pop("runs", [{}]):  # one after the other, each with its settings
         settings = {

@@ -1,0 +1,239 @@
+"""Collectives of MPI over all ranks, on the communicator of one channel.
+
+Each call first gathers the checksums of its signature. So the ranks start the exchange of the data
+only if all of them make the same call, and a wrong one cannot do harm in the MPI library.
+
+MPI reduces what it has types for. What it has none for, and the minimum and maximum of floating
+numbers, whose NaNs MPI may drop, the ranks reduce with numpy:
+
+    [R1] all-to-all: rank r gets chunk r of every rank
+    [R2] rank r reduces its chunk, first its own values, then the others' in rank order
+    [R3] all-gather of the reduced chunks
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.mpi import runtime
+from hostopt.collectives.mpi.requests import wait
+from hostopt.collectives.ring_schedule import chunk_slices
+from hostopt.collectives.wire_format import NoCompression, WireFormat
+from hostopt.transport import event_loop
+from hostopt.transport.base import Transport
+
+__all__: list[str] = []
+
+# Larger arrays are exchanged in pieces. The deadline counts from the end of a piece, and the
+# counts of MPI 3 have 31 bits.
+_PIECE_BYTES = 64 << 20
+_NATIVE = "fdbBilq"  # numpy's characters of float32, float64, int8, uint8, int32 and int64
+_HEADER = 4  # checksum, step and bucket, which must be the same, and a number that may differ
+
+
+class MpiGroup:
+    """All ranks, on one communicator of MPI.
+
+    Every collective raises HostOptError if a rank failed, left, timed out or makes another call.
+
+    Args:
+      transport: transport of this rank.
+      communicator: communicator of MPI that nothing else uses.
+      wire_format: format of float32 values between ranks; None sends any dtype unchanged.
+    """
+
+    def __init__(
+        self, transport: Transport, communicator: Any, wire_format: WireFormat | None = None
+    ) -> None:
+        self._transport = transport
+        self._mpi = runtime.load()
+        self._communicator = communicator
+        self._wire_format = wire_format
+        self._rank, self._size = transport.rank, transport.size
+        self._header = np.zeros(_HEADER, np.int64)
+        self._headers = np.zeros((self._size, _HEADER), np.int64)
+
+    def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
+        """Reduces a flat buffer, in place; see `RingGroup.all_reduce`."""
+        self._begin(call, flat.nbytes)
+        self._all_reduce(call, flat, op)
+
+    def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
+        """Reduces a flat buffer, which is overwritten; see `RingGroup.reduce_scatter`."""
+        self._begin(call, flat.nbytes)
+        slices = chunk_slices(flat.size, self._size)
+        native = self._native_op(flat.dtype, op)
+        if native is None or flat.nbytes > _PIECE_BYTES:
+            self._all_reduce(call, flat, op)
+            kept: Array = flat[slices[self._rank]].copy()
+            return kept
+        counts = [part.stop - part.start for part in slices]
+        chunk = np.empty(counts[self._rank], flat.dtype)
+        request = self._communicator.Ireduce_scatter(flat, chunk, counts, native)
+        self._wait(call, request, "reduce-scatter", flat, chunk)
+        return chunk
+
+    def all_gather(self, call: CollectiveCall, array: Array) -> Array:
+        """Gathers an array from every rank; see `RingGroup.all_gather`."""
+        self._begin(call, array.nbytes)
+        result = np.empty((self._size, *array.shape), array.dtype)
+        result[self._rank] = array
+        self._gather(call, _bytes(result), [array.nbytes] * self._size)
+        return result
+
+    def broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
+        """Sends `flat` of one rank to all ranks, in place; see `RingGroup.broadcast`."""
+        self._begin(call, flat.nbytes)
+        self._broadcast(call, _bytes(flat), root)
+
+    def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
+        """Gathers byte strings, whose lengths may differ; see `ring_all_gather_bytes`."""
+        lengths = self._begin(call, len(data), len(data))
+        ends = list(itertools.accumulate(lengths))
+        result = np.empty(ends[-1], np.uint8)
+        result[ends[self._rank] - len(data) : ends[self._rank]] = np.frombuffer(data, np.uint8)
+        self._gather(call, result, lengths)
+        view = result.data.toreadonly()
+        gathered: list[bytes | memoryview] = [
+            view[end - length : end] for end, length in zip(ends, lengths)
+        ]
+        gathered[self._rank] = data
+        return gathered
+
+    def all_to_all(self, call: CollectiveCall, parts: Sequence[Array]) -> tuple[Array, Array]:
+        """Sends part r of each rank to rank r; see `RingGroup.all_to_all`."""
+        self._begin(call, sum(part.nbytes for part in parts))
+        counts = np.zeros((self._size, self._size), np.int64)
+        counts[self._rank] = [len(part) for part in parts]
+        self._gather(call, _bytes(counts), [counts[0].nbytes] * self._size)
+        own = parts[self._rank]
+        received = counts[:, self._rank].copy()
+        result = np.empty((int(received.sum()), *own.shape[1:]), own.dtype)
+        ends = np.cumsum(received)
+        slots = [_bytes(result[end - count : end]) for end, count in zip(ends, received)]
+        row_bytes = own.itemsize * int(np.prod(own.shape[1:], dtype=np.int64))
+        self._exchange(call, list(map(_bytes, parts)), slots, int(counts.max()) * row_bytes)
+        return result, received
+
+    # -- steps of the collectives -----------------------------------------------------------
+
+    def _begin(self, call: CollectiveCall, nbytes: int, number: int = 0) -> list[int]:
+        """Compares the calls of the ranks, and gathers a number of each rank."""
+        transport = self._transport
+        if transport.error is not None:
+            raise transport.error
+        tag = call.tag()
+        transport.recorder.record("begun", -1, call.name, tag, nbytes)
+        header, headers = self._header, self._headers
+        header[:] = tag.signature, tag.step, tag.bucket, number
+        request = self._communicator.Iallgather(header, headers)
+        wait(transport, call, request, "start", header, headers, have_all_called=False)
+        rows = headers.tolist()
+        local = rows[self._rank][:-1]
+        for peer, row in enumerate(rows):
+            if row[:-1] != local:
+                raise event_loop.run(transport.abort_on_mismatch(peer, tag))
+        return [row[-1] for row in rows]
+
+    def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
+        native = self._native_op(flat.dtype, op)
+        for piece in _pieces(flat):
+            if native is None:
+                self._reduce_chunks(call, piece, op)
+                continue
+            request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, native)
+            self._wait(call, request, "all-reduce", piece)
+
+    def _native_op(self, dtype: np.dtype[Any], op: np.ufunc) -> Any:
+        """Returns the operator of MPI; None if the ranks have to reduce with numpy."""
+        if dtype.char not in _NATIVE or self._wire_format is not None:
+            return None
+        mpi = self._mpi
+        if op in (np.add, np.multiply):
+            return mpi.SUM if op is np.add else mpi.PROD
+        if dtype.kind in "iu":
+            return mpi.MIN if op is np.minimum else mpi.MAX
+        return None
+
+    def _reduce_chunks(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
+        """Reduces a buffer with numpy, in place: [R1] to [R3].
+
+        With a wire format, the values that are sent are rounded, and the reduction is in float32.
+        The rank that reduces a chunk also keeps the rounded result, so all have the same bits.
+        """
+        wire = self._wire_format or NoCompression(flat.dtype)
+        slices = chunk_slices(flat.size, self._size)
+        own = flat[slices[self._rank]]
+        encoded = wire.encode(flat)
+        received = np.empty((self._size, own.size), wire.dtype)
+        parts = [_bytes(encoded[part]) for part in slices]
+        self._exchange(call, parts, list(map(_bytes, received)), max(map(len, parts)))  # [R1]
+        for peer in range(self._size):
+            if peer != self._rank:
+                wire.reduce(own, received[peer], op)  # [R2]
+        result = np.empty(flat.size, wire.dtype)
+        result[slices[self._rank]] = wire.encode(own)
+        self._gather(call, _bytes(result), list(map(len, parts)))  # [R3]
+        wire.decode(result, flat)
+
+    def _gather(self, call: CollectiveCall, result: Array, lengths: list[int]) -> None:
+        """Fills bytes that consist of a part of each rank; the local part is there already."""
+        if result.nbytes <= _PIECE_BYTES:
+            request = self._communicator.Iallgatherv(
+                self._mpi.IN_PLACE, [result, lengths, self._mpi.BYTE]
+            )
+            self._wait(call, request, "all-gather", result)
+            return
+        ends = itertools.accumulate(lengths)
+        for root, (end, length) in enumerate(zip(ends, lengths)):
+            self._broadcast(call, result[end - length : end], root)
+
+    def _broadcast(self, call: CollectiveCall, data: Array, root: int) -> None:
+        for piece in _pieces(data):
+            request = self._communicator.Ibcast([piece, self._mpi.BYTE], root)
+            self._wait(call, request, "broadcast", piece)
+
+    def _exchange(
+        self, call: CollectiveCall, parts: list[Array], slots: list[Array], most: int
+    ) -> None:
+        """Sends part r to rank r, and receives from each rank into its slot.
+
+        Args:
+          call: the collective call.
+          parts: bytes for each rank.
+          slots: memory for the bytes from each rank.
+          most: length of the longest part of any rank, the same on all ranks.
+        """
+        limit = _PIECE_BYTES // self._size
+        for start in range(0, most, limit):
+            piece = slice(start, start + limit)
+            sent = np.concatenate([part[piece] for part in parts])
+            send_lengths = [len(part[piece]) for part in parts]
+            lengths = [len(slot[piece]) for slot in slots]
+            received = np.empty(sum(lengths), np.uint8)
+            request = self._communicator.Ialltoallv(
+                [sent, send_lengths, self._mpi.BYTE], [received, lengths, self._mpi.BYTE]
+            )
+            self._wait(call, request, "exchange", sent, received)
+            ends = itertools.accumulate(lengths)
+            for slot, end, length in zip(slots, ends, lengths):
+                slot[piece] = received[end - length : end]
+
+    def _wait(self, call: CollectiveCall, request: Any, phase: str, *buffers: Array) -> None:
+        wait(self._transport, call, request, phase, *buffers)
+
+
+def _pieces(flat: Array) -> Iterator[Array]:
+    length = _PIECE_BYTES // flat.itemsize
+    for start in range(0, flat.size, length):
+        yield flat[start : start + length]
+
+
+def _bytes(array: Array) -> Array:
+    flat: Array = array.reshape(-1).view(np.uint8)
+    return flat

@@ -1,0 +1,75 @@
+"""The network of a channel: a ring of messages, or MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.mpi.group import MpiGroup
+from hostopt.collectives.mpi.world import World
+from hostopt.collectives.ring import RingGroup
+from hostopt.collectives.wire_format import WireFormat
+from hostopt.transport.base import Transport
+
+__all__: list[str] = []
+
+
+class Group(Protocol):
+    """Collectives over all ranks; see `RingGroup` for what they do."""
+
+    def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
+        """Reduces a flat buffer, in place."""
+
+    def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
+        """Reduces a flat buffer, and returns this rank's chunk."""
+
+    def all_gather(self, call: CollectiveCall, array: Array) -> Array:
+        """Gathers an array from every rank."""
+
+    def broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
+        """Sends `flat` of one rank to all ranks, in place."""
+
+    def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
+        """Gathers byte strings, whose lengths may differ."""
+
+    def all_to_all(self, call: CollectiveCall, parts: Sequence[Array]) -> tuple[Array, Array]:
+        """Sends part r of each rank to rank r."""
+
+
+class Network:
+    """Carries the collectives of one channel.
+
+    Args:
+      transport: transport of this rank.
+      world: opens a communicator of MPI at the first call; None uses the ring.
+    """
+
+    def __init__(self, transport: Transport, world: World | None = None) -> None:
+        self.world = world
+        self._transport = transport
+        self._is_open = world is None
+        self._communicator: Any = None
+        self._group: Group = RingGroup(transport)  # without a wire format
+
+    def group(self, call: CollectiveCall, wire_format: WireFormat | None = None) -> Group:
+        """Returns all ranks as a group.
+
+        Collective: all ranks must call it.
+
+        Args:
+          call: the call, which has begun.
+          wire_format: format of float32 values between ranks; None sends any dtype unchanged.
+        """
+        if self.world is not None and not self._is_open:
+            self._communicator = self.world.open(call)
+            self._is_open = True
+            self._group = self._new_group(None)
+        return self._group if wire_format is None else self._new_group(wire_format)
+
+    def _new_group(self, wire_format: WireFormat | None) -> Group:
+        if self._communicator is None:
+            return RingGroup(self._transport, (), wire_format)
+        return MpiGroup(self._transport, self._communicator, wire_format)
