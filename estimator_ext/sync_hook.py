@@ -62,7 +62,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
       replicas: the variables of all ranks.
       stops: the hook that ends the training on all ranks.
       examples: scalar, the number of examples in a step.
-      ends_together: True if all ranks stop when the data of one have ended.
+      config: configuration of the Estimator.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         replicas: Replicas,
         stops: EndStopSaveHook,
         examples: tf.Tensor,
-        ends_together: bool,
+        config: Any,
     ) -> None:
         self._communicator = communicator
         self._options = strategy.local_steps
@@ -87,7 +87,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._input_states = input_states
         self._stops = stops
         self._examples_in_step = examples
-        self._ends_together = ends_together
+        self._ends_together = getattr(config, "uneven_data", "join") == "stop"
         self._checks = strategy.options.desync_check_steps > 0
         for saver in savers:
             saver._timer = CoordinatedTimer(saver._timer, flags)

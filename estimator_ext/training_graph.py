@@ -295,8 +295,7 @@ class TrainingGraph:
         coordinated = (self._reduction.flags, sync_on_read, states, find_savers(hooks))
         if replicas is None:
             return BeginStopSaveHook(communicator, *coordinated)
-        ends_together = getattr(self._config, "uneven_data", "join") == "stop"
-        local = (self._strategy, replicas, stops, examples, ends_together)
+        local = (self._strategy, replicas, stops, examples, self._config)
         return SyncHook(communicator.duplicate("states of the ranks"), *coordinated, *local)
 
     def _order_first_hooks(self, guard: SessionGuardHook, coordination: Sequence[Any]) -> None:
