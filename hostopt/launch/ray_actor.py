@@ -13,6 +13,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
@@ -29,7 +30,7 @@ from hostopt.versions import VERSION
 __all__: list[str] = []
 
 _CANNOT_START = 2  # as the exit code of the supervisor
-_POLL_S = 0.5  # between two looks at the progress
+_POLL_S = 0.5  # between two looks at the progress, and at Ray's process of the node
 _EVENTS_S = 5.0  # of a call that finds no event
 _CHUNK_BYTES = 64 << 10
 _FILES = {progress.VARIABLE: "progress.json", error_report.VARIABLE: "error.txt"}
@@ -81,7 +82,10 @@ class TaskActor:
     """
 
     def __init__(self, host: str | None = None, node: str = "") -> None:
-        self._host, self._node = (host, node) if host else _this_node()
+        if host is None:
+            host, node = _this_node()
+            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        self._host, self._node = host, node
         self._holder = contextlib.ExitStack()
         self._running: _RunningTask | None = None
 
@@ -216,6 +220,13 @@ def environment_of(job: Job, node: Mapping[str, str], files: Mapping[str, str]) 
 
 def _daemon(target: object) -> threading.Thread:
     return threading.Thread(target=target, daemon=True)  # type: ignore[arg-type]
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process if Ray's process of the node ends, which Ray itself may fail to do."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)  # the end of the lifeline kills the task
 
 
 def _this_node() -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ _LOG = logging.getLogger(__name__)
 def connected(address: str) -> Iterator[Any]:
     """Connects this process to a cluster, and yields the package `ray`.
 
-    Ray's handler of SIGTERM is removed.
+    Ray's handler of SIGTERM is removed. Ray prints the troubles of its nodes to `sys.stdout`, in
+    a thread; they would mix with the output of the tasks, so they are dropped.
 
     Args:
       address: ``host:port`` of the cluster, or "auto".
@@ -40,6 +42,15 @@ def connected(address: str) -> Iterator[Any]:
             f"--on ray needs Ray, which cannot be imported: {error}. Run `pip install "
             "'hostopt[ray]'` here and on all nodes"
         ) from error
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        _init(ray, address)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _init(ray: Any, address: str) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
@@ -51,10 +62,6 @@ def connected(address: str) -> Iterator[Any]:
         ) from error
     finally:
         signal.signal(signal.SIGTERM, handler)
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
 
 
 class Bundles:

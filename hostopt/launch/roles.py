@@ -93,6 +93,12 @@ class Evaluator(Group):
         self._places = reservation
         self._ring_ended = ring_ended
 
+    def _start_or_wait(self) -> None:
+        if CHIEF in self._cluster:
+            super()._start_or_wait()
+        else:  # the ranks have no places yet
+            self._start_later()
+
     def _reserve(self) -> Reservation:
         return self._places
 

@@ -162,10 +162,13 @@ class Group:
             self._reservation = self._reserve()
         places = self._reservation.poll()
         if places is None:
-            self._next_start_s = time.monotonic() + _POLL_S
+            self._start_later()
             return
         self._reservation = None
         self._start(places)
+
+    def _start_later(self) -> None:
+        self._next_start_s = time.monotonic() + _POLL_S
 
     def _fail_to_start(self, failure: HostOptError) -> None:
         """Ends an attempt whose tasks could not all be started; the next one may succeed."""
