@@ -22,6 +22,7 @@ from hostopt.launch import ray_events
 from hostopt.launch.environment import find_command, ports_reserved, with_defaults
 from hostopt.launch.local_engine import supervise
 from hostopt.launch.ray_events import Event, EventQueue
+from hostopt.launch.task_group import start_error
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import PREFIX, RING_ENDED
 from hostopt.telemetry import progress
@@ -132,14 +133,15 @@ class _RunningTask:
         environment = environment_of(
             job, os.environ, {**self._files, RING_ENDED: self._path("ended")}
         )
-        try:
-            command = find_command(job.command)
-        except FileNotFoundError as error:
-            self._fail(f"hostopt: {error} in {os.getcwd()} of node {socket.gethostname()}\n")
-            return
         # the threads of an actor block SIGINT, and a command would inherit that
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        supervisor, lifeline = supervise(command, environment)
+        blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        try:
+            supervisor, lifeline = supervise(find_command(job.command), environment)
+        except OSError as error:
+            self._fail(error)
+            return
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         readers = [
             threading.Thread(target=self._read, args=arguments, daemon=True)
             for arguments in (
@@ -161,9 +163,18 @@ class _RunningTask:
     def _path(self, name: str) -> str:
         return os.path.join(self._directory.name, name)
 
-    def _fail(self, text: str) -> None:
-        self.events.put(ray_events.ERR, text.encode(errors="backslashreplace"))
-        self.events.put(ray_events.CODE, b"%d" % _CANNOT_START)
+    def _fail(self, error: OSError) -> None:
+        """Reports a task that could not be started, as the launcher does on one machine."""
+        code = _CANNOT_START
+        if isinstance(error, FileNotFoundError):
+            text = f"hostopt: {error} in {os.getcwd()} of node {socket.gethostname()}\n"
+            self.events.put(ray_events.ERR, text.encode(errors="backslashreplace"))
+        else:
+            failure = start_error(error)
+            code = failure.exit_code
+            report = f"{code}\n{error_report.cause_of(failure)}"
+            self.events.put(ray_events.REPORT, report.encode(errors="backslashreplace"))
+        self.events.put(ray_events.CODE, b"%d" % code)
         self.events.put(ray_events.END)
 
     def _read(self, pipe: IO[bytes], kind: str) -> None:

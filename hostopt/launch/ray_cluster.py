@@ -17,6 +17,7 @@ __all__: list[str] = []
 
 CPU = "CPU"
 LOG_S = 10.0  # between two lines while it waits for places
+_POLL_S = 0.1  # between two looks at resources that are not reserved yet
 Resources = Mapping[str, float]
 _LOG = logging.getLogger(__name__)
 
@@ -97,20 +98,29 @@ class Bundles:
           ResourceError: there are too few resources.
         """
         group = self._add_group(self.wanted)
-        deadline_s = time.monotonic() + timeout_s
-        while not group.wait(max(0.0, min(LOG_S, deadline_s - time.monotonic()))):
-            if time.monotonic() < deadline_s:
+        if self._wait_for(group, timeout_s):
+            self._bundles = [(group, index) for index in self._by_node(group)]
+        elif may_be_fewer:
+            self.close()
+            self._bundles = [(self._add_group([each]), 0) for each in self.wanted]
+        else:
+            raise ResourceError(
+                f"the cluster has no room for {self.describe()} within {timeout_s:g} s. Start "
+                "more nodes, or ask for less"
+            )
+
+    def _wait_for(self, group: Any, timeout_s: float) -> bool:
+        """Returns True if a group has all its resources in time."""
+        begin_s = log_s = time.monotonic()
+        while self._ray.util.placement_group_table(group)["state"] != "CREATED":
+            now_s = time.monotonic()
+            if now_s - begin_s >= timeout_s:
+                return False
+            if now_s - log_s >= LOG_S:
+                log_s = now_s
                 _LOG.info("waiting for room for %s", self.describe())
-            elif may_be_fewer:
-                self.close()
-                self._bundles = [(self._add_group([each]), 0) for each in self.wanted]
-                return
-            else:
-                raise ResourceError(
-                    f"the cluster has no room for {self.describe()} within {timeout_s:g} s. "
-                    "Start more nodes, or ask for less"
-                )
-        self._bundles = [(group, index) for index in self._by_node(group)]
+            time.sleep(_POLL_S)
+        return True
 
     def close(self) -> None:
         """Frees the resources."""

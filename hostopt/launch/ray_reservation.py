@@ -19,6 +19,7 @@ from hostopt.versions import VERSION
 
 __all__: list[str] = []
 
+_START_S = 60.0  # for an actor to start on a node that has room
 _THREADS = 8  # of an actor: signals must not wait for a call that waits for events
 _IN_CREATION = "error raised in its creation task"  # Ray's words
 _LOG = logging.getLogger(__name__)
@@ -147,8 +148,9 @@ class RayReservation:
     def _waits_for(self, slot: int, now_s: float) -> bool:
         """Returns True if a slot may still get a place in time."""
         since_s = self._missing_s.setdefault(slot, now_s)
-        is_needed = len(self._places) < self._least
-        if is_needed or self._bundles.node_of(slot):  # its actor is starting
+        if self._bundles.node_of(slot):  # its actor is starting
+            return now_s - self._begin_s < max(_START_S, self._timeout_s)
+        if len(self._places) < self._least:
             since_s = max(since_s, self._begin_s)
         return now_s - since_s < self._timeout_s
 
