@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"hostopt.ray needs Ray Train, which cannot be imported: {error}. Run `pip install "
-        "'hostopt[ray]'`"
+        "'hostopt[ray]' 'ray[train]'`"
     ) from error
 
 __all__ = ["HostOffloadConfig"]

@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What an actor answers once it holds a port.
+    """Answer of an actor that holds a port.
 
     Args:
       address: ``host:port``.

@@ -1,4 +1,4 @@
-"""What a task on a node of Ray reports to the launcher, in order."""
+"""Events of a task on a node of Ray, which the launcher asks for."""
 
 from __future__ import annotations
 

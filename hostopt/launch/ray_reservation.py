@@ -158,7 +158,10 @@ class RayReservation:
         if now_s - self._log_s >= LOG_S:
             self._log_s = now_s
             slots = ", ".join(map(str, missing))
-            _LOG.info("waiting for room for slot %s: %s", slots, self._bundles.describe())
+            if all(map(self._bundles.node_of, missing)):
+                _LOG.info("waiting for Ray to start the processes of slot %s", slots)
+            else:
+                _LOG.info("waiting for room for slot %s: %s", slots, self._bundles.describe())
 
     def _drop(self, slot: int) -> None:
         self._opening.pop(slot, None)

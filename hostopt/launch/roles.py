@@ -30,10 +30,15 @@ class Ring(Group):
     def __init__(self, *arguments: Any, slots: Slots) -> None:
         super().__init__(*arguments)
         self._slots = slots
+        self._reservation: Reservation | None = None  # of the attempt
 
-    def _reserve(self) -> Reservation:
-        least = min(self._slots.min_size, len(self._slots.in_use))
-        return self._attempt.enter_context(self._engine.reserve(self._slots.in_use, least))
+    def _find_places(self) -> Sequence[Place] | None:
+        if self._reservation is None:
+            least = min(self._slots.min_size, len(self._slots.in_use))
+            reserved = self._engine.reserve(self._slots.in_use, least)
+            self._reservation = self._attempt.enter_context(reserved)
+            self._attempt.callback(setattr, self, "_reservation", None)
+        return self._reservation.poll()
 
     def _start(self, places: Sequence[Place]) -> None:
         self._slots.use({place.slot: place.node for place in places})
@@ -93,14 +98,9 @@ class Evaluator(Group):
         self._places = reservation
         self._ring_ended = ring_ended
 
-    def _start_or_wait(self) -> None:
-        if CHIEF in self._cluster:
-            super()._start_or_wait()
-        else:  # the ranks have no places yet
-            self._start_later()
-
-    def _reserve(self) -> Reservation:
-        return self._places
+    def _find_places(self) -> Sequence[Place] | None:
+        are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
+        return self._places.poll() if are_ranks_placed else None
 
     def _start(self, places: Sequence[Place]) -> None:
         self._cluster[EVALUATOR] = [place.address for place in places]

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from hostopt import descriptors, error_report
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.launch import restarts, task_process
-from hostopt.launch.engine import Engine, Place, Reservation
+from hostopt.launch.engine import Engine, Place
 from hostopt.launch.environment import tf_config_of
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import RestartDecision, Restarts, TaskExit
@@ -94,7 +94,6 @@ class Group:
         self._restarts = Restarts(max_restarts)
         self._after_failure = ((grace_s, signal.SIGTERM), (grace_s + KILL_S, signal.SIGKILL))
         self._attempt = contextlib.ExitStack()  # resources of the attempt
-        self._reservation: Reservation | None = None  # of an attempt that is about to start
         self._processes: list[TaskProcess] = []
         self._exits: list[TaskExit] = []
         self._started_s = 0.0
@@ -113,7 +112,11 @@ class Group:
             self._next_start_s = None
             self._started_s = time.monotonic()
             try:
-                self._start_or_wait()
+                places = self._find_places()
+                if places is None:
+                    self._next_start_s = time.monotonic() + _POLL_S
+                else:
+                    self._start(places)
             except OSError as error:
                 self._fail_to_start(start_error(error))
             except ResourceError as error:
@@ -148,31 +151,16 @@ class Group:
         """Kills what still runs, and frees the resources of the attempt."""
         self._attempt.close()
 
-    def _reserve(self) -> Reservation:
-        """Reserves places for the tasks of an attempt."""
+    def _find_places(self) -> Sequence[Place] | None:
+        """Returns places for the tasks of an attempt; None if they are not ready yet."""
         raise NotImplementedError
 
     def _start(self, places: Sequence[Place]) -> None:
-        """Starts a task at each place."""
+        """Starts the tasks at their places."""
         raise NotImplementedError
-
-    def _start_or_wait(self) -> None:
-        """Starts the tasks if their places are ready; otherwise this is called again soon."""
-        if self._reservation is None:
-            self._reservation = self._reserve()
-        places = self._reservation.poll()
-        if places is None:
-            self._start_later()
-            return
-        self._reservation = None
-        self._start(places)
-
-    def _start_later(self) -> None:
-        self._next_start_s = time.monotonic() + _POLL_S
 
     def _fail_to_start(self, failure: HostOptError) -> None:
         """Ends an attempt whose tasks could not all be started; the next one may succeed."""
-        self._reservation = None
         for process in self._processes:
             self._selector.unregister(process.lifeline)
         self._exits = [TaskExit("the launcher", None, failure.exit_code, cause=str(failure))]
