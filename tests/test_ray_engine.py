@@ -125,6 +125,25 @@ def test_a_script_that_the_nodes_lack(launcher: Launcher, nodes: Nodes, tmp_path
     assert "no such script: 'no-such-program.py'" in err
 
 
+def test_logs_are_files_of_the_launcher(launcher: Launcher, nodes: Nodes, tmp_path: Path) -> None:
+    nodes.have(1)
+    command = python("print('to the log'); import sys; print('too', file=sys.stderr)")
+    logs = ("--log-dir", str(tmp_path / "logs"))
+    process = launcher.run(*nodes.options, "-np", "1", *logs, *command)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    log = (tmp_path / "logs" / "chief-0.attempt-1.log").read_text()
+    assert sorted(log.splitlines()) == ["to the log", "too"]
+
+
+def test_no_cluster(launcher: Launcher) -> None:
+    address = ("--on", "ray", "--address", "127.0.0.1:9")
+    process = launcher.run(*address, "-np", "1", *python("pass"))
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 78, err
+    assert "no connection to a cluster of Ray at '127.0.0.1:9'" in err
+
+
 # --- signals ----------------------------------------------------------------------------------
 
 FOREVER = """
@@ -162,13 +181,33 @@ def test_no_process_is_left_if_the_launcher_is_killed(launcher: Launcher, nodes:
     until(lambda: all(map(is_gone, pids)), "end of all tasks", LIMIT_S)
 
 
-def test_a_signal_ends_a_run_that_waits_for_nodes(launcher: Launcher, nodes: Nodes) -> None:
+@pytest.mark.parametrize("stopped", ["os.getpid()", "os.getppid()"])
+def test_a_stopped_task_is_killed(launcher: Launcher, nodes: Nodes, stopped: str) -> None:
+    """The second one is the supervisor, which cannot kill its command then."""
+    nodes.have(2)
+    command = by_plan(f"""
+        if slot == 1: os.kill({stopped}, signal.SIGSTOP)
+        note("ready")
+        if slot == 0: wait_for("ready", 2 if {stopped} == os.getppid() else 1)
+        sys.exit(200) if slot == 0 else time.sleep(600)
+    """)
+    process = launcher.run(*nodes.options, "-np", "2", *command, grace_s=0.1, kill_s=0.2)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 200, err
+    assert "root cause: worker:0 did not exit in time" in err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, -15), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_that_waits_for_nodes(
+    launcher: Launcher, nodes: Nodes, signum: int, code: int
+) -> None:
     nodes.have(1)
     process = launcher.run(*nodes.options, "-np", "2", *python("pass"))
     until(lambda: "waiting for room for 2 x CPU=1" in _read_line(process.stderr), "wait", LIMIT_S)
-    process.terminate()
-    process.communicate(timeout=LIMIT_S)
-    assert process.returncode == -signal.SIGTERM
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code
+    assert "Traceback" not in err
 
 
 def _read_line(stream: Any) -> str:
@@ -201,6 +240,22 @@ def test_a_slot_moves_to_a_spare_node(launcher: Launcher, nodes: Nodes) -> None:
     first, second = lines_of(out, "worker:0")
     assert first != second
     assert first.endswith("size 2") and second.endswith("size 2")
+
+
+def test_an_evaluator_moves_to_a_spare_node(launcher: Launcher, nodes: Nodes) -> None:
+    nodes.have(3)
+    command = by_plan("""
+        if slot < 0 and attempt == 1: kill_node()
+        print("raylet", os.environ["RAY_RAYLET_PID"])
+        if slot < 0: note("again")
+        wait_for("again")
+    """)
+    options = ("-np", "1", "--evaluators", "1", "--max-restarts", "1")
+    process = launcher.run(*nodes.options, *options, *command)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert re.search(r"evaluator:0: node [\d.]+ \(\w{8}\) lost this task", err), err
+    assert lines_of(out, "evaluator:0") != lines_of(out, "chief:0")
 
 
 def test_a_ring_goes_on_without_a_node_and_takes_one_that_joins(

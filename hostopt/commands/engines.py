@@ -93,13 +93,16 @@ def _resources(text: str) -> dict[str, float]:
             resources[name.strip()] = float(amount)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER") from None
-        if not name.strip() or not 0 < resources[name.strip()] < float("inf"):
-            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER with a number above 0")
+        value = resources[name.strip()]
+        if not name.strip() or not (0 < value < 1 or (value >= 1 and value.is_integer())):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not NAME=NUMBER with a whole number, or one between 0 and 1"
+            )
     return resources
 
 
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds <= _MAX_S:
-        raise argparse.ArgumentTypeError(f"{seconds:g} is not from 0 to {_MAX_S:g}")
+        raise argparse.ArgumentTypeError(f"{seconds:g} is not above 0 and up to {_MAX_S:g}")
     return seconds

@@ -90,10 +90,14 @@ def launch(
     descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
         stack.callback(output.flush)
-        stack.enter_context(engine.open(size, evaluators, min_size))
-        slots = range(size, size + evaluators)  # evaluators outlive an attempt
-        reservation = stack.enter_context(engine.reserve(slots, evaluators))
-        cluster = {EVALUATOR: _addresses(reservation)} if evaluators else {}
+        try:
+            stack.enter_context(engine.open(size, evaluators, min_size))
+            slots = range(size, size + evaluators)  # evaluators outlive an attempt
+            reservation = stack.enter_context(engine.reserve(slots, evaluators))
+            cluster = {EVALUATOR: _addresses(reservation)} if evaluators else {}
+        except KeyboardInterrupt:
+            _LOG.warning("interrupted before any task has started")
+            return 128 + signal.SIGINT
         wake_fd = stack.enter_context(_signals_caught())
         selector = stack.enter_context(selectors.DefaultSelector())
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))

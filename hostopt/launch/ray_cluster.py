@@ -17,6 +17,7 @@ __all__: list[str] = []
 
 CPU = "CPU"
 LOG_S = 10.0  # between two lines while it waits for places
+_FIRST_LOG_S = 1.0
 _POLL_S = 0.1  # between two looks at resources that are not reserved yet
 Resources = Mapping[str, float]
 _LOG = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ def connected(address: str) -> Iterator[Any]:
     Raises:
       ConfigError: Ray is not installed, or the cluster cannot be reached.
     """
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a call after the end starts no cluster
     try:
         ray: Any = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")
@@ -111,13 +113,14 @@ class Bundles:
 
     def _wait_for(self, group: Any, timeout_s: float) -> bool:
         """Returns True if a group has all its resources in time."""
-        begin_s = log_s = time.monotonic()
+        begin_s = time.monotonic()
+        log_s = begin_s + _FIRST_LOG_S
         while self._ray.util.placement_group_table(group)["state"] != "CREATED":
             now_s = time.monotonic()
             if now_s - begin_s >= timeout_s:
                 return False
-            if now_s - log_s >= LOG_S:
-                log_s = now_s
+            if now_s >= log_s:
+                log_s = now_s + LOG_S
                 _LOG.info("waiting for room for %s", self.describe())
             time.sleep(_POLL_S)
         return True

@@ -24,6 +24,8 @@ from hostopt.launch.ray_reservation import RayPlace, RayReservation
 
 __all__: list[str] = []
 
+_JOIN_S = 2.0  # for a relay, before the connection to Ray is closed
+
 
 class RayEngine:
     """Starts tasks on the nodes of a cluster of Ray.
@@ -47,6 +49,7 @@ class RayEngine:
         self._bundles: Bundles | None = None
         self._missing_s: dict[int, float] = {}
         self._numbers = itertools.count(1)  # of tasks
+        self._started: list[RelayedSupervisor] = []
         has_token = {"HOSTOPT_TOKEN", "HOSTOPT_TOKEN_FILE"} & os.environ.keys()
         # for this run; the commands alone have it in their environment
         self._token = {} if has_token else {"HOSTOPT_TOKEN": secrets.token_hex(32)}
@@ -60,7 +63,7 @@ class RayEngine:
           ResourceError: the cluster has too few resources.
         """
         with ray_cluster.connected(self._address) as self._ray:
-            helper = {CPU: min(1.0, self._resources.get(CPU, 0.0))}  # an evaluator sees no GPU
+            helper = {CPU: min(1.0, self._resources.get(CPU, 1.0))}  # an evaluator sees no GPU
             bundles = Bundles(self._ray, [self._resources] * size, [helper] * evaluators)
             try:
                 bundles.reserve(self._timeout_s, may_be_fewer=min_size < size)
@@ -68,6 +71,8 @@ class RayEngine:
                 yield
             finally:
                 bundles.close()
+                for supervisor in self._started:
+                    supervisor.join(_JOIN_S)
 
     @contextlib.contextmanager
     def reserve(self, slots: Sequence[int], least: int) -> Iterator[RayReservation]:
@@ -100,4 +105,5 @@ class RayEngine:
             place.threads,
         )
         supervisor = RelayedSupervisor(self._ray, place.actor, place.node, job, place.lost.set)
+        self._started.append(supervisor)
         return supervisor, supervisor.lifeline

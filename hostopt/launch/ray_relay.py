@@ -66,8 +66,12 @@ class RelayedSupervisor:
         self._code = -signal.SIGKILL
         self._ended = threading.Event()
         self._is_killed = False
-        for target in (self._follow, self._forward):
-            threading.Thread(target=target, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=target, daemon=True)
+            for target in (self._follow, self._forward)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end of the task, and returns its exit code."""
@@ -80,6 +84,11 @@ class RelayedSupervisor:
         if not self._is_killed:
             self._is_killed = True
             threading.Thread(target=self._kill, daemon=True).start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads of a task that has been closed, and whose actor has ended."""
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     def _kill(self) -> None:
         if not self._ended.wait(_KILL_S):
@@ -155,6 +164,10 @@ class RelayedSupervisor:
 
     def _forward(self) -> None:
         """Forwards signals, and the end of the ring to an evaluator."""
+        with contextlib.suppress(self._ray.exceptions.RayError):  # `_follow` sees it, too
+            self._forward_to_actor()
+
+    def _forward_to_actor(self) -> None:
         ring_ended = self._job.settings.get(RING_ENDED)
         while True:
             try:
