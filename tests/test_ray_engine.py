@@ -136,14 +136,6 @@ def test_logs_are_files_of_the_launcher(launcher: Launcher, nodes: Nodes, tmp_pa
     assert sorted(log.splitlines()) == ["to the log", "too"]
 
 
-def test_no_cluster(launcher: Launcher) -> None:
-    address = ("--on", "ray", "--address", "127.0.0.1:9")
-    process = launcher.run(*address, "-np", "1", *python("pass"))
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 78, err
-    assert "no connection to a cluster of Ray at '127.0.0.1:9'" in err
-
-
 # --- signals ----------------------------------------------------------------------------------
 
 FOREVER = """

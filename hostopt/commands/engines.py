@@ -65,21 +65,15 @@ def engine_of(options: argparse.Namespace) -> Engine:
             "--bind-to cores contradicts --on ray: Ray reserves cores by their number, with "
             "--resources CPU=N"
         )
-    address = options.address or "auto"
-    if "://" in address:
-        options.parser.error(
-            f"--address {address}: a client of Ray cannot hold the processes of a run. Pass "
-            "HOST:PORT on a node of the cluster, or use `ray job submit`"
-        )
-    return _ray_engine(address, options)
+    return _ray_engine(options)
 
 
-def _ray_engine(address: str, options: argparse.Namespace) -> Engine:
+def _ray_engine(options: argparse.Namespace) -> Engine:
     from hostopt.launch.ray_engine import RayEngine
 
     timeout_s = options.places_timeout_s
     return RayEngine(
-        address,
+        options.address or "auto",
         options.resources or {"CPU": 1.0},
         _PLACES_TIMEOUT_S if timeout_s is None else timeout_s,
     )

@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ __all__: list[str] = []
 CPU = "CPU"
 LOG_S = 10.0  # between two lines while it waits for places
 _FIRST_LOG_S = 1.0
+_CONNECT_TIMEOUT_S = 10.0
 _POLL_S = 0.1  # between two looks at resources that are not reserved yet
 Resources = Mapping[str, float]
 _LOG = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ def connected(address: str) -> Iterator[Any]:
     Raises:
       ConfigError: Ray is not installed, or the cluster cannot be reached.
     """
+    _check_address(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a call after the end starts no cluster
     try:
         ray: Any = importlib.import_module("ray")
@@ -53,16 +56,36 @@ def connected(address: str) -> Iterator[Any]:
             ray.shutdown()
 
 
+def _check_address(address: str) -> None:
+    """Raises ConfigError if nothing listens at an address; Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address:
+        raise ConfigError(
+            f"{address!r} is an address for clients of Ray, which cannot hold the processes of a "
+            "run. Pass HOST:PORT on a node of the cluster, or use `ray job submit`"
+        )
+    if address == "auto":
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise _no_connection(address, error) from error
+
+
+def _no_connection(address: str, error: Exception) -> ConfigError:
+    text = " ".join(str(error).split()).rstrip(".")
+    return ConfigError(
+        f"no connection to a cluster of Ray at {address!r}: {text}. Start one with `ray start "
+        "--head`, or pass the --address of one"
+    )
+
+
 def _init(ray: Any, address: str) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(
-            f"no connection to a cluster of Ray at {address!r}: {text}. Start one with `ray start "
-            "--head`, or pass the --address of one"
-        ) from error
+        raise _no_connection(address, error) from error
     finally:
         signal.signal(signal.SIGTERM, handler)
 
