@@ -78,7 +78,7 @@ test-launchers: $(LAUNCHERS)
 
 # `hostopt run --on ray` on clusters of several nodes on this machine
 test-ray: $(RAY_STAMP)
-	$(RAY_VENV)/bin/python -m pytest -m ray
+	$(RAY_VENV)/bin/python -m pytest $(PARALLEL) -m ray
 
 # Slurm: needs root and Debian's packages munge and slurm-wlm
 test-slurm: $(TEST_STAMP)

@@ -327,3 +327,24 @@ def test_training_goes_on_without_a_dead_node(
     assert result.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(result[name], value, err_msg=name)
+
+
+@pytest.mark.tensorflow
+def test_a_signal_to_the_launcher_saves_a_checkpoint(
+    launcher: Launcher, nodes: Nodes, tmp_path: Path
+) -> None:
+    nodes.have(2)
+    process = launcher.run(
+        *(*nodes.options, "-np", "2", "--"),
+        *(sys.executable, str(PROGRAMS / "train_with_fault.py")),
+        arguments(tmp_path, steps=1_000_000, checkpoint_steps=5),
+        **QUIET,
+    )
+    checkpoints = (tmp_path / "adam").glob
+    until(lambda: any(checkpoints("model.ckpt-[1-9]*.index")), "checkpoint of a step", 120.0)
+    process.terminate()
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 143, err
+    saved = re.search(r"hostopt: model_dir: .*, saved at (\d+)", err)
+    assert saved, err
+    assert (tmp_path / "adam" / f"model.ckpt-{saved[1]}.index").exists()
