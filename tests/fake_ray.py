@@ -16,6 +16,10 @@ class FakeUnavailableError(FakeRayError):
     """The actor does not answer, and may come back."""
 
 
+class FakeSetupError(FakeRayError):
+    """The environment of an actor cannot be made."""
+
+
 class FakeHandle:
     """The handle of an actor.
 
@@ -53,11 +57,18 @@ class FakeRay:
       nodes: node of each bundle of a placement group, by its index.
     """
 
-    exceptions = SimpleNamespace(RayError=FakeRayError, ActorUnavailableError=FakeUnavailableError)
+    exceptions = SimpleNamespace(
+        RayError=FakeRayError,
+        ActorUnavailableError=FakeUnavailableError,
+        RuntimeEnvSetupError=FakeSetupError,
+    )
 
     def __init__(self, nodes: dict[int, str] | None = None) -> None:
         self.placed = nodes or {}
         self.groups: list[SimpleNamespace] = []
+        self.handles: list[FakeHandle] = []  # of all actors
+        self.errors: list[FakeRayError | None] = []  # of the next actors
+        self.new_actor: Callable[[], object] = object
         self.util = SimpleNamespace(
             placement_group=self._placement_group,
             placement_group_table=self._table,
@@ -66,6 +77,20 @@ class FakeRay:
                 PlacementGroupSchedulingStrategy=lambda group, index: (group, index)
             ),
         )
+
+    def remote(self, kind: type) -> Any:
+        del kind
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._create))
+
+    def _create(self) -> FakeHandle:
+        self.handles.append(FakeHandle(self.new_actor()))
+        self.handles[-1].error = self.errors.pop(0) if self.errors else None
+        return self.handles[-1]
+
+    @staticmethod
+    def wait(calls: list[concurrent.futures.Future[Any]], timeout: float) -> tuple[Any, Any]:
+        done, rest = concurrent.futures.wait(calls, timeout)
+        return list(done), list(rest)
 
     @staticmethod
     def get(call: concurrent.futures.Future[Any]) -> Any:

@@ -20,6 +20,7 @@ from hostopt.versions import VERSION
 __all__: list[str] = []
 
 _START_S = 60.0  # for an actor to start on a node that has room
+_RETRY_S = 1.0  # after an actor that could not start
 _THREADS = 8  # of an actor: signals must not wait for a call that waits for events
 _IN_CREATION = "error raised in its creation task"  # Ray's words
 _LOG = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class RayReservation:
         self._actors: dict[int, Any] = {}
         self._opening: dict[int, Any] = {}  # calls that open the places
         self._places: dict[int, RayPlace] = {}
+        self._retry_s: dict[int, float] = {}  # when the next actor of a slot may be created
         self._begin_s = self._log_s = time.monotonic()
 
     def poll(self) -> Sequence[Place] | None:
@@ -86,7 +88,7 @@ class RayReservation:
                 self._drop(place.slot)
                 self._begin_s = now_s
         for slot in self._slots:
-            if slot not in self._actors:
+            if slot not in self._actors and now_s >= self._retry_s.get(slot, now_s):
                 self._create(slot)
             if slot in self._opening:
                 self._look(slot)
@@ -126,12 +128,15 @@ class RayReservation:
         try:
             opened: Opened = self._ray.get(call)
         except self._ray.exceptions.RayError as error:
-            if _IN_CREATION in str(error):
+            is_setup = isinstance(error, self._ray.exceptions.RuntimeEnvSetupError)
+            if is_setup or _IN_CREATION in str(error):
                 raise ConfigError(
-                    f"a node cannot run hostopt: {describe(error)}. Install it on all nodes"
+                    f"a node cannot run hostopt: {describe(error)}. Install it on all nodes, and "
+                    "correct the runtime_env of the job if it has one"
                 ) from error
             _LOG.warning("slot %d lost its node while it started: %s", slot, describe(error))
             self._drop(slot)
+            self._retry_s[slot] = time.monotonic() + _RETRY_S
             return
         if opened.version != VERSION:
             raise ConfigError(
@@ -166,5 +171,7 @@ class RayReservation:
     def _drop(self, slot: int) -> None:
         self._opening.pop(slot, None)
         self._places.pop(slot, None)
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.kill(self._actors.pop(slot))
+        actor = self._actors.pop(slot, None)
+        if actor is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
