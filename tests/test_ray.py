@@ -57,7 +57,7 @@ RING = """
                 raise ZeroDivisionError("by the user")
             total = ring.all_reduce(total)[0]
             with open(os.path.join(storage, f"rank-{ring.rank}"), "w") as file:
-                print(total, "HOSTOPT_TOKEN" in os.environ, file=file)
+                file.write(f"{total} {'HOSTOPT_TOKEN' in os.environ}")
 
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20)
     DataParallelTrainer(
@@ -121,4 +121,4 @@ def test_an_error_of_a_worker_ends_the_ring_and_a_new_one_starts(tmp_path: Path)
     assert "ZeroDivisionError: by the user" in output
     assert (tmp_path / "storage" / "failed").exists()
     for rank in range(2):
-        assert (tmp_path / "storage" / f"rank-{rank}").read_text() == "6.0 True\n"
+        assert (tmp_path / "storage" / f"rank-{rank}").read_text() == "6.0 True"
