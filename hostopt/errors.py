@@ -14,7 +14,7 @@
             ├── PeerLostError        200   a rank died, left or was aborted
             ├── CollectiveTimeoutError  201   a rank is connected but makes no progress
             ├── RendezvousTimeoutError  202   a rank did not start in time
-            └── ResourceError        203   the process has no file descriptor left
+            └── ResourceError        203   no file descriptor, or no room in a cluster, is left
 
 After exit codes below 128 the same command fails again. After codes from 193 on, retry it.
 """
@@ -146,7 +146,7 @@ class RendezvousTimeoutError(RetryableError):
 
 
 class ResourceError(RetryableError):
-    """The process, or its machine, has no file descriptor left."""
+    """The process or its machine has no file descriptor left, or its cluster has no room."""
 
     exit_code = 203
 

@@ -13,13 +13,14 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Callable
 
 import pytest
 
 from hostopt.launch import launcher, task_group, task_process
+from hostopt.launch.local_engine import LocalEngine
 
 TURN_S = 60.0  # limit for a launcher that hangs
 
@@ -145,7 +146,8 @@ class World:
             patch.setattr(module, "time", clock)
         patch.setattr(launcher, "selectors", selectors)
         patch.setattr(launcher, "_signals_caught", lambda: contextlib.nullcontext(self._wake_fd))
-        patch.setattr(task_process, "start", self._start)
+        patch.setattr(LocalEngine, "start", lambda *arguments: (arguments[-1], None))
+        patch.setattr(task_process, "attend", self._attend)
         self._thread.start()
         self._wait_for_turn()
 
@@ -202,16 +204,8 @@ class World:
     def _watched(self) -> Iterator[FakeTask]:
         return (task for task in self.tasks if task.lifeline in self.selector.registered)
 
-    def _start(
-        self,
-        command: list[str],
-        task: tuple[str, int],
-        environment: dict[str, str],
-        cores: Sequence[int],
-        *_: object,
-    ) -> FakeTask:
-        del command, cores
-        self.tasks.append(FakeTask(self, task, environment))
+    def _attend(self, task: tuple[str, int], settings: dict[str, str], *_: object) -> FakeTask:
+        self.tasks.append(FakeTask(self, task, settings))
         self._on_start(self.tasks[-1])
         return self.tasks[-1]
 

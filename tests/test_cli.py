@@ -104,3 +104,57 @@ def test_options_after_the_command_belong_to_the_command(
     assert cli.main(["run", "-np", "1", *dashes, str(script), *own]) == 0
     (line,) = lines_of(capfd.readouterr().out, "chief:0")
     assert line == " ".join([sys.executable, *own])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--address", "node1:6379"], "--address needs --on ray"),
+        (["--resources", "CPU=2"], "--resources needs --on ray"),
+        (["--places-timeout-s", "5"], "--places-timeout-s needs --on ray"),
+        (["--on", "ray", "--bind-to", "cores"], "--bind-to cores contradicts --on ray"),
+        (["--on", "ray", "--resources", "CPU"], "'CPU' is not NAME=NUMBER"),
+        (["--on", "ray", "--resources", "GPU=0"], "'GPU=0' is not NAME=NUMBER with a whole"),
+        (["--on", "ray", "--resources", "CPU=1.5"], "'CPU=1.5' is not NAME=NUMBER with a whole"),
+        (["--on", "ray", "--places-timeout-s", "0"], "0 is not above 0"),
+        (["--on", "slurm"], "invalid choice: 'slurm'"),
+    ],
+)
+def test_arguments_about_machines_that_contradict_each_other(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["run", "-np", "1", *arguments, "true"])
+    assert error.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("ray://node1:10001", "use `ray job submit`"),
+        ("127.0.0.1:9", "no connection to a cluster of Ray at '127.0.0.1:9': "),
+        ("node1", "no connection to a cluster of Ray at 'node1': "),
+    ],
+)
+def test_addresses_of_no_cluster(
+    address: str, text: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["run", "-np", "1", "--on", "ray"]
+    assert cli.main([*arguments, "--address", address, "true"]) == ConfigError.exit_code
+    output.flush()
+    assert text in capfd.readouterr().err
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert cli.main([*arguments, "true"]) == ConfigError.exit_code
+    output.flush()
+    assert text in capfd.readouterr().err
+
+
+def test_the_package_that_is_missing_for_ray(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert cli.main(["run", "-np", "1", "--on", "ray", "true"]) == ConfigError.exit_code
+    output.flush()
+    assert "Run `pip install 'hostopt[ray]'`" in capfd.readouterr().err

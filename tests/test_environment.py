@@ -13,7 +13,8 @@ from launcher import lines_of
 
 from hostopt.cluster import Cluster
 from hostopt.launch import environment, launcher
-from hostopt.launch.environment import task_environment
+from hostopt.launch.environment import with_defaults
+from hostopt.launch.local_engine import LocalEngine
 
 pytestmark = [pytest.mark.usefixtures("forwarded_signals_not_ignored")]
 
@@ -143,7 +144,7 @@ def test_each_rank_is_bound_to_its_share_of_the_cores(capfd: pytest.CaptureFixtu
 def test_ranks_that_are_not_bound_use_all_cores(
     size: int, binds: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher.launch(python(AFFINITY), size=size, binds=binds) == 0
+    assert launcher.launch(python(AFFINITY), size=size, engine=LocalEngine(binds)) == 0
     lines = capfd.readouterr().out.splitlines()
     assert len(lines) == size
     assert all(line.endswith(json.dumps(sorted(os.sched_getaffinity(0)))) for line in lines)
@@ -159,7 +160,7 @@ def test_hardware_threads_of_a_core_belong_to_one_rank(monkeypatch: pytest.Monke
 def test_only_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
     threads = [
-        task_environment({}, {}, (job, 0), size)["OMP_NUM_THREADS"]
+        with_defaults({}, job, size)["OMP_NUM_THREADS"]
         for size, job in [
             (1, "chief"),
             (2, "chief"),

@@ -36,7 +36,7 @@ LAYERS = [
     ["hostopt.tuning"],
     ["hostopt.connect"],
     ["hostopt"],
-    ["hostopt.process_ring", "hostopt.doctor"],
+    ["hostopt.process_ring", "hostopt.doctor", "hostopt.ray"],
     ["hostopt.tensorflow"],
     ["hostopt.keras"],
     ["hostopt.commands"],
@@ -424,11 +424,16 @@ def test_public_names_of_the_tpu_part() -> None:
     ]
 
 
+def test_public_names_of_the_part_for_ray() -> None:
+    assert declared("hostopt.ray") == ["HostOffloadConfig"]
+
+
 def test_every_other_module_is_internal() -> None:
     public = {
         "hostopt",
         "hostopt.keras",
         "hostopt.keras.callbacks",
+        "hostopt.ray",
         "hostopt.tensorflow",
         "hostopt.tensorflow.keras",
         "hostopt.tensorflow.keras.callbacks",

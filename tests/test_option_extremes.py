@@ -271,7 +271,7 @@ COMMANDS = {
     "bench -np {}": ["0", "1025", *NO_NUMBERS],
     "bench -np 2 --repetitions {}": ["0", "1000001", *NO_NUMBERS],
     "bench -np 2 --sizes {}": ["0", "1e300", "1e300GiB", "1e13", "6", "-4", "nan", "65GiB", ""],
-    "bench -np 2 --communication {}": ["", "mpi"],
+    "bench -np 2 --communication {}": ["", "nccl"],
     "bench -np 2 --compression {}": ["", "int8"],
     "doctor --timeout-s {}": [
         "0",

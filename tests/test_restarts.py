@@ -121,3 +121,23 @@ def test_descriptions_of_exit_codes() -> None:
     assert restarts.describe(139) == "exit code 139 (SIGSEGV)"
     assert restarts.describe(202) == "exit code 202 (RendezvousTimeoutError)"
     assert restarts.describe(7) == "exit code 7"
+
+
+def test_failures_do_not_count_for_a_slot_that_has_moved_to_another_machine() -> None:
+    slots = Slots(3, 2)
+    slots.use({0: "a", 1: "b", 2: "c"})
+    slots.choose({1})
+    slots.use({0: "a", 1: "spare", 2: "c"})
+    slots.choose({1})
+    assert slots.in_use == [0, 1, 2]
+    slots.use({0: "a", 1: "spare", 2: "c"})
+    slots.choose({1})
+    assert slots.in_use == [0, 2]
+
+
+def test_slots_without_a_place_are_wanted_again() -> None:
+    slots = Slots(3, 1)
+    slots.use({0: "a", 2: "c"})
+    assert slots.in_use == [0, 2]
+    slots.choose({2})
+    assert slots.in_use == [0, 1, 2]

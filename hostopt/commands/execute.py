@@ -11,8 +11,7 @@ from hostopt.cluster import Cluster
 from hostopt.commands.arguments import USAGE_ERROR, add_command, add_evaluators, command_of
 from hostopt.errors import ConfigError
 from hostopt.launch import output
-from hostopt.launch.environment import with_defaults
-from hostopt.launch.launcher import find_command
+from hostopt.launch.environment import find_command, with_defaults
 from hostopt.options import Options
 
 __all__: list[str] = []

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from hostopt import descriptors
+from hostopt.commands import engines
 from hostopt.commands.arguments import (
     MAX_PORT,
     MAX_TASKS,
@@ -28,10 +29,12 @@ def add(commands: Any) -> None:
     """Adds the command to a parser's commands."""
     run = commands.add_parser(
         "run",
-        help="start all processes of a cluster on this machine",
+        help="start all processes of a cluster, on this machine or on a cluster of Ray",
         usage="hostopt run -np N [--evaluators K] [--max-restarts R [--min-np M]] "
         "[--restore-previous] [--autotune] [--bind-to WHAT] [--log-dir DIR] [--verbose] "
-        "[--metrics-port PORT] [--] command [args ...]",
+        "[--metrics-port PORT] "
+        "[--on ray [--address HOST:PORT] [--resources R=N,...] [--places-timeout-s S]] [--] "
+        "command [args ...]",
         description="Start one command as chief, workers and evaluators, each with its own "
         "TF_CONFIG, and end them together. A command that ends in .py is run with this Python. "
         "HOSTOPT_SLOT is set to the slot of the rank on this machine, 0 to N-1, which does not "
@@ -72,7 +75,6 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--bind-to",
         choices=["cores", "none"],
-        default="cores",
         help="bind each rank to its share of the cores, or leave them to all (default: cores)",
     )
     run.add_argument(
@@ -91,6 +93,7 @@ def add(commands: Any) -> None:
         help="loopback port at which Prometheus can read metrics of the run, 0 for any free one; "
         "needs pip install 'hostopt[metrics]' (default: none)",
     )
+    engines.add_arguments(run)
     add_command(run, "the command that every process runs")
     run.set_defaults(run=_run, parser=run)
 
@@ -101,6 +104,7 @@ def _run(options: argparse.Namespace) -> int:
         options.parser.error(f"--min-np {options.min_np} is greater than -np {options.np}")
     if options.min_np is not None and not options.max_restarts:
         options.parser.error("--min-np needs --max-restarts: it takes effect at a restart")
+    engine = engines.engine_of(options)
     if options.restore_previous:  # every rank inherits it
         os.environ["HOSTOPT_RESTORE_PREVIOUS"] = "true"
     if options.autotune:
@@ -112,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
             evaluators=options.evaluators,
             max_restarts=options.max_restarts,
             min_size=options.min_np,
-            binds=options.bind_to == "cores",
+            engine=engine,
             log_dir=options.log_dir,
             verbose=options.verbose,
             metrics_port=options.metrics_port,

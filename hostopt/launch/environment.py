@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hostopt.tf_config import EVALUATOR
@@ -15,8 +17,8 @@ __all__: list[str] = []
 
 
 @contextlib.contextmanager
-def ports_reserved(count: int) -> Iterator[list[int]]:
-    """Reserves free loopback ports.
+def ports_reserved(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
+    """Reserves free ports of an address of this machine.
 
     A socket that is bound with SO_REUSEADDR and does not listen keeps its port from programs that
     ask for any free port. A server that names the port can still bind it and listen.
@@ -26,30 +28,20 @@ def ports_reserved(count: int) -> Iterator[list[int]]:
         for _ in range(count):
             holder = stack.enter_context(socket.socket())
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
+            holder.bind((host, 0))
             ports.append(holder.getsockname()[1])
         yield ports
 
 
-def address_of(port: int) -> str:
-    """Returns the loopback address with this port."""
-    return f"127.0.0.1:{port}"
-
-
-def task_environment(
-    base: Mapping[str, str], cluster: dict[str, list[str]], task: tuple[str, int], size: int
-) -> dict[str, str]:
-    """Returns the environment variables of one task.
+def tf_config_of(cluster: Mapping[str, Sequence[str]], task: tuple[str, int]) -> str:
+    """Returns the TF_CONFIG of one task.
 
     Args:
-      base: environment of the launcher, which overrides the defaults set here.
-      cluster: addresses by job, for TF_CONFIG.
+      cluster: addresses by job.
       task: job and index.
-      size: number of ranks that share the cores of this machine.
     """
     job, index = task
-    config = {"cluster": cluster, "task": {"type": job, "index": index}}
-    return with_defaults({**base, "TF_CONFIG": json.dumps(config)}, job, size)
+    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
 
 
 def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str]:
@@ -75,6 +67,27 @@ def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str
     if job == EVALUATOR:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
+
+
+def find_command(command: Sequence[str]) -> list[str]:
+    """Returns a command that can be started.
+
+    Args:
+      command: program and arguments; a program that ends in ``.py`` is run with this Python.
+
+    Raises:
+      FileNotFoundError: the command does not exist.
+    """
+    if not command:
+        raise FileNotFoundError("no command to run")
+    program = command[0]
+    if program.endswith(".py"):
+        if not os.path.isfile(program):
+            raise FileNotFoundError(f"no such script: {program!r}")
+        return [sys.executable, *command]
+    if shutil.which(program) is None:
+        raise FileNotFoundError(f"no such command: {program!r}")
+    return list(command)
 
 
 def shares_of_cores(size: int) -> list[list[int]]:

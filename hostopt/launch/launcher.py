@@ -1,4 +1,4 @@
-"""Starts the processes of one cluster on this machine, ends them together, and restarts them.
+"""Starts the processes of one cluster, ends them together, and restarts them.
 
 ::
 
@@ -8,7 +8,7 @@
 A lifeline is a socket pair. Through it the launcher sends signals for the command's process group.
 Each end also detects the death of the other: the launcher sees that a task has ended, and the
 supervisor sees that the launcher was killed. If a supervisor is killed, the kernel kills its
-command.
+command. An engine starts the supervisors, on this machine or on others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import contextlib
 import logging
 import os
 import selectors
-import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -27,14 +25,18 @@ from collections.abc import Iterator, Sequence
 
 from hostopt import descriptors
 from hostopt.launch import metrics, output
-from hostopt.launch.environment import address_of, ports_reserved
+from hostopt.launch.engine import Engine, Reservation
+from hostopt.launch.environment import find_command
+from hostopt.launch.local_engine import LocalEngine
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
-from hostopt.launch.task_group import FORWARDED, Evaluator, Group, Ring
+from hostopt.launch.roles import Evaluator, Ring
+from hostopt.launch.task_group import FORWARDED, Group
 from hostopt.tf_config import EVALUATOR
 
 __all__: list[str] = []
 
+_POLL_S = 0.1  # between two looks at places that are not ready
 GRACE_S = 10.0  # from the first failure to SIGTERM
 _LOG = logging.getLogger(__name__)
 
@@ -47,12 +49,12 @@ def launch(
     max_restarts: int = 0,
     min_size: int | None = None,
     grace_s: float = GRACE_S,
-    binds: bool = True,
+    engine: Engine | None = None,
     log_dir: str | None = None,
     verbose: bool = True,
     metrics_port: int | None = None,
 ) -> int:
-    """Runs one command as every task of a cluster on this machine, and waits for all of them.
+    """Runs one command as every task of a cluster, and waits for all of them.
 
     Args:
       command: program and arguments; a program that ends in ``.py`` is run with this Python.
@@ -62,7 +64,7 @@ def launch(
       min_size: smallest number of ranks to restart with, without slots that fail repeatedly; None
         means `size`.
       grace_s: seconds from a rank's failure to SIGTERM for the others; SIGKILL follows 5 s later.
-      binds: True to bind each rank to its share of the cores.
+      engine: starts the tasks; None starts them on this machine.
       log_dir: directory for a log of each task and attempt. None writes logs only if `verbose` is
         False, to a temporary directory that is removed if the run succeeds.
       verbose: False shows the progress of training instead of informational messages.
@@ -84,25 +86,33 @@ def launch(
             f"a number is out of range: (size: {size}, min_size: {min_size}, evaluators: "
             f"{evaluators}, max_restarts: {max_restarts})"
         )
-    command = find_command(command)
+    find_command(command)
+    engine = LocalEngine() if engine is None else engine
     if "TF_CONFIG" in os.environ:
         _LOG.warning("TF_CONFIG is set but not used: each task gets its own")
     descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
         stack.callback(output.flush)
+        try:
+            stack.enter_context(engine.open(size, evaluators, min_size))
+            slots = range(size, size + evaluators)  # evaluators outlive an attempt
+            reservation = stack.enter_context(engine.reserve(slots, evaluators))
+            cluster = {EVALUATOR: _addresses(reservation)} if evaluators else {}
+        except KeyboardInterrupt:
+            _LOG.warning("interrupted before any task has started")
+            return 128 + signal.SIGINT
         wake_fd = stack.enter_context(_signals_caught())
         selector = stack.enter_context(selectors.DefaultSelector())
-        ports = stack.enter_context(ports_reserved(evaluators))  # evaluators outlive an attempt
-        cluster = {EVALUATOR: list(map(address_of, ports))} if evaluators else {}
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
         monitor = Monitor(directory, log_dir, verbose)
         if metrics_port is not None:
             stack.enter_context(metrics.served(monitor, metrics_port))
-        shared = (command, cluster, selector, max_restarts, grace_s, monitor)
-        ring = Ring(*shared, slots=Slots(size, min_size), binds=binds)
+        shared = (engine, command, cluster, selector, max_restarts, grace_s, monitor)
+        ring = Ring(*shared, slots=Slots(size, min_size))
         ring_ended = os.path.join(directory, "ring-ended")
         evaluator_groups = [
-            Evaluator(*shared, index=index, ring_ended=ring_ended) for index in range(evaluators)
+            Evaluator(*shared, index=index, reservation=reservation, ring_ended=ring_ended)
+            for index in range(evaluators)
         ]
         for group in (ring, *evaluator_groups):
             stack.callback(group.close)
@@ -198,25 +208,13 @@ class _Run:
                 group.forward(signum)
 
 
-def find_command(command: Sequence[str]) -> list[str]:
-    """Returns a command that can be started.
-
-    Args:
-      command: program and arguments; a program that ends in ``.py`` is run with this Python.
-
-    Raises:
-      FileNotFoundError: the command does not exist.
-    """
-    if not command:
-        raise FileNotFoundError("no command to run")
-    program = command[0]
-    if program.endswith(".py"):
-        if not os.path.isfile(program):
-            raise FileNotFoundError(f"no such script: {program!r}")
-        return [sys.executable, *command]
-    if shutil.which(program) is None:
-        raise FileNotFoundError(f"no such command: {program!r}")
-    return list(command)
+def _addresses(reservation: Reservation) -> list[str]:
+    """Waits for places before any task has started, and returns their addresses."""
+    while True:
+        places = reservation.poll()
+        if places is not None:
+            return [place.address for place in places]
+        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

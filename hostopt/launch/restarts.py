@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hostopt import errors
@@ -46,7 +46,7 @@ class TaskExit:
 
     Args:
       name: the task, as the log shows it.
-      slot: slot of this machine, 0 to N-1, which may differ from the rank; None for an evaluator.
+      slot: slot of the task, 0 to N-1, which may differ from the rank; None for an evaluator.
       code: exit code; 128 + n if signal n ended the process.
       forced: True if the launcher signalled the process because its grace period was over.
       cause: the error that the process reported; empty if it reported none.
@@ -181,7 +181,7 @@ class Restarts:
 
 
 class Slots:
-    """The slots of this machine that are used in an attempt.
+    """The slots that are used in an attempt.
 
     Args:
       size: number of slots.
@@ -191,8 +191,9 @@ class Slots:
     def __init__(self, size: int, min_size: int) -> None:
         self.in_use = list(range(size))
         self._size = size
-        self._min_size = min_size
+        self.min_size = min_size
         self._consecutive_failures = [0] * size
+        self._nodes: dict[int, str] = {}  # names of the machines by slot
 
     def choose(self, failed_slots: Collection[int]) -> None:
         """Chooses the slots of the next attempt: all but those that failed twice in a row.
@@ -210,8 +211,22 @@ class Slots:
         for slot in self.in_use:
             failures[slot] = failures[slot] + 1 if slot in failed_slots else 0
         failing = [slot for slot in self.in_use if failures[slot] >= _MAX_CONSECUTIVE_FAILURES]
-        left_out = failing[: self._size - self._min_size]
+        left_out = failing[: self._size - self.min_size]
         self.in_use = [slot for slot in range(self._size) if slot not in left_out]
+
+    def use(self, nodes: Mapping[int, str]) -> None:
+        """Uses the slots that have a place in an attempt.
+
+        The failures of a slot that has moved to another machine no longer count.
+
+        Args:
+          nodes: names of the machines by slot.
+        """
+        for slot, node in nodes.items():
+            if self._nodes.get(slot, node) != node:
+                self._consecutive_failures[slot] = 0
+        self._nodes.update(nodes)
+        self.in_use = list(nodes)
 
     def describe(self) -> str:
         """Returns ", without slot i, j", or an empty string if all slots are in use."""

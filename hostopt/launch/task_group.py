@@ -17,27 +17,21 @@ import selectors
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from hostopt import descriptors, error_report
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.launch import restarts, task_process
-from hostopt.launch.environment import (
-    address_of,
-    ports_reserved,
-    shares_of_cores,
-    task_environment,
-)
+from hostopt.launch.engine import Engine, Place
+from hostopt.launch.environment import tf_config_of
 from hostopt.launch.monitor import Monitor
-from hostopt.launch.restarts import RestartDecision, Restarts, Slots, TaskExit
+from hostopt.launch.restarts import RestartDecision, Restarts, TaskExit
 from hostopt.launch.task_process import TaskProcess
-from hostopt.options import RING_ENDED
 from hostopt.telemetry import progress
-from hostopt.tf_config import CHIEF, EVALUATOR, WORKER
 
 __all__: list[str] = []
 
+_POLL_S = 0.1  # between two looks at places that are not ready
 KILL_S = 5.0  # from SIGTERM to SIGKILL
 KILL_AGAIN_S = 2.0  # between SIGKILLs, in case a stopped supervisor does not deliver them
 # From a signal to SIGKILL. Meanwhile ranks save a checkpoint, for up to 25 s; Kubernetes kills
@@ -45,7 +39,7 @@ KILL_AGAIN_S = 2.0  # between SIGKILLs, in case a stopped supervisor does not de
 PREEMPTION_S = 28.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals for tasks that still run, each with a number of seconds from now.
-_GracePeriod = Sequence[tuple[float, int]]
+GracePeriod = Sequence[tuple[float, int]]
 _LOG = logging.getLogger(__name__)
 
 
@@ -70,6 +64,7 @@ class Group:
     """Tasks that start together, and restart together after a failure.
 
     Args:
+      engine: starts the tasks.
       command: program and arguments of every task.
       cluster: addresses by job, of this and all other groups.
       selector: registers the lifelines of running tasks, each with a function to call.
@@ -80,7 +75,8 @@ class Group:
 
     def __init__(
         self,
-        command: list[str],
+        engine: Engine,
+        command: Sequence[str],
         cluster: dict[str, list[str]],
         selector: selectors.BaseSelector,
         max_restarts: int,
@@ -90,6 +86,7 @@ class Group:
         self.code: int | None = None  # exit code, once there will be no further attempt
         self.cause = ""  # error that the root cause of the last failure reported
         self.reason = ""  # root cause of the last failure, and how it ended
+        self._engine = engine
         self._command = command
         self._cluster = cluster
         self._selector = selector
@@ -115,8 +112,14 @@ class Group:
             self._next_start_s = None
             self._started_s = time.monotonic()
             try:
-                self._start()
+                places = self._find_places()
+                if places is None:
+                    self._next_start_s = time.monotonic() + _POLL_S
+                else:
+                    self._start(places)
             except OSError as error:
+                self._fail_to_start(start_error(error))
+            except ResourceError as error:
                 self._fail_to_start(error)
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             signum = self._deadlines.pop(0)[1]
@@ -132,7 +135,7 @@ class Group:
             self._signum = signum
         self._end(())
         if signum != signal.SIGINT and self._running():
-            self._set_deadlines(_preemption())
+            self._set_deadlines(preemption())
         for process in self._running():
             process.signal(signum)
 
@@ -148,14 +151,18 @@ class Group:
         """Kills what still runs, and frees the resources of the attempt."""
         self._attempt.close()
 
-    def _start(self) -> None:
+    def _find_places(self) -> Sequence[Place] | None:
+        """Returns places for the tasks of an attempt; None if they are not ready yet."""
         raise NotImplementedError
 
-    def _fail_to_start(self, error: OSError) -> None:
+    def _start(self, places: Sequence[Place]) -> None:
+        """Starts the tasks at their places."""
+        raise NotImplementedError
+
+    def _fail_to_start(self, failure: HostOptError) -> None:
         """Ends an attempt whose tasks could not all be started; the next one may succeed."""
         for process in self._processes:
             self._selector.unregister(process.lifeline)
-        failure = start_error(error)
         self._exits = [TaskExit("the launcher", None, failure.exit_code, cause=str(failure))]
         self._finish_attempt()
 
@@ -167,20 +174,20 @@ class Group:
         raise NotImplementedError
 
     def _start_task(
-        self, task: tuple[str, int], environment: dict[str, str], cores: Sequence[int] = ()
+        self, task: tuple[str, int], place: Place, settings: Mapping[str, str]
     ) -> None:
         directory = self._attempt.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
         report = os.path.join(directory, "error.txt")
         attempt = self._restarts.used + 1
-        environment = {
-            **environment,
+        settings = {
+            **settings,
+            "TF_CONFIG": tf_config_of(self._cluster, task),
             error_report.VARIABLE: report,
             progress.VARIABLE: self._monitor.progress_file(task, attempt),
         }
         log_file = self._monitor.log_file(task, attempt)
-        process = task_process.start(
-            self._command, task, environment, cores, log_file, self._monitor.new_filter()
-        )
+        started = self._engine.start(place, self._command, task, settings)
+        process = task_process.attend(task, *started, log_file, self._monitor.new_filter())
         process.report = report
         self._attempt.callback(process.close)
         self._processes.append(process)
@@ -200,7 +207,7 @@ class Group:
             self._finish_attempt()
 
     def _exit_of(self, process: TaskProcess) -> TaskExit:
-        return _task_exit(process, process.name, None)
+        return task_exit(process, process.name, None)
 
     def _finish_attempt(self) -> None:
         decision = restarts.classify_exits(self._exits)
@@ -229,7 +236,7 @@ class Group:
         if signum == signal.SIGKILL and self._running():
             self._deadlines = [(time.monotonic() + KILL_AGAIN_S, signum)]
 
-    def _end(self, grace_period: _GracePeriod) -> None:
+    def _end(self, grace_period: GracePeriod) -> None:
         if self._is_last_attempt or self.code is not None:
             return
         self._is_last_attempt = True
@@ -239,103 +246,20 @@ class Group:
             self._next_start_s = None
             self.code = 0 if self._signum is None else 128 + self._signum
 
-    def _set_deadlines(self, grace_period: _GracePeriod) -> None:
+    def _set_deadlines(self, grace_period: GracePeriod) -> None:
         if not self._deadlines:
             now_s = time.monotonic()
             self._deadlines = [(now_s + after_s, signum) for after_s, signum in grace_period]
 
 
-class Ring(Group):
-    """The group of all ranks.
-
-    Args:
-      *arguments: arguments of `Group`.
-      slots: the slots of this machine.
-      binds: True to bind each rank to its share of the cores.
-    """
-
-    def __init__(self, *arguments: Any, slots: Slots, binds: bool) -> None:
-        super().__init__(*arguments)
-        self._slots = slots
-        self._binds = binds
-
-    def _start(self) -> None:
-        slots = self._slots.in_use
-        ports = self._attempt.enter_context(ports_reserved(len(slots)))
-        tasks = [(CHIEF, 0), *((WORKER, index) for index in range(len(slots) - 1))]
-        for job in (CHIEF, WORKER):
-            self._cluster.pop(job, None)
-        for (job, _), port in zip(tasks, ports):
-            self._cluster.setdefault(job, []).append(address_of(port))
-        shares = shares_of_cores(len(slots)) if self._binds else [[] for _ in slots]
-        for task, slot, cores in zip(tasks, slots, shares):
-            environment = task_environment(os.environ, self._cluster, task, len(slots))
-            self._start_task(task, {**environment, "HOSTOPT_SLOT": str(slot)}, cores)
-
-    def _exit_of(self, process: TaskProcess) -> TaskExit:
-        rank = self._processes.index(process)
-        slot = self._slots.in_use[rank]
-        name = process.name if rank == slot else f"{process.name} (slot {slot})"
-        return _task_exit(process, name, slot)
-
-    def _on_first_failure(self, first: TaskExit) -> None:
-        if self._is_last_attempt:
-            return
-        # A preempted rank has made the others save a checkpoint.
-        is_preempted = first.code - 128 in FORWARDED
-        grace_period = _preemption() if is_preempted else self._after_failure
-        self._set_deadlines(grace_period)
-        text = "%s failed first: %s; the other tasks have %g s to exit"
-        _LOG.error(text, first.name, restarts.describe(first.code), grace_period[0][0])
-
-    def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
-        attempts = self._restarts.max_restarts + 1
-        attempt = self._restarts.used + (delay_s is None)
-        text = f"attempt {attempt} of {attempts} failed; root cause: {decision.reason}"
-        if delay_s is None:
-            why = "giving up" if decision.retry else "a restart would fail the same way"
-            _LOG.error("%s; %s", text, why)
-            return
-        if decision.cause:
-            _LOG.error("%s", decision.cause)
-        self._slots.choose(decision.failed_slots)
-        _LOG.warning("%s; restarting in %g s%s", text, delay_s, self._slots.describe())
-
-
-class Evaluator(Group):
-    """The group of one evaluator.
-
-    Args:
-      *arguments: arguments of `Group`.
-      index: index of the evaluator.
-      ring_ended: path of the file that exists once all ranks have succeeded.
-    """
-
-    def __init__(self, *arguments: Any, index: int, ring_ended: str) -> None:
-        super().__init__(*arguments)
-        self._task = (EVALUATOR, index)
-        self._ring_ended = ring_ended
-
-    def _start(self) -> None:
-        environment = task_environment(os.environ, self._cluster, self._task, 1)
-        self._start_task(self._task, {**environment, RING_ENDED: self._ring_ended})
-
-    def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
-        then = "training continues without it"
-        if delay_s is not None:
-            then = f"restarting it in {delay_s:g} s"
-        name, code = "{}:{}".format(*self._task), restarts.describe(decision.code)
-        _LOG.error("%s failed: %s; %s", name, code, then)
-        if decision.cause:
-            _LOG.error("%s", decision.cause)
-
-
-def _task_exit(process: TaskProcess, name: str, slot: int | None) -> TaskExit:
+def task_exit(process: TaskProcess, name: str, slot: int | None) -> TaskExit:
+    """Returns the exit of a process, with the error that it reported."""
     report = error_report.read_report(process.report)
     if process.forced and report.code:  # it had failed by itself, and was slow to exit
         return TaskExit(name, slot, report.code, False, report.cause)
     return TaskExit(name, slot, process.code or 0, process.forced, report.cause)
 
 
-def _preemption() -> _GracePeriod:
+def preemption() -> GracePeriod:
+    """Returns the grace period after a signal to end."""
     return ((PREEMPTION_S, signal.SIGKILL),)

@@ -1,4 +1,4 @@
-"""One task of a cluster on this machine: its supervisor, its lifeline and its output."""
+"""One task of a cluster: its supervisor, its lifeline and its output."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
 from hostopt.launch import output
+from hostopt.launch.engine import Supervisor
 from hostopt.launch.output import QueuedWriter
 
 __all__: list[str] = []
@@ -24,7 +24,6 @@ _DRAIN_TIMEOUT_S = 5.0  # for the last output of a task that has ended
 _FIRST_DRAIN_TIMEOUT_S = 0.5
 _END_TIMEOUT_S = 2.0  # for a supervisor to kill its command
 _LINE_BYTES = 1 << 20  # a longer line is split
-_SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_supervisor.py")
 _LOG = logging.getLogger(__name__)
 
 
@@ -44,7 +43,7 @@ class TaskProcess:
     """
 
     task: tuple[str, int]
-    supervisor: subprocess.Popen[bytes]
+    supervisor: Supervisor
     lifeline: socket.socket
     pumps: list[threading.Thread]
     report: str = ""
@@ -114,42 +113,25 @@ class TaskProcess:
             _LOG.warning("the output of %s is still open; the rest of it is dropped", self.name)
 
 
-def start(
-    command: list[str],
+def attend(
     task: tuple[str, int],
-    environment: dict[str, str],
-    cores: Sequence[int] = (),
+    supervisor: Supervisor,
+    lifeline: socket.socket,
     log_file: str | None = None,
     shows: Callable[[bytes], bool] | None = None,
 ) -> TaskProcess:
-    """Starts one task.
+    """Copies the output of a task that has started.
 
     Args:
-      command: program and arguments.
       task: job and index.
-      environment: environment variables of the command.
-      cores: numbers of the cores to bind it to; empty for no change.
+      supervisor: the process that runs its command.
+      lifeline: the launcher's end of the socket pair.
       log_file: file for all its output; None for none.
       shows: returns True for lines of standard error that are shown; None shows all.
 
     Returns:
       The task, which runs until it ends or is closed.
     """
-    lifeline, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", _SUPERVISOR, ",".join(map(str, cores)), *command],
-            stdin=supervisor_end.fileno(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches only the launcher
-        )
-    except BaseException:
-        lifeline.close()
-        raise
-    finally:
-        supervisor_end.close()
     process = TaskProcess(task, supervisor, lifeline, [])
     prefix = f"[{process.name}] ".encode()
     for arguments in (

@@ -36,9 +36,15 @@ def fail() -> None:
     raise ZeroDivisionError("in the middle of a step")
 
 
+def kill_node_of_ray() -> None:
+    os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
+    time.sleep(1000)
+
+
 ACTIONS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "kill-node": kill_node_of_ray,
     "raise": fail,
     "sleep": stuck_in_user_code,
     "fill": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1)),

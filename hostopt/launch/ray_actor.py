@@ -1,0 +1,247 @@
+"""The actor that runs the tasks of one slot on a node of Ray.
+
+It starts the same supervisor as on one machine. The launcher's relay starts commands, signals them
+and asks for events. If the launcher ends, however it does, Ray ends the actor, the supervisor sees
+the end of its lifeline and kills the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, NamedTuple
+
+from hostopt import error_report
+from hostopt.launch import ray_events
+from hostopt.launch.environment import find_command, ports_reserved, with_defaults
+from hostopt.launch.local_engine import supervise
+from hostopt.launch.ray_events import Event, EventQueue
+from hostopt.launch.task_group import start_error
+from hostopt.launch.task_process import TaskProcess
+from hostopt.options import PREFIX, RING_ENDED
+from hostopt.telemetry import progress
+from hostopt.versions import VERSION
+
+__all__: list[str] = []
+
+_CANNOT_START = 2  # as the exit code of the supervisor
+_POLL_S = 0.5  # between two looks at the progress, and at Ray's process of the node
+_EVENTS_S = 5.0  # of a call that finds no event
+_CHUNK_BYTES = 64 << 10
+_FILES = {progress.VARIABLE: "progress.json", error_report.VARIABLE: "error.txt"}
+_FROM_LAUNCHER = (PREFIX, "TF_")  # variables of the launcher that override those of the node
+
+
+class Job(NamedTuple):
+    """A task to start.
+
+    Args:
+      number: counts the tasks of the slot.
+      command: program and arguments.
+      task: job and index.
+      settings: variables of the task.
+      inherited: variables of the launcher.
+      directory: working directory of the launcher.
+      threads: number of processor cores that are reserved for the task.
+    """
+
+    number: int
+    command: Sequence[str]
+    task: tuple[str, int]
+    settings: Mapping[str, str]
+    inherited: Mapping[str, str]
+    directory: str
+    threads: int
+
+
+class Opened(NamedTuple):
+    """Answer of an actor that holds a port.
+
+    Args:
+      address: ``host:port``.
+      node: name of the node for logs.
+      version: version of hostopt on the node.
+    """
+
+    address: str
+    node: str
+    version: str
+
+
+class TaskActor:
+    """Runs on a node, and holds a port of it.
+
+    Args:
+      host: address of the node; None asks Ray.
+      node: id of the node.
+    """
+
+    def __init__(self, host: str | None = None, node: str = "") -> None:
+        if host is None:
+            host, node = _this_node()
+            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        self._host, self._node = host, node
+        self._holder = contextlib.ExitStack()
+        self._running: _RunningTask | None = None
+
+    def open(self) -> Opened:
+        """Holds a port of the node."""
+        (port,) = self._holder.enter_context(ports_reserved(1, self._host))
+        return Opened(f"{self._host}:{port}", f"{self._host} ({self._node[:8]})", VERSION)
+
+    def start(self, job: Job) -> None:
+        """Starts a task."""
+        self._running = _RunningTask(job)
+
+    def events(self, number: int, seen: int) -> list[Event]:
+        """Returns the events of a task after the first `seen`; waits a few seconds for one."""
+        running = self._running
+        if running is None or running.number != number:
+            return [Event(ray_events.END, b"")]
+        return running.events.get(seen, _EVENTS_S)
+
+    def signal(self, number: int, signums: Sequence[int]) -> None:
+        """Signals a task."""
+        if self._running is not None and self._running.number == number:
+            for signum in signums:
+                self._running.signal(signum)
+
+    def end_ring(self) -> None:
+        """Tells an evaluator that all ranks have succeeded."""
+        if self._running is not None:
+            self._running.end_ring()
+
+
+class _RunningTask:
+    """A task with the threads that turn its output, files and end into events."""
+
+    def __init__(self, job: Job) -> None:
+        self.number = job.number
+        self.events = EventQueue()
+        self._directory = tempfile.TemporaryDirectory(prefix="hostopt-run-")
+        self._files = {name: self._path(file) for name, file in _FILES.items()}
+        self._has_ended = threading.Event()
+        self._process: TaskProcess | None = None
+        with contextlib.suppress(OSError):  # the launcher's directory is not on this node
+            os.chdir(job.directory)
+        environment = environment_of(
+            job, os.environ, {**self._files, RING_ENDED: self._path("ended")}
+        )
+        # the threads of an actor block SIGINT, and a command would inherit that
+        blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        try:
+            supervisor, lifeline = supervise(find_command(job.command), environment)
+        except OSError as error:
+            self._fail(error)
+            return
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        readers = [
+            threading.Thread(target=self._read, args=arguments, daemon=True)
+            for arguments in (
+                (supervisor.stdout, ray_events.OUT),
+                (supervisor.stderr, ray_events.ERR),
+            )
+        ]
+        self._process = TaskProcess(job.task, supervisor, lifeline, readers)
+        for thread in (*readers, *map(_daemon, (self._wait, self._watch))):
+            thread.start()
+
+    def signal(self, signum: int) -> None:
+        if self._process is not None:
+            self._process.signal(signum)
+
+    def end_ring(self) -> None:
+        open(self._path("ended"), "w").close()
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory.name, name)
+
+    def _fail(self, error: OSError) -> None:
+        """Reports a task that could not be started, as the launcher does on one machine."""
+        code = _CANNOT_START
+        if isinstance(error, FileNotFoundError):
+            text = f"hostopt: {error} in {os.getcwd()} of node {socket.gethostname()}\n"
+            self.events.put(ray_events.ERR, text.encode(errors="backslashreplace"))
+        else:
+            failure = start_error(error)
+            code = failure.exit_code
+            report = f"{code}\n{error_report.cause_of(failure)}"
+            self.events.put(ray_events.REPORT, report.encode(errors="backslashreplace"))
+        self.events.put(ray_events.CODE, b"%d" % code)
+        self.events.put(ray_events.END)
+
+    def _read(self, pipe: IO[bytes], kind: str) -> None:
+        with pipe:
+            for data in iter(lambda: os.read(pipe.fileno(), _CHUNK_BYTES), b""):
+                self.events.put(kind, data)
+
+    def _watch(self) -> None:
+        """Reports the progress whenever the task has written it."""
+        path, seen = self._files[progress.VARIABLE], 0
+        while not self._has_ended.wait(_POLL_S):
+            with contextlib.suppress(OSError):
+                written = os.stat(path).st_mtime_ns
+                if written != seen:
+                    seen = written
+                    self._report(progress.VARIABLE, ray_events.PROGRESS)
+
+    def _report(self, variable: str, kind: str) -> None:
+        with contextlib.suppress(OSError), open(self._files[variable], "rb") as file:
+            self.events.put(kind, file.read())
+
+    def _wait(self) -> None:
+        """Reports the end of the task."""
+        assert self._process is not None
+        while not self._process.has_ended():
+            pass
+        self._has_ended.set()
+        self._report(progress.VARIABLE, ray_events.PROGRESS)
+        self._report(error_report.VARIABLE, ray_events.REPORT)
+        self.events.put(ray_events.CODE, b"%d" % (self._process.code or 0))
+        self._process.close()
+        self.events.put(ray_events.END)
+        self._directory.cleanup()
+
+
+def environment_of(job: Job, node: Mapping[str, str], files: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables of a task.
+
+    Args:
+      job: the task.
+      node: variables of the actor, which Ray and its `runtime_env` have set.
+      files: paths on this node by variable.
+
+    Returns:
+      The variables of the node; those of the launcher that the node lacks, or that are options of
+      hostopt or TensorFlow; and the settings of the task.
+    """
+    launcher = {k: v for k, v in job.inherited.items() if not k.startswith("RAY_")}
+    chosen = {k: v for k, v in launcher.items() if k.startswith(_FROM_LAUNCHER)}
+    settings = {name: files.get(name, value) for name, value in job.settings.items()}
+    threads = {name: str(job.threads) for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")}
+    return with_defaults({**threads, **launcher, **node, **chosen, **settings}, job.task[0], 1)
+
+
+def _daemon(target: object) -> threading.Thread:
+    return threading.Thread(target=target, daemon=True)  # type: ignore[arg-type]
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process if Ray's process of the node ends, which Ray itself may fail to do."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)  # the end of the lifeline kills the task
+
+
+def _this_node() -> tuple[str, str]:
+    """Returns the address and the id of this node of Ray."""
+    import ray
+
+    return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())

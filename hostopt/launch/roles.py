@@ -1,0 +1,116 @@
+"""The ranks and each evaluator of a cluster, as groups of tasks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from hostopt.launch import restarts
+from hostopt.launch.engine import Place, Reservation
+from hostopt.launch.restarts import RestartDecision, Slots, TaskExit
+from hostopt.launch.task_group import FORWARDED, Group, preemption, task_exit
+from hostopt.launch.task_process import TaskProcess
+from hostopt.options import RING_ENDED
+from hostopt.tf_config import CHIEF, EVALUATOR, WORKER
+
+__all__: list[str] = []
+
+_LOG = logging.getLogger(__name__)
+
+
+class Ring(Group):
+    """The group of all ranks.
+
+    Args:
+      *arguments: arguments of `Group`.
+      slots: the slots of the ranks.
+    """
+
+    def __init__(self, *arguments: Any, slots: Slots) -> None:
+        super().__init__(*arguments)
+        self._slots = slots
+        self._reservation: Reservation | None = None  # of the attempt
+
+    def _find_places(self) -> Sequence[Place] | None:
+        if self._reservation is None:
+            least = min(self._slots.min_size, len(self._slots.in_use))
+            reserved = self._engine.reserve(self._slots.in_use, least)
+            self._reservation = self._attempt.enter_context(reserved)
+            self._attempt.callback(setattr, self, "_reservation", None)
+        return self._reservation.poll()
+
+    def _start(self, places: Sequence[Place]) -> None:
+        self._slots.use({place.slot: place.node for place in places})
+        tasks = [(CHIEF, 0), *((WORKER, index) for index in range(len(places) - 1))]
+        for job in (CHIEF, WORKER):
+            self._cluster.pop(job, None)
+        for (job, _), place in zip(tasks, places):
+            self._cluster.setdefault(job, []).append(place.address)
+        for task, place in zip(tasks, places):
+            self._start_task(task, place, {"HOSTOPT_SLOT": str(place.slot)})
+
+    def _exit_of(self, process: TaskProcess) -> TaskExit:
+        rank = self._processes.index(process)
+        slot = self._slots.in_use[rank]
+        name = process.name if rank == slot else f"{process.name} (slot {slot})"
+        return task_exit(process, name, slot)
+
+    def _on_first_failure(self, first: TaskExit) -> None:
+        if self._is_last_attempt:
+            return
+        # A preempted rank has made the others save a checkpoint.
+        is_preempted = first.code - 128 in FORWARDED
+        grace_period = preemption() if is_preempted else self._after_failure
+        self._set_deadlines(grace_period)
+        text = "%s failed first: %s; the other tasks have %g s to exit"
+        _LOG.error(text, first.name, restarts.describe(first.code), grace_period[0][0])
+
+    def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
+        attempts = self._restarts.max_restarts + 1
+        attempt = self._restarts.used + (delay_s is None)
+        text = f"attempt {attempt} of {attempts} failed; root cause: {decision.reason}"
+        if delay_s is None:
+            why = "giving up" if decision.retry else "a restart would fail the same way"
+            _LOG.error("%s; %s", text, why)
+            return
+        if decision.cause:
+            _LOG.error("%s", decision.cause)
+        self._slots.choose(decision.failed_slots)
+        _LOG.warning("%s; restarting in %g s%s", text, delay_s, self._slots.describe())
+
+
+class Evaluator(Group):
+    """The group of one evaluator.
+
+    Args:
+      *arguments: arguments of `Group`.
+      index: index of the evaluator.
+      reservation: the places of all evaluators, which outlive an attempt.
+      ring_ended: path of the file that exists once all ranks have succeeded.
+    """
+
+    def __init__(
+        self, *arguments: Any, index: int, reservation: Reservation, ring_ended: str
+    ) -> None:
+        super().__init__(*arguments)
+        self._task = (EVALUATOR, index)
+        self._places = reservation
+        self._ring_ended = ring_ended
+
+    def _find_places(self) -> Sequence[Place] | None:
+        are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
+        return self._places.poll() if are_ranks_placed else None
+
+    def _start(self, places: Sequence[Place]) -> None:
+        self._cluster[EVALUATOR] = [place.address for place in places]
+        self._start_task(self._task, places[self._task[1]], {RING_ENDED: self._ring_ended})
+
+    def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
+        then = "training continues without it"
+        if delay_s is not None:
+            then = f"restarting it in {delay_s:g} s"
+        name, code = "{}:{}".format(*self._task), restarts.describe(decision.code)
+        _LOG.error("%s failed: %s; %s", name, code, then)
+        if decision.cause:
+            _LOG.error("%s", decision.cause)

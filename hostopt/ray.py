@@ -1,0 +1,77 @@
+"""Trainings inside Ray Train: the workers of a trainer are the ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hostopt.errors import ConfigError
+from hostopt.launch.environment import tf_config_of
+from hostopt.tf_config import CHIEF, WORKER
+
+try:
+    import ray
+    from ray.train.backend import Backend, BackendConfig
+except ImportError as error:
+    raise ConfigError(
+        f"hostopt.ray needs Ray Train, which cannot be imported: {error}. Run `pip install "
+        "'hostopt[ray]' 'ray[train]'`"
+    ) from error
+
+__all__ = ["HostOffloadConfig"]
+
+_held: list[socket.socket] = []  # keeps the port of this worker
+
+
+@dataclass
+class HostOffloadConfig(BackendConfig):
+    """Makes the workers of a `DataParallelTrainer` the ranks of a ring.
+
+    Each worker gets TF_CONFIG with its address and those of the others: worker 0 is the chief. If
+    there is no token, one is made for the ring.
+    """
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The class that prepares the workers."""
+        return _HostOffloadBackend
+
+
+class _HostOffloadBackend(Backend):
+    """Sets the environment variables of the workers, before the training starts on them."""
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        del backend_config
+        addresses = worker_group.execute(_hold_port)
+        token = secrets.token_hex(32)
+        ray.get(
+            [
+                worker_group.execute_single_async(index, _set_environment, addresses, index, token)
+                for index in range(len(addresses))
+            ]
+        )
+
+
+def _hold_port() -> str:
+    """Holds a port of this worker's node until a server listens there, and returns its address."""
+    host = ray.util.get_node_ip_address()
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((host, 0))
+    _held[:] = [holder]
+    return f"{host}:{holder.getsockname()[1]}"
+
+
+def _set_environment(addresses: Sequence[str], index: int, token: str) -> None:
+    cluster = {CHIEF: addresses[:1], WORKER: addresses[1:]}
+    task = (CHIEF, 0) if index == 0 else (WORKER, index - 1)
+    os.environ["TF_CONFIG"] = tf_config_of(
+        {job: members for job, members in cluster.items() if members}, task
+    )
+    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Estimator's graphs need Keras 2
+    if "HOSTOPT_TOKEN_FILE" not in os.environ:
+        os.environ.setdefault("HOSTOPT_TOKEN", token)
