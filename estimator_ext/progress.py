@@ -238,6 +238,8 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values["loss"] = self._loss
         if self._report is not None:
             values.update(self._report.totals)
+            if self._report.timeline_path is not None:
+                values["timeline"] = str(self._report.timeline_path.absolute())
             if self._report.stragglers is not None:
                 values["slowest_rank"] = self._report.stragglers.slowest_rank
         if self.saves.last_step is not None:

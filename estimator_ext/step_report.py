@@ -51,6 +51,8 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._step = 0
         self._sent: tuple[int, StepTimes] | None = None
         self.stragglers: Stragglers | None = None  # of the last report, on rank 0
+        timeline = communicator.transport.timeline
+        self.timeline_path = None if timeline is None else timeline.path
 
     @property
     def totals(self) -> dict[str, Any]:

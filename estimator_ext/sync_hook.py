@@ -129,6 +129,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         if not self._schedule.increment:
             self._schedule.increment = int(session.run(self._global_step)) - self._step
         self._step += self._schedule.increment
+        self._communicator.transport.training_step = self._step  # for `hostopt status`
         if self._is_due(session):
             self._synchronise(session, has_ended=False)
 

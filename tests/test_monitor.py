@@ -178,7 +178,9 @@ def test_the_summary() -> None:
         "time": "1:02:05",
         "speed": "90 steps/s, 5,760 examples/s",
         "communication": "2 ms, 75 % hidden, slowest rank 1",
-        "step time": "input 1 ms, forward and backward 8 ms, update 1 ms",
+        "step time": " input  forward and backward  update",
+        "in ms": "     1                     8       1",
+        "in %": "    10                    80      10",
         "evaluation": "accuracy 0.9 at step 450; best 0.95 at step 300",
         "model_dir": "/models/digits, saved at 450",
     }
@@ -187,7 +189,9 @@ def test_the_summary() -> None:
     lines = dict(summarize({1: TRAINING, 2: slow}, {}, 1.0))
     assert lines["steps"] == "0 to 500, loss 0.25"
     assert lines["time"] == "0:01, attempt 2 resumed at 450"
-    assert lines["step time"].endswith("; input-bound")
+    assert lines["in %"] == "    50      50  input-bound"
+    traced = {**TRAINING, "timeline": "/traces/trace.rank0.json"}
+    assert dict(summarize({1: traced}, {}, 1.0))["timeline"] == "/traces/trace.rank0.json"
 
 
 def test_the_newest_attempt_and_evaluation_count(

@@ -22,6 +22,7 @@ _LIVE_S = 1.0  # between two states of the line on a terminal
 _PLAIN_S = 30.0  # between two lines elsewhere
 _SILENT_S = 30.0  # without a step, after which the line says so
 _NOTABLE_INPUT = 0.3  # of a step
+_COLUMN = 6  # characters of a column of the summary
 
 Progress = dict[str, Any]
 
@@ -207,7 +208,7 @@ def summarize(
         rank = "" if slowest is None else f", slowest rank {slowest}"
         lines.append(("communication", f"{_communication(training)}{rank}"))
     if "times_ms" in training:
-        lines.append(("step time", _times(training["times_ms"])))
+        lines += _table(training["times_ms"])
     if evaluation:
         metric, value, step = (evaluation[name] for name in ("metric", "value", "step"))
         text = f"{metric} {value:.4g} at step {step}"
@@ -216,6 +217,8 @@ def summarize(
         lines.append(("evaluation", text))
     saved = f", saved at {training['checkpoint_step']}" if "checkpoint_step" in training else ""
     lines.append(("model_dir", f"{training['model_dir']}{saved}"))
+    if "timeline" in training:
+        lines.append(("timeline", training["timeline"]))
     return lines
 
 
@@ -229,11 +232,23 @@ def _communication(training: Progress) -> str:
     return f"{training['communication_ms']:.3g} ms, {hidden:.0f} % hidden"
 
 
-def _times(times_ms: Mapping[str, float]) -> str:
-    total_ms = sum(times_ms.values())
-    parts = [f"{name.replace('_', ' ')} {ms:.3g} ms" for name, ms in times_ms.items()]
-    is_bound = times_ms.get("input", 0.0) > _NOTABLE_INPUT * total_ms
-    return f"{', '.join(parts)}{'; input-bound' if is_bound else ''}"
+def _table(times_ms: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Returns the lines of a table: a column for each part of a step."""
+    total_ms = sum(times_ms.values()) or 1.0
+    names = [name.replace("_", " ") for name in times_ms]
+    rows = [
+        ("step time", names),
+        ("in ms", [f"{ms:.3g}" for ms in times_ms.values()]),
+        ("in %", [f"{100 * ms / total_ms:.0f}" for ms in times_ms.values()]),
+    ]
+    widths = [max(len(name), _COLUMN) for name in names]
+    lines = [
+        (title, "  ".join(cell.rjust(width) for cell, width in zip(cells, widths)))
+        for title, cells in rows
+    ]
+    if times_ms.get("input", 0.0) > _NOTABLE_INPUT * total_ms:
+        lines[-1] = (lines[-1][0], f"{lines[-1][1]}  input-bound")
+    return lines
 
 
 def _duration(seconds: float) -> str:
