@@ -125,14 +125,16 @@ class InputStates:
             self._restore(session, [each for each, _ in initial] if all_ended else parts)
         self._has_begun = True
 
-    def gather(self, session: tf.compat.v1.Session) -> None:
+    def gather(self, session: tf.compat.v1.Session, *, has_more: bool = False) -> None:
         """Collects the states of all ranks on rank 0. Collective: all ranks must call it.
 
         Args:
           session: session of this rank.
+          has_more: True if a rank has data left. Otherwise data that have ended are read from the
+            beginning after a restart.
         """
         state = b""
-        parts = [] if self._guard.data_have_ended else self._save(session)
+        parts = self._save(session) if has_more or not self._guard.data_have_ended else []
         if parts:
             attributes = {"pipelines": self._pipelines, "parts": [*map(len, parts)]}
             state = pack(attributes, [*itertools.chain.from_iterable(parts)])

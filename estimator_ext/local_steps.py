@@ -13,7 +13,7 @@ from hostopt.options import MAX_COUNT, YEAR_S, shown
 
 __all__: list[str] = []
 
-SLOTS = ("average", "keep", "reset")
+SLOTS = (None, "average", "keep", "reset")
 COMPRESSIONS = (None, "fp16", "bf16", "int8", "int4")
 _Optimizer = tf.compat.v1.train.Optimizer
 OuterOptimizer = Union[None, _Optimizer, Callable[[], _Optimizer]]
@@ -29,7 +29,8 @@ class LocalSteps:
       warmup_steps: number of first steps after each of which the ranks synchronise.
       outer_optimizer: applied to the difference of a synchronisation, or a function that returns
         it; None takes the mean of the ranks.
-      slots: what becomes of the optimizer's slots: "average", "keep" or "reset".
+      slots: what becomes of the optimizer's slots: "average", "keep" or "reset". None is "keep"
+        with a delay, and "average" without one.
       compression: format of the differences on the wire; None sends float32.
       fragments: number of parts of the model that are synchronised one after the other.
       delay: number of steps that go on while a synchronisation runs in the background.
@@ -42,7 +43,7 @@ class LocalSteps:
     secs: float | None = None
     warmup_steps: int = 0
     outer_optimizer: OuterOptimizer = None
-    slots: str = "average"
+    slots: str | None = None
     compression: str | None = None
     fragments: int = 1
     delay: int = 0
@@ -72,7 +73,7 @@ class LocalSteps:
 
     def _check_together(self) -> None:
         others = (self.warmup_steps, self.slots, self.compression, self.fragments, self.delay)
-        if not self.is_used and others != (0, "average", None, 1, 0):
+        if not self.is_used and others != (0, None, None, 1, 0):
             raise hostopt.ConfigError(
                 "sync_warmup_steps, sync_slots, sync_compression, sync_fragments and sync_delay "
                 "have no effect if ranks reduce gradients in each step. Set sync_every, sync_secs "
@@ -80,11 +81,13 @@ class LocalSteps:
             )
         if self.secs is None and self.every % self.fragments:
             raise _error("sync_fragments", self.fragments, f"a divisor of {self.every} steps")
-        if self.secs is None and self.delay >= max(2, self.every // self.fragments):
-            most = self.every // self.fragments - 1
+        most = self.every // self.fragments - 1
+        if self.secs is None and self.delay > max(most, 0):
             raise _error("sync_delay", self.delay, f"at most {most}, one step before the next one")
-        if self.delay and self.slots == "reset":
-            raise _error("sync_slots", self.slots, "'average' or 'keep' with sync_delay")
+        if self.delay and self.slots not in (None, "keep"):
+            raise _error("sync_slots", self.slots, "None or 'keep' with sync_delay")
+        if self.fragments > 1 and self.slots == "reset":
+            raise _error("sync_slots", self.slots, "'average' or 'keep' with sync_fragments")
         if self.fragments > 1 and isinstance(self.outer_optimizer, _Optimizer):
             wanted = "a function that returns an optimizer, as each fragment needs its own"
             raise _error("outer_optimizer", self.outer_optimizer, wanted)
@@ -93,6 +96,11 @@ class LocalSteps:
     def is_used(self) -> bool:
         """True if ranks train by themselves between synchronisations."""
         return self.every > 1 or self.secs is not None or self.outer_optimizer is not None
+
+    @property
+    def slot_rule(self) -> str:
+        """Rule for slots: "average", "keep" or "reset"."""
+        return self.slots or ("keep" if self.delay else "average")
 
     def interval(self, steps: int, step_s: float) -> int:
         """Returns the number of steps until the next fragment is synchronised.

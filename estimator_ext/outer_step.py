@@ -32,7 +32,9 @@ class OuterStep:
         self._feeds: list[tf.Tensor] = []
 
         def build() -> tf.Operation:
-            with tf.device(HOST_DEVICE), tf.compat.v1.variable_scope(SCOPE):
+            # a name scope that ends in / is used again for the next fragment
+            scope = tf.compat.v1.variable_scope(SCOPE, auxiliary_name_scope=False)
+            with tf.device(HOST_DEVICE), scope, tf.name_scope(f"{SCOPE}/"):
                 self._feeds += [
                     tf.compat.v1.placeholder(v.dtype.base_dtype, v.shape, "difference")
                     for v in variables

@@ -7,33 +7,43 @@ from typing import Any
 
 import tensorflow as tf
 
+import hostopt
+from estimator_ext.checkpoint_saving import has_own_saver
 from estimator_ext.fingerprint import read_updates
-from estimator_ext.outer_step import OuterStep
+from estimator_ext.outer_step import SCOPE, OuterStep
 from estimator_ext.replicas import Replicas
+from estimator_ext.spec import operations_of_step
 
 __all__: list[str] = []
 
 
-def build_replicas(
-    strategy: Any, targets: Sequence[tf.Operation], data: Collection[tf.Operation]
-) -> Replicas:
+def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> Replicas | None:
     """Builds the outer steps, if there are any.
 
     Collective: all ranks must call it.
 
     Args:
       strategy: the `HostOffloadStrategy` of the training.
-      targets: operations that run in a step, in the default graph.
+      spec: spec of the step, in the default graph.
       data: operations of this rank's input.
 
     Returns:
-      The models of all ranks.
+      The models of all ranks; None if the ranks reduce gradients in each step.
 
     Raises:
+      hostopt.ConfigError: a variable cannot be synchronised, or a saver of the model_fn would not
+        save the slots of the outer optimizer.
       hostopt.CollectiveMismatchError: ranks have different steps, outer steps or options.
     """
     options, communicator = strategy.local_steps, strategy.communicator
-    updates = read_updates(targets, data)
+    if not options.is_used:
+        return None
+    if options.outer_optimizer is not None and has_own_saver(spec):
+        raise hostopt.ConfigError(
+            "model_fn creates a saver, which does not save the slots of outer_optimizer. Leave "
+            "the saver to the Estimator, or leave outer_optimizer out"
+        )
+    updates = read_updates(operations_of_step(spec), data)
     steps: list[OuterStep] = []
 
     def new_outer(variables: Sequence[tf.Variable]) -> OuterStep:
@@ -52,3 +62,25 @@ def build_replicas(
         texts.update({f"{name} in the outer step": text for name, text in found.items()})
     communicator.check_same(texts, "the updates of variables")
     return replicas
+
+
+def check_outer_slots(checkpoint: str) -> None:
+    """Checks that a checkpoint has the slots of the outer optimizer in the default graph.
+
+    Args:
+      checkpoint: path of the checkpoint from which the training resumes.
+
+    Raises:
+      hostopt.CheckpointError: it does not.
+    """
+    variables = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, f"{SCOPE}/")
+    if not variables:
+        return
+    saved = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
+    missing = [variable.op.name for variable in variables if variable.op.name not in saved]
+    if missing:
+        raise hostopt.CheckpointError(
+            f"{checkpoint} has no {missing[0]!r}, a slot of outer_optimizer: it was saved with "
+            "other options. Use the same options, or start in another model_dir with "
+            f"warm_start_from={checkpoint!r}"
+        )

@@ -76,6 +76,24 @@ class ReplicaPart:
         """Assigns values to the variables, which become the anchor."""
         self.anchor = self.assign_local(session, flat)
 
+    def check_anchor(self, step: int) -> None:
+        """Checks that the anchor is finite, with the same result on all ranks.
+
+        Args:
+          step: global_step, for errors.
+
+        Raises:
+          hostopt.NonFiniteGradientError: it is not.
+        """
+        if not all_finite(self.anchor):
+            name = self._nonfinite_names(self.anchor)[0]
+            raise hostopt.NonFiniteGradientError(
+                f"variable {name!r} is NaN or Inf after the synchronisation at step {step}, and "
+                "the variables of the ranks were finite. Lower the learning rate of the outer "
+                "optimizer, or use another sync_compression",
+                step=step,
+            )
+
     def _joined(self, values: list[Any]) -> Any:
         return np.concatenate([each.reshape(-1).astype(self._sum_dtype) for each in values])
 
@@ -95,12 +113,15 @@ class ReplicaPart:
             raise self._nonfinite(values, step)
         return Difference(self, local, values)
 
-    def _nonfinite(self, values: Any, step: int) -> hostopt.NonFiniteGradientError:
-        names = [
+    def _nonfinite_names(self, flat: Any) -> list[str]:
+        return [
             variable.op.name
-            for variable, value in zip(self.variables, self.split(values))
+            for variable, value in zip(self.variables, self.split(flat))
             if not np.isfinite(value).all()
         ]
+
+    def _nonfinite(self, values: Any, step: int) -> hostopt.NonFiniteGradientError:
+        names = self._nonfinite_names(values)
         cluster, rank = self.communicator.transport.cluster, self.communicator.rank
         return hostopt.NonFiniteGradientError(
             f"variable {names[0]!r} of {cluster.describe(rank)} is NaN or Inf at the "

@@ -18,7 +18,7 @@ difference between their synchronised values and those that were sent.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,12 +30,13 @@ from estimator_ext.desync import checksum
 from estimator_ext.local_steps import LocalSteps
 from estimator_ext.outer_step import OuterStep
 from estimator_ext.replica_part import Difference, ReplicaPart
-from estimator_ext.sync_on_read import in_parts, is_sync_on_read
+from estimator_ext.sync_on_read import assign, in_parts, is_sync_on_read
 
 __all__: list[str] = []
 
 _NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 _POWER = re.compile(r"(.*/)?beta\d_power(_\d+)?")  # of Adam, which counts steps in it
+_EMA = re.compile(r".*/ExponentialMovingAverage(_\d+)?")  # has the name of a slot
 
 
 class Variables(NamedTuple):
@@ -44,13 +45,17 @@ class Variables(NamedTuple):
     Args:
       trained: trainable variables.
       slots: slots of the optimizer.
+      powers: counters of steps that an optimizer keeps as powers.
       averaged: other variables that the steps change, such as moving averages.
+      largest: integers that the steps change, such as counters.
       equal: variables that must be the same on all ranks.
     """
 
     trained: list[tf.Variable]
     slots: list[tf.Variable]
+    powers: list[tf.Variable]
     averaged: list[tf.Variable]
+    largest: list[tf.Variable]
     equal: list[tf.Variable]
 
 
@@ -59,23 +64,48 @@ def find_variables(changed: Collection[str]) -> Variables:
 
     Args:
       changed: names of the variables that a step changes.
+
+    Raises:
+      hostopt.ConfigError: a variable cannot be synchronised.
     """
-    found = Variables([], [], [], [])
+    found = Variables([], [], [], [], [], [])
     every = [*tf.compat.v1.global_variables(), *tf.compat.v1.trainable_variables()]
-    trained = {v.op.name: v.shape.as_list() for v in tf.compat.v1.trainable_variables()}
+    trained = {v.op.name: v.shape for v in tf.compat.v1.trainable_variables()}
     global_step = tf.compat.v1.train.get_global_step()
     for name, variable in sorted({v.op.name: v for v in every}.items()):
         is_skipped = variable is global_step or is_sync_on_read(variable)
-        if is_skipped or variable.dtype.base_dtype in _NO_NUMBERS:
-            continue
-        is_changed = variable.dtype.is_floating and name in changed
-        if variable.dtype.is_floating and name in trained:
-            found.trained.append(variable)
-        elif is_changed and trained.get(_owner(name, trained)) == variable.shape.as_list():
-            found.slots.append(variable)
-        else:
-            (found.averaged if is_changed else found.equal).append(variable)
+        if not is_skipped and variable.dtype.base_dtype not in _NO_NUMBERS:
+            is_changed = name in changed or name in trained
+            _kind(found, variable, is_changed, trained).append(variable)
     return found
+
+
+def _kind(
+    found: Variables,
+    variable: tf.Variable,
+    is_changed: bool,
+    trained: Mapping[str, tf.TensorShape],
+) -> list[tf.Variable]:
+    """Returns the list of `found` to which a variable belongs."""
+    name, dtype = variable.op.name, variable.dtype.base_dtype
+    if not is_changed:
+        return found.equal
+    is_number = dtype.is_floating or (dtype.is_integer and name not in trained)
+    if not is_number or not variable.shape.is_fully_defined():
+        raise hostopt.ConfigError(
+            f"variable {name!r} of dtype {dtype.name} and shape {variable.shape} changes in local "
+            "steps, wanted floating or integer numbers of a static shape. Leave sync_every, "
+            "sync_secs and outer_optimizer out"
+        )
+    if dtype.is_integer:
+        return found.largest
+    if name in trained:
+        return found.trained
+    if _POWER.fullmatch(name):
+        return found.powers
+    owner = _owner(name, trained)
+    is_slot = owner and trained[owner] == variable.shape and not _EMA.fullmatch(name)
+    return found.slots if is_slot else found.averaged
 
 
 def _owner(name: str, trained: Collection[str]) -> str:
@@ -91,19 +121,21 @@ class Fragment(NamedTuple):
     Args:
       trained: trained variables.
       others: other variables whose mean is taken.
+      powers: counters of steps.
       outer: the outer step of the trained variables; None for their mean.
       reset: variables that are initialized after a synchronisation.
     """
 
     trained: list[ReplicaPart]
     others: list[ReplicaPart]
+    powers: list[ReplicaPart]
     outer: OuterStep | None
     reset: list[tf.Variable]
 
     @property
     def parts(self) -> list[ReplicaPart]:
         """All variables that are synchronised."""
-        return [*self.trained, *self.others]
+        return [*self.trained, *self.others, *self.powers]
 
 
 class Replicas:
@@ -127,30 +159,29 @@ class Replicas:
         new_outer: Callable[[Sequence[tf.Variable]], OuterStep] | None,
     ) -> None:
         self._communicator = communicator
-        self._compression = options.compression
-        variables = find_variables(changed)
-        powers = [v for v in variables.averaged if _POWER.fullmatch(v.op.name)]
-        reset = [*variables.slots, *powers] if options.slots == "reset" else []
-        others = [*variables.averaged, *(variables.slots if options.slots == "average" else ())]
-        divisions = (
-            divided(each, options.fragments) for each in (variables.trained, others, reset)
-        )
+        variables, rule = find_variables(changed), options.slot_rule
         self.fragments = []
-        for trained, rest, again in zip(*divisions):
-            parts = self._parts(trained)
+        for trained, others in divided(variables, options.fragments, rule == "average"):
+            parts = self._parts(trained, options.compression)
             ordered = [variable for part in parts for variable in part.variables]
             outer = new_outer(ordered) if new_outer is not None and ordered else None
-            self.fragments.append(Fragment(parts, self._parts(rest), outer, again))
-        self._equal = find_variables(changed).equal  # with the slots of the outer steps
+            is_first = not self.fragments
+            powers = self._parts(variables.powers if is_first else ())
+            reset = [*variables.slots, *variables.powers] if rule == "reset" else []
+            self.fragments.append(Fragment(parts, self._parts(others), powers, outer, reset))
         # only for the checkpoint, as they differ by rank otherwise
-        self._kept = self._parts(variables.slots if options.slots == "keep" else ())
+        self._kept = self._parts(variables.slots if rule == "keep" else ())
+        self._largest = variables.largest
+        self._equal = find_variables(changed).equal  # with the slots of the outer steps
 
-    def _parts(self, variables: Sequence[tf.Variable]) -> list[ReplicaPart]:
+    def _parts(
+        self, variables: Sequence[tf.Variable], compression: str | None = None
+    ) -> list[ReplicaPart]:
         by_dtype: dict[tf.DType, list[tf.Variable]] = {}
         for variable in variables:
             by_dtype.setdefault(variable.dtype.base_dtype, []).append(variable)
         return [
-            ReplicaPart(self._communicator, part, self._compression)
+            ReplicaPart(self._communicator, part, compression)
             for same in by_dtype.values()
             for part in in_parts(same)
         ]
@@ -199,6 +230,7 @@ class Replicas:
         session: tf.compat.v1.Session,
         fragments: Sequence[Fragment],
         means: Sequence[Difference],
+        step: int,
         *,
         is_late: bool = False,
     ) -> None:
@@ -208,21 +240,29 @@ class Replicas:
           session: session of this rank.
           fragments: the fragments.
           means: results of `take`, reduced over the ranks.
-          is_late: True if this rank has made steps since `take`, which are kept.
+          step: global_step, for errors.
+          is_late: True if this rank has made steps since `take`. Those of trained variables are
+            kept. Those of others are not, as an average of squares could become negative.
+
+        Raises:
+          hostopt.NonFiniteGradientError: a synchronised variable is not finite.
         """
         left = iter(means)
         for fragment in fragments:
             trained = [next(left) for _ in fragment.trained]
             if fragment.outer is not None:
                 self._apply_outer(session, fragment, fragment.outer, trained, is_late)
-            elif trained:
-                for mean in trained:
-                    mean.apply(session, is_late)
+            for mean in trained if fragment.outer is None else ():
+                mean.apply(session, is_late)
             for _ in fragment.others:
+                next(left).apply(session, is_late=False)
+            for _ in fragment.powers:
                 next(left).apply(session, is_late)
+            for part in fragment.parts:
+                part.check_anchor(step)
             if fragment.reset:
                 session.run([variable.initializer for variable in fragment.reset])
-                for part in fragment.others:
+                for part in (*fragment.others, *fragment.powers):
                     part.read_anchor(session)
 
     def _apply_outer(
@@ -261,24 +301,39 @@ class Replicas:
             difference = part.take(session, step)
             difference.reduce(weight, is_whole=True)
             difference.apply(session, is_late=False)
+        for variable, value in zip(self._largest, session.run(self._largest)):
+            largest = self._communicator.all_reduce(
+                value, hostopt.ReduceOp.MAX, f"variable {variable.op.name!r}"
+            )
+            assign(session, [variable], [largest])
         values, text = session.run(self._equal), "the variables that no step changes"
         table = {v.op.name: f"{checksum(value):08x}" for v, value in zip(self._equal, values)}
         self._communicator.check_same(table, text)
 
 
-def divided(variables: Sequence[tf.Variable], count: int) -> list[list[tf.Variable]]:
+def divided(
+    variables: Variables, count: int, has_slots: bool
+) -> list[tuple[list[tf.Variable], list[tf.Variable]]]:
     """Divides variables into fragments of similar size; some may be empty.
 
     Args:
       variables: the variables.
       count: number of fragments.
+      has_slots: True to put slots beside their variables, False to leave them out.
+
+    Returns:
+      Trained variables and others of each fragment.
     """
-    fragments: list[list[tf.Variable]] = [[] for _ in range(count)]
+    fragments: list[tuple[list[tf.Variable], list[tf.Variable]]] = [([], []) for _ in range(count)]
+    place: dict[str, int] = {}
     sizes = [0] * count
-    for variable in sorted(variables, key=_size, reverse=True):
-        smallest = sizes.index(min(sizes))
-        fragments[smallest].append(variable)
-        sizes[smallest] += _size(variable)
+    for variable in sorted(variables.trained, key=_size, reverse=True):
+        place[variable.op.name] = sizes.index(min(sizes))
+        fragments[place[variable.op.name]][0].append(variable)
+        sizes[place[variable.op.name]] += _size(variable)
+    for variable in (*variables.averaged, *(variables.slots if has_slots else ())):
+        owner = _owner(variable.op.name, place)
+        fragments[place[owner] if owner else sizes.index(min(sizes))][1].append(variable)
     return fragments
 
 

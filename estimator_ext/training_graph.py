@@ -60,7 +60,7 @@ from estimator_ext.hooks import BroadcastVariablesHook
 from estimator_ext.input_state import InputStateHook, InputStates, log_random_operations
 from estimator_ext.preemption import PreemptionHook
 from estimator_ext.progress import ProgressHook, StepTimestamps
-from estimator_ext.replica_building import build_replicas
+from estimator_ext.replica_building import build_replicas, check_outer_slots
 from estimator_ext.replicas import Replicas
 from estimator_ext.session_guard import SessionGuardHook
 from estimator_ext.skipped_updates import HooksWithoutNan
@@ -155,9 +155,7 @@ class TrainingGraph:
         )
         graph.marks_gradients = False
         updates, suspects = self._reduce(data)
-        replicas = None
-        if self._reduction.is_local:
-            replicas = build_replicas(self._strategy, operations_of_step(self.spec), data)
+        replicas = build_replicas(self._strategy, self.spec, data)
         self.first_hooks = [
             BroadcastVariablesHook(self._communicator),  # [K5]
             *training_input.hooks,  # [K6]
@@ -171,6 +169,7 @@ class TrainingGraph:
             self._restored = newest(self._model_dir)
         if self._restored is not None and not has_own_saver(self.spec):
             check_shapes(self._restored, tf.compat.v1.global_variables())
+            check_outer_slots(self._restored)
         self._add_training_hooks(InputStateHook(states, self._restored))  # [K11]
         self._prepare_savers(states, data, stack)
         if self._is_chief and progress.is_needed:
@@ -295,7 +294,7 @@ class TrainingGraph:
         coordinated = (self._reduction.flags, sync_on_read, states, find_savers(hooks))
         if replicas is None:
             return BeginStopSaveHook(communicator, *coordinated)
-        local = (self._strategy, replicas, stops, examples, self._config)
+        local = (self._strategy, replicas, stops, examples, self._config, hooks)
         return SyncHook(communicator.duplicate("states of the ranks"), *coordinated, *local)
 
     def _order_first_hooks(self, guard: SessionGuardHook, coordination: Sequence[Any]) -> None:

@@ -161,7 +161,9 @@ def simulate_streaming(
                 outers[number].steps += 1
                 new = anchor[name] - outers[number]._change(name, -change)
             for model, before in zip(models, sent):
-                model[name] = new + (model[name] - before[name])
+                # averages could become negative if the later steps were kept, too
+                kept = model[name] - before[name] if name in TRAINED else 0
+                model[name] = new + kept
             anchor[name] = new
 
     for step in range(1, steps + 1):
@@ -183,7 +185,7 @@ def simulate_streaming(
     return anchor
 
 
-FRAGMENTS = (("weights", "moving"), ("bias",))
+FRAGMENTS = (("weights",), ("bias", "moving"))
 
 
 class Training:
@@ -297,10 +299,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], Model]] = {
         {"batches": [10, 6], "uneven_data": "stop", "strategy": {"sync_every": 4}},
         simulate(2, 8, 4, batches=[8, 6]),
     ),
-    "a request to stop": (
-        {"ask": [1, 3], "strategy": {"sync_every": 50}},
-        simulate(2, 5, 50),  # ranks learn of it at the next exchange but one
-    ),
     "an outer step after each step": (
         {"outer": "outer sgd", "strategy": {}},
         simulate(2, 20, 1),
@@ -332,6 +330,22 @@ VARIANTS: dict[str, tuple[dict[str, Any], Model]] = {
         },
         {},
     ),
+    "slots averaged in the fragments of their variables": (
+        {
+            "inner": "momentum",
+            "outer": "nesterov functions",
+            "strategy": {"sync_every": 6, "sync_fragments": 2, "sync_slots": "average"},
+        },
+        {},
+    ),
+    "data of an unknown shape": (
+        {"shapeless": True, "batches": [12, 6], "strategy": {"sync_every": 6}},
+        simulate(2, 12, 6, batches=[12, 6]),
+    ),
+    "a counter": (
+        {"counter": True, "batches": [12, 6], "strategy": {"sync_every": 6}},
+        simulate(2, 12, 6, batches=[12, 6]),
+    ),
     "saved": ({"checkpoint_steps": 3, "strategy": {"sync_every": 5}}, simulate(2, 20, 5)),
 }
 
@@ -354,7 +368,8 @@ def test_variants(variants: tuple[Training, Any], name: str) -> None:
         return
     tolerance = 1e-6 if "adam" in str(VARIANTS[name][0]) else 1e-10
     assert_close(models, VARIANTS[name][1], tolerance)
-    steps = {"uneven data": 10, "a request to stop": 5, "stop at the first end": 8}
+    steps = {"uneven data": 10, "stop at the first end": 8}
+    steps.update({"data of an unknown shape": 12, "a counter": 12})
     steps["delayed fragments of uneven data, saved"] = 23
     steps["data of one rank end at a synchronisation"] = 9
     assert models[0]["global_step"] == steps.get(name, 20)
@@ -387,11 +402,20 @@ BROKEN = {
             "sync_warmup_steps": 3,
         },
     },
+    # the data of rank 0, which saves, end first
+    "uneven": {
+        "batches": [7, 20],
+        "outer": "nesterov",
+        "checkpoint_steps": 5,
+        "strategy": {"sync_every": 5},
+    },
 }
 
 
 # between synchronisations, after one, and while one runs in the background
-@pytest.mark.parametrize(("name", "at"), [("whole", 12), ("whole", 15), ("fragments", 13)])
+@pytest.mark.parametrize(
+    ("name", "at"), [("whole", 12), ("whole", 15), ("fragments", 13), ("uneven", 13)]
+)
 def test_a_killed_training_resumes_exactly(training: Training, name: str, at: int) -> None:
     settings = BROKEN[name]
     expected = training.run(2, expected=settings)["expected"]
@@ -403,7 +427,7 @@ def test_a_killed_training_resumes_exactly(training: Training, name: str, at: in
         assert worker.wait() == -9
         assert chief.wait() == hostopt.errors.PeerLostError.exit_code
     saved = tf.train.latest_checkpoint(str(training.directory / "broken" / "model"))
-    assert 0 < int(saved.rpartition("-")[2]) <= at
+    assert {"whole": 10, "fragments": 7, "uneven": 10}[name] <= int(saved.rpartition("-")[2]) <= at
     models = training.run(2, broken=settings)["broken"]
     for key, value in expected[0].items():
         np.testing.assert_array_equal(models[0][key], value, err_msg=key)
@@ -431,6 +455,16 @@ def test_compressed_differences(training: Training) -> None:
     exact = results["None"][0]["weights"]
     for name in COMPRESSIONS:
         assert np.array_equal(results[str(name)][0]["weights"], exact) == (name is None)
+
+
+def test_a_request_stops_all_ranks_long_before_the_next_synchronisation(
+    training: Training,
+) -> None:
+    settings = {"ask": [1, 3], "steps": 10**6, "strategy": {"sync_every": 10**6}}
+    models = training.run(2, asked=settings)["asked"]
+    step = int(models[0]["global_step"])
+    assert step < 10_000  # the number of batches
+    assert_close(models, simulate(2, step, 10**6))
 
 
 def test_a_signal_stops_all_ranks_long_before_the_next_synchronisation(
@@ -496,6 +530,11 @@ def test_ranks_with_different_options(training: Training) -> None:
         ({"sync_warmup_steps": 5}, "have no effect"),
         ({"sync_every": 2, "sync_slots": "average?"}, "sync_slots is 'average?'"),
         ({"sync_every": 2, "sync_compression": "int2"}, "sync_compression is 'int2'"),
+        ({"sync_every": 4, "sync_fragments": 3}, "sync_fragments is 3, wanted a divisor of 4"),
+        ({"sync_every": 4, "sync_delay": 4}, "sync_delay is 4, wanted at most 3"),
+        ({"sync_every": 2, "sync_fragments": 2, "sync_delay": 1}, "wanted at most 0"),
+        ({"sync_every": 4, "sync_delay": 1, "sync_slots": "average"}, "'keep' with sync_delay"),
+        ({"sync_every": 4, "sync_fragments": 2, "sync_slots": "reset"}, "with sync_fragments"),
         ({"outer_optimizer": "sgd"}, "outer_optimizer is 'sgd'"),
     ],
 )
@@ -508,3 +547,10 @@ def test_loops_of_tensorflow_2_are_refused() -> None:
     strategy = estimator_ext.HostOffloadStrategy(sync_every=2)
     with pytest.raises(hostopt.ConfigError, match=r"Train with estimator_ext\.Estimator"):
         strategy.run(lambda: None)
+
+
+def test_a_checkpoint_without_the_slots_of_the_outer_optimizer(training: Training) -> None:
+    training.run(2, failing={"steps": 5, "strategy": {"sync_every": 5}})
+    code = hostopt.CheckpointError.exit_code
+    ranks = failure(training, [code, code], steps=9, outer="nesterov", strategy={"sync_every": 5})
+    assert re.search("has no 'outer/(bias|weights)/Momentum', a slot of outer", ranks[0].output)

@@ -30,6 +30,8 @@ SETTINGS: dict[str, Any] = {
     "checkpoint_steps": 100,
     "nan_at": [],  # rank and step with a NaN in the data
     "ask": [],  # rank and step after which a hook requests a stop
+    "shapeless": False,
+    "counter": False,
     "kill": [],  # rank and step after which it gets a signal
     "signal": "SIGKILL",
     "uneven_data": "join",
@@ -62,7 +64,11 @@ def make_input_fn(settings: dict[str, Any]) -> Any:
         if rank == (settings["nan_at"] or [-1])[0]:
             steps[settings["nan_at"][1]][0][0, 0] = np.nan
         x, y = (np.stack(each).astype(settings["dtype"]) for each in zip(*steps))
-        return tf.data.Dataset.from_tensor_slices((x, y))
+        dataset = tf.data.Dataset.from_tensor_slices((x, y))
+        if settings["shapeless"]:
+            kinds = (tf.TensorSpec(None, x.dtype), tf.TensorSpec(None, y.dtype))
+            dataset = tf.data.Dataset.from_generator(lambda: zip(x, y), output_signature=kinds)
+        return dataset
 
     return input_fn
 
@@ -72,13 +78,18 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: dict[str
         zeros = tf.compat.v1.zeros_initializer()
         return tf.compat.v1.get_variable(name, shape, features.dtype, zeros, trainable=trainable)
 
+    features, labels = tf.ensure_shape(features, [None, 5]), tf.ensure_shape(labels, [None, 1])
     weights, bias = get("weights", [5, 1]), get("bias", [1])
     get("frozen", [2], trainable=False)
     moving = get("moving", [5], trainable=False)
     loss = tf.reduce_mean((tf.matmul(features, weights) + bias - labels) ** 2)
     optimizer = OPTIMIZERS[params["inner"]]()
     update = moving.assign(0.9 * moving + 0.1 * tf.reduce_mean(features, 0))
-    with tf.control_dependencies([update]):
+    updates = [update]
+    if params["counter"]:
+        counter = tf.compat.v1.get_variable("counter", [], tf.int64, trainable=False)
+        updates.append(counter.assign_add(1))
+    with tf.control_dependencies(updates):
         train_op = optimizer.minimize(loss, tf.compat.v1.train.get_global_step())
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
@@ -141,9 +152,7 @@ def run(chosen: dict[str, Any]) -> None:
         tf_random_seed=1,
         uneven_data=settings["uneven_data"],
     )
-    estimator = estimator_ext.Estimator(
-        model_fn, settings["model_dir"], config, {"inner": settings["inner"]}
-    )
+    estimator = estimator_ext.Estimator(model_fn, settings["model_dir"], config, settings)
     steps = None if settings["batches"] else settings["steps"]
     traffic = strategy.communicator.transport.traffic
     estimator.train(make_input_fn(settings), hooks, max_steps=steps)
