@@ -413,6 +413,7 @@ BROKEN = {
 
 
 # between synchronisations, after one, and while one runs in the background
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("name", "at"), [("whole", 12), ("whole", 15), ("fragments", 13), ("uneven", 13)]
 )
@@ -467,6 +468,7 @@ def test_a_request_stops_all_ranks_long_before_the_next_synchronisation(
     assert_close(models, simulate(2, step, 10**6))
 
 
+@pytest.mark.faults
 def test_a_signal_stops_all_ranks_long_before_the_next_synchronisation(
     training: Training,
 ) -> None:
@@ -492,6 +494,7 @@ def failure(training: Training, codes: list[int], **settings: Any) -> list[Rank]
     return ranks
 
 
+@pytest.mark.faults
 def test_nan_in_the_gradients_of_a_rank(training: Training) -> None:
     code = hostopt.errors.NonFiniteGradientError.exit_code
     ranks = failure(training, [code, code], nan_at=[1, 7], strategy={"sync_every": 5})
@@ -499,12 +502,14 @@ def test_nan_in_the_gradients_of_a_rank(training: Training) -> None:
     assert "weights" in ranks[0].output
 
 
+@pytest.mark.faults
 def test_a_variable_that_one_rank_changes(training: Training) -> None:
     code = hostopt.errors.CollectiveMismatchError.exit_code
     ranks = failure(training, [code, code], change=[1, 7], strategy={"sync_every": 5})
     assert "'frozen': rank 0 has" in ranks[0].output
 
 
+@pytest.mark.faults
 def test_ranks_with_different_options(training: Training) -> None:
     directory = training.directory
     arguments = {
@@ -549,6 +554,7 @@ def test_loops_of_tensorflow_2_are_refused() -> None:
         strategy.run(lambda: None)
 
 
+@pytest.mark.faults
 def test_a_checkpoint_without_the_slots_of_the_outer_optimizer(training: Training) -> None:
     training.run(2, failing={"steps": 5, "strategy": {"sync_every": 5}})
     code = hostopt.CheckpointError.exit_code
