@@ -24,6 +24,7 @@ from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_private import control_flow_context
 from estimator_ext.graph import walk
 from estimator_ext.step_report import StepReportHook
+from estimator_ext.uneven_data import BatchWeights
 from hostopt.gradients.reducers import AnyReducer
 from hostopt.gradients.step_stats import StepTimes, merge
 from hostopt.telemetry.progress import is_written, main_metric, write_progress
@@ -65,16 +66,18 @@ class StepTimestamps:
 
     Args:
       spec: spec of the step.
+      weights: weights of the ranks' batches, for which a rank waits until all have their input;
+        None if there are none.
     """
 
-    def __init__(self, spec: StockSpec) -> None:
+    def __init__(self, spec: StockSpec, weights: BatchWeights | None = None) -> None:
         step = walk([getattr(each, "op", each) for each in (spec.train_op, spec.loss)])
         # an operation outside of a branch or loop cannot wait for one inside
         outer = [op for op in step if control_flow_context(op) is None]
         inputs = [op for op in outer if op.type.startswith("IteratorGetNext")]
         batches = [each for op in inputs for each in op.outputs if each.shape.rank]
         with tf.device(HOST_DEVICE), tf.name_scope("progress"):
-            with tf.control_dependencies(inputs):
+            with tf.control_dependencies([weights.mean_weight] if weights else inputs):
                 input_s = tf.timestamp()
             with tf.control_dependencies([spec.loss, spec.train_op]):
                 end_s = tf.timestamp()

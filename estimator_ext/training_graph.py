@@ -161,7 +161,7 @@ class TrainingGraph:
             *training_input.hooks,  # [K6]
             *self._step_report(),  # [K7]
         ]
-        stamps = StepTimestamps(self.spec)
+        stamps = StepTimestamps(self.spec, self._reduction.values.weights)
         progress = self._progress(stamps)
         if self._reduction.accumulation is not None:
             self._add_training_hooks(self._reduction.accumulation.hook())  # [K10]
