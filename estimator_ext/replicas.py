@@ -198,37 +198,36 @@ class Replicas:
         for part in self._kept:
             part.read_anchor(session)
 
-    def anchor_checksum(self, fragments: Sequence[Fragment]) -> int:
+    def anchor_checksum(self, fragment: Fragment) -> int:
         """Returns a CRC-32 of the anchors, which must be the same on all ranks.
 
         Args:
-          fragments: the fragments to be synchronised next.
+          fragment: the fragment to be synchronised next.
         """
         value = 0
-        for fragment in fragments:
-            for part in fragment.parts:
-                value = crc32(part.anchor.view(np.uint8), value)
+        for part in fragment.parts:
+            value = crc32(part.anchor.view(np.uint8), value)
         return value
 
     def take(
-        self, session: tf.compat.v1.Session, fragments: Sequence[Fragment], step: int
+        self, session: tf.compat.v1.Session, fragment: Fragment, step: int
     ) -> list[Difference]:
         """Returns what the steps of this rank have changed since the last synchronisation.
 
         Args:
           session: session of this rank.
-          fragments: the fragments to be synchronised.
+          fragment: the fragment to be synchronised.
           step: global_step, for errors.
 
         Raises:
           hostopt.NonFiniteGradientError: a variable of this rank is not finite.
         """
-        return [part.take(session, step) for each in fragments for part in each.parts]
+        return [part.take(session, step) for part in fragment.parts]
 
     def apply(
         self,
         session: tf.compat.v1.Session,
-        fragments: Sequence[Fragment],
+        fragment: Fragment,
         means: Sequence[Difference],
         step: int,
         *,
@@ -238,32 +237,32 @@ class Replicas:
 
         Args:
           session: session of this rank.
-          fragments: the fragments.
+          fragment: the fragment.
           means: results of `take`, reduced over the ranks.
           step: global_step, for errors.
-          is_late: True if this rank has made steps since `take`. Those of trained variables are
-            kept. Those of others are not, as an average of squares could become negative.
+          is_late: True if this rank has made steps since `take`. It keeps the steps of trained
+            variables, but not of others, as an average of squares could become negative.
 
         Raises:
           hostopt.NonFiniteGradientError: a synchronised variable is not finite.
         """
         left = iter(means)
-        for fragment in fragments:
-            trained = [next(left) for _ in fragment.trained]
-            if fragment.outer is not None:
-                self._apply_outer(session, fragment, fragment.outer, trained, is_late)
-            for mean in trained if fragment.outer is None else ():
+        trained = [next(left) for _ in fragment.trained]
+        if fragment.outer is not None:
+            self._apply_outer(session, fragment, fragment.outer, trained, is_late)
+        else:
+            for mean in trained:
                 mean.apply(session, is_late)
-            for _ in fragment.others:
-                next(left).apply(session, is_late=False)
-            for _ in fragment.powers:
-                next(left).apply(session, is_late)
-            for part in fragment.parts:
-                part.check_anchor(step)
-            if fragment.reset:
-                session.run([variable.initializer for variable in fragment.reset])
-                for part in (*fragment.others, *fragment.powers):
-                    part.read_anchor(session)
+        for _ in fragment.others:
+            next(left).apply(session, is_late=False)
+        for _ in fragment.powers:
+            next(left).apply(session, is_late)
+        for part in fragment.parts:
+            part.check_anchor(step)
+        if fragment.reset:
+            session.run([variable.initializer for variable in fragment.reset])
+            for part in (*fragment.others, *fragment.powers):
+                part.read_anchor(session)
 
     def _apply_outer(
         self,

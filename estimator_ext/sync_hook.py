@@ -224,7 +224,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             self._flags.save,
             self._flags.stop,
             has_ended,
-            self._replicas.anchor_checksum([fragment]) if self._checks else 0,
+            self._replicas.anchor_checksum(fragment) if self._checks else 0,
         )
         self._steps = 0
         return state
@@ -257,10 +257,10 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             if not sum(examples[number]):  # no rank has made a step
                 continue
             weight = self._synchronisation.weight(examples[number])
-            differences = self._replicas.take(session, [fragments[number]], self._step)
+            differences = self._replicas.take(session, fragments[number], self._step)
             for difference in differences:
                 difference.reduce(weight, is_whole=is_whole)
-            self._replicas.apply(session, [fragments[number]], differences, self._step)
+            self._replicas.apply(session, fragments[number], differences, self._step)
             self._examples[number] = 0.0
         if is_whole:
             weight = self._synchronisation.weight(examples[0])
@@ -272,7 +272,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         """Begins the synchronisation of the next fragment in the background."""
         state, number = self._state(has_ended), self._next_fragment
         fragment = self._replicas.fragments[number]
-        differences = self._replicas.take(session, [fragment], self._step)
+        differences = self._replicas.take(session, fragment, self._step)
         states = self._synchronisation.start(state, self._examples[number], differences)
         self._pending = _Pending(fragment, differences, states)
         self._examples[number] = 0.0
@@ -284,7 +284,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
             return
         (fragment, differences, future), self._pending = self._pending, None
         states = future.result()
-        self._replicas.apply(session, [fragment], differences, self._step, is_late=True)
+        self._replicas.apply(session, fragment, differences, self._step, is_late=True)
         requests = sum(state.saves + state.stops + state.has_ended for state in states)
         self._schedule.is_whole_next |= bool(requests)
         self._note_speed(states)
