@@ -16,7 +16,8 @@ from hostopt.errors import CollectiveTimeoutError
 from hostopt.transport import event_loop
 from hostopt.transport.stall import find_culprit
 
-SHORT = {"stall_warning_s": 0.3, "collective_timeout_s": 1.0}
+# also the deadline of the collectives that succeed, which a busy machine slows down
+SHORT = {"stall_warning_s": 0.3, "collective_timeout_s": 3.0}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -44,7 +45,7 @@ def test_all_ranks_blame_the_stuck_rank(
         assert (error.rank, error.step) == (stuck, 1)
         assert "the second (" in str(error)  # and the phase
         assert "is in no collective; its last was the first" in str(error)
-        assert "collective_timeout_s (1 s)" in str(error)
+        assert "collective_timeout_s (3 s)" in str(error)
     assert len({error.root_cause for error in errors}) == 1
     assert f"rank {stuck} (" in str(errors[0].root_cause)
     messages = [record.getMessage() for record in caplog.records]
