@@ -495,6 +495,25 @@ def failure(training: Training, codes: list[int], **settings: Any) -> list[Rank]
 
 
 @pytest.mark.faults
+def test_a_stall_in_the_background_is_found(training: Training) -> None:
+    # rank 0, busy in step 32, waits in the background for rank 1, which never reaches step 30
+    options = {"sync_every": 10, "sync_delay": 8, "stall_warning_s": 1, "collective_timeout_s": 3}
+    settings = {"stuck": [1, 29], "busy": [0, 32], "steps": 60, "strategy": options}
+    with reserved_addresses(2) as addresses:
+        chief, stuck = training.ranks.start(
+            "local_steps.py",
+            {"worker": addresses},
+            arguments=[training.arguments({"failing": settings})],
+        )
+        assert chief.wait() == hostopt.errors.CollectiveTimeoutError.exit_code, chief.output
+        stuck.process.kill()
+        stuck.process.wait()
+    assert "the ring has failed in the background" in chief.output
+    assert "rank 0 has waited 1." in chief.output  # the warning before the timeout
+    assert f"rank 1 (worker:1, {addresses[1]}) is in no collective" in chief.output
+
+
+@pytest.mark.faults
 def test_nan_in_the_gradients_of_a_rank(training: Training) -> None:
     code = hostopt.errors.NonFiniteGradientError.exit_code
     ranks = failure(training, [code, code], nan_at=[1, 7], strategy={"sync_every": 5})

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ SETTINGS: dict[str, Any] = {
     "kill": [],  # rank and step after which it gets a signal
     "signal": "SIGKILL",
     "uneven_data": "join",
+    "stuck": [],  # rank and step after which a hook never returns
+    "busy": [],  # rank and step after which a hook returns only once the ring has failed
     "change": [],  # rank and step after which a variable is changed that no step changes
 }
 train = tf.compat.v1.train
@@ -125,6 +129,15 @@ def change_frozen(context: Any) -> None:
     assign(context.session, [frozen], [np.ones(2)])
 
 
+def wait_for_failure(strategy: estimator_ext.HostOffloadStrategy) -> None:
+    deadline_s = time.monotonic() + 60
+    while strategy.communicator.transport.error is None:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the ring has not failed")
+        time.sleep(0.01)
+    print("the ring has failed in the background", flush=True)
+
+
 def _outer(name: str) -> Any:
     create = OPTIMIZERS[name.removesuffix(" functions")]
     return create if name.endswith(" functions") else create()
@@ -142,6 +155,10 @@ def run(chosen: dict[str, Any]) -> None:
         hooks.append(At(settings["ask"][1], lambda context: context.request_stop()))
     if (settings["change"] or [-1])[0] == rank:
         hooks.append(At(settings["change"][1], change_frozen))
+    if (settings["stuck"] or [-1])[0] == rank:
+        hooks.append(At(settings["stuck"][1], lambda _: threading.Event().wait(1000)))
+    if (settings["busy"] or [-1])[0] == rank:
+        hooks.append(At(settings["busy"][1], lambda _: wait_for_failure(strategy)))
     if (settings["kill"] or [-1])[0] == rank:
         number = signal.Signals[settings["signal"]]
         hooks.append(At(settings["kill"][1], lambda _: os.kill(os.getpid(), number)))
