@@ -109,7 +109,8 @@ async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Securit
     if code is codes.PERMISSION_DENIED:
         reason = printable(error.details() or "")
         return AuthError(f"{address} refuses this command: {reason}. {_ADVICE}")
-    if code not in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED):
+    # a rank that closes its ring cancels the calls that it has not answered
+    if code not in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED, codes.CANCELLED):
         return ProtocolError(
             f"{address} has refused the call ({code.name}): another program listens there. Give "
             "the address of a rank"
