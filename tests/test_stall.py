@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import deadline_s
 from rings import Spawn
 
 from hostopt.cluster import Cluster
@@ -16,8 +17,10 @@ from hostopt.errors import CollectiveTimeoutError
 from hostopt.transport import event_loop
 from hostopt.transport.stall import find_culprit
 
-# also the deadline of the collectives that succeed, which a busy machine slows down
-SHORT = {"stall_warning_s": 0.3, "collective_timeout_s": 3.0}
+
+def short() -> dict[str, float]:
+    """Returns options; the deadline is also that of the collectives that succeed."""
+    return {"stall_warning_s": 0.3, "collective_timeout_s": deadline_s(1.0)}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -38,14 +41,15 @@ def test_all_ranks_blame_the_stuck_rank(
         finished.wait(30)
         return caught.value
 
+    options = short()
     with caplog.at_level(logging.WARNING):
-        errors = [error for error in spawn(size, work, **SHORT) if error is not None]
+        errors = [error for error in spawn(size, work, **options) if error is not None]
     assert len(errors) == size - 1
     for error in errors:
         assert (error.rank, error.step) == (stuck, 1)
         assert "the second (" in str(error)  # and the phase
         assert "is in no collective; its last was the first" in str(error)
-        assert "collective_timeout_s (3 s)" in str(error)
+        assert f"collective_timeout_s ({options['collective_timeout_s']:g} s)" in str(error)
     assert len({error.root_cause for error in errors}) == 1
     assert f"rank {stuck} (" in str(errors[0].root_cause)
     messages = [record.getMessage() for record in caplog.records]
@@ -77,7 +81,7 @@ def test_ranks_that_wait_for_each_other(spawn: Spawn) -> None:
             both[communicator.rank % 2].all_reduce(np.ones(9))
         return caught.value
 
-    for error in spawn(2, work, **SHORT):
+    for error in spawn(2, work, **short()):
         assert "they wait for each other, in different collectives" in str(error)
         assert "odd" in str(error)
         assert "even" in str(error)
