@@ -19,8 +19,8 @@ from hostopt.transport.stall import find_culprit
 
 
 def short() -> dict[str, float]:
-    """Returns options; the deadline is also that of the collectives that succeed."""
-    return {"stall_warning_s": 0.3, "collective_timeout_s": deadline_s(1.0)}
+    """Returns options that also suit the collectives which succeed."""
+    return {"stall_warning_s": deadline_s(0.3), "collective_timeout_s": deadline_s(1.0)}
 
 
 @pytest.mark.parametrize("size", [2, 4])
