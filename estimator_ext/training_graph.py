@@ -145,9 +145,8 @@ class TrainingGraph:
         )
         data = set(graph.get_operations())
         guard = SessionGuardHook(data)  # [K1]
-        states = InputStates(
-            self._communicator.duplicate("the data"), guard, training_input.has_next
-        )
+        separate = self._communicator.duplicate("the data")
+        states = InputStates(separate, guard, training_input.has_next, training_input.counter)
         self.global_step = functions.create_global_step(graph)
         graph.marks_gradients = self._reduction.uses_gradients_of_graph
         self.spec = self._strategy.extended.call_for_each_replica(
