@@ -23,7 +23,6 @@ __all__: list[str] = []
 _log = tf.get_logger()
 
 _ROUND_S = 5.0  # of skipping, after which a rank logs and exchanges its progress
-_LAST_READ_S = 10.0  # for the batch that is read at the end of a training
 _SAMPLE = {tf.string: 16}  # number of elements of a tensor in a sample, by dtype
 _SAMPLE_NUMBERS = 4096
 _NOT_SAMPLED = (tf.variant, tf.resource)
@@ -98,43 +97,23 @@ class BatchPosition:
         self._round_s = min(
             _ROUND_S, options.stall_warning_s / 2, options.collective_timeout_s / 2
         )
-        self._last: Packed | None = None
         self._loaded: dict[str, Any] = {}
 
     # -- saving ----------------------------------------------------------------------------
 
-    def save(self, session: tf.compat.v1.Session, *, is_last: bool) -> Packed:
-        """Returns the position, with the attributes "batches", "checksum" and "ended".
+    def save(self, session: tf.compat.v1.Session) -> Packed:
+        """Returns the position, with the attributes "batches" and "checksum".
 
         Args:
-          session: session of this rank.
-          is_last: True if the training has ended; then a batch is read, to learn if there is one.
+          session: not needed.
         """
-        if self._last is not None:
-            return self._last
-        position = {"batches": self._counter.count, "checksum": self._counter.checksum()}
-        packed = Packed({**position, "ended": is_last and not self._has_more(session)}, [])
-        if is_last:
-            self._last = packed
-        return packed
-
-    def _has_more(self, session: tf.compat.v1.Session) -> bool:
-        """Reads a batch; returns False if the data have ended, True if that is unknown."""
-        limit_ms = int(1000 * min(_LAST_READ_S, self._round_s))
-        options = tf.compat.v1.RunOptions(timeout_in_ms=limit_ms)
-        try:
-            reads = allowed_reads(session.graph)
-            return bool(session.run(self._counter.read, reads, options=options))
-        except tf.errors.OutOfRangeError:
-            return False
-        except tf.errors.OpError as error:  # a training that continues sees it in its next step
-            _log.info("it is unknown if the data have ended: %s", error.message.splitlines()[:1])
-            return True
+        del session
+        return Packed({"batches": self._counter.count, "checksum": self._counter.checksum()}, [])
 
     # -- resuming --------------------------------------------------------------------------
 
     def load(self, session: tf.compat.v1.Session, packed: Packed | None) -> bool:
-        """Loads a saved position; returns True if the data had ended there.
+        """Loads a saved position; returns False, as it does not show if the data had ended.
 
         Args:
           session: not needed.
@@ -142,7 +121,7 @@ class BatchPosition:
         """
         del session
         self._loaded = packed.attributes if packed is not None else {}
-        return bool(self._loaded.get("ended"))
+        return False
 
     def resume(self, session: tf.compat.v1.Session, *, from_start: bool) -> None:
         """Skips the batches before the loaded position.

@@ -76,8 +76,8 @@ class InputStates:
         self._pipelines = [fingerprint(iterator.op) for iterator in iterators]
         self._has_begun = False
         self._collected: list[bytes] = []
-        self._written: set[str] = set()  # paths of checkpoints after the last saved step
-        self._is_complete = False  # True if written at the end of the training
+        self._has_resumed = False  # True if any rank resumes at a saved position
+        self.starts_over = False  # True if the training should begin again, from the first batch
 
     def listen(self, savers: Sequence[tf.compat.v1.train.CheckpointSaverHook]) -> None:
         """Registers listeners that write the states before each checkpoint of this rank.
@@ -103,8 +103,12 @@ class InputStates:
         if communicator.rank == 0:
             states = _read(checkpoint, communicator.size) or [b""] * communicator.size
         state = communicator.scatter_bytes(states, "the states of the data")
-        ended = self._position.load(session, self._unpack(state) if state else None)
-        all_ended = communicator.all_gather(np.array(ended), "whether the data had ended").all()
+        packed = self._unpack(state) if state else None
+        has_ended = self._position.load(session, packed)
+        of_ranks = communicator.all_gather(
+            np.array([has_ended, packed is not None]), "whether the data had ended"
+        )
+        all_ended, self._has_resumed = of_ranks[:, 0].all(), of_ranks[:, 1].any()
         if all_ended:  # resuming would end each training before its first step
             _log.info(
                 "rank %d: its data had ended, and are read from the beginning", communicator.rank
@@ -122,7 +126,7 @@ class InputStates:
         """
         packed = None
         if has_more or not self._guard.data_have_ended:
-            packed = self._position.save(session, is_last=self._guard.is_ending)
+            packed = self._position.save(session)
         state = b""
         if packed is not None:
             state = pack({"pipelines": self._pipelines, **packed.attributes}, packed.parts)
@@ -149,21 +153,27 @@ class InputStates:
         attributes = {"process": _identifier(os.getpid()), "step": step_of(checkpoint)}
         input_state_file.write(checkpoint, attributes, self._collected)
         _remove_old(checkpoint)
-        same_step = {each for each in self._written if step_of(each) == step_of(checkpoint)}
-        self._written = {*same_step, checkpoint}
-        self._is_complete = self._guard.is_ending
 
-    def complete(self, session: tf.compat.v1.Session) -> None:
-        """Writes whether the data have ended, if the last step was saved before that was known.
+    def end(self, checkpoint: str | None, *, has_stepped: bool) -> None:
+        """Finds out if the data had ended at the position at which they were resumed.
+
+        A position of batches does not show this before the next one is read. Then the training
+        should begin again, from the first batch: with this position it would never make a step.
 
         Args:
-          session: session of this rank, at the end of the training.
+          checkpoint: on rank 0, path of the restored checkpoint, whose states are removed then.
+          has_stepped: True if the training has made a step.
         """
-        step = str(session.run(tf.compat.v1.train.get_global_step()))
-        if self._position.kind == "skip" and not self._is_complete:
-            for checkpoint in self._written:
-                if step_of(checkpoint) == step:
-                    self.write(session, checkpoint)
+        if has_stepped or not (self._has_resumed and self._guard.data_have_ended):
+            return
+        self.starts_over = True
+        communicator = self._communicator
+        _log.info(
+            "rank %d: its data had ended, and are read from the beginning", communicator.rank
+        )
+        if checkpoint is not None:
+            attributes = {"process": _identifier(os.getpid()), "step": step_of(checkpoint)}
+            input_state_file.write(checkpoint, attributes, [b""] * communicator.size)
 
     def _unpack(self, state: bytes) -> Packed | None:
         """The saved position; None if the pipelines or the kind of the position have changed."""
@@ -192,19 +202,20 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
     def __init__(self, states: InputStates, newest: str | None) -> None:
         self._states = states
         self._newest = newest
+        self._first_step = 0
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Restores the positions."""
         del coord
-        step = int(session.run(tf.compat.v1.train.get_global_step()))
+        self._first_step = step = _global_step(session)
         is_restored = (
             self._newest and int(tf.train.load_variable(self._newest, "global_step")) == step
         )
         self._states.begin(session, self._newest if is_restored else None)
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """Completes the states of the last checkpoint."""
-        self._states.complete(session)
+        """Finds out if the data had ended before the first step."""
+        self._states.end(self._newest, has_stepped=_global_step(session) != self._first_step)
 
 
 class _Listener(tf.compat.v1.train.CheckpointSaverListener):
@@ -261,6 +272,10 @@ def _read(checkpoint: str | None, size: int) -> list[bytes]:
         )
         return []
     return packed.parts
+
+
+def _global_step(session: tf.compat.v1.Session) -> int:
+    return int(session.run(tf.compat.v1.train.get_global_step()))
 
 
 def _remove_old(checkpoint: str) -> None:

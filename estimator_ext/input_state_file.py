@@ -13,8 +13,8 @@ The byte strings are the positions of the ranks. Each has the same layout, from 
 header on. It has the attribute "pipelines" (the fingerprint of each iterator), and one of:
 
 - "parts" (the number of parts of each iterator's state); its byte strings are the parts;
-- "batches" (the number of batches that were read), "checksum" (of the last one) and "ended" (true
-  if there were no more); it has no byte strings.
+- "batches" (the number of batches that were read) and "checksum" (of the last one); it has no
+  byte strings.
 """
 
 from __future__ import annotations
@@ -161,11 +161,10 @@ def _is_of(checkpoint: str, packed: Packed) -> bool:
 def _is_state(packed: Packed) -> bool:
     """True if it can be the state of one rank."""
     attributes, parts = packed
-    if attributes.keys() == {"pipelines", "batches", "checksum", "ended"}:
+    if attributes.keys() == {"pipelines", "batches", "checksum"}:
         return (
             _is_counts(attributes["pipelines"])
             and _is_counts([attributes["batches"], attributes["checksum"]])
-            and isinstance(attributes["ended"], bool)
             and not parts
         )
     return (

@@ -57,14 +57,12 @@ class IteratorPosition:
 
     # -- saving ----------------------------------------------------------------------------
 
-    def save(self, session: tf.compat.v1.Session, *, is_last: bool) -> Packed | None:
+    def save(self, session: tf.compat.v1.Session) -> Packed | None:
         """Returns the position, with the attribute "parts"; None if it cannot be saved.
 
         Args:
           session: session of this rank.
-          is_last: not needed, as a restored iterator shows if its data had ended.
         """
-        del is_last
         parts = self._save(session)
         if not parts:
             return None

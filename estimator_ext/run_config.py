@@ -113,7 +113,7 @@ class RunConfig(_StockRunConfig):
 
     @property
     def resume_data(self) -> str:
-        """How a restarted process finds its position in the data: "state" or "skip"."""
+        """Kind of position from which the data resume after a restart: "state" or "skip"."""
         return self._resume_data
 
     @property

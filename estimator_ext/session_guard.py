@@ -34,7 +34,6 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
         self._has_session = False
         self._closed_for: BaseException | None = None
         self._handled_before: BaseException | None = None
-        self.is_ending = False  # True in `end` of later hooks
         self.data_have_ended = False  # valid in `end` of later hooks
 
     def begin(self) -> None:
@@ -66,7 +65,6 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
           RuntimeError: another error has ended the training.
         """
         del session
-        self.is_ending = True
         error = sys.exc_info()[1]  # the error that ends the `with` block of the session
         if error in (None, self._handled_before):
             return

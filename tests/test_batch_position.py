@@ -112,9 +112,14 @@ def test_micro_batches_are_counted(interrupted: Any) -> None:
     assert "rank 1: skipped 18 batches in " in ranks[1].output
 
 
-def test_batches_of_a_loop_are_counted(interrupted: Any) -> None:
-    run_config = {"resume_data": "skip", "iterations_per_loop": 4}
-    interrupted(1, kill_at=3, max_steps=16, run_config=run_config)
+@pytest.mark.parametrize(("kind", "pipeline"), [("skip", "documentation"), ("state", "stored")])
+def test_a_loop_of_steps_resumes(interrupted: Any, kind: str, pipeline: str) -> None:
+    run_config = {"resume_data": kind, "iterations_per_loop": 4}
+    interrupted(1, kill_at=3, pipeline=pipeline, max_steps=16, run_config=run_config)
+
+
+def test_random_numbers_of_a_generator_are_those_of_the_checkpoint(interrupted: Any) -> None:
+    interrupted(2, max_steps=STEPS, is_noisy=True)
 
 
 def test_batches_of_local_steps_are_counted(interrupted: Any) -> None:
@@ -187,17 +192,9 @@ def test_a_second_training_of_a_process_reads_from_the_start(tmp_path: Path) -> 
     assert "rank 0: skipped 3 batches" in rank.output
 
 
-def test_a_generator_that_waits_does_not_delay_the_end_for_long(tmp_path: Path) -> None:
-    trainings = Trainings(
-        tmp_path,
-        1,
-        pipeline="endless_after",
-        length=24,
-        steps=6,
-        strategy={"collective_timeout_s": 2.0},
-    )
-    (rank,) = trainings.run()
-    assert "it is unknown if the data have ended" in rank.output
+def test_a_generator_that_waits_for_more_data_does_not_delay_the_end(tmp_path: Path) -> None:
+    trainings = Trainings(tmp_path, 1, pipeline="endless_after", length=24, steps=6)
+    trainings.run()
     assert trainings.saved_step() == 6
 
 

@@ -62,7 +62,7 @@ class Reader:
     def __init__(self, communicator: hostopt.Communicator, *pipelines: Pipeline) -> None:
         self.states_of = communicator
         rank, size = communicator.rank, communicator.size
-        self.guard: Any = SimpleNamespace(is_ending=False, data_have_ended=False)
+        self.guard: Any = SimpleNamespace(data_have_ended=False)
         with tf.Graph().as_default():
             datasets = [pipeline(size, rank) for pipeline in pipelines]
             makes = v1.data.make_one_shot_iterator, v1.data.make_initializable_iterator

@@ -7,6 +7,7 @@ Settings, as JSON in the first argument:
   steps, max_steps: arguments of each `train`
   trains: number of calls of `train`
   kill: null, or [rank, step]: the rank ends with SIGKILL before the step, counted from 0
+  is_noisy: true multiplies the loss by a number of a tf.random.Generator
   run_config, strategy: arguments
   by_rank: settings of single ranks
 """
@@ -38,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "max_steps": None,
     "trains": 1,
     "kill": None,
+    "is_noisy": False,
     "run_config": {"resume_data": "skip"},
     "strategy": {},
     "by_rank": {},
@@ -84,6 +86,11 @@ def finite() -> tf.data.Dataset:
     return generated().batch(4)
 
 
+def stored() -> tf.data.Dataset:
+    data = tf.data.Dataset.from_tensor_slices(np.stack([*examples()]))
+    return data.shuffle(10, seed=3).repeat().batch(4)
+
+
 def tensors() -> tf.Tensor:
     return tf.compat.v1.data.make_one_shot_iterator(finite().repeat()).get_next()
 
@@ -128,7 +135,10 @@ def endless_after() -> tf.data.Dataset:
 
 PIPELINES = {
     each.__name__: each
-    for each in (documentation, random, finite, tensors, queue, slow, unstable, endless_after)
+    for each in (
+        *(documentation, random, finite, stored, tensors),
+        *(queue, slow, unstable, endless_after),
+    )
 }
 
 
@@ -143,6 +153,8 @@ def model_fn(features: tf.Tensor, labels: Any, mode: str) -> Any:
     recorded.set_shape([None, 1])
     weight = tf.compat.v1.get_variable("weight", [1], initializer=tf.zeros_initializer())
     loss = tf.reduce_mean((weight - recorded) ** 2)
+    if settings["is_noisy"]:
+        loss *= tf.random.Generator.from_seed(3).uniform([])
     step = tf.compat.v1.train.get_global_step()
     train_op = tf.compat.v1.train.GradientDescentOptimizer(0.01).minimize(loss, step)
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
@@ -162,9 +174,9 @@ class Kill(tf.compat.v1.train.SessionRunHook):
 
 def main() -> None:
     Path(settings["records"]).mkdir(parents=True, exist_ok=True)
+    fields = {"save_checkpoints_steps": 3, "save_summary_steps": None, "tf_random_seed": 1}
     config = estimator_ext.RunConfig(
-        train_distribute=strategy,
-        **{"save_checkpoints_steps": 3, "save_summary_steps": None, **settings["run_config"]},
+        train_distribute=strategy, **{**fields, **settings["run_config"]}
     )
     estimator = estimator_ext.Estimator(model_fn, settings["model_dir"], config)
     for _ in range(settings["trains"]):
