@@ -163,13 +163,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         arguments = (strategy, self._config, self._model_dir, hooks, functions)
         while True:
             with training_graph.build(*arguments) as training:
-                loss = self._train_with_estimator_spec(
-                    training.spec,
-                    training.first_hooks,
-                    hooks,
-                    training.global_step,
-                    saving_listeners,
-                )
+                graph = (training.spec, training.first_hooks, hooks, training.global_step)
+                loss = self._train_with_estimator_spec(*graph, saving_listeners)
             if not training.input_states.starts_over:
                 return loss
 
