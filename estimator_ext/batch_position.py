@@ -146,7 +146,7 @@ class BatchPosition:
         while True:
             self._skip(read, wanted)
             left = self._communicator.all_gather(
-                np.array(wanted - counter.count), "the number of batches to skip"
+                np.array(max(0, wanted - counter.count)), "the number of batches to skip"
             )
             if not left.any():
                 break

@@ -108,7 +108,8 @@ class InputStates:
         of_ranks = communicator.all_gather(
             np.array([has_ended, packed is not None]), "whether the data had ended"
         )
-        all_ended, self._has_resumed = of_ranks[:, 0].all(), of_ranks[:, 1].any()
+        all_ended = of_ranks[:, 0].all()
+        self._has_resumed = bool(of_ranks[:, 1].any() and not all_ended)
         if all_ended:  # resuming would end each training before its first step
             _log.info(
                 "rank %d: its data had ended, and are read from the beginning", communicator.rank

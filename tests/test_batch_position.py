@@ -192,12 +192,6 @@ def test_a_second_training_of_a_process_reads_from_the_start(tmp_path: Path) -> 
     assert "rank 0: skipped 3 batches" in rank.output
 
 
-def test_a_generator_that_waits_for_more_data_does_not_delay_the_end(tmp_path: Path) -> None:
-    trainings = Trainings(tmp_path, 1, pipeline="endless_after", length=24, steps=6)
-    trainings.run()
-    assert trainings.saved_step() == 6
-
-
 def test_a_changed_option_starts_over_with_a_warning(tmp_path: Path) -> None:
     trainings = Trainings(tmp_path, 1, steps=3)
     trainings.run()

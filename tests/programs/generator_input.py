@@ -123,22 +123,9 @@ def unstable() -> tf.data.Dataset:
     return generated(permuted).repeat().batch(4)
 
 
-def endless_after() -> tf.data.Dataset:
-    """A generator that waits for ever after its last example."""
-
-    def waiting() -> Iterator[np.ndarray]:
-        yield from examples()
-        time.sleep(1e6)
-
-    return generated(waiting).batch(4)
-
-
 PIPELINES = {
     each.__name__: each
-    for each in (
-        *(documentation, random, finite, stored, tensors),
-        *(queue, slow, unstable, endless_after),
-    )
+    for each in (documentation, random, finite, stored, tensors, queue, slow, unstable)
 }
 
 
