@@ -161,14 +161,12 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             lambda *batch: self._call_model_fn(*batch, ModeKeys.TRAIN, config),
         )
         arguments = (strategy, self._config, self._model_dir, hooks, functions)
-        with training_graph.build(*arguments) as training:
-            return self._train_with_estimator_spec(
-                training.spec,
-                training.first_hooks,
-                hooks,
-                training.global_step,
-                saving_listeners,
-            )
+        while True:
+            with training_graph.build(*arguments) as training:
+                graph = (training.spec, training.first_hooks, hooks, training.global_step)
+                loss = self._train_with_estimator_spec(*graph, saving_listeners)
+            if not training.input_states.starts_over:
+                return loss
 
     def _train_with_estimator_spec(
         self,

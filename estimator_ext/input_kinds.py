@@ -40,17 +40,19 @@ def prefetched(data: Any, depth: int) -> tf.data.Dataset:
         return data.prefetch(depth)
 
 
-def log_limits(data: Any, size: int) -> None:
+def log_limits(data: Any, size: int, *, is_counted: bool) -> None:
     """Logs the limits of a training whose input_fn returns tensors.
 
     Args:
       data: the value that input_fn returned, in the graph of the training.
       size: number of ranks.
+      is_counted: True if batches are counted, and skipped after a restart.
     """
     if isinstance(data, tf.data.Dataset):
         return
     limits = [_UNEVEN] if size > 1 else []
-    if not tf.compat.v1.get_collection(GLOBAL_ITERATORS):  # only iterators have a state to save
+    # only iterators have a state to save
+    if not is_counted and not tf.compat.v1.get_collection(GLOBAL_ITERATORS):
         limits.append(_RESUME)
     if limits:
         _log.info(

@@ -1,19 +1,18 @@
 """Input state: the position of each rank in its data, saved with checkpoints and restored.
 
 The state of ``model.ckpt-100`` is ``model.ckpt-100.input``. Rank 0 writes it before the
-checkpoint, so that no checkpoint lacks it. It holds the state of each iterator of each rank, as
-tf.data saves it, including shuffle buffers. Rank 0 collects the states, as the ranks need not
-share a file system.
+checkpoint, so that no checkpoint lacks it. It holds the position of each rank: the state of each
+iterator, as tf.data saves it, including shuffle buffers, or the number of batches that were read.
+Rank 0 collects the positions, as the ranks need not share a file system.
 
 A training that starts in another process resumes its data at that position. It reads the data
 from the beginning, as the stock Estimator does, if it runs in the same process, if the data had
-ended on all ranks, or if its input_fn or number of ranks has changed.
+ended on all ranks, or if its input_fn, number of ranks or kind of position has changed.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import secrets
 from collections.abc import Collection, Sequence
@@ -24,24 +23,20 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext import input_state_file
-from estimator_ext._tf_private import GLOBAL_ITERATORS, deserialize_iterator
+from estimator_ext._tf_private import GLOBAL_ITERATORS
+from estimator_ext.batch_position import BatchCounter, BatchPosition
 from estimator_ext.file_errors import remove
 from estimator_ext.graph import ancestors
-from estimator_ext.input_state_file import SUFFIX, pack, step_of, unpack
-from estimator_ext.iterators import (
-    FAIL_ON_EXTERNAL_STATE,
-    IGNORE_EXTERNAL_STATE,
-    fingerprint,
-    serialize,
-)
+from estimator_ext.input_state_file import SUFFIX, Packed, pack, step_of, unpack
+from estimator_ext.iterator_position import IteratorPosition
+from estimator_ext.iterators import fingerprint
 from estimator_ext.session_guard import SessionGuardHook
-from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 
 _log = tf.get_logger()
+KINDS = (IteratorPosition.kind, BatchPosition.kind)  # values of `RunConfig.resume_data`
 
-MAX_BYTES = 256 << 20  # of the states of one rank; rank 0 holds those of all ranks at each save
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
 
@@ -52,40 +47,37 @@ def _identifier(pid: int) -> str:
 
 
 class InputStates:
-    """States of the iterators of a training, on all ranks; created after the input is built.
+    """Positions of the ranks of a training in their data; created after the input is built.
 
     Args:
       communicator: communicator for this object alone (a `duplicate`).
       guard: hook that knows if the data have ended.
       more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
         data have ended.
+      counter: counter of the batches, to skip them after a restart; None to save the states of the
+        iterators.
     """
 
     def __init__(
-        self, communicator: hostopt.Communicator, guard: SessionGuardHook, more: tf.Tensor
+        self,
+        communicator: hostopt.Communicator,
+        guard: SessionGuardHook,
+        more: tf.Tensor,
+        counter: BatchCounter | None = None,
     ) -> None:
         self._communicator = communicator
         self._guard = guard
-        self._more = more
         iterators = list(tf.compat.v1.get_collection(GLOBAL_ITERATORS))
+        self._position: IteratorPosition | BatchPosition
+        if counter is None:
+            self._position = IteratorPosition(communicator.rank, iterators, more)
+        else:
+            self._position = BatchPosition(communicator, counter)
         self._pipelines = [fingerprint(iterator.op) for iterator in iterators]
-        with tf.device(HOST_DEVICE), tf.name_scope("input_state"):
-            self._parts = tf.compat.v1.placeholder(tf.string, [None])
-            parts = tf.map_fn(
-                lambda part: tf.io.parse_tensor(part, tf.variant),
-                self._parts,
-                parallel_iterations=1,
-                fn_output_signature=tf.TensorSpec([], tf.variant),
-            )
-            self._restores = [deserialize_iterator(iterator, parts) for iterator in iterators]
-            self._saves = {
-                policy: [serialize(iterator, policy, MAX_BYTES) for iterator in iterators]
-                for policy in (FAIL_ON_EXTERNAL_STATE, IGNORE_EXTERNAL_STATE)
-            }
         self._has_begun = False
-        # policies that may work; the first one is used
-        self._policies = [FAIL_ON_EXTERNAL_STATE, IGNORE_EXTERNAL_STATE]
         self._collected: list[bytes] = []
+        self._has_resumed = False  # True if any rank resumes at a saved position
+        self.starts_over = False  # True if the training should begin again, from the first batch
 
     def listen(self, savers: Sequence[tf.compat.v1.train.CheckpointSaverHook]) -> None:
         """Registers listeners that write the states before each checkpoint of this rank.
@@ -97,7 +89,7 @@ class InputStates:
             saver._listeners.append(_Listener(self, saver))
 
     def begin(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
-        """Restores the iterators of all ranks. Collective: all ranks must call it.
+        """Restores the positions of all ranks. Collective: all ranks must call it.
 
         Args:
           session: session of this rank, whose iterators are initialized.
@@ -111,18 +103,18 @@ class InputStates:
         if communicator.rank == 0:
             states = _read(checkpoint, communicator.size) or [b""] * communicator.size
         state = communicator.scatter_bytes(states, "the states of the data")
-        parts = self._unpack(state) if state else []
-        # saved for the case that all data had ended; ignoring external state, as the other policy
-        # breaks a one-shot iterator that has not been read yet
-        initial = session.run(self._saves[IGNORE_EXTERNAL_STATE]) if parts else []
-        ended = bool(parts) and self._have_ended_after(session, parts)
-        all_ended = communicator.all_gather(np.array(ended), "whether the data had ended").all()
+        packed = self._unpack(state) if state else None
+        has_ended = self._position.load(session, packed)
+        of_ranks = communicator.all_gather(
+            np.array([has_ended, packed is not None]), "whether the data had ended"
+        )
+        all_ended = of_ranks[:, 0].all()
+        self._has_resumed = bool(of_ranks[:, 1].any() and not all_ended)
         if all_ended:  # resuming would end each training before its first step
             _log.info(
                 "rank %d: its data had ended, and are read from the beginning", communicator.rank
             )
-        if parts:
-            self._restore(session, [each for each, _ in initial] if all_ended else parts)
+        self._position.resume(session, from_start=bool(all_ended))
         self._has_begun = True
 
     def gather(self, session: tf.compat.v1.Session, *, has_more: bool = False) -> None:
@@ -133,11 +125,12 @@ class InputStates:
           has_more: True if a rank has data left. Otherwise data that have ended are read from the
             beginning after a restart.
         """
+        packed = None
+        if has_more or not self._guard.data_have_ended:
+            packed = self._position.save(session)
         state = b""
-        parts = self._save(session) if has_more or not self._guard.data_have_ended else []
-        if parts:
-            attributes = {"pipelines": self._pipelines, "parts": [*map(len, parts)]}
-            state = pack(attributes, [*itertools.chain.from_iterable(parts)])
+        if packed is not None:
+            state = pack({"pipelines": self._pipelines, **packed.attributes}, packed.parts)
         self._collected = self._communicator.gather_bytes(state, "the states of the data")
 
     def forget(self) -> None:
@@ -162,73 +155,40 @@ class InputStates:
         input_state_file.write(checkpoint, attributes, self._collected)
         _remove_old(checkpoint)
 
-    def _save(self, session: tf.compat.v1.Session) -> list[list[bytes]]:
-        """The parts of each iterator's state; [] if they cannot be saved. Logs once."""
-        rank, reason = self._communicator.rank, ""
-        for policy in list(self._policies):
-            try:
-                states = session.run(self._saves[policy])
-            except (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError) as error:
-                reason = _first_line(error)
-                self._policies.remove(policy)
-                continue
-            if sum(int(size) for _, size in states) > MAX_BYTES:
-                reason = (
-                    f"their state takes more than {MAX_BYTES >> 20} MiB. Shuffle file names or "
-                    "example numbers, and cache in a file"
-                )
-                self._policies.clear()
-                break
-            if reason:
-                _log.info(
-                    "rank %d: after a restart its data resume at the saved position, without the "
-                    "state that a function of input_fn keeps, such as random numbers: %s",
-                    rank,
-                    reason,
-                )
-            return [list(parts) for parts, _ in states]
-        if reason:
-            _log.warning(
-                "rank %d: its data cannot be saved with the checkpoints, and are read from the "
-                "beginning after a restart: %s",
-                rank,
-                reason,
-            )
-        return []
+    def end(self, checkpoint: str | None, *, has_stepped: bool) -> None:
+        """Finds out if the data had ended at the position at which they were resumed.
 
-    def _unpack(self, state: bytes) -> list[list[bytes]]:
-        """The saved parts of each iterator's state; [] if the pipelines have changed."""
-        attributes, parts = unpack(state)
-        if attributes["pipelines"] != self._pipelines:
-            _log.warning(
-                "rank %d: its data are read from the beginning: input_fn builds another pipeline "
-                "than the one whose state was saved",
-                self._communicator.rank,
-            )
-            return []
-        remaining = iter(parts)
-        return [[*itertools.islice(remaining, count)] for count in attributes["parts"]]
+        A position of batches does not show this before the next one is read. Then the training
+        should begin again, from the first batch: with this position it would never make a step.
 
-    def _have_ended_after(self, session: tf.compat.v1.Session, states: list[list[bytes]]) -> bool:
-        """Restores the iterators and reads a batch; returns True if there is none."""
-        self._restore(session, states)
-        try:
-            return not session.run(self._more)
-        except tf.errors.OutOfRangeError:
-            return True
+        Args:
+          checkpoint: on rank 0, path of the restored checkpoint, whose states are removed then.
+          has_stepped: True if the training has made a step.
+        """
+        if has_stepped or not (self._has_resumed and self._guard.data_have_ended):
+            return
+        self.starts_over = True
+        communicator = self._communicator
+        _log.info(
+            "rank %d: its data had ended, and are read from the beginning", communicator.rank
+        )
+        if checkpoint is not None:
+            attributes = {"process": _identifier(os.getpid()), "step": step_of(checkpoint)}
+            input_state_file.write(checkpoint, attributes, [b""] * communicator.size)
 
-    def _restore(self, session: tf.compat.v1.Session, states: list[list[bytes]]) -> None:
-        for restore, parts in zip(self._restores, states):
-            try:
-                session.run(restore, {self._parts: parts})
-            except tf.errors.OpError as error:
-                raise hostopt.CheckpointError(
-                    f"rank {self._communicator.rank} cannot resume its data at the position of "
-                    f"the checkpoint: {_first_line(error)}. Remove the checkpoint's file "
-                    f"*{SUFFIX} to read the data from the beginning, or resume with the "
-                    "TensorFlow that saved it",
-                    rank=self._communicator.rank,
-                ) from error
+    def _unpack(self, state: bytes) -> Packed | None:
+        """The saved position; None if the pipelines or the kind of the position have changed."""
+        packed, reason = unpack(state), ""
+        kind = KINDS["batches" in packed.attributes]
+        if packed.attributes["pipelines"] != self._pipelines:
+            reason = "input_fn builds another pipeline than the one whose state was saved"
+        elif kind != self._position.kind:
+            reason = f"resume_data was {kind!r}, and now it is {self._position.kind!r}"
+        if not reason:
+            return packed
+        rank = self._communicator.rank
+        _log.warning("rank %d: its data are read from the beginning: %s", rank, reason)
+        return None
 
 
 class InputStateHook(tf.compat.v1.train.SessionRunHook):
@@ -243,15 +203,20 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
     def __init__(self, states: InputStates, newest: str | None) -> None:
         self._states = states
         self._newest = newest
+        self._first_step = 0
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Restores the iterators."""
+        """Restores the positions."""
         del coord
-        step = int(session.run(tf.compat.v1.train.get_global_step()))
+        self._first_step = step = _global_step(session)
         is_restored = (
             self._newest and int(tf.train.load_variable(self._newest, "global_step")) == step
         )
         self._states.begin(session, self._newest if is_restored else None)
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Finds out if the data had ended before the first step."""
+        self._states.end(self._newest, has_stepped=_global_step(session) != self._first_step)
 
 
 class _Listener(tf.compat.v1.train.CheckpointSaverListener):
@@ -310,15 +275,13 @@ def _read(checkpoint: str | None, size: int) -> list[bytes]:
     return packed.parts
 
 
+def _global_step(session: tf.compat.v1.Session) -> int:
+    return int(session.run(tf.compat.v1.train.get_global_step()))
+
+
 def _remove_old(checkpoint: str) -> None:
     """Removes the input states of deleted checkpoints."""
     for other in tf.io.gfile.glob(f"{checkpoint.rpartition('-')[0]}-*{SUFFIX}"):
         saved = other[: -len(SUFFIX)]
         if saved != checkpoint and not tf.io.gfile.exists(f"{saved}.index"):
             remove(other)
-
-
-def _first_line(error: tf.errors.OpError) -> str:
-    lines = [line for line in error.message.splitlines() if line.strip()]
-    relevant = [line for line in lines if "stateful" in line or "checkpoint" in line]
-    return (relevant or lines or ["unknown"])[0].strip()

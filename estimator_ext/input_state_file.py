@@ -9,9 +9,12 @@
               header: JSON with "facts" (attributes) and "lengths"
               byte strings of those lengths, one after the other
 
-The byte strings are the states of the ranks. Each has the same layout, from the length of the
-header on: its attributes are "pipelines" (the fingerprint of each iterator) and "parts" (the
-number of parts of each iterator's state); its byte strings are the parts.
+The byte strings are the positions of the ranks. Each has the same layout, from the length of the
+header on. It has the attribute "pipelines" (the fingerprint of each iterator), and one of:
+
+- "parts" (the number of parts of each iterator's state); its byte strings are the parts;
+- "batches" (the number of batches that were read) and "checksum" (of the last one); it has no
+  byte strings.
 """
 
 from __future__ import annotations
@@ -158,6 +161,12 @@ def _is_of(checkpoint: str, packed: Packed) -> bool:
 def _is_state(packed: Packed) -> bool:
     """True if it can be the state of one rank."""
     attributes, parts = packed
+    if attributes.keys() == {"pipelines", "batches", "checksum"}:
+        return (
+            _is_counts(attributes["pipelines"])
+            and _is_counts([attributes["batches"], attributes["checksum"]])
+            and not parts
+        )
     return (
         attributes.keys() == {"pipelines", "parts"}
         and _is_counts(attributes["pipelines"])

@@ -15,9 +15,9 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
-from estimator_ext._tf_private import add_control_inputs
 from estimator_ext.graph import runs_before, walk
 from estimator_ext.loop_hooks import LoopEndHook, reports
+from estimator_ext.outside_reads import forbid_reads
 from estimator_ext.run_config import RunConfig
 from estimator_ext.spec import stock_spec
 
@@ -172,11 +172,7 @@ class _Step:
 
     def forbid(self) -> None:
         """Makes the original step fail with an error, as it would consume another batch."""
-        with tf.control_dependencies(None):
-            never = tf.raw_ops.Assert(condition=False, data=[_FORBIDDEN])
-        for op in self._operations.values():
-            if op.type.startswith("IteratorGetNext"):
-                add_control_inputs(op, [never])
+        forbid_reads(self._operations.values(), _FORBIDDEN)
 
 
 def _stays_outside(op: tf.Operation) -> bool:

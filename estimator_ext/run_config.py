@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import RunConfig as _StockRunConfig
+from estimator_ext.input_state import KINDS
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.uneven_data import MODES
 from hostopt.options import MAX_COUNT, shown
@@ -32,6 +34,10 @@ class RunConfig(_StockRunConfig):
       uneven_data: behavior when the data of a rank end before those of others. "join": the rank
         takes part with weight zero until all data have ended, so that each example counts once.
         "stop": all ranks stop.
+      resume_data: how a restarted process finds its position in the data. "state": the states of
+        tf.data iterators are saved and restored. "skip": the batches are counted, and as many are
+        read and dropped, for data that are the same in each process, such as those of a
+        deterministic Python generator.
       iterations_per_loop: number of steps in one run of the session, in a loop of the graph.
         Hooks, summaries and checkpoints run between loops.
       prefetch_depth: number of batches that the training dataset prefetches; None adds no
@@ -46,8 +52,8 @@ class RunConfig(_StockRunConfig):
       hostopt.ConfigError: timeline or accumulate_steps without a `HostOffloadStrategy`; a timeline
         for a strategy that has connected without it; iterations_per_loop above 1 with several
         workers or with accumulate_steps.
-      ValueError: accumulate_steps, uneven_data, iterations_per_loop, prefetch_depth or strict is
-        not one of its possible values.
+      ValueError: accumulate_steps, uneven_data, resume_data, iterations_per_loop, prefetch_depth
+        or strict is not one of its possible values.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class RunConfig(_StockRunConfig):
         timeline: str | None = None,
         accumulate_steps: int = 1,
         uneven_data: str = "join",
+        resume_data: str = "state",
         iterations_per_loop: int = 1,
         prefetch_depth: int | None = None,
         strict: bool = False,
@@ -64,12 +71,8 @@ class RunConfig(_StockRunConfig):
         super().__init__(*args, **fields)
         self._timeline = timeline
         self._accumulate_steps = positive_integer("accumulate_steps", accumulate_steps)
-        if not isinstance(uneven_data, str) or uneven_data not in MODES:
-            raise ValueError(
-                f"uneven_data is {shown(uneven_data)}, wanted one of {', '.join(MODES)}. Give one "
-                "of them, or leave it out"
-            )
-        self._uneven_data = uneven_data
+        self._uneven_data = _one_of("uneven_data", uneven_data, MODES)
+        self._resume_data = _one_of("resume_data", resume_data, KINDS)
         self._iterations_per_loop = positive_integer("iterations_per_loop", iterations_per_loop)
         self._prefetch_depth = prefetch_depth
         if prefetch_depth is not None:
@@ -107,6 +110,11 @@ class RunConfig(_StockRunConfig):
     def uneven_data(self) -> str:
         """Behavior when the data of a rank end before those of others: "join" or "stop"."""
         return self._uneven_data
+
+    @property
+    def resume_data(self) -> str:
+        """Kind of position from which the data resume after a restart: "state" or "skip"."""
+        return self._resume_data
 
     @property
     def iterations_per_loop(self) -> int:
@@ -159,6 +167,15 @@ def number_of_workers(strategy: Any) -> int:
 
 def _has_local_steps(strategy: Any) -> bool:
     return isinstance(strategy, HostOffloadStrategy) and strategy.local_steps.is_used
+
+
+def _one_of(name: str, value: Any, words: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in words:
+        raise ValueError(
+            f"{name} is {shown(value)}, wanted one of {', '.join(words)}. Give one of them, or "
+            "leave it out"
+        )
+    return value
 
 
 def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:

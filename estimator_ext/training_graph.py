@@ -125,6 +125,7 @@ class TrainingGraph:
         self.spec: Any = None  # stock spec of the step, with hooks of the chief and of all ranks
         self.first_hooks: list[Any] = []  # hooks to call before those of `train`
         self.global_step: tf.Variable | None = None
+        self.input_states: Any = None
 
     def build(self, functions: ModelFunctions, stack: contextlib.ExitStack) -> None:
         """Builds the step and its hooks in the default graph.
@@ -145,9 +146,9 @@ class TrainingGraph:
         )
         data = set(graph.get_operations())
         guard = SessionGuardHook(data)  # [K1]
-        states = InputStates(
-            self._communicator.duplicate("the data"), guard, training_input.has_next
-        )
+        separate = self._communicator.duplicate("the data")
+        states = InputStates(separate, guard, training_input.has_next, training_input.counter)
+        self.input_states = states
         self.global_step = functions.create_global_step(graph)
         graph.marks_gradients = self._reduction.uses_gradients_of_graph
         self.spec = self._strategy.extended.call_for_each_replica(

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+import hostopt
 from estimator_ext import _tf_estimator
 from estimator_ext.accumulation import Accumulation
+from estimator_ext.batch_position import BatchCounter
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.input_kinds import log_limits
+from estimator_ext.input_state import KINDS
 from estimator_ext.sharding import dividing
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.uneven_data import (
@@ -34,12 +37,14 @@ class TrainingInput(NamedTuple):
       hooks: hooks that initialize the iterators.
       has_next: scalar of bool that reads a batch; False or an OutOfRangeError means that the data
         have ended.
+      counter: counter of the batches; None if they are not counted.
     """
 
     features: Any
     labels: Any
     hooks: list[Any]
     has_next: tf.Tensor
+    counter: BatchCounter | None
 
 
 def build_input(
@@ -64,22 +69,27 @@ def build_input(
       Features, labels and hooks.
     """
     communicator, context = strategy.communicator, strategy.extended.input_context()
+    counter = _new_counter(communicator, getattr(config, "resume_data", KINDS[0]))
     if communicator.size == 1 or is_sharded:
         data = call_input_fn(context)
     else:
         with dividing(communicator, context, strategy.extended.auto_shard) as divide:
             data = divide(call_input_fn(context))
     if communicator.rank == 0:
-        log_limits(data, communicator.size)
+        log_limits(data, communicator.size, is_counted=counter is not None)
     micro_batches = getattr(config, "accumulate_steps", 1)
     has_weights = communicator.size > 1 and not reduction.is_local
     if not (has_weights and needs_join(data, communicator, config.session_config)):
         if micro_batches > 1:
             reduction.accumulation = Accumulation(micro_batches)
         features, labels, hooks = _tf_estimator.parse_input_fn_result(data)
-        return TrainingInput(features, labels, hooks, has_next((features, labels)))
+        if counter is not None:
+            features, labels = counter.counted((features, labels))
+        return TrainingInput(features, labels, hooks, has_next((features, labels)), counter)
     # each element is (batch, is_new); the stock function returns them as features and labels
     batch, is_new, hooks = _tf_estimator.parse_input_fn_result(repeat_last_batch(data))
+    if counter is not None:
+        batch, is_new = counter.counted((batch, is_new), is_new)
     counts = count_examples(batch, is_new)
     if micro_batches > 1:
         accumulation = reduction.accumulation = Accumulation(micro_batches, counts[0])
@@ -90,7 +100,13 @@ def build_input(
         with tf.control_dependencies([weights.mean_weight]):
             batch = tf.nest.map_structure(tf.identity, batch)
     if not isinstance(batch, (list, tuple)):
-        return TrainingInput(batch, None, hooks, is_new)
+        return TrainingInput(batch, None, hooks, is_new, counter)
     if len(batch) != 2:
         raise ValueError("input_fn should return (features, labels) as a len 2 tuple.")
-    return TrainingInput(batch[0], batch[1], hooks, is_new)
+    return TrainingInput(batch[0], batch[1], hooks, is_new, counter)
+
+
+def _new_counter(communicator: hostopt.Communicator, kind: str) -> BatchCounter | None:
+    """Returns a counter of batches if the configurations of all ranks ask for one."""
+    communicator.check_same({"resume_data": repr(kind)}, "the configurations of the ranks")
+    return None if kind == KINDS[0] else BatchCounter()

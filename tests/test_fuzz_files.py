@@ -130,20 +130,26 @@ def test_mutated_input_states(directory: Path) -> None:
 VALUES = [None, True, -1, 0, 1, 2, 1.5, float("nan"), 10**30, "", "9", "x", {}, {"x": 1}]
 LISTS = [[value] for value in VALUES] + [[], [1, 0], [0, 0, 1], [[1]]]
 fields = st.dictionaries(
-    st.sampled_from(["process", "step", "pipelines", "parts", "x"]),
+    st.sampled_from(["process", "step", "pipelines", "parts", "batches", "checksum", "x"]),
     st.sampled_from(VALUES + LISTS),
     max_size=2,
 )
 
 
-def test_input_states_with_a_correct_checksum_and_wrong_fields(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("attributes", "parts"),
+    [({"parts": [1]}, [b"some bytes"]), ({"batches": 1, "checksum": 0}, [])],
+)
+def test_input_states_with_a_correct_checksum_and_wrong_fields(
+    directory: Path, attributes: dict[str, Any], parts: list[bytes]
+) -> None:
     """The checksum is that of the content, as after a deliberate change."""
     checkpoint = str(directory / "model.ckpt-9")
 
     @fuzz
     @given(fields, fields, st.just(b"") | notes)
     def check(outer: dict[str, Any], inner: dict[str, Any], note: bytes) -> None:
-        state = input_state_file.pack({"pipelines": [1], "parts": [1], **inner}, [b"some bytes"])
+        state = input_state_file.pack({"pipelines": [1], **attributes, **inner}, parts)
         state = mutated(state, state, note)
         input_state_file.write(checkpoint, {"process": "x", "step": "9", **outer}, [state])
         result = read_states(checkpoint)

@@ -51,7 +51,7 @@ class Network:
         self.world = world
         self._transport = transport
         self._is_open = world is None
-        self._communicator: Any = None
+        self._communicators: tuple[Any, Any] | None = None
         self._group: Group = RingGroup(transport)  # without a wire format
 
     def group(self, call: CollectiveCall, wire_format: WireFormat | None = None) -> Group:
@@ -64,12 +64,12 @@ class Network:
           wire_format: format of float32 values between ranks; None sends any dtype unchanged.
         """
         if self.world is not None and not self._is_open:
-            self._communicator = self.world.open(call)
+            self._communicators = self.world.open(call)
             self._is_open = True
             self._group = self._new_group(None)
         return self._group if wire_format is None else self._new_group(wire_format)
 
     def _new_group(self, wire_format: WireFormat | None) -> Group:
-        if self._communicator is None:
+        if self._communicators is None:
             return RingGroup(self._transport, (), wire_format)
-        return MpiGroup(self._transport, self._communicator, wire_format)
+        return MpiGroup(self._transport, self._communicators, wire_format)

@@ -1,4 +1,8 @@
-"""Breaks a collective over MPI on rank 1, in the way that the first argument names."""
+"""Breaks a collective over MPI on rank 1, in the way that the first argument names.
+
+The second argument is the number of equal calls before: 0, and the call opens the channel; 1, and
+the ranks compare the call; 3, the default, and they expect another one like those before.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +58,7 @@ def main() -> None:
     )
     with hostopt.connect(options=options) as communicator:
         rank = communicator.rank
-        is_first = len(sys.argv) > 2  # the fault is in the first call, which opens the channel
-        if not is_first:
+        for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 3):
             communicator.all_reduce(VALUES, name="w")
         print_line(f"pid {rank} {os.getpid()}")
         began_s = time.monotonic()

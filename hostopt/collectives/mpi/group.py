@@ -1,7 +1,13 @@
-"""Collectives of MPI over all ranks, on the communicator of one channel.
+"""Collectives of MPI over all ranks, on the communicators of one channel.
 
-Each call first gathers the checksums of its signature. So the ranks start the exchange of the data
-only if all of them make the same call, and a wrong one cannot do harm in the MPI library.
+Ranks start the exchange of the data only if all of them make the same call, so a wrong one cannot
+do harm in the MPI library. For that they compare their calls first, unless they all expect one:
+
+    [E1] all ranks have made the same calls so far, so all expect the same next one: the one that
+         followed the last time
+    [E2] a rank that makes the expected all-reduce starts it at once: it ends only if all ranks do
+    [E3] a rank that makes another call first gathers the calls of all ranks, on a communicator of
+         its own; those that wait in [E2] do not take part, and the ring finds the mismatch
 
 MPI reduces what it has types for. What it has none for, and the minimum and maximum of floating
 numbers, whose NaNs MPI may drop, the ranks reduce with numpy:
@@ -26,6 +32,7 @@ from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.wire_format import NoCompression, WireFormat
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
+from hostopt.transport.message import Tag
 
 __all__: list[str] = []
 
@@ -33,6 +40,7 @@ __all__: list[str] = []
 # counts of MPI 3 have 31 bits.
 _PIECE_BYTES = 64 << 20
 _NATIVE = "fdbBilq"  # numpy's characters of float32, float64, int8, uint8, int32 and int64
+_Place = tuple[int, int, int]  # of a call: checksum, bucket, steps after the call before
 _HEADER = 4  # checksum, step and bucket, which must be the same, and a number that may differ
 
 
@@ -43,25 +51,35 @@ class MpiGroup:
 
     Args:
       transport: transport of this rank.
-      communicator: communicator of MPI that nothing else uses.
+      communicators: two of MPI that nothing else uses, for data and for comparisons of calls.
       wire_format: format of float32 values between ranks; None sends any dtype unchanged.
     """
 
     def __init__(
-        self, transport: Transport, communicator: Any, wire_format: WireFormat | None = None
+        self,
+        transport: Transport,
+        communicators: tuple[Any, Any],
+        wire_format: WireFormat | None = None,
     ) -> None:
         self._transport = transport
         self._mpi = runtime.load()
-        self._communicator = communicator
+        self._communicator, self._comparisons = communicators
         self._wire_format = wire_format
         self._rank, self._size = transport.rank, transport.size
         self._header = np.zeros(_HEADER, np.int64)
         self._headers = np.zeros((self._size, _HEADER), np.int64)
+        self._step = 0  # of the last call
+        self._last: _Place = (0, 0, 0)
+        self._followers: dict[_Place, _Place] = {}  # the call after each call, the last time
 
     def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
         """Reduces a flat buffer, in place; see `RingGroup.all_reduce`."""
-        self._begin(call, flat.nbytes)
-        self._all_reduce(call, flat, op)
+        # without data, nothing would wait for the others
+        is_exchanged = flat.size > 0 and self._native_op(flat.dtype, op) is not None
+        is_expected = is_exchanged and self._is_expected(call, flat.nbytes)
+        if not is_expected:
+            self._begin(call, flat.nbytes)
+        self._all_reduce(call, flat, op, have_all_called=not is_expected)
 
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
         """Reduces a flat buffer, which is overwritten; see `RingGroup.reduce_scatter`."""
@@ -122,32 +140,50 @@ class MpiGroup:
 
     # -- steps of the collectives -----------------------------------------------------------
 
-    def _begin(self, call: CollectiveCall, nbytes: int, number: int = 0) -> list[int]:
-        """Compares the calls of the ranks, and gathers a number of each rank."""
-        transport = self._transport
-        if transport.error is not None:
-            raise transport.error
+    def _is_expected(self, call: CollectiveCall, nbytes: int) -> bool:
+        """Begins a call that all ranks expect, and returns True; otherwise returns False: [E2]."""
         tag = call.tag()
-        transport.recorder.record("begun", -1, call.name, tag, nbytes)
+        place = (tag.signature, tag.bucket, tag.step - self._step)
+        if self._followers.get(self._last) != place:
+            return False
+        self._record(call, tag, nbytes)
+        self._step, self._last = tag.step, place
+        return True
+
+    def _record(self, call: CollectiveCall, tag: Tag, nbytes: int) -> None:
+        if self._transport.error is not None:
+            raise self._transport.error
+        self._transport.recorder.record("begun", -1, call.name, tag, nbytes)
+
+    def _begin(self, call: CollectiveCall, nbytes: int, number: int = 0) -> list[int]:
+        """Compares the calls of the ranks, and gathers a number of each rank: [E3]."""
+        transport, tag = self._transport, call.tag()
+        self._record(call, tag, nbytes)
         header, headers = self._header, self._headers
         header[:] = tag.signature, tag.step, tag.bucket, number
-        request = self._communicator.Iallgather(header, headers)
+        request = self._comparisons.Iallgather(header, headers)
         wait(transport, call, request, "start", header, headers, have_all_called=False)
         rows = headers.tolist()
         local = rows[self._rank][:-1]
         for peer, row in enumerate(rows):
             if row[:-1] != local:
                 raise event_loop.run(transport.abort_on_mismatch(peer, tag))
+        place = (tag.signature, tag.bucket, tag.step - self._step)
+        self._followers[self._last] = place
+        self._step, self._last = tag.step, place
         return [row[-1] for row in rows]
 
-    def _all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc) -> None:
+    def _all_reduce(
+        self, call: CollectiveCall, flat: Array, op: np.ufunc, *, have_all_called: bool = True
+    ) -> None:
         native = self._native_op(flat.dtype, op)
         for piece in _pieces(flat):
             if native is None:
                 self._reduce_chunks(call, piece, op)
                 continue
             request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, native)
-            self._wait(call, request, "all-reduce", piece)
+            self._wait(call, request, "all-reduce", piece, have_all_called=have_all_called)
+            have_all_called = True
 
     def _native_op(self, dtype: np.dtype[Any], op: np.ufunc) -> Any:
         """Returns the operator of MPI; None if the ranks have to reduce with numpy."""
@@ -224,8 +260,15 @@ class MpiGroup:
             for slot, end, length in zip(slots, ends, lengths):
                 slot[piece] = received[end - length : end]
 
-    def _wait(self, call: CollectiveCall, request: Any, phase: str, *buffers: Array) -> None:
-        wait(self._transport, call, request, phase, *buffers)
+    def _wait(
+        self,
+        call: CollectiveCall,
+        request: Any,
+        phase: str,
+        *buffers: Array,
+        have_all_called: bool = True,
+    ) -> None:
+        wait(self._transport, call, request, phase, *buffers, have_all_called=have_all_called)
 
 
 def _pieces(flat: Array) -> Iterator[Array]:

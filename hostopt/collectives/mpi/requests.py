@@ -22,7 +22,8 @@ __all__: list[str] = []
 _SPIN_S, _SPIN_S_PER_BYTE = 2e-3, 5e-9
 _POLLS = 16  # about 5 us, between offers of the core to other threads
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 200e-6
-_GRACE_S = 1.0  # time in which the signature of a rank arrives that has left since
+# Time in which the call of a rank arrives that has left since.
+_GRACE_S, _GRACE_S_PER_BYTE = 1.0, 1e-8
 _CAUSE_S = 2.0  # time in which the ring notices why MPI has failed
 
 
@@ -52,9 +53,11 @@ def wait(
       HostOptError: the ring is aborted, or the deadline has passed.
     """
     mpi = runtime.load()
+    nbytes = sum(each.nbytes for each in buffers)
+    grace_s = math.inf if have_all_called else _GRACE_S + nbytes * _GRACE_S_PER_BYTE
     try:
-        if not (_has_ended(request) or _spin(request, sum(each.nbytes for each in buffers))):
-            _poll(transport, call, request, phase, math.inf if have_all_called else _GRACE_S)
+        if not (_has_ended(request) or _spin(request, nbytes)):
+            _poll(transport, call, request, phase, grace_s)
     except BaseException as error:
         runtime.keep(request, *buffers)
         failure = _cause(transport, call, error) if isinstance(error, mpi.Exception) else error

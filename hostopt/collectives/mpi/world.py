@@ -1,11 +1,11 @@
-"""The ranks of a ring as a group of MPI, and a communicator of MPI for each channel.
+"""The ranks of a ring as a group of MPI, and two communicators of MPI for each channel.
 
 Collectives of MPI have no tags: those on one communicator are matched by their order. So each
-channel has its own communicator, opened at its first call:
+channel has its own communicators, opened at its first call:
 
     [M1] all ranks agree over the ring that they are in the same call
     [M2] rank 0 takes its lock and tells the others to go on
-    [M3] all ranks duplicate the parent communicator, without blocking
+    [M3] all ranks duplicate the parent communicator twice, without blocking
     [M4] all ranks agree that they have done so, and rank 0 releases its lock
 
 [M2] gives the duplicates one order, whatever the order in which threads of the ranks call.
@@ -32,8 +32,8 @@ from hostopt.transport.base import Transport
 
 __all__: list[str] = []
 
-# Communicators of a ring: MPICH has 2048 in a process. The channels of further names use the ring.
-MAX_COMMUNICATORS = 500
+# Channels with communicators: MPICH has 2048 in a process. Channels of further names use the ring.
+_MAX_CHANNELS = 500
 _GROUP_TAG = 0x686F
 _POLL_S = 0.05
 
@@ -52,8 +52,8 @@ class World:
         self._lock = threading.Lock()  # held on rank 0 during [M2] to [M4]
         self._count = 0
 
-    def open(self, call: CollectiveCall) -> Any:
-        """Opens a communicator of MPI.
+    def open(self, call: CollectiveCall) -> tuple[Any, Any] | None:
+        """Opens two communicators of MPI.
 
         Collective: all ranks must call it.
 
@@ -63,14 +63,18 @@ class World:
         Returns:
           The communicator; None if a rank has too many.
         """
-        may_open = self._count < MAX_COMMUNICATORS
+        may_open = self._count < _MAX_CHANNELS
         if not all(event_loop.run(self._agree(call, 0, may_open))):  # [M1]
             return None
         with self._turn(call):  # [M2]
-            communicator, request = self._parent.Idup()  # [M3]
-            wait(self._transport, call, request, "opening a communicator")
+            opened = self._duplicate(call), self._duplicate(call)  # [M3]
             event_loop.run(self._agree(call, 1, True))  # [M4]
         self._count += 1
+        return opened
+
+    def _duplicate(self, call: CollectiveCall) -> Any:
+        communicator, request = self._parent.Idup()
+        wait(self._transport, call, request, "opening a communicator")
         return communicator
 
     async def _agree(self, call: CollectiveCall, number: int, flag: bool) -> list[bool]:
