@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from estimator_ext import _tf_estimator
 from estimator_ext.accumulation import Accumulation
+from estimator_ext.data_service import data_service
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.input_kinds import log_limits
 from estimator_ext.sharding import dividing
@@ -48,6 +50,7 @@ def build_input(
     config: Any,
     call_input_fn: Callable[[tf.distribute.InputContext], Any],
     is_sharded: bool,
+    stack: contextlib.ExitStack,
 ) -> TrainingInput:
     """Builds the input of a training step.
 
@@ -59,12 +62,17 @@ def build_input(
       config: configuration of the Estimator.
       call_input_fn: calls input_fn with an input context.
       is_sharded: True if input_fn itself shards the data, because it takes an input context.
+      stack: receives the scope in which the data workers are watched.
 
     Returns:
       Features, labels and hooks.
     """
     communicator, context = strategy.communicator, strategy.extended.input_context()
-    if communicator.size == 1 or is_sharded:
+    service = stack.enter_context(data_service(strategy, config))
+    if service is not None:  # its workers divide the data
+        whole = tf.distribute.InputContext(1, 0, context.num_replicas_in_sync)
+        data = call_input_fn(whole)
+    elif communicator.size == 1 or is_sharded:
         data = call_input_fn(context)
     else:
         with dividing(communicator, context, strategy.extended.auto_shard) as divide:
@@ -73,13 +81,18 @@ def build_input(
         log_limits(data, communicator.size)
     micro_batches = getattr(config, "accumulate_steps", 1)
     has_weights = communicator.size > 1 and not reduction.is_local
-    if not (has_weights and needs_join(data, communicator, config.session_config)):
+    joins = has_weights and needs_join(data, communicator, config.session_config)
+    watch = []
+    if service is not None:
+        watch, data = [service.watch], service.prepare(data, config)
+    if not joins:
         if micro_batches > 1:
             reduction.accumulation = Accumulation(micro_batches)
         features, labels, hooks = _tf_estimator.parse_input_fn_result(data)
-        return TrainingInput(features, labels, hooks, has_next((features, labels)))
+        return TrainingInput(features, labels, [*watch, *hooks], has_next((features, labels)))
     # each element is (batch, is_new); the stock function returns them as features and labels
     batch, is_new, hooks = _tf_estimator.parse_input_fn_result(repeat_last_batch(data))
+    hooks = [*watch, *hooks]
     counts = count_examples(batch, is_new)
     if micro_batches > 1:
         accumulation = reduction.accumulation = Accumulation(micro_batches, counts[0])
