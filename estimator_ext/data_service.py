@@ -111,7 +111,7 @@ class DataService:
           hostopt.CollectiveMismatchError: the ranks have elements of different kinds.
           hostopt.RendezvousTimeoutError: a data worker did not start in time.
         """
-        _check_dataset(data)
+        check_dataset(data)
         spec = {"element_spec": repr(data.element_spec)}
         self._communicator.check_same(spec, "the elements of the datasets")
         self.watch.wait_for_all()
@@ -123,7 +123,12 @@ class DataService:
         name = names[0].decode()
         with tf.device(HOST_DEVICE):
             prepared = tf.data.experimental.service.from_dataset_id(
-                DISTRIBUTED, self._service, name, element_spec=data.element_spec, job_name=name
+                DISTRIBUTED,
+                self._service,
+                name,
+                element_spec=data.element_spec,
+                job_name=name,
+                max_outstanding_requests=max(_PREFETCHED, len(self._cluster.data)),
             )
             return prepared.prefetch(getattr(config, "prefetch_depth", None) or _PREFETCHED)
 
@@ -153,7 +158,15 @@ class DataService:
         _log.info("%d data workers prepare the data (%s)", len(self._cluster.data), DISTRIBUTED)
 
 
-def _check_dataset(data: Any) -> None:
+def check_dataset(data: Any) -> None:
+    """Checks that another process can prepare a dataset.
+
+    Args:
+      data: the value that input_fn returned.
+
+    Raises:
+      UnsupportedError: it is no dataset, or it calls Python.
+    """
     if not isinstance(data, tf.data.Dataset):
         raise UnsupportedError(
             f"input_fn returned a {type(data).__name__}, wanted a tf.data.Dataset: data workers "

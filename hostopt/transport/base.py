@@ -47,10 +47,7 @@ class Transport(abc.ABC):
 
     def __init__(self, cluster: Cluster, options: Options) -> None:
         if cluster.rank is None:
-            raise ConfigError(
-                f"{cluster.task} is not part of the ring, as it is no chief and no worker. Call "
-                "collectives on ranks only"
-            )
+            raise ConfigError(f"{cluster.task} is not part of the ring. Call this on ranks only")
         self.cluster = cluster
         self.options = options
         self.rank: int = cluster.rank

@@ -12,13 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 import estimator_ext
+from estimator_ext import ring_end
 
 estimator_ext.install()
 tf.get_logger().setLevel("INFO")
 
 SETTINGS: dict[str, Any] = {
     "directory": "",
-    "count": 100,  # of elements
+    "count": 100,  # of elements, from 1
     "epochs": 1,  # 0 for endless data
     "batch": 4,
     "takes_context": False,
@@ -27,6 +28,7 @@ SETTINGS: dict[str, Any] = {
     "evaluates": False,
     "step_s": 0.0,  # pause of a step
     "die_at": [],  # index of a data worker that fails at once, and its exit code
+    "gone_s": 30.0,  # without an answer of the chief, after which a data worker ends
 }
 
 
@@ -36,17 +38,19 @@ def note(directory: Path, task: str, *values: Any) -> None:
         file.write(json.dumps(values) + "\n")
 
 
-def numbers(settings: dict[str, Any], shift: int = 0) -> tf.data.Dataset:
-    data = tf.data.Dataset.range(shift, shift + settings["count"])
+def numbers(settings: dict[str, Any]) -> tf.data.Dataset:
+    data = tf.data.Dataset.range(1, settings["count"] + 1)
     data = data.repeat(settings["epochs"] or None)
     return data.batch(settings["batch"])
 
 
 def main(chosen: dict[str, Any]) -> None:
     settings = {**SETTINGS, **chosen}
+    ring_end.GONE_S = settings["gone_s"]
     directory = Path(settings["directory"])
     strategy = estimator_ext.HostOffloadStrategy()
     task = strategy.cluster.task
+    note(directory, f"started-{task.name.replace(':', '-')}")
     if settings["die_at"] and task.name == f"data:{settings['die_at'][0]}":
         os._exit(settings["die_at"][1])
 
