@@ -12,7 +12,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import variant_tensor
 from estimator_ext.data_watch import DataWatch
-from estimator_ext.data_worker import check_reach
+from estimator_ext.data_worker import bypass_proxies, check_reach
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.graph import walk
 from estimator_ext.strategy import HostOffloadStrategy
@@ -92,6 +92,7 @@ class DataService:
         self._communicator = strategy.communicator
         self._cluster = strategy.cluster
         self._is_local = check_reach(strategy.cluster, strategy.options)
+        bypass_proxies(strategy.cluster)
         self.watch = DataWatch(self._communicator, self._cluster.data, strategy.options)
 
     def prepare(self, data: Any, config: Any) -> tf.data.Dataset:
@@ -213,7 +214,8 @@ def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataSer
       The data workers; None if each rank prepares its data itself.
     """
     mode = mode_of(config, strategy.cluster)
-    strategy.communicator.check_same({"RunConfig.data_service": mode}, "the data workers")
+    if strategy.cluster.data:
+        strategy.communicator.check_same({"RunConfig.data_service": mode}, "the data workers")
     if mode == OFF:
         yield None
         return

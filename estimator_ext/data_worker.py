@@ -38,6 +38,7 @@ __all__: list[str] = []
 
 _log = tf.get_logger()
 
+_NO_PROXY = "no_grpc_proxy"  # gRPC reads it before no_proxy
 _POLL_S = 0.5
 _HEARTBEAT_MS = 1000  # from a worker to the dispatcher, which may have restarted
 _service = tf.data.experimental.service
@@ -60,6 +61,7 @@ def serves_data(strategy: Any) -> bool:
         return False
     cluster, options = strategy.cluster, strategy.options
     check_reach(cluster, options)
+    bypass_proxies(cluster)
     ring_end = ring_end_of(cluster, options)
     if not ring_end.has_come():  # or an earlier call has served all trainings of the program
         with ring_end.signals_wait(), _serving(cluster, options):
@@ -113,6 +115,17 @@ def check_reach(cluster: hostopt.Cluster, options: hostopt.Options) -> bool:
             "addresses, as in a private network or a VPN"
         )
     return not remote
+
+
+def bypass_proxies(cluster: hostopt.Cluster) -> None:
+    """Makes TensorFlow's gRPC connect to the data workers without the proxy of the environment.
+
+    Args:
+      cluster: the data workers.
+    """
+    kept = os.environ.get(_NO_PROXY, os.environ.get("no_proxy", ""))
+    hosts = [host_and_port(task.address)[0] for task in cluster.data]
+    os.environ[_NO_PROXY] = ",".join(dict.fromkeys([*filter(None, kept.split(",")), *hosts]))
 
 
 @contextlib.contextmanager

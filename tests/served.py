@@ -31,9 +31,10 @@ class Served:
     def arguments(self, **settings: Any) -> str:
         return json.dumps({"directory": str(self.directory), **settings})
 
-    def start(self, *arguments: str, **settings: Any) -> Process:
+    def start(self, *arguments: str, environ: Any = None, **settings: Any) -> Process:
         command = (*arguments, "--verbose", "--", sys.executable, PROGRAM)
-        return self.launcher.run(*command, self.arguments(**settings), **QUIET)
+        chosen = self.arguments(**settings)
+        return self.launcher.run(*command, chosen, **QUIET, **(environ or {}))
 
     def run(self, *arguments: str, code: int = 0, **settings: Any) -> str:
         """Returns the output of a training that ends with a code."""

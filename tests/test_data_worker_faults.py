@@ -57,7 +57,32 @@ def test_without_a_restart_left_the_ranks_end_and_the_data_worker_is_named(
 def test_a_data_worker_that_always_fails_ends_the_run(served: Served) -> None:
     arguments = ("-np", "2", "--data-workers", "2", "--max-restarts", "5")
     output = served.run(*arguments, code=3, die_at=[1, 3])
-    assert "root cause: data:1: exit code 3" in output
+    assert output.splitlines()[-1].endswith("data:1: exit code 3; the ranks need its data")
+
+
+def test_a_signal_saves_the_ranks_before_the_data_workers_end(served: Served) -> None:
+    process = served.start("-np", "2", "--data-workers", "2", epochs=0, step_s=0.1)
+    until(lambda: steps(served) >= 5, "5 steps", 100)
+    process.send_signal(signal.SIGTERM)
+    output = served.output(process, 128 + signal.SIGTERM)
+    (saved,) = served.directory.glob("model/model.ckpt-[1-9]*.index")
+    assert f"saved at {saved.stem.rpartition('-')[2]}" in output
+
+
+def test_the_data_workers_serve_the_next_attempt_of_the_ranks(served: Served) -> None:
+    arguments = ("-np", "2", "--data-workers", "1", "--max-restarts", "1")
+    config = {"save_checkpoints_steps": 2}
+    process = served.start(*arguments, count=200, step_s=0.1, config=config)
+    until(lambda: steps(served) >= 5, "5 steps", 100)
+    (pid,) = served.launcher.pids("started-worker-0", 1)
+    os.kill(pid, signal.SIGKILL)
+    output = served.output(process)
+    assert "restarting in" in output
+    assert "the data are read from the beginning" in output
+    assert len(list(served.directory.glob("started-data-0.*"))) == 1
+    elements = served.elements()
+    assert set(elements) == set(range(1, 201))  # all of them in the second attempt
+    assert len(elements) >= 200 + 5 * 2 * 4
 
 
 # -- without a launcher --------------------------------------------------------------------

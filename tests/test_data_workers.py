@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import reserved_addresses
+from harness import QUIET, ROOT, Process, python, reserved_addresses
 from served import Served, served
 
 import estimator_ext
 import hostopt
 from estimator_ext.data_service import check_dataset
+from hostopt.transport.confinement import confine
 from hostopt.transport.greeting import greets
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.network import bridged
 
 estimator_ext.install()
 
@@ -33,7 +42,8 @@ CLUSTER = {
 
 def test_each_element_goes_to_one_rank_once(served: Served) -> None:
     arguments = ("-np", "2", "--data-workers", "2", "--evaluators", "1")
-    output = served.run(*arguments, count=102, evaluates=True, max_steps=1000)
+    proxy = {"http_proxy": "http://127.0.0.1:9"}  # nothing listens there
+    output = served.run(*arguments, count=102, evaluates=True, max_steps=1000, environ=proxy)
     assert served.elements() == list(range(1, 103))
     assert "2 data workers prepare the data (distributed_epoch)" in output
     assert "metrics {'loss': " in output  # the evaluator reads all data itself
@@ -167,6 +177,14 @@ def test_a_data_worker_needs_its_own_port(in_task: Any) -> None:
         in_task("data", {**CLUSTER, "data": ["127.0.0.1:2001"]})
 
 
+def test_only_the_estimator_uses_data_workers(in_task: Any) -> None:
+    data = tf.data.Dataset.range(3)
+    with pytest.raises(hostopt.ConfigError, match=r"prepare the data of Estimator.train only"):
+        in_task("chief").experimental_distribute_dataset(data)
+    with pytest.raises(hostopt.ConfigError, match=r"prepare the data of Estimator.train only"):
+        in_task("chief").distribute_datasets_from_function(lambda context: data)
+
+
 # -- signs of life -------------------------------------------------------------------------
 
 
@@ -177,3 +195,88 @@ def test_only_a_server_of_http2_greets() -> None:
         assert not greets(f"127.0.0.1:{silent.getsockname()[1]}", 0.1)
     with reserved_addresses(1) as (address,):
         assert not greets(address, 0.1)
+
+
+# -- confinement ---------------------------------------------------------------------------
+
+
+def test_a_server_is_confined_to_loopback() -> None:
+    with socket.create_server(("", 0)) as server, socket.create_server(("", 0)) as other:
+        port = server.getsockname()[1]
+        confine(port)
+        assert interface_of(server) == b"lo"
+        assert interface_of(other) == b""
+        with socket.create_connection(("127.0.0.1", port), 10):
+            pass
+    with pytest.raises(hostopt.ConfigError, match=f"no server at port {port} is found"):
+        confine(port)
+
+
+def test_servers_of_tensorflow_are_confined() -> None:
+    service = tf.data.experimental.service
+    dispatcher = service.DispatchServer()
+    address = dispatcher.target.removeprefix("grpc://")
+    confine(int(address.rpartition(":")[2]))
+    worker = service.WorkerServer(service.WorkerConfig(address))
+    data = tf.data.Dataset.range(3).apply(service.distribute("distributed_epoch", address))
+    assert sorted(data.as_numpy_iterator()) == [0, 1, 2]
+    del worker
+
+
+def interface_of(server: socket.socket) -> bytes:
+    """Returns the network interface to which a socket is bound; empty for all."""
+    return server.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
+
+
+SERVER = """
+    import socket, sys
+    import tensorflow as tf
+    from hostopt.transport.confinement import confine
+    server = tf.data.experimental.service.DispatchServer()
+    port = int(server.target.rpartition(":")[2])
+    print(port, flush=True)
+    input()
+    confine(port)
+    socket.create_connection(("127.0.0.1", port), 10).close()
+    print("confined", flush=True)
+    input()
+"""
+CLIENT = """
+    import socket, sys
+    address = sys.argv[1], int(sys.argv[2])
+    connection = socket.create_connection(address, 10)
+    print("connected", flush=True)
+    while connection.recv(4096):
+        pass
+    try:
+        socket.create_connection(address, 10)
+    except ConnectionRefusedError:
+        print("refused", flush=True)
+"""
+
+
+@pytest.mark.netns
+def test_another_machine_reaches_no_confined_server() -> None:
+    with bridged(2) as namespaces, contextlib.ExitStack() as stack:
+        (address, here), (_, there) = namespaces.items()
+
+        def start(namespace: str, code: str, *arguments: str) -> Process:
+            process = Process(
+                ["ip", "netns", "exec", namespace, *python(code), *arguments],
+                env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        server = start(here, SERVER)
+        client = start(there, CLIENT, address, server.stdout.readline().strip())
+        assert client.stdout.readline() == "connected\n"
+        server.stdin.write("\n")
+        assert server.stdout.readline() == "confined\n"
+        out, _ = client.communicate(timeout=30)
+        assert out == "refused\n"
