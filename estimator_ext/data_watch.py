@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -19,8 +20,10 @@ _log = tf.get_logger()
 
 _EVERY_S = 1.0
 _ANSWER_S = 1.0
-# For a rank to end once its session is closed. One that needs longer is stuck in TensorFlow.
-_END_S = 30.0
+# For a rank to end once its session is closed. One that needs longer is stuck in TensorFlow, which
+# cannot cancel the initialization of such an iterator.
+_END_S = 10.0
+_EXIT_S = 5.0  # for the functions that a program calls at its end
 
 
 class DataWatch(tf.compat.v1.train.SessionRunHook):
@@ -91,11 +94,10 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
         # other parts of the step may report the error first
         if self._has_ended.wait(_EVERY_S):
             return
-        if self._session is not None:
-            self._session.close()
-        error = self._transport.error
-        if not self._has_ended.wait(_END_S) and error is not None:
-            sys.excepthook(type(error), error, error.__traceback__)  # ends the process
+        if self._session is not None:  # closing blocks as long as the session is stuck
+            threading.Thread(target=self._session.close, daemon=True).start()
+        if not self._has_ended.wait(_END_S) and self._transport.error is not None:
+            _end_process(self._transport.error)
 
     def _look_at(self, task: hostopt.Task) -> None:
         now_s = time.monotonic()
@@ -120,3 +122,11 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
                     address=task.address,
                 )
             )
+
+
+def _end_process(error: hostopt.HostOptError) -> None:
+    """Ends this process with an error, although its main thread is stuck."""
+    last_resort = threading.Timer(_EXIT_S, os._exit, [error.exit_code])
+    last_resort.daemon = True
+    last_resort.start()
+    sys.excepthook(type(error), error, error.__traceback__)

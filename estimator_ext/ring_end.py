@@ -15,12 +15,14 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.signals import GRACE_S
 from hostopt.options import RING_ENDED
+from hostopt.transport.greeting import listens
 
 __all__: list[str] = []
 
 _log = tf.get_logger()
 
 _ASK_EVERY_S = 3.0
+_CONNECT_S = 1.0
 # Without an answer of a chief that has answered before. A ring that is restarted answers again.
 GONE_S = 30.0
 
@@ -121,7 +123,7 @@ class _EndOfChief:
         try:
             observe(self._chief.address, self._options)
         except hostopt.PeerLostError:
-            return False
+            return listens(self._chief.address, _CONNECT_S)  # it may be busy or stopped
         return True
 
     @contextlib.contextmanager

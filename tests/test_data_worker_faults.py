@@ -95,7 +95,7 @@ def started(tmp_path: Path, ranks: Ranks) -> Any:
         jobs = {"chief": addresses[:1], "worker": addresses[1:2], "data": addresses[2:]}
 
         def start(tasks: Any = (), environ: Any = None, **settings: Any) -> list[Rank]:
-            arguments = [Served(tmp_path).arguments(gone_s=2.0, **settings)]
+            arguments = [Served(tmp_path).arguments(gone_s=10.0, **settings)]
             return ranks.start(PROGRAM, jobs, tasks=tasks, arguments=arguments, environ=environ)
 
         yield start

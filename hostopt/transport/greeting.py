@@ -16,6 +16,21 @@ _SETTINGS = 4  # type of the frame, the fourth byte of its header
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 
 
+def listens(address: str, timeout_s: float) -> bool:
+    """Returns True if a process listens at an address, even if it is frozen.
+
+    Args:
+      address: ``host:port`` of the process.
+      timeout_s: longest time to wait for the connection.
+    """
+    try:
+        socket.create_connection(host_and_port(address), timeout_s).close()
+    except OSError as error:
+        descriptors.check(error)
+        return False
+    return True
+
+
 def greets(address: str, timeout_s: float) -> bool:
     """Returns True if a server of HTTP/2 answers.
 
