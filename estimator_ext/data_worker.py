@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ _log = tf.get_logger()
 
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads it before no_proxy
 _POLL_S = 0.5
+_STOP_S = 5.0
 _HEARTBEAT_MS = 1000  # from a worker to the dispatcher, which may have restarted
 _service = tf.data.experimental.service
 
@@ -155,8 +157,10 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[Non
         servers.append(_start(_service.WorkerServer, config, port, cluster, options))
         yield
     finally:
-        while servers:
-            servers.pop()  # it stops
+        # servers stop when they are deleted, which blocks as long as another one is frozen
+        stopping = threading.Thread(target=servers.clear, daemon=True)
+        stopping.start()
+        stopping.join(_STOP_S)
 
 
 def _start(

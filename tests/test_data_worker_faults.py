@@ -110,14 +110,14 @@ def test_data_workers_end_after_the_chief(started: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_data_worker_that_stays_away_is_named_on_all_ranks(started: Any, signum: Any) -> None:
-    environ = {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "60"}
+    environ = {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "40"}
     chief, worker, first, second = started(epochs=0, step_s=0.1, environ=environ)
     until(lambda: steps(Served(chief.log.parent)) >= 5, "5 steps", 100)
     first.signal(signum)
     for rank in (chief, worker):
         assert rank.wait() == 200, rank.output
         assert "PeerLostError: data worker data:0, 127.0.0.1:" in rank.output
-        assert "has not answered for 60 s" in rank.output
+        assert "has not answered for 40 s" in rank.output
     assert second.wait() == 0, second.output
     first.signal(signal.SIGKILL)
     first.wait()
@@ -132,7 +132,7 @@ def test_a_data_worker_without_a_chief_ends(started: Any) -> None:
 
 
 def test_a_data_worker_that_never_starts_is_named(started: Any) -> None:
-    environ = {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "60"}
+    environ = {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "40"}
     tasks = [("chief", 0), ("worker", 0), ("data", 0)]
     chief, worker, data = started(tasks=tasks, environ=environ)
     for rank in (chief, worker):
