@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import variant_tensor
 from estimator_ext.data_watch import DataWatch
 from estimator_ext.data_worker import bypass_proxies, check_reach
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.graph import walk
+from estimator_ext.served_pipeline import INSTEAD, check_dataset
 from estimator_ext.strategy import HostOffloadStrategy
 from hostopt.options import shown
 from hostopt.tensorflow.background import HOST_DEVICE
@@ -28,11 +27,6 @@ DISTRIBUTED, OFF = "distributed_epoch", "off"
 MODES = (DISTRIBUTED, "dynamic", OFF)
 # Batches that a rank holds ready. With more, the first rank to start would take too many.
 _PREFETCHED = 2
-_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-_INSTEAD = (
-    "Build the pipeline of TensorFlow operations, or set RunConfig.data_service='off', with which "
-    "each rank prepares its data itself"
-)
 
 
 def checked_mode(mode: Any) -> str | None:
@@ -112,7 +106,7 @@ class DataService:
           hostopt.CollectiveMismatchError: the ranks have elements of different kinds.
           hostopt.RendezvousTimeoutError: a data worker did not start in time.
         """
-        check_dataset(data)
+        check_dataset(data, len(self._cluster.data))
         spec = {"element_spec": repr(data.element_spec)}
         self._communicator.check_same(spec, "the elements of the datasets")
         self.watch.wait_for_all()
@@ -154,50 +148,9 @@ class DataService:
         except tf.errors.OpError as error:
             raise UnsupportedError(
                 f"the data workers cannot prepare the dataset of input_fn: {error.message}. "
-                f"{_INSTEAD}"
+                f"{INSTEAD}"
             ) from error
         _log.info("%d data workers prepare the data (%s)", len(self._cluster.data), DISTRIBUTED)
-
-
-def check_dataset(data: Any) -> None:
-    """Checks that another process can prepare a dataset.
-
-    Args:
-      data: the value that input_fn returned.
-
-    Raises:
-      UnsupportedError: it is no dataset, or it calls Python.
-    """
-    if not isinstance(data, tf.data.Dataset):
-        raise UnsupportedError(
-            f"input_fn returned a {type(data).__name__}, wanted a tf.data.Dataset: data workers "
-            "prepare only a dataset. Return one, or set RunConfig.data_service='off'"
-        )
-    for kind, name in _nodes_of(data):
-        if kind in _PYTHON:
-            raise UnsupportedError(
-                f"the dataset of input_fn calls a Python function (operation {name!r}, {kind}), "
-                "as from_generator, py_function and numpy_function do. Data workers are other "
-                f"processes and cannot call it. {_INSTEAD}"
-            )
-
-
-def _nodes_of(data: tf.data.Dataset) -> Iterator[tuple[str, str]]:
-    """Yields types and names of the operations of a dataset and of the functions that it calls."""
-    operations = walk([variant_tensor(data).op])
-    library = operations[0].graph.as_graph_def().library.function
-    functions = {function.signature.name: function.node_def for function in library}
-    todo: list[Collection[Any]] = [[op.node_def for op in operations]]
-    while todo:
-        for node in todo.pop():
-            yield node.op, node.name
-            for called in (node.op, *_functions_of(node)):  # TensorFlow 1 calls by the type
-                todo += [functions.pop(called)] if called in functions else []
-
-
-def _functions_of(node: Any) -> Iterator[str]:
-    for attribute in node.attr.values():
-        yield from (each.name for each in [attribute.func, *attribute.list.func] if each.name)
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ __all__: list[str] = []
 _log = tf.get_logger()
 
 MAX_BYTES = 256 << 20  # of the states of one rank; rank 0 holds those of all ranks at each save
+_RELEVANT = ("stateful", "checkpoint", "not yet supported")  # in the message of an error
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
 
@@ -323,5 +324,5 @@ def _remove_old(checkpoint: str) -> None:
 
 def _first_line(error: tf.errors.OpError) -> str:
     lines = [line for line in error.message.splitlines() if line.strip()]
-    relevant = [line for line in lines if "stateful" in line or "checkpoint" in line]
+    relevant = [line for line in lines if any(each in line for each in _RELEVANT)]
     return (relevant or lines or ["unknown"])[0].strip()

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from served import Served, served
 
 import estimator_ext
 import hostopt
-from estimator_ext.data_service import check_dataset
+from estimator_ext.served_pipeline import check_dataset
 from hostopt.transport.confinement import confine
 from hostopt.transport.greeting import greets
 
@@ -142,6 +142,12 @@ def test_a_data_service_needs_data_workers(in_task: Any) -> None:
         estimator_ext.RunConfig(data_service="on")
 
 
+@pytest.fixture
+def in_graph() -> Iterator[None]:
+    with tf.Graph().as_default():
+        yield
+
+
 def python_function(x: Any) -> Any:
     return tf.numpy_function(lambda value: value, [x], tf.int64)
 
@@ -160,16 +166,55 @@ def python_function(x: Any) -> Any:
         ),
     ],
 )
+@pytest.mark.usefixtures("in_graph")
 def test_a_pipeline_with_python_is_refused(make: Any) -> None:
-    with tf.Graph().as_default():
-        check_dataset(tf.data.Dataset.range(3).map(lambda x: tf.cond(x > 0, lambda: x, lambda: x)))
-        with pytest.raises(hostopt.ConfigError, match=r"calls a Python function .*PyFunc"):
-            check_dataset(make())
+    numbers = tf.data.Dataset.range(3)
+    check_dataset(numbers.map(lambda x: tf.cond(x > 0, lambda: x, lambda: x)), 2)
+    with pytest.raises(hostopt.ConfigError, match=r"calls a Python function .*PyFunc"):
+        check_dataset(make(), 1)
+
+
+@pytest.mark.usefixtures("in_graph")
+def test_a_pipeline_with_a_variable_is_refused() -> None:
+    weight = tf.compat.v1.get_variable("weight", [], tf.int64)
+    with pytest.raises(hostopt.ConfigError, match="reads the variable 'weight'"):
+        check_dataset(tf.data.Dataset.range(3).map(lambda x: x + weight), 1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.usefixtures("in_graph")
+def test_elements_that_would_not_match_are_refused(workers: int) -> None:
+    numbers = tf.data.Dataset.range(3)
+    for data in (tf.data.Dataset.zip((numbers, numbers)), numbers.enumerate().batch(2)):
+        with pytest.raises(hostopt.ConfigError, match=r"joins 2 datasets with zip\(\) or enumer"):
+            check_dataset(data, workers)
+    # within an element, of which one data worker has all
+    check_dataset(numbers.flat_map(lambda x: tf.data.Dataset.zip((numbers, numbers))), workers)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda data: data.take(2), "take"),
+        (lambda data: data.skip(1), "skip"),
+        (lambda data: data.shard(2, 0), "shard"),
+        (lambda data: data.window(2), "window"),
+        (lambda data: data.take_while(lambda x: x < 2), "take_while"),
+        (lambda data: data.unique(), "unique"),
+        (lambda data: data.scan(tf.constant(0, tf.int64), lambda s, x: (s + x, s)), "scan"),
+    ],
+)
+@pytest.mark.usefixtures("in_graph")
+def test_counting_by_several_data_workers_is_refused(call: Any, name: str) -> None:
+    data = call(tf.data.Dataset.range(3)).repeat()
+    check_dataset(data, 1)
+    with pytest.raises(hostopt.ConfigError, match=rf"calls {name}\(\) .* each of 2 data workers"):
+        check_dataset(data, 2)
 
 
 def test_only_datasets_can_be_prepared() -> None:
     with pytest.raises(hostopt.ConfigError, match=r"returned a ndarray, wanted a tf.data.Dat"):
-        check_dataset(np.zeros(3))
+        check_dataset(np.zeros(3), 1)
 
 
 def test_a_data_worker_needs_its_own_port(in_task: Any) -> None:
