@@ -106,7 +106,7 @@ def check_reach(cluster: hostopt.Cluster, options: hostopt.Options) -> bool:
       True if all of them are on this machine.
 
     Raises:
-      hostopt.ConfigError: they are not, and `insecure` is False.
+      hostopt.ConfigError: they are not, and `insecure` is False; or an address is of IPv6.
     """
     remote = [task for task in (*cluster.ring, *cluster.data) if not is_loopback(task.address)]
     if remote and not options.insecure:
@@ -116,6 +116,12 @@ def check_reach(cluster: hostopt.Cluster, options: hostopt.Options) -> bool:
             "Run all on one machine, or set insecure=True if nobody else can reach these "
             "addresses, as in a private network or a VPN"
         )
+    for task in cluster.data:
+        if ":" in host_and_port(task.address)[0]:
+            raise hostopt.ConfigError(
+                f"{task} has an address of IPv6, and TensorFlow's tf.data service listens on IPv4 "
+                "only. Give data workers addresses of IPv4"
+            )
     return not remote
 
 
@@ -138,13 +144,14 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[Non
     directory = os.environ.get(DATA_DIR, "")
     host, port = task.address.rpartition(":")[0], host_and_port(task.address)[1]
     servers: list[Any] = []
+    held = contextlib.ExitStack()
     try:
         if task == dispatcher:
             config = _service.DispatcherConfig(
                 port, work_dir=directory or None, fault_tolerant_mode=bool(directory)
             )
             servers.append(_start(_service.DispatchServer, config, port, cluster, options))
-            port = _port_of_worker(directory)
+            port = held.enter_context(_port_of_worker(directory))
         else:
             _wait_for(dispatcher, options)
         config = _service.WorkerConfig(
@@ -155,8 +162,10 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[Non
             dispatcher_timeout_ms=int(1000 * options.rendezvous_timeout_s),
         )
         servers.append(_start(_service.WorkerServer, config, port, cluster, options))
+        held.close()
         yield
     finally:
+        held.close()
         # servers stop when they are deleted, which blocks as long as another one is frozen
         stopping = threading.Thread(target=servers.clear, daemon=True)
         stopping.start()
@@ -169,6 +178,11 @@ def _start(
     """Starts a server, and confines it to this machine if all tasks are on it."""
     try:
         server = kind(config)
+    except (tf.errors.UnavailableError, tf.errors.DeadlineExceededError) as error:
+        raise hostopt.PeerLostError(
+            f"{cluster.task} cannot register with {cluster.data[0]}, which assigns the data: "
+            f"{error.message}. Check its output"
+        ) from error
     except tf.errors.OpError as error:
         raise hostopt.ConfigError(
             f"{cluster.task} cannot listen at port {port}: {error.message}. Choose another port "
@@ -184,15 +198,17 @@ def _start(
     return server
 
 
-def _port_of_worker(directory: str) -> int:
-    """Returns the port of the worker beside the dispatcher, the same after a restart."""
+@contextlib.contextmanager
+def _port_of_worker(directory: str) -> Iterator[int]:
+    """Reserves the port of the worker beside the dispatcher, the same after a restart."""
     path = Path(directory, "port-of-worker")
     if directory and path.exists():
-        return int(path.read_text())
+        yield int(path.read_text())
+        return
     with ports_reserved(1) as (port,):
         if directory:
             path.write_text(str(port))
-        return port
+        yield port
 
 
 def _wait_for(dispatcher: hostopt.Task, options: hostopt.Options) -> None:

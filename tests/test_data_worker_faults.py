@@ -108,6 +108,30 @@ def test_data_workers_end_after_the_chief(started: Any, tmp_path: Path) -> None:
     assert Served(tmp_path).elements() == list(range(1, 41))
 
 
+def test_a_signal_to_all_processes_saves_a_checkpoint(started: Any, tmp_path: Path) -> None:
+    processes = started(epochs=0, step_s=0.1)
+    until(lambda: steps(Served(tmp_path)) >= 5, "5 steps", 100)
+    for rank in processes:
+        rank.signal(signal.SIGTERM)
+    for rank in processes:
+        assert rank.wait() == 143, rank.output
+    assert len([*tmp_path.glob("model/model.ckpt-[1-9]*.index")]) == 1
+
+
+def test_a_dispatcher_without_a_journal_that_comes_back_ends_the_ranks(
+    started: Any, tmp_path: Path
+) -> None:
+    chief, worker, first, second = started(epochs=0, step_s=0.1)
+    until(lambda: steps(Served(tmp_path)) >= 5, "5 steps", 100)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    (again,) = started(tasks=[("data", 0)], epochs=0)
+    codes = {rank.wait() for rank in (chief, worker)}
+    print(chief.output, worker.output)
+    assert codes <= {1, 200}
+    assert (again.wait(), second.wait()) == (0, 0)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_data_worker_that_stays_away_is_named_on_all_ranks(started: Any, signum: Any) -> None:
     environ = {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "40"}

@@ -127,6 +127,10 @@ def test_other_machines_are_refused_unless_insecure(in_task: Any, tmp_path: Path
         check_reach(in_task("chief", jobs).cluster, hostopt.Options())
     assert not check_reach(in_task("chief", jobs).cluster, hostopt.Options(insecure=True))
     assert check_reach(in_task("chief").cluster, hostopt.Options())
+    with pytest.raises(hostopt.ConfigError, match=r"data:0, \[::1\]:2003 has an address of IPv6"):
+        check_reach(
+            in_task("chief", {**CLUSTER, "data": ["[::1]:2003"]}).cluster, hostopt.Options()
+        )
 
 
 def test_a_data_service_needs_data_workers(in_task: Any) -> None:
