@@ -24,7 +24,12 @@ from estimator_ext._tf_private import (
 )
 from estimator_ext.extended import HostOffloadExtended, ReplicaContext
 from estimator_ext.function_gradients import FunctionGradients
-from estimator_ext.function_input import check_endless, check_lengths, with_policy
+from estimator_ext.function_input import (
+    check_endless,
+    check_lengths,
+    check_no_data_workers,
+    with_policy,
+)
 from estimator_ext.mirrored_variables import (
     CLASSES,
     HostVariable,
@@ -111,6 +116,7 @@ class _Replica(HostOffloadExtended):
     # -- input -----------------------------------------------------------------------------
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        check_no_data_workers(self._strategy.cluster)
         if _in_functions() and not self._is_alone:
             check_lengths(self.ring(), dataset)
             dataset = with_policy(dataset, self.auto_shard)
@@ -122,6 +128,7 @@ class _Replica(HostOffloadExtended):
             check_endless(self.ring(), dataset)
             return dataset
 
+        check_no_data_workers(self._strategy.cluster)
         is_checked = _in_functions() and not self._is_alone
         return super()._distribute_datasets_from_function(
             checked if is_checked else dataset_fn, options

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.errors import UnsupportedError
 from estimator_ext.sharding import POLICIES
 from hostopt.process_ring import ProcessRing
 
@@ -26,6 +27,23 @@ def with_policy(dataset: Any, policy: str | None) -> Any:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = POLICIES[policy]
     return dataset.with_options(options)
+
+
+def check_no_data_workers(cluster: hostopt.Cluster) -> None:
+    """Checks that no data workers wait for a pipeline that they will not get.
+
+    Args:
+      cluster: the cluster of the strategy.
+
+    Raises:
+      UnsupportedError: the cluster has data workers.
+    """
+    if cluster.data:
+        raise UnsupportedError(
+            f"the cluster has {len(cluster.data)} data workers, which prepare the data of "
+            "Estimator.train only, and this program distributes a dataset by itself. Start it "
+            "without --data-workers"
+        )
 
 
 def check_lengths(ring: ProcessRing, dataset: Any) -> None:

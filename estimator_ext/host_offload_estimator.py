@@ -22,6 +22,7 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.batch_size import BatchSizes
 from estimator_ext.checkpoint_reading import check_on_rank_0, check_shared
 from estimator_ext.checkpoint_saving import add_saver
+from estimator_ext.data_worker import check_is_no_data_worker, serves_data
 from estimator_ext.early_stopping import config_for
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.file_errors import translate_io_errors
@@ -114,6 +115,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         if max_steps is not None:
             max_steps = whole_loops(max_steps, self._iterations)
         strategy = self._train_distribution
+        if serves_data(strategy):
+            return self
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
             with training_without_ring(self._model_dir, self._config):
                 super().train(input_fn, hooks, steps, max_steps, saving_listeners)
@@ -213,7 +216,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         check_whole_loops(steps, self._iterations)
         self._check_has_files("evaluate", checkpoint_path)
         hooks = [*(hooks or ()), EventsFilePerProcessHook(self.eval_dir(name))]
-        scope = self._io_errors_of(self._model_dir)
+        scope = _io_errors_of(self._train_distribution, self._model_dir)
         if self._evaluators is not None:
             steps = self._evaluators.local_steps(steps)
             scope = self._evaluators.evaluation(checkpoint_path, self._model_dir)
@@ -248,22 +251,19 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         self, export_dir_base: str, *arguments: Any, **options: Any
     ) -> bytes:
         strategy = self._train_distribution
+        check_is_no_data_worker(strategy, "export")
         if isinstance(strategy, HostOffloadStrategy) and strategy.cluster.rank:
             # exports are named by the second; other ranks may export in the same second
             export_dir_base = os.path.join(
                 tf.compat.as_str(export_dir_base), f".rank-{strategy.cluster.rank}"
             )
-        with self._io_errors_of(tf.compat.as_str(export_dir_base)):
+        with _io_errors_of(strategy, tf.compat.as_str(export_dir_base)):
             return super()._export_all_saved_models(export_dir_base, *arguments, **options)
-
-    def _io_errors_of(self, directory: str) -> contextlib.AbstractContextManager[None]:
-        """Returns `translate_io_errors`, which does nothing without a `HostOffloadStrategy`."""
-        is_on_ring = isinstance(self._train_distribution, HostOffloadStrategy)
-        return translate_io_errors(directory if is_on_ring else None)
 
     def _check_has_files(self, call: str, checkpoint_path: str | None) -> None:
         """Checks that a rank does not evaluate initial values because rank 0 has the files."""
         strategy = self._train_distribution
+        check_is_no_data_worker(strategy, call)
         if isinstance(strategy, HostOffloadStrategy) and checkpoint_path is None:
             check_shared(call, strategy.cluster, self._model_dir)
 
@@ -313,6 +313,11 @@ def _errors_name_checkpoint(model_dir: str) -> Iterator[None]:
                 checkpoint = tf.train.latest_checkpoint(model_dir)  # checks that it has an index
         error.resume_from(checkpoint)
         raise
+
+
+def _io_errors_of(strategy: Any, directory: str) -> contextlib.AbstractContextManager[None]:
+    """Returns `translate_io_errors`, which does nothing without a `HostOffloadStrategy`."""
+    return translate_io_errors(directory if isinstance(strategy, HostOffloadStrategy) else None)
 
 
 def _first_step(communicator: hostopt.Communicator, model_dir: str) -> int:

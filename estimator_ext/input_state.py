@@ -264,6 +264,9 @@ def _read(checkpoint: str | None, size: int) -> list[bytes]:
         return []
     if packed.attributes["process"] == _identifier(os.getpid()):
         return []
+    if not any(packed.parts):  # they had ended, or their position cannot be saved
+        _log.info("the data are read from the beginning: no position was saved in %s", checkpoint)
+        return []
     if len(packed.parts) != size:
         _log.warning(
             "the data are read from the beginning: %s was saved by %d ranks, and now there are %d",

@@ -19,6 +19,7 @@ __all__: list[str] = []
 _log = tf.get_logger()
 
 MAX_BYTES = 256 << 20  # of the states of one rank; rank 0 holds those of all ranks at each save
+_RELEVANT = ("stateful", "checkpoint", "not yet supported")  # in the message of an error
 _SKIP = "RunConfig(resume_data='skip') resumes deterministic data by reading them again"
 
 
@@ -158,5 +159,5 @@ class IteratorPosition:
 
 def _first_line(error: tf.errors.OpError) -> str:
     lines = [line for line in error.message.splitlines() if line.strip()]
-    relevant = [line for line in lines if "stateful" in line or "checkpoint" in line]
+    relevant = [line for line in lines if any(each in line for each in _RELEVANT)]
     return (relevant or lines or ["unknown"])[0].strip()

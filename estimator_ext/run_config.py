@@ -9,6 +9,8 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import RunConfig as _StockRunConfig
+from estimator_ext.data_service import MODES as DATA_MODES
+from estimator_ext.data_service import OFF, mode_of
 from estimator_ext.input_state import KINDS
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.uneven_data import MODES
@@ -46,14 +48,18 @@ class RunConfig(_StockRunConfig):
         evaluation has metrics, an EstimatorSpec has all fields of its mode, and 'input_fn' is a
         reserved key of params. The rules also apply with iterations_per_loop above 1, and if the
         Estimator has a batch size.
+      data_service: "distributed_epoch" (or "dynamic", a newer name of it): data workers prepare
+        the training data, and each element goes to one rank. "off": each rank prepares its data.
+        None is "distributed_epoch" if the cluster has data workers.
       **fields: keyword arguments of `tf.estimator.RunConfig`.
 
     Raises:
       hostopt.ConfigError: timeline or accumulate_steps without a `HostOffloadStrategy`; a timeline
         for a strategy that has connected without it; iterations_per_loop above 1 with several
-        workers or with accumulate_steps.
-      ValueError: accumulate_steps, uneven_data, resume_data, iterations_per_loop, prefetch_depth
-        or strict is not one of its possible values.
+        workers or with accumulate_steps; a data_service without data workers, or with
+        resume_data "skip".
+      ValueError: accumulate_steps, uneven_data, resume_data, iterations_per_loop, prefetch_depth,
+        strict or data_service is not one of its possible values.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class RunConfig(_StockRunConfig):
         iterations_per_loop: int = 1,
         prefetch_depth: int | None = None,
         strict: bool = False,
+        data_service: str | None = None,
         **fields: Any,
     ) -> None:
         super().__init__(*args, **fields)
@@ -80,11 +87,20 @@ class RunConfig(_StockRunConfig):
         if not isinstance(strict, bool):
             raise ValueError(f"strict is {shown(strict)}, wanted True or False. Give one of them")
         self._strict = strict
+        if data_service is not None:
+            _one_of("data_service", data_service, DATA_MODES)
+        self._data_service = data_service
         self.check_loop()
         if isinstance(self.train_distribute, HostOffloadStrategy):
             if timeline is not None:
                 self.train_distribute.record_timeline(timeline)
             adopt_cluster(self, self.train_distribute)
+            self._check_resume(mode_of(self, self.train_distribute.cluster))
+        elif data_service not in (None, OFF):
+            raise hostopt.ConfigError(
+                f"data_service is {data_service!r}, wanted None: only ranks of a "
+                "HostOffloadStrategy as train_distribute have data workers"
+            )
         elif timeline is not None:
             raise hostopt.ConfigError(
                 f"timeline is {timeline!r}, wanted None: only a HostOffloadStrategy as "
@@ -94,6 +110,13 @@ class RunConfig(_StockRunConfig):
             raise hostopt.ConfigError(
                 f"accumulate_steps is {accumulate_steps}, wanted 1: only a HostOffloadStrategy as "
                 "train_distribute accumulates gradients"
+            )
+
+    def _check_resume(self, mode: str) -> None:
+        if mode != OFF and self._resume_data == KINDS[1]:
+            raise hostopt.ConfigError(
+                "resume_data is 'skip' in a cluster with data workers, which prepare the batches "
+                "in an order that differs each time. Leave it out, or set data_service='off'"
             )
 
     @property
@@ -130,6 +153,11 @@ class RunConfig(_StockRunConfig):
     def strict(self) -> bool:
         """True if the rules of accelerator estimators apply regardless of the other options."""
         return self._strict
+
+    @property
+    def data_service(self) -> str | None:
+        """Mode of the data workers, as given; None for the default of the cluster."""
+        return self._data_service
 
     def check_loop(self) -> None:
         """Checks `iterations_per_loop` against the other options.

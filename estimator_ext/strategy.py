@@ -190,7 +190,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
           config_proto: configuration of a session, or None.
 
         Returns:
-          A copy with the virtual accelerator, if it is used, and without GPUs in an evaluator.
+          A copy with the virtual accelerator, if it is used, and without GPUs except on ranks.
         """
         config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
         if config_proto is not None:
@@ -198,7 +198,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         device = tf.DeviceSpec.from_string(self.accelerator)
         if device.device_type == "CPU":
             config.device_count["CPU"] = max(config.device_count["CPU"], device.device_index + 1)
-        if self.cluster.role == "evaluator":
+        if self.cluster.rank is None:
             config.device_count["GPU"] = 0
         return config
 
@@ -333,6 +333,6 @@ def _check_device(name: Any) -> None:
 
 
 def _find_accelerator(cluster: hostopt.Cluster) -> str:
-    if cluster.role == "evaluator":  # must not even look for a GPU
+    if cluster.rank is None:  # must not even look for a GPU
         return HOST_DEVICE
     return "/device:GPU:0" if tf.config.list_physical_devices("GPU") else VIRTUAL_ACCELERATOR

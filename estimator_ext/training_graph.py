@@ -134,7 +134,7 @@ class TrainingGraph:
 
         Args:
           functions: functions of the Estimator.
-          stack: receives the scopes of the savers, which last as long as the training.
+          stack: receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
         training_input = build_input(
@@ -143,6 +143,7 @@ class TrainingGraph:
             self._config,
             functions.call_input_fn,
             functions.is_sharded,
+            stack,
         )
         data = set(graph.get_operations())
         guard = SessionGuardHook(data)  # [K1]

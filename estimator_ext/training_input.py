@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import hostopt
 from estimator_ext import _tf_estimator
 from estimator_ext.accumulation import Accumulation
 from estimator_ext.batch_position import BatchCounter
+from estimator_ext.data_service import data_service
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.input_kinds import log_limits
 from estimator_ext.input_state import KINDS
@@ -53,6 +55,7 @@ def build_input(
     config: Any,
     call_input_fn: Callable[[tf.distribute.InputContext], Any],
     is_sharded: bool,
+    stack: contextlib.ExitStack,
 ) -> TrainingInput:
     """Builds the input of a training step.
 
@@ -64,30 +67,37 @@ def build_input(
       config: configuration of the Estimator.
       call_input_fn: calls input_fn with an input context.
       is_sharded: True if input_fn itself shards the data, because it takes an input context.
+      stack: receives the scope in which the data workers are watched.
 
     Returns:
       Features, labels and hooks.
     """
-    communicator, context = strategy.communicator, strategy.extended.input_context()
+    communicator = strategy.communicator
     counter = _new_counter(communicator, getattr(config, "resume_data", KINDS[0]))
-    if communicator.size == 1 or is_sharded:
-        data = call_input_fn(context)
-    else:
-        with dividing(communicator, context, strategy.extended.auto_shard) as divide:
-            data = divide(call_input_fn(context))
+    service = stack.enter_context(data_service(strategy, config))
+    if service is None:
+        data = _share_of_rank(strategy, call_input_fn, is_sharded)
+    else:  # its workers divide the data
+        data = call_input_fn(tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync))
     if communicator.rank == 0:
         log_limits(data, communicator.size, is_counted=counter is not None)
     micro_batches = getattr(config, "accumulate_steps", 1)
     has_weights = communicator.size > 1 and not reduction.is_local
-    if not (has_weights and needs_join(data, communicator, config.session_config)):
+    joins = has_weights and needs_join(data, communicator, config.session_config)
+    watch: list[Any] = []
+    if service is not None:
+        watch, data = [service.watch], service.prepare(data, config)
+    if not joins:
         if micro_batches > 1:
             reduction.accumulation = Accumulation(micro_batches)
         features, labels, hooks = _tf_estimator.parse_input_fn_result(data)
         if counter is not None:
             features, labels = counter.counted((features, labels))
+        hooks = [*watch, *hooks]
         return TrainingInput(features, labels, hooks, has_next((features, labels)), counter)
     # each element is (batch, is_new); the stock function returns them as features and labels
     batch, is_new, hooks = _tf_estimator.parse_input_fn_result(repeat_last_batch(data))
+    hooks = [*watch, *hooks]
     if counter is not None:
         batch, is_new = counter.counted((batch, is_new), is_new)
     counts = count_examples(batch, is_new)
@@ -104,6 +114,18 @@ def build_input(
     if len(batch) != 2:
         raise ValueError("input_fn should return (features, labels) as a len 2 tuple.")
     return TrainingInput(batch[0], batch[1], hooks, is_new, counter)
+
+
+def _share_of_rank(
+    strategy: HostOffloadStrategy,
+    call_input_fn: Callable[[tf.distribute.InputContext], Any],
+    is_sharded: bool,
+) -> Any:
+    communicator, context = strategy.communicator, strategy.extended.input_context()
+    if communicator.size == 1 or is_sharded:
+        return call_input_fn(context)
+    with dividing(communicator, context, strategy.extended.auto_shard) as divide:
+        return divide(call_input_fn(context))
 
 
 def _new_counter(communicator: hostopt.Communicator, kind: str) -> BatchCounter | None:

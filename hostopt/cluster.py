@@ -9,7 +9,7 @@ from typing import Any
 
 from hostopt import tf_config
 from hostopt.errors import ConfigError
-from hostopt.tf_config import EVALUATOR, RING_JOBS
+from hostopt.tf_config import DATA, EVALUATOR, RING_JOBS
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ class Task:
     """A process of the cluster.
 
     Args:
-      type: ``chief`` (or ``master``, its old name), ``worker`` or ``evaluator``.
+      type: ``chief`` (or ``master``, its old name), ``worker``, ``evaluator`` or ``data``.
       index: index within its job, from 0.
       address: ``host:port``; empty for an evaluator that the cluster does not list.
     """
@@ -47,20 +47,22 @@ class Cluster:
       task: task of this process; None without a cluster (one process, no TF_CONFIG).
       ring: tasks that reduce together, in rank order: the chief or master, then the workers.
       evaluators: evaluators that the cluster lists. They are not part of the ring.
+      data: data workers, which prepare the data of the ring and are not part of it.
     """
 
     task: Task | None
     ring: tuple[Task, ...]
     evaluators: tuple[Task, ...] = ()
+    data: tuple[Task, ...] = ()
 
     @property
     def role(self) -> str:
-        """``chief``, ``master``, ``worker``, ``evaluator``, or ``local`` without a cluster."""
+        """The job of this process, such as ``chief``; ``local`` without a cluster."""
         return self.task.type if self.task else LOCAL
 
     @property
     def rank(self) -> int | None:
-        """Rank of this process, 0..size-1; None for an evaluator."""
+        """Rank of this process, 0..size-1; None for an evaluator or a data worker."""
         if self.task is None:
             return 0
         return self.ring.index(self.task) if self.task in self.ring else None
@@ -101,7 +103,7 @@ class Cluster:
                 f"none of this task ({task or LOCAL}). Several evaluators connect to each other: "
                 'list the addresses of all of them under "evaluator", for each of them'
             )
-        addresses = [member.address for member in (*self.ring, *listed)]
+        addresses = [member.address for member in (*self.ring, *listed, *self.data)]
         if addresses.count(task.address) > 1:
             raise ConfigError(
                 f'TF_CONFIG key "cluster" lists the address {task.address!r} of this task '
@@ -136,7 +138,8 @@ class Cluster:
         """Builds the cluster from its jobs and the task of this process.
 
         Args:
-          jobs: ``{"chief": [address], "worker": [addresses], "evaluator": [addresses]}``.
+          jobs: ``{"chief": [address], "worker": [addresses]}``, and perhaps addresses of an
+            "evaluator" and "data".
           task_type: job of this process.
           task_index: index within that job, from 0.
 
@@ -156,7 +159,7 @@ class Cluster:
             task = _tasks(job, jobs)[index]
         if task.type != EVALUATOR:
             tf_config.check_host(task.type, task.name, task.address)
-        return cls(task, ring, evaluators)
+        return cls(task, ring, evaluators, tuple(_tasks(DATA, jobs)))
 
     @classmethod
     def from_resolver(cls, resolver: Any, environ: Mapping[str, str] | None = None) -> Cluster:

@@ -273,8 +273,11 @@ def _check_names(environ: Mapping[str, str]) -> None:
                 )
 
 
-# Set by `hostopt run` for evaluators: file that exists once all ranks have succeeded.
+# Set by `hostopt run` for evaluators and data workers: file that exists once all ranks have
+# succeeded.
 RING_ENDED = "HOSTOPT_RING_ENDED"
+# Set by `hostopt run` for data workers: directory that outlives their restarts.
+DATA_DIR = "HOSTOPT_DATA_DIR"
 # Read by the adapters of launchers.
 RANK, SIZE, RENDEZVOUS = "HOSTOPT_RANK", "HOSTOPT_SIZE", "HOSTOPT_RENDEZVOUS"
 LAUNCHER = "HOSTOPT_LAUNCHER"
@@ -288,6 +291,7 @@ VARIABLES = (
     "HOSTOPT_ERROR_FILE",
     "HOSTOPT_PROGRESS_FILE",
     RING_ENDED,
+    DATA_DIR,
     RANK,
     SIZE,
     RENDEZVOUS,

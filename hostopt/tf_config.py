@@ -15,7 +15,7 @@ from hostopt.options import shown
 
 __all__: list[str] = []
 
-CHIEF, WORKER, EVALUATOR = "chief", "worker", "evaluator"
+CHIEF, WORKER, EVALUATOR, DATA = "chief", "worker", "evaluator", "data"
 MASTER = "master"  # name of the chief in old programs
 RING_JOBS = (CHIEF, MASTER, WORKER)  # in rank order
 _MAX_PORT_DIGITS = 5
@@ -119,10 +119,10 @@ def check_jobs(jobs: Any) -> dict[str, list[str]]:
                 'TF_CONFIG key "cluster" has a "ps" job, but hostopt has no parameter servers: '
                 'each rank holds the variables. Remove "ps" and start only chief and workers'
             )
-        if job not in (*RING_JOBS, EVALUATOR):
+        if job not in (*RING_JOBS, EVALUATOR, DATA):
             raise ConfigError(
                 f'TF_CONFIG key "cluster" has the unknown job {shown(job)}. Use "chief" (one), '
-                '"worker" and "evaluator"'
+                '"worker", "evaluator" and "data"'
             )
         checked[job] = _check_addresses(job, addresses)
     _check_one_chief(checked)
@@ -132,11 +132,12 @@ def check_jobs(jobs: Any) -> dict[str, list[str]]:
             'TF_CONFIG key "cluster" has neither "chief" nor "worker". Name at least one rank, '
             f"for example {_EXAMPLE}"
         )
-    address, times = collections.Counter(ring).most_common(1)[0]
+    servers = [*ring, *checked.get(DATA, [])]
+    address, times = collections.Counter(servers).most_common(1)[0]
     if times > 1:
         raise ConfigError(
             f'TF_CONFIG key "cluster" lists the address {shown(address)} more than once. '
-            "Give every rank its own port"
+            "Give every rank and every data worker its own port"
         )
     return checked
 
@@ -196,10 +197,10 @@ def check_task(jobs: Mapping[str, list[str]], task_type: Any, task_index: Any) -
     Raises:
       ConfigError: the jobs have no such task.
     """
-    if task_type not in (*RING_JOBS, EVALUATOR):
+    if task_type not in (*RING_JOBS, EVALUATOR, DATA):
         raise ConfigError(
-            f'TF_CONFIG key "task": type {shown(task_type)} is not known. Use "chief", "worker" '
-            'or "evaluator"'
+            f'TF_CONFIG key "task": type {shown(task_type)} is not known. Use "chief", "worker", '
+            '"evaluator" or "data"'
         )
     try:
         index = int(str(task_index))  # accepts "1", but neither 0.5 nor True

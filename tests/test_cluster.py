@@ -100,6 +100,14 @@ def test_an_evaluator_that_the_cluster_lists_is_not_in_the_ring_either(index: in
     assert cluster.task.address == [C, D, ""][index]
 
 
+@pytest.mark.parametrize("me", [task("data", 1), task("chief")])
+def test_data_workers_are_not_in_the_ring(me: dict[str, Any]) -> None:
+    cluster = read({"chief": [A], "worker": [B], "data": [C, D]}, me)
+    assert (cluster.size, cluster.role) == (2, me["type"])
+    assert cluster.rank == (0 if me["type"] == "chief" else None)
+    assert [str(member) for member in cluster.data] == [f"data:0, {C}", f"data:1, {D}"]
+
+
 def test_evaluators_have_a_separate_ring() -> None:
     jobs = {"chief": [A], "worker": [B], "evaluator": [C, D]}
     ring = read(jobs, task("evaluator", 1)).evaluator_ring()
@@ -114,13 +122,15 @@ def test_evaluators_have_a_separate_ring() -> None:
         ([C], 1, r'"evaluator" lists 1 addresses .*none of this task \(evaluator:1\)'),
         ([C, C], 0, "more than once. Give every evaluator its own port"),
         ([A, C], 0, "more than once. Give every evaluator its own port"),
+        ([D, C], 0, "more than once. Give every evaluator its own port"),
         (["no.such.host.invalid:1", C], 0, "does not resolve"),
     ],
 )
 def test_evaluators_that_cannot_reach_each_other(
     evaluators: list[str], index: int, message: str
 ) -> None:
-    cluster = read({"chief": [A], "evaluator": evaluators}, task("evaluator", index))
+    jobs = {"chief": [A], "evaluator": evaluators, "data": [D]}
+    cluster = read(jobs, task("evaluator", index))
     with pytest.raises(ConfigError, match=message):
         cluster.evaluator_ring()
 

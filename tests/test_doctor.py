@@ -356,13 +356,22 @@ def test_a_doctor_without_peers_reports_skipped_checks_and_reachable_tasks(
     assert f"{addresses[2]} cannot be reached" in the_only(WRONG, result)
 
 
-def test_a_single_evaluator_skips_the_rendezvous(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        ("evaluator", "evaluator:0 evaluates for 2 ranks"),
+        ("data", "data:0, 127.0.0.1:3 prepares data for 2 ranks"),
+    ],
+)
+def test_a_process_beside_the_ring_skips_the_rendezvous(
+    tmp_path: Path, job: str, text: str
+) -> None:
     config = {
-        "cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]},
-        "task": {"type": "evaluator", "index": 0},
+        "cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "data": ["127.0.0.1:3"]},
+        "task": {"type": job, "index": 0},
     }
     result = examine_alone({"TF_CONFIG": json.dumps(config)}, tmp_path)
-    assert result[-1].text == "TF_CONFIG: evaluator:0 evaluates for 2 ranks"
+    assert result[-1].text == f"TF_CONFIG: {text}"
     assert not texts(result, WRONG)
 
 

@@ -30,15 +30,16 @@ def add(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help="start all processes of a cluster, on this machine or on a cluster of Ray",
-        usage="hostopt run -np N [--evaluators K] [--max-restarts R [--min-np M]] "
+        usage="hostopt run -np N [--evaluators K] [--data-workers K] "
+        "[--max-restarts R [--min-np M]] "
         "[--restore-previous] [--autotune] [--bind-to WHAT] [--log-dir DIR] [--verbose] "
         "[--metrics-port PORT] "
         "[--on ray [--address HOST:PORT] [--resources R=N,...] [--places-timeout-s S]] [--] "
         "command [args ...]",
-        description="Start one command as chief, workers and evaluators, each with its own "
-        "TF_CONFIG, and end them together. A command that ends in .py is run with this Python. "
-        "HOSTOPT_SLOT is set to the slot of the rank on this machine, 0 to N-1, which does not "
-        "change when ranks are renumbered.",
+        description="Start one command as chief, workers, evaluators and data workers, each with "
+        "its own TF_CONFIG, and end them together. A command that ends in .py is run with this "
+        "Python. HOSTOPT_SLOT is set to the slot of the rank on this machine, 0 to N-1, which "
+        "does not change when ranks are renumbered.",
         allow_abbrev=False,
     )
     run.add_argument(
@@ -49,6 +50,14 @@ def add(commands: Any) -> None:
         help="number of ranks: 1 chief, N-1 workers",
     )
     add_evaluators(run, "number of evaluators")
+    run.add_argument(
+        "--data-workers",
+        type=integer(0, MAX_TASKS),
+        default=0,
+        metavar="K",
+        help="number of processes that prepare the data of all ranks (default: 0, each rank its "
+        "own)",
+    )
     run.add_argument(
         "--max-restarts",
         type=integer(0, MAX_TIMES),
@@ -104,6 +113,10 @@ def _run(options: argparse.Namespace) -> int:
         options.parser.error(f"--min-np {options.min_np} is greater than -np {options.np}")
     if options.min_np is not None and not options.max_restarts:
         options.parser.error("--min-np needs --max-restarts: it takes effect at a restart")
+    if options.data_workers and options.on != "local":
+        options.parser.error(
+            "--data-workers contradicts --on ray: data workers run on the machine of the launcher"
+        )
     engine = engines.engine_of(options)
     if options.restore_previous:  # every rank inherits it
         os.environ["HOSTOPT_RESTORE_PREVIOUS"] = "true"
@@ -114,6 +127,7 @@ def _run(options: argparse.Namespace) -> int:
             command,
             size=options.np,
             evaluators=options.evaluators,
+            data_workers=options.data_workers,
             max_restarts=options.max_restarts,
             min_size=options.min_np,
             engine=engine,

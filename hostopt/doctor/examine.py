@@ -14,6 +14,7 @@ from hostopt.doctor import all_ranks, machine, network, software
 from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
+from hostopt.tf_config import EVALUATOR
 
 __all__: list[str] = []
 
@@ -62,7 +63,7 @@ def _clusters(environ: Mapping[str, str]) -> tuple[Cluster, Cluster | None]:
     cluster = Cluster.from_tf_config(environ)
     if cluster.rank is not None:
         return cluster, cluster if cluster.size > 1 else None
-    among_several = len(cluster.evaluators) > 1
+    among_several = cluster.role == EVALUATOR and len(cluster.evaluators) > 1
     return cluster, cluster.evaluator_ring() if among_several else None
 
 

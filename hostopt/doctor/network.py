@@ -14,6 +14,7 @@ from pathlib import Path
 from hostopt.cluster import Cluster, Task
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, outcomes
 from hostopt.options import Options
+from hostopt.tf_config import DATA
 from hostopt.transport.addresses import host_and_port, listen_address
 from hostopt.transport.security import Security, check_tls_dir
 
@@ -30,7 +31,8 @@ def task(cluster: Cluster) -> Iterator[Finding]:
     if cluster.task is None:
         yield Finding(NOTE, "TF_CONFIG names no cluster: a training here has one rank")
     elif cluster.rank is None:
-        yield Finding(OK, f"TF_CONFIG: {cluster.task} evaluates for {cluster.size} ranks")
+        does = "prepares data" if cluster.role == DATA else "evaluates"
+        yield Finding(OK, f"TF_CONFIG: {cluster.task} {does} for {cluster.size} ranks")
     else:
         yield Finding(OK, f"TF_CONFIG: {cluster.task} is rank {cluster.rank} of {cluster.size}")
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hostopt.tf_config import EVALUATOR
+from hostopt.tf_config import DATA, EVALUATOR
 
 __all__: list[str] = []
 
@@ -53,7 +53,7 @@ def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str
       size: number of ranks that share the cores which this process may use.
     """
     cores = len(os.sched_getaffinity(0))
-    threads = 1 if job == EVALUATOR else max(1, cores // size)
+    threads = {EVALUATOR: 1, DATA: cores}.get(job, max(1, cores // size))
     defaults = {
         "PYTHONHASHSEED": "0",  # sets have the same order on all ranks
         "PYTHONUNBUFFERED": "1",
@@ -64,7 +64,7 @@ def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str
         "TF_USE_LEGACY_KERAS": "1",  # Estimator's graphs need Keras 2
     }
     environment = {**defaults, **base}
-    if job == EVALUATOR:
+    if job in (EVALUATOR, DATA):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
 

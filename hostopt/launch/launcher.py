@@ -30,9 +30,9 @@ from hostopt.launch.environment import find_command
 from hostopt.launch.local_engine import LocalEngine
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
-from hostopt.launch.roles import Evaluator, Ring
+from hostopt.launch.roles import DataWorker, Evaluator, Ring
 from hostopt.launch.task_group import FORWARDED, Group
-from hostopt.tf_config import EVALUATOR
+from hostopt.tf_config import DATA, EVALUATOR
 
 __all__: list[str] = []
 
@@ -46,6 +46,7 @@ def launch(
     *,
     size: int,
     evaluators: int = 0,
+    data_workers: int = 0,
     max_restarts: int = 0,
     min_size: int | None = None,
     grace_s: float = GRACE_S,
@@ -60,7 +61,9 @@ def launch(
       command: program and arguments; a program that ends in ``.py`` is run with this Python.
       size: number of ranks: one chief and ``size - 1`` workers.
       evaluators: number of evaluators besides the ranks.
-      max_restarts: number of restarts of the ring in total, and of each evaluator.
+      data_workers: number of data workers besides the ranks, on this machine.
+      max_restarts: number of restarts of the ring in total, and of each evaluator and each data
+        worker.
       min_size: smallest number of ranks to restart with, without slots that fail repeatedly; None
         means `size`.
       grace_s: seconds from a rank's failure to SIGTERM for the others; SIGKILL follows 5 s later.
@@ -72,19 +75,20 @@ def launch(
         for none.
 
     Returns:
-      0 if all tasks succeed. Otherwise the exit code of the root cause of the ring's last failure,
-      or of the evaluator that failed first if all ranks succeed. 128 + n stands for a task that
-      signal n ended, and for a run that signal n stopped.
+      0 if all tasks succeed. Otherwise the exit code of the data worker that the ranks have lost,
+      or of the root cause of the ring's last failure, or of the evaluator that failed first if all
+      ranks succeed. 128 + n stands for a task that signal n ended, and for a run that signal n
+      stopped.
 
     Raises:
       FileNotFoundError: the command does not exist.
       ValueError: a number is out of range, or this is not the main thread.
     """
     min_size = size if min_size is None else min_size
-    if evaluators < 0 or max_restarts < 0 or not 1 <= min_size <= size:
+    if min(evaluators, data_workers, max_restarts) < 0 or not 1 <= min_size <= size:
         raise ValueError(
             f"a number is out of range: (size: {size}, min_size: {min_size}, evaluators: "
-            f"{evaluators}, max_restarts: {max_restarts})"
+            f"{evaluators}, data_workers: {data_workers}, max_restarts: {max_restarts})"
         )
     find_command(command)
     engine = LocalEngine() if engine is None else engine
@@ -95,9 +99,15 @@ def launch(
         stack.callback(output.flush)
         try:
             stack.enter_context(engine.open(size, evaluators, min_size))
-            slots = range(size, size + evaluators)  # evaluators outlive an attempt
-            reservation = stack.enter_context(engine.reserve(slots, evaluators))
-            cluster = {EVALUATOR: _addresses(reservation)} if evaluators else {}
+            cluster: dict[str, list[str]] = {}
+            reservations = []  # evaluators and data workers outlive an attempt
+            begin = size
+            for job, count in ((EVALUATOR, evaluators), (DATA, data_workers)):
+                reserved = engine.reserve(range(begin, begin + count), count)
+                reservations.append(stack.enter_context(reserved))
+                begin += count
+                if count:
+                    cluster[job] = _addresses(reservations[-1])
         except KeyboardInterrupt:
             _LOG.warning("interrupted before any task has started")
             return 128 + signal.SIGINT
@@ -111,12 +121,23 @@ def launch(
         ring = Ring(*shared, slots=Slots(size, min_size))
         ring_ended = os.path.join(directory, "ring-ended")
         evaluator_groups = [
-            Evaluator(*shared, index=index, reservation=reservation, ring_ended=ring_ended)
+            Evaluator(*shared, index=index, reservation=reservations[0], ring_ended=ring_ended)
             for index in range(evaluators)
         ]
-        for group in (ring, *evaluator_groups):
+        data_groups = [
+            DataWorker(
+                *shared,
+                index=index,
+                reservation=reservations[1],
+                ring_ended=ring_ended,
+                directory=os.path.join(directory, f"data-{index}"),
+            )
+            for index in range(data_workers)
+        ]
+        for group in (ring, *evaluator_groups, *data_groups):
             stack.callback(group.close)
-        return _Run(ring, evaluator_groups, selector, ring_ended, monitor).wait(wake_fd)
+        run = _Run(ring, evaluator_groups, data_groups, selector, ring_ended, monitor)
+        return run.wait(wake_fd)
 
 
 class _Run:
@@ -125,8 +146,9 @@ class _Run:
     Args:
       ring: the ranks.
       evaluators: one group for each evaluator.
+      data_workers: one group for each data worker.
       selector: registers the lifelines of all tasks.
-      ring_ended: path of the file that tells evaluators that all ranks have succeeded.
+      ring_ended: path of the file that tells the others that all ranks have succeeded.
       monitor: shows the progress.
     """
 
@@ -134,18 +156,21 @@ class _Run:
         self,
         ring: Ring,
         evaluators: Sequence[Evaluator],
+        data_workers: Sequence[DataWorker],
         selector: selectors.BaseSelector,
         ring_ended: str,
         monitor: Monitor,
     ) -> None:
         self._ring = ring
         self._evaluators = evaluators
-        self._groups: tuple[Group, ...] = (ring, *evaluators)
+        self._data_workers = data_workers
+        self._lost: DataWorker | None = None  # the first that has failed for good before the ring
+        self._groups: tuple[Group, ...] = (ring, *evaluators, *data_workers)
         self._failed: list[Group] = []  # in the order in which they failed for good
         self._selector = selector
         self._ring_ended = ring_ended
         self._monitor = monitor
-        self._is_announced = False  # to the evaluators: all ranks have succeeded
+        self._is_announced = False  # to the others: all ranks have succeeded
         self._is_interrupted = False
 
     def wait(self, wake_fd: int) -> int:
@@ -159,34 +184,54 @@ class _Run:
                 key.data()
             self._advance()
             self._monitor.advance()
-        root = self._ring if self._ring.code else next(iter(self._failed), None)
+        root = self._root_cause()
         if root is None:
             self._monitor.finish(0)
             return 0
         self._monitor.finish(root.code or 0, root.reason)
         if root.cause:  # the last line that the run prints
             _LOG.error("%s", root.cause)
+        elif self._lost is not None:
+            _LOG.error("%s; the ranks need its data", root.reason)
         return root.code or 0
+
+    def _root_cause(self) -> Group | None:
+        """Returns the group whose failure is that of the run; None if all have succeeded."""
+        if self._lost is not None:
+            return self._lost
+        return self._ring if self._ring.code else next(iter(self._failed), None)
 
     def _advance(self) -> None:
         self._ring.advance()
         if self._ring.code:
-            for evaluator in self._evaluators:
-                evaluator.end()
+            for other in (*self._evaluators, *self._data_workers):
+                other.end()
         elif self._ring.code == 0 and not self._is_announced:
             self._announce_success()
-        for evaluator in self._evaluators:
-            evaluator.advance()
+        for other in (*self._evaluators, *self._data_workers):
+            other.advance()
+        self._end_without_data()
         self._failed += [
-            group for group in self._groups if group.code and group not in self._failed
+            group
+            for group in (self._ring, *self._evaluators)
+            if group.code and group not in self._failed
         ]
+
+    def _end_without_data(self) -> None:
+        """Ends the ranks, with a checkpoint, once a data worker has failed for good."""
+        lost = next((each for each in self._data_workers if each.code), None)
+        if self._lost is None and lost is not None and self._ring.code is None:
+            self._lost = lost
+            self._ring.forward(signal.SIGTERM)
 
     def _announce_success(self) -> None:
         self._is_announced = True
         try:
             open(self._ring_ended, "w").close()
         except OSError as error:
-            _LOG.warning("cannot tell evaluators that all ranks have succeeded: %s", error)
+            _LOG.warning("cannot tell the others that all ranks have succeeded: %s", error)
+        for data_worker in self._data_workers:
+            data_worker.expect_end()
 
     def _timeout_s(self) -> float | None:
         times_s = [self._monitor.next_time_s(), *(group.next_time_s() for group in self._groups)]

@@ -17,7 +17,7 @@ from hostopt.launch.environment import (
     shares_of_cores,
     with_defaults,
 )
-from hostopt.tf_config import EVALUATOR
+from hostopt.tf_config import RING_JOBS
 
 __all__: list[str] = []
 
@@ -92,9 +92,8 @@ class LocalEngine:
         """Starts a task."""
         assert isinstance(place, LocalPlace)
         environment = with_defaults({**os.environ, **settings}, task[0], place.size)
-        return supervise(
-            find_command(command), environment, () if task[0] == EVALUATOR else place.cores
-        )
+        cores = place.cores if task[0] in RING_JOBS else ()
+        return supervise(find_command(command), environment, cores)
 
 
 def supervise(

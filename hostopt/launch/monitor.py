@@ -14,7 +14,7 @@ from hostopt.errors import ConfigError
 from hostopt.launch import output
 from hostopt.launch.line_filter import LineFilter
 from hostopt.telemetry.progress import read_progress
-from hostopt.tf_config import EVALUATOR
+from hostopt.tf_config import RING_JOBS
 
 __all__: list[str] = []
 
@@ -63,7 +63,7 @@ class Monitor:
 
     def progress_file(self, task: tuple[str, int], attempt: int) -> str:
         """Returns the path of the file to which a task writes its progress in an attempt."""
-        if task[0] != EVALUATOR:
+        if task[0] in RING_JOBS:
             self.restarts = attempt - 1
         return os.path.join(self._directory, "{:06}-{}-{}.json".format(attempt, *task))
 

@@ -1,18 +1,26 @@
-"""The ranks and each evaluator of a cluster, as groups of tasks."""
+"""The ranks, each evaluator and each data worker of a cluster, as groups of tasks."""
 
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 from hostopt.launch import restarts
 from hostopt.launch.engine import Place, Reservation
 from hostopt.launch.restarts import RestartDecision, Slots, TaskExit
-from hostopt.launch.task_group import FORWARDED, Group, preemption, task_exit
+from hostopt.launch.task_group import (
+    FORWARDED,
+    KILL_S,
+    GracePeriod,
+    Group,
+    preemption,
+    task_exit,
+)
 from hostopt.launch.task_process import TaskProcess
-from hostopt.options import RING_ENDED
-from hostopt.tf_config import CHIEF, EVALUATOR, WORKER
+from hostopt.options import DATA_DIR, RING_ENDED
+from hostopt.tf_config import CHIEF, DATA, EVALUATOR, WORKER
 
 __all__: list[str] = []
 
@@ -112,5 +120,81 @@ class Evaluator(Group):
             then = f"restarting it in {delay_s:g} s"
         name, code = "{}:{}".format(*self._task), restarts.describe(decision.code)
         _LOG.error("%s failed: %s; %s", name, code, then)
+        if decision.cause:
+            _LOG.error("%s", decision.cause)
+
+
+class DataWorker(Group):
+    """The group of one data worker, which serves all attempts of the ring.
+
+    Args:
+      *arguments: arguments of `Group`.
+      index: index of the data worker.
+      reservation: the places of all data workers, which outlive an attempt.
+      ring_ended: path of the file that exists once all ranks have succeeded.
+      directory: directory for what the data worker must still know after a restart.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        index: int,
+        reservation: Reservation,
+        ring_ended: str,
+        directory: str,
+    ) -> None:
+        super().__init__(*arguments)
+        self._task = (DATA, index)
+        self._reserved = reservation
+        self._settings = {RING_ENDED: ring_ended, DATA_DIR: directory}
+        self._is_over = False  # the ring has ended
+
+    def forward(self, signum: int) -> None:
+        """Allows no restart after a signal; the ranks may need data for their last step."""
+        if self.code is None:
+            self._signum = self._signum or signum
+            self._end(())
+
+    def end(self) -> None:
+        """Ends the task, as the ring has failed."""
+        self._finish(((0.0, signal.SIGTERM), (KILL_S, signal.SIGKILL)))
+
+    def expect_end(self) -> None:
+        """Gives the task the grace period to end by itself, as the ring has succeeded."""
+        self._finish(self._after_failure)
+
+    def _finish(self, grace_period: GracePeriod) -> None:
+        self._is_over = True
+        self._end(())
+        if self._running():
+            self._set_deadlines(grace_period)
+
+    def _find_places(self) -> Sequence[Place] | None:
+        are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
+        return self._reserved.poll() if are_ranks_placed else None
+
+    def _start(self, places: Sequence[Place]) -> None:
+        self._start_task(self._task, places[self._task[1]], self._settings)
+
+    def _finish_attempt(self) -> None:
+        has_served = self._is_over or any(each.code for each in self._exits)
+        super()._finish_attempt()
+        if not has_served and self._signum is None:
+            _LOG.warning(
+                "%s:%d exited with code 0 before the ranks: it must call Estimator.train or "
+                "estimator_ext.train_and_evaluate, which serve data until the ranks have ended",
+                *self._task,
+            )
+
+    def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
+        if self._is_over:
+            return
+        then = "no restart is left, and the ranks are ended, as they need its data"
+        if delay_s is not None:
+            then = (
+                f"restarting it in {delay_s:g} s; elements that it had taken may be missing from "
+                "this epoch"
+            )
+        _LOG.error("%s; %s", decision.reason, then)
         if decision.cause:
             _LOG.error("%s", decision.cause)

@@ -42,12 +42,12 @@ class Transport(abc.ABC):
       options: deadlines and sizes.
 
     Raises:
-      ConfigError: this task is an evaluator.
+      ConfigError: this task is an evaluator or a data worker.
     """
 
     def __init__(self, cluster: Cluster, options: Options) -> None:
         if cluster.rank is None:
-            raise ConfigError(f"{cluster.task} is an evaluator, which is not part of the ring")
+            raise ConfigError(f"{cluster.task} is not part of the ring. Call this on ranks only")
         self.cluster = cluster
         self.options = options
         self.rank: int = cluster.rank

@@ -1,0 +1,73 @@
+"""Confinement of servers of other libraries, which listen on all interfaces, to loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+from hostopt import descriptors
+from hostopt.errors import ConfigError
+from hostopt.transport.addresses import is_loopback
+
+__all__: list[str] = []
+
+_LOOPBACK = b"lo\0"
+
+
+def confine(port: int) -> None:
+    """Makes a server of this process accept connections from this machine only.
+
+    The kernel then delivers only packets of the loopback interface to its listening sockets
+    (SO_BINDTODEVICE). Connections of other machines that it has accepted before are ended.
+
+    Args:
+      port: port at which the server listens.
+
+    Raises:
+      ConfigError: the kernel does not allow it, or no such server is found.
+    """
+    try:
+        found = [_confine(each) for each in _sockets_at(port)]
+    except OSError as error:
+        descriptors.check(error)
+        raise ConfigError(
+            f"the server at port {port} cannot be confined to this machine: {error}. Linux 5.7 or "
+            "newer allows it to any user; set insecure=True if nobody else can reach this machine"
+        ) from error
+    if not any(found):
+        raise ConfigError(
+            f"no server at port {port} is found in /proc/self/fd, so it cannot be confined to "
+            "this machine. Set insecure=True if nobody else can reach this machine"
+        )
+
+
+def _confine(each: socket.socket) -> bool:
+    """Confines a listening socket, or ends a connection from elsewhere; True if it listens."""
+    if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK)
+        return True
+    with contextlib.suppress(OSError):  # it has ended
+        peer = str(each.getpeername()[0]).removeprefix("::ffff:")
+        if not is_loopback(f"{peer}:0"):
+            each.shutdown(socket.SHUT_RDWR)
+    return False
+
+
+def _sockets_at(port: int) -> Iterator[socket.socket]:
+    """Yields the TCP sockets of this process that have a local port."""
+    for descriptor in descriptors.open_descriptors():
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            each = socket.socket(fileno=copy)
+        except OSError:  # another kind of file
+            os.close(copy)
+            continue
+        with each:
+            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
+            if is_internet and each.type == socket.SOCK_STREAM and each.getsockname()[1] == port:
+                yield each

@@ -1,0 +1,50 @@
+"""Asks a server of HTTP/2, such as one of gRPC, for a sign of life."""
+
+from __future__ import annotations
+
+import socket
+
+from hostopt import descriptors
+from hostopt.transport.addresses import host_and_port
+
+__all__: list[str] = []
+
+# RFC 9113: a client begins with this text and its SETTINGS, which may be empty. The server answers
+# with its own, before any call.
+_HEADER_BYTES = 9
+_SETTINGS = 4  # type of the frame, the fourth byte of its header
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
+
+
+def listens(address: str, timeout_s: float) -> bool:
+    """Returns True if a process listens at an address, even if it is frozen.
+
+    Args:
+      address: ``host:port`` of the process.
+      timeout_s: longest time to wait for the connection.
+    """
+    try:
+        socket.create_connection(host_and_port(address), timeout_s).close()
+    except OSError as error:
+        descriptors.check(error)
+        return False
+    return True
+
+
+def greets(address: str, timeout_s: float) -> bool:
+    """Returns True if a server of HTTP/2 answers.
+
+    The kernel connects to a frozen process as well, so this waits for the server's first frame.
+
+    Args:
+      address: ``host:port`` of the server.
+      timeout_s: longest time to wait for the connection, and for the frame.
+    """
+    try:
+        with socket.create_connection(host_and_port(address), timeout_s) as connection:
+            connection.sendall(_GREETING)
+            header = connection.recv(_HEADER_BYTES, socket.MSG_WAITALL)
+    except OSError as error:
+        descriptors.check(error)
+        return False
+    return header[3:4] == bytes([_SETTINGS])
