@@ -137,7 +137,7 @@ class TrainingGraph:
           stack: receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
-        training_input = build_input(
+        inputs = build_input(
             self._strategy,
             self._reduction,
             self._config,
@@ -148,19 +148,18 @@ class TrainingGraph:
         data = set(graph.get_operations())
         guard = SessionGuardHook(data)  # [K1]
         separate = self._communicator.duplicate("the data")
-        states = InputStates(separate, guard, training_input.has_next, training_input.counter)
-        self.input_states = states
+        states = self.input_states = InputStates(separate, guard, inputs.has_next, inputs.counter)
         self.global_step = functions.create_global_step(graph)
         graph.marks_gradients = self._reduction.uses_gradients_of_graph
         self.spec = self._strategy.extended.call_for_each_replica(
-            functions.call_model_fn, args=(training_input.features, training_input.labels)
+            functions.call_model_fn, args=(inputs.features, inputs.labels)
         )
         graph.marks_gradients = False
         updates, suspects = self._reduce(data)
         replicas = build_replicas(self._strategy, self.spec, data)
         self.first_hooks = [
             BroadcastVariablesHook(self._communicator),  # [K5]
-            *training_input.hooks,  # [K6]
+            *inputs.hooks,  # [K6]
             *self._step_report(),  # [K7]
         ]
         stamps = StepTimestamps(self.spec, self._reduction.values.weights)
