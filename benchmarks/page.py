@@ -28,6 +28,7 @@ PAGES = {
     ),
     "docs/reliability.md": ("soak",),
     "docs/watching.md": ("progress",),
+    "docs/data_workers.md": ("data_workers",),
 }
 
 

@@ -66,10 +66,12 @@ def serves_data(strategy: Any) -> bool:
     bypass_proxies(cluster)
     ring_end = ring_end_of(cluster, options)
     if not ring_end.has_come():  # or an earlier call has served all trainings of the program
-        with ring_end.signals_wait(), _serving(cluster, options):
+        with ring_end.signals_wait(), _serving(cluster, options) as confined_ports:
             _log.info("%s prepares data until the ranks have ended", cluster.task)
             while not ring_end.has_come():
                 time.sleep(_POLL_S)
+                for port in confined_ports:  # a connection may have begun before it was confined
+                    confine(port)
     return True
 
 
@@ -137,20 +139,22 @@ def bypass_proxies(cluster: hostopt.Cluster) -> None:
 
 
 @contextlib.contextmanager
-def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[None]:
-    """Scope in which the servers of this task run."""
+def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[list[int]]:
+    """Scope in which the servers of this task run; yields the ports that are confined."""
     task, dispatcher = cluster.task, cluster.data[0]
     assert task is not None
     directory = os.environ.get(DATA_DIR, "")
     host, port = task.address.rpartition(":")[0], host_and_port(task.address)[1]
     servers: list[Any] = []
+    ports: list[int] = []
     held = contextlib.ExitStack()
     try:
         if task == dispatcher:
             config = _service.DispatcherConfig(
                 port, work_dir=directory or None, fault_tolerant_mode=bool(directory)
             )
-            servers.append(_start(_service.DispatchServer, config, port, cluster, options))
+            servers.append(_start(_service.DispatchServer, config, cluster))
+            ports += _confined(port, cluster, options)
             port = held.enter_context(_port_of_worker(directory))
         else:
             _wait_for(dispatcher, options)
@@ -161,9 +165,10 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[Non
             heartbeat_interval_ms=_HEARTBEAT_MS,
             dispatcher_timeout_ms=int(1000 * options.rendezvous_timeout_s),
         )
-        servers.append(_start(_service.WorkerServer, config, port, cluster, options))
+        servers.append(_start(_service.WorkerServer, config, cluster))
+        ports += _confined(port, cluster, options)
         held.close()
-        yield
+        yield ports
     finally:
         held.close()
         # servers stop when they are deleted, which blocks as long as another one is frozen
@@ -172,12 +177,10 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[Non
         stopping.join(_STOP_S)
 
 
-def _start(
-    kind: Any, config: Any, port: int, cluster: hostopt.Cluster, options: hostopt.Options
-) -> Any:
-    """Starts a server, and confines it to this machine if all tasks are on it."""
+def _start(kind: Any, config: Any, cluster: hostopt.Cluster) -> Any:
+    """Returns a server that has started."""
     try:
-        server = kind(config)
+        return kind(config)
     except (tf.errors.UnavailableError, tf.errors.DeadlineExceededError) as error:
         raise hostopt.PeerLostError(
             f"{cluster.task} cannot register with {cluster.data[0]}, which assigns the data: "
@@ -185,17 +188,23 @@ def _start(
         ) from error
     except tf.errors.OpError as error:
         raise hostopt.ConfigError(
-            f"{cluster.task} cannot listen at port {port}: {error.message}. Choose another port "
-            'for it under "data", or end the process that has it'
+            f"{cluster.task} cannot listen at port {config.port}: {error.message}. Choose another "
+            'port for it under "data", or end the process that has it'
         ) from error
-    if check_reach(cluster, options):
-        try:
-            confine(port)
-        except hostopt.ConfigError as error:
-            if not options.insecure:
-                raise
-            _log.warning("other machines can reach this data worker: %s", error)
-    return server
+
+
+def _confined(port: int, cluster: hostopt.Cluster, options: hostopt.Options) -> list[int]:
+    """Confines a server to this machine if all tasks are on it; returns its port if it is."""
+    if not check_reach(cluster, options):
+        return []
+    try:
+        confine(port)
+    except hostopt.ConfigError as error:
+        if not options.insecure:
+            raise
+        _log.warning("other machines can reach this data worker: %s", error)
+        return []
+    return [port]
 
 
 @contextlib.contextmanager

@@ -97,7 +97,8 @@ class _EndOfChief:
             raise SystemExit(128 + signal.SIGTERM)
         if now_s < self._next_s:
             return False
-        self._next_s = now_s + _ASK_EVERY_S
+        # a short training must not be missed
+        self._next_s = now_s + (_ASK_EVERY_S if self._was_seen else 0.0)
         if self._answers():
             self._was_seen, self._seen_s = True, now_s
             return False

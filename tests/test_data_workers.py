@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from harness import QUIET, ROOT, Process, python, reserved_addresses
-from served import Served, served
+from served import PROGRAM, Served, served
 
 import estimator_ext
 import hostopt
@@ -47,7 +47,7 @@ def test_each_element_goes_to_one_rank_once(served: Served) -> None:
     assert served.elements() == list(range(1, 103))
     assert "2 data workers prepare the data (distributed_epoch)" in output
     assert "metrics {'loss': " in output  # the evaluator reads all data itself
-    assert "(51.5)" in output
+    assert "51.5" in output
     for task in ("data:0", "data:1", "chief:0", "worker:0"):
         assert f"{task} has ended" in output
 
@@ -285,7 +285,7 @@ def interface_of(server: socket.socket) -> bytes:
 
 
 SERVER = """
-    import socket, sys
+    import socket, time
     import tensorflow as tf
     from hostopt.transport.confinement import confine
     server = tf.data.experimental.service.DispatchServer()
@@ -295,12 +295,15 @@ SERVER = """
     confine(port)
     socket.create_connection(("127.0.0.1", port), 10).close()
     print("confined", flush=True)
-    input()
+    while True:
+        confine(port)
+        time.sleep(0.1)
 """
 CLIENT = """
     import socket, sys
     address = sys.argv[1], int(sys.argv[2])
     connection = socket.create_connection(address, 10)
+    connection.settimeout(None)
     print("connected", flush=True)
     while connection.recv(4096):
         pass
@@ -336,3 +339,35 @@ def test_another_machine_reaches_no_confined_server() -> None:
         assert server.stdout.readline() == "confined\n"
         out, _ = client.communicate(timeout=30)
         assert out == "refused\n"
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("insecure", [False, True])
+def test_data_workers_between_hosts_need_insecure(served: Served, insecure: bool) -> None:
+    secret = {"HOSTOPT_INSECURE": "1"} if insecure else {"HOSTOPT_TOKEN": "of this test"}
+    with bridged(2) as namespaces, contextlib.ExitStack() as stack:
+        jobs = {
+            job: [f"{ip}:{port}" for ip in namespaces]
+            for job, port in (("worker", 2001), ("data", 2002))
+        }
+        processes = []
+        for job in jobs:
+            for index, name in enumerate(namespaces.values()):
+                config = {"cluster": jobs, "task": {"type": job, "index": index}}
+                settings = served.arguments(count=100, gone_s=10.0)
+                process = Process(
+                    ["ip", "netns", "exec", name, sys.executable, PROGRAM, settings],
+                    env={**os.environ, **QUIET, **secret, "TF_CONFIG": json.dumps(config)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+                processes.append(process)
+        for process in processes:
+            out, _ = process.communicate(timeout=100)
+            assert process.returncode == (0 if insecure else 78), out
+            assert insecure or "knows neither token nor TLS" in out
+    expected = list(range(1, 101)) if insecure else []
+    assert served.elements(["worker-0", "worker-1"]) == expected

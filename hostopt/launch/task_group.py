@@ -1,6 +1,7 @@
 """Groups of tasks that start together, end together and restart together.
 
-All ranks are one group, and each evaluator is another. A group makes attempts::
+All ranks are one group, and each evaluator and each data worker is another. A group makes
+attempts::
 
     start --> all tasks ended --> classify exits --> success, or failed for good
       ^                                |

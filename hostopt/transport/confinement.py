@@ -20,7 +20,8 @@ def confine(port: int) -> None:
     """Makes a server of this process accept connections from this machine only.
 
     The kernel then delivers only packets of the loopback interface to its listening sockets
-    (SO_BINDTODEVICE). Connections of other machines that it has accepted before are ended.
+    (SO_BINDTODEVICE). Connections of other machines that it has accepted before are ended. Call
+    this repeatedly, as the server may accept those later that have begun before.
 
     Args:
       port: port at which the server listens.
