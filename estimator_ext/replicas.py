@@ -275,13 +275,13 @@ class Replicas:
         progress = [mean.progress(session) if is_late else None for mean in means]
         gradients = []
         for part, mean in zip(fragment.trained, means):
-            part.assign(session, part.anchor)
-            gradients += part.split(-mean.values)
+            part.assign_local(session, part.anchor)
+            gradients += part.split(np.negative(mean.values, out=mean.values))
         outer.run(session, gradients)
-        for part, made in zip(fragment.trained, progress):
+        for part, change in zip(fragment.trained, progress):
             part.read_anchor(session)
-            if made is not None:
-                part.assign_local(session, part.anchor + made)
+            if change is not None:
+                part.assign_local(session, np.add(part.anchor, change, out=change))
 
     def complete(self, session: tf.compat.v1.Session, weight: float, step: int) -> None:
         """Averages slots that ranks keep, and compares what must be the same, for a checkpoint.

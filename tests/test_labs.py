@@ -144,19 +144,19 @@ def assert_ways_send_less_and_less(directory: Path, steps: int, every: int) -> N
 
 
 def test_slow_link_trains_in_each_way(ranks: Ranks, tmp_path: Path) -> None:
-    arguments = ["--output", tmp_path, "--steps", 60, "--every", 10, "--hidden", 16]
+    arguments = ["--output", tmp_path, "--steps", 30, "--every", 10, "--hidden", 16]
     outputs = run(ranks, "slow_link", 2, *arguments)
-    assert_ways_send_less_and_less(tmp_path, 60, 10)
+    assert_ways_send_less_and_less(tmp_path, 30, 10)
     assert len(re.findall(r"MB sent, test accuracy", outputs[0])) == 4
     assert "MB sent" not in outputs[1]
 
 
 @pytest.mark.netns
 def test_slow_link_trains_between_two_namespaces(tmp_path: Path) -> None:
-    arguments = ["--output", tmp_path, "--steps", 60, "--every", 10, "--hidden", 16]
+    arguments = ["--output", tmp_path, "--steps", 30, "--every", 10, "--hidden", 16]
     output = run_python(EXAMPLES / "slow_link" / "link.py", "--mbit", 100, *arguments)
     assert "DiLoCo, int8: " in output
-    assert_ways_send_less_and_less(tmp_path, 60, 10)
+    assert_ways_send_less_and_less(tmp_path, 30, 10)
 
 
 # --- a residual network as an Estimator ----------------------------------------------------------

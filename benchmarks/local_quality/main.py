@@ -15,7 +15,7 @@ from benchmarks import common, local_ways
 HERE = Path(__file__).resolve().parent
 TASKS = {"digits": "handwritten digits", "bytes": "next byte of Python's library"}
 WORKERS = 4
-WAYS = ["every step", "average", "diloco", "int8", "int4", "background bf16"]
+WAYS = ["every step", "average", "diloco", "int4", "background bf16"]
 BASE = "every step"
 # of a task, which may be overridden, with the number of their values
 SETTINGS = {"outer": 2, "steps": 1, "every": 1, "learning_rate": 1}

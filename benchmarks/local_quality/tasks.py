@@ -28,6 +28,7 @@ _PARTS = (
 WORKERS = len(_PARTS)
 _PART_BYTES = 600_000
 _CONTEXT = 16  # bytes that predict the next one
+_BYTES = 128  # different ones; those above ASCII count as one
 _TEST_BYTES = 16_384  # of each part
 
 
@@ -109,7 +110,7 @@ def _part(patterns: tuple[str, ...]) -> np.ndarray:
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [file for pattern in patterns for file in sorted(library.glob(pattern))]
     text = b"".join(file.read_bytes() for file in files)[:_PART_BYTES]
-    return np.frombuffer(text, np.uint8)
+    return np.minimum(np.frombuffer(text, np.uint8), _BYTES - 1)
 
 
 def _windows(texts: list[np.ndarray], count: int | None = None) -> Examples:
@@ -132,12 +133,12 @@ def _windows(texts: list[np.ndarray], count: int | None = None) -> Examples:
 
 def bytes_logits(context: tf.Tensor) -> tf.Tensor:
     layers = tf.keras.layers
-    x = layers.Flatten()(layers.Embedding(256, 16)(context))
-    x = layers.Dense(256, activation="relu")(x)
-    return layers.Dense(256)(x)
+    x = layers.Flatten()(layers.Embedding(_BYTES, 16)(context))
+    x = layers.Dense(128, activation="relu")(x)
+    return layers.Dense(_BYTES)(x)
 
 
 TASKS = {
-    "digits": Task(2000, 50, 32, 2e-3, (0.7, 0.9), load_digits, digits_logits),
-    "bytes": Task(2000, 50, 64, 2e-3, (0.7, 0.9), load_bytes, bytes_logits),
+    "digits": Task(2000, 50, 32, 2e-3, (1.0, 0.5), load_digits, digits_logits),
+    "bytes": Task(3000, 50, 64, 8e-3, (1.0, 0.5), load_bytes, bytes_logits),
 }

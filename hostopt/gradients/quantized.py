@@ -18,6 +18,7 @@ from hostopt.errors import ProtocolError
 __all__: list[str] = []
 
 _ROW = 256  # values that share a scale
+_BLOCK_ROWS = 1024  # rows that are rounded at a time, so that they stay in the processor's cache
 _BITS = {"int8": 8, "int4": 4}
 NAMES = tuple(_BITS)
 
@@ -71,17 +72,27 @@ def encode(values: Array, bits: int) -> bytes:
     Returns:
       A scale of float32 for each row, then the integers. With 4 bits two of them make a byte.
     """
-    rows = _rows(values)
-    largest = (1 << (bits - 1)) - 1
-    scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(largest)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = np.where(scales > 0, rows / scales, np.float32(0))
-    integers = np.clip(np.rint(scaled), -largest, largest).astype(np.int8)
-    if bits == 4:
-        nibbles = (integers.reshape(-1, 2) + np.int8(8)).astype(np.uint8)
-        integers = nibbles[:, 0] | nibbles[:, 1] << np.uint8(4)
+    largest = np.float32((1 << (bits - 1)) - 1)
+    count = -(-values.size // _ROW)
+    scales = np.empty((count, 1), np.float32)
+    integers = np.empty((count, _ROW * bits // 8), np.uint8)
+    for begin in range(0, count, _BLOCK_ROWS):
+        block = slice(begin, begin + _BLOCK_ROWS)
+        rows = _rows(values[begin * _ROW : (begin + _BLOCK_ROWS) * _ROW])
+        np.divide(np.abs(rows).max(axis=1, keepdims=True), largest, out=scales[block])
+        # a scale of 0 means zeros, or values that are too small for one
+        scaled = rows / np.where(scales[block] > 0, scales[block], np.float32(1))
+        np.clip(np.rint(scaled, out=scaled), -largest, largest, out=scaled)
+        integers[block] = _packed(scaled.astype(np.int8), bits)
     encoded: bytes = scales.tobytes() + integers.tobytes()
     return encoded
+
+
+def _packed(integers: Array, bits: int) -> Array:
+    if bits == 8:
+        return integers.view(np.uint8)
+    nibbles = (integers + np.int8(8)).view(np.uint8)
+    return nibbles[:, ::2] | nibbles[:, 1::2] << np.uint8(4)
 
 
 def decode(encoded: bytes, size: int, bits: int) -> Array:
@@ -114,6 +125,8 @@ def decode(encoded: bytes, size: int, bits: int) -> Array:
 
 
 def _rows(values: Array) -> Array:
+    if values.size % _ROW == 0:
+        return values.reshape(-1, _ROW)
     padded = np.zeros(-(-values.size // _ROW) * _ROW, np.float32)
     padded[: values.size] = values
     return padded.reshape(-1, _ROW)
