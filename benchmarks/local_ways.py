@@ -34,7 +34,6 @@ WAYS = {
     "bf16": Way("DiLoCo, bf16", compression="bf16"),
     "int8": Way("DiLoCo, int8", compression="int8"),
     "int4": Way("DiLoCo, int4", compression="int4"),
-    "background": Way("DiLoCo in the background", delay=0.4),
     "background bf16": Way("DiLoCo in the background, bf16", compression="bf16", delay=0.3),
     "background int8": Way("DiLoCo in the background, int8", compression="int8", delay=0.2),
     "background int4": Way("DiLoCo in the background, int4", compression="int4", delay=0.2),

@@ -113,7 +113,7 @@ class ReplicaPart:
         return np.concatenate(flat)
 
     def take(self, session: tf.compat.v1.Session, step: int) -> Difference:
-        """Returns the difference between the variables and the anchor.
+        """Returns the anchor minus the variables, which an outer optimizer takes as gradient.
 
         Args:
           session: session of this rank.
@@ -123,7 +123,7 @@ class ReplicaPart:
           hostopt.NonFiniteGradientError: it is not finite.
         """
         local = self.read(session)
-        values = local - self.anchor
+        values = self.anchor - local
         if not all_finite(values):
             raise self._nonfinite(values, step)
         return Difference(self, local, values)
@@ -148,7 +148,7 @@ class ReplicaPart:
 
 
 class Difference:
-    """Change of a rank since the last synchronisation; later the mean over the ranks.
+    """Anchor minus variables of a rank; later the mean over the ranks.
 
     Args:
       part: its variables.
@@ -188,7 +188,7 @@ class Difference:
         return local
 
     def apply(self, session: tf.compat.v1.Session, is_late: bool) -> None:
-        """Adds the mean to the anchor, and assigns the result.
+        """Subtracts the mean from the anchor, and assigns the result.
 
         Args:
           session: session of this rank.
@@ -196,10 +196,9 @@ class Difference:
         """
         part = self._part
         if not is_late:
-            self.values += part.anchor
-            part.assign(session, self.values)
+            part.assign(session, np.subtract(part.anchor, self.values, out=self.values))
             return
-        part.anchor += self.values
+        part.anchor -= self.values
         progress = self.progress(session)
         progress += part.anchor
         part.assign_local(session, progress)

@@ -2,10 +2,10 @@
 
     local     variables of this rank, which its own steps have changed
     anchor    the same variables after the last synchronisation, the same on all ranks
-    mean      weighted mean over the ranks of (local - anchor)
+    mean      weighted mean over the ranks of (anchor - local)
 
-A synchronisation replaces `local` and `anchor` on all ranks by `anchor + mean`, the weighted mean
-of the ranks. With an outer optimizer, trained variables become `outer(anchor, gradient=-mean)`
+A synchronisation replaces `local` and `anchor` on all ranks by `anchor - mean`, the weighted mean
+of the ranks. With an outer optimizer, trained variables become `outer(anchor, gradient=mean)`
 instead (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
 Models").
 
@@ -276,7 +276,7 @@ class Replicas:
         gradients = []
         for part, mean in zip(fragment.trained, means):
             part.assign_local(session, part.anchor)
-            gradients += part.split(np.negative(mean.values, out=mean.values))
+            gradients += part.split(mean.values)
         outer.run(session, gradients)
         for part, change in zip(fragment.trained, progress):
             part.read_anchor(session)

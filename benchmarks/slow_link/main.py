@@ -17,11 +17,11 @@ HERE = Path(__file__).resolve().parent
 ALONE, BASE = "none", "every step"
 TITLES = {ALONE: "no communication: the limit"}
 TITLES.update({name: way.title for name, way in local_ways.WAYS.items()})
-SPEED = ["average", "diloco", "background", "background bf16", "background int8"]
+SPEED = ["average", "diloco", "background bf16", "background int8"]
 BYTES = ["background bf16", "background int8", "background int4"]
 # Share of an interval before the timed steps. The first interval begins after the first step, so
 # these steps contain whole synchronisations, also in the background.
-_WARM_UP = 0.45
+_WARM_UP = 0.35
 _BASE_STEPS = {1000: 30, 100: 6}  # timed steps that reduce gradients, by Mbit/s
 _TIMEOUT_S = 900.0
 Rounds = list[dict[str, dict[str, float]]]  # results of a way, for each round
@@ -86,7 +86,7 @@ def measure_all(link: network.Link, args: argparse.Namespace) -> dict[str, Any]:
         call = functools.partial(measure, link, steps, mbit, args.every, args.hidden)
         measures[f"{mbit:g}"] = call
     speeds = common.in_rounds(measures, args.rounds, "Mbit/s")
-    steps = {BASE: 3, **dict.fromkeys(BYTES, args.long)}
+    steps = {BASE: 10, **dict.fromkeys(BYTES, args.long)}
     sent = measure(link, steps, 0, args.long, args.hidden) if args.long else {}
     return {"speeds": speeds, "sent_bytes": {n: each["sent_bytes"] for n, each in sent.items()}}
 

@@ -20,7 +20,7 @@ def draw(runs, file):
         loss = np.convolve(run["loss"], np.full(window, 1 / window), mode="valid")
         left.plot(run["seconds"][window - 1 :], loss, label=name)
         bar = right.barh(place, run["sent_mb"], log=True)
-        right.bar_label(bar, fmt="%.3g", padding=3)
+        right.bar_label(bar, fmt="%.0f", padding=3)
     left.set(xscale="log", xlabel="seconds", ylabel=f"loss, mean of {window} steps")
     left.legend()
     right.set(xlabel="megabytes sent by a worker", yticks=range(len(runs)), yticklabels=runs)
