@@ -49,12 +49,16 @@ class QuantizedSum:
             values += self._residual
         encoded = encode(values, self._bits)
         gathered = self._communicator.all_gather_bytes(encoded, name)
-        local = decode(gathered[self._communicator.rank], values.size, self._bits)
-        self._residual = values - local
-        values[:] = 0
-        for rank, received in enumerate(gathered):
-            is_local = rank == self._communicator.rank
-            values += local if is_local else decode(received, values.size, self._bits)
+        parts = [_parts(received, values.size, self._bits) for received in gathered]
+        self._residual = np.empty_like(values)
+        for begin in range(0, -(-values.size // _ROW), _BLOCK_ROWS):
+            block = slice(begin * _ROW, (begin + _BLOCK_ROWS) * _ROW)
+            local = values[block]
+            decoded = [_decoded(*part, begin, self._bits)[: local.size] for part in parts]
+            np.subtract(local, decoded[self._communicator.rank], out=self._residual[block])
+            local[:] = 0
+            for each in decoded:
+                local += each
 
     def take_residual(self) -> Array | float:
         """Returns what earlier sums have left out, and forgets it; 0 if there is nothing."""
@@ -106,6 +110,13 @@ def decode(encoded: bytes, size: int, bits: int) -> Array:
     Raises:
       ProtocolError: the number of bytes is not that of `size` values.
     """
+    parts = _parts(encoded, size, bits)
+    blocks = [_decoded(*parts, begin, bits) for begin in range(0, len(parts[0]), _BLOCK_ROWS)]
+    return np.concatenate([np.empty(0, np.float32), *blocks])[:size]
+
+
+def _parts(encoded: bytes, size: int, bits: int) -> tuple[Array, Array]:
+    """Returns the scales, of shape [rows, 1], and the bytes of each row."""
     count = -(-size // _ROW)
     wanted = 4 * count + count * _ROW * bits // 8
     if len(encoded) != wanted:
@@ -115,12 +126,20 @@ def decode(encoded: bytes, size: int, bits: int) -> Array:
         )
     scales = np.frombuffer(encoded, np.float32, count).reshape(-1, 1)
     data = np.frombuffer(encoded, np.uint8, offset=4 * count)
+    return scales, data.reshape(-1, _ROW * bits // 8)
+
+
+def _decoded(scales: Array, data: Array, begin: int, bits: int) -> Array:
+    """Returns the values of a block of rows, which begins with row `begin`."""
+    rows = slice(begin, begin + _BLOCK_ROWS)
+    packed = data[rows]
     if bits == 4:
-        integers = np.stack([data & np.uint8(15), data >> np.uint8(4)], axis=1).astype(np.int8)
+        integers = np.empty((len(packed), _ROW), np.int8)
+        integers[:, ::2], integers[:, 1::2] = packed & np.uint8(15), packed >> np.uint8(4)
         integers -= np.int8(8)
     else:
-        integers = data.view(np.int8)
-    decoded: Array = (integers.reshape(-1, _ROW) * scales).reshape(-1)[:size]
+        integers = packed.view(np.int8)
+    decoded: Array = (integers * scales[rows]).reshape(-1)
     return decoded
 
 
