@@ -100,8 +100,22 @@ def limit_rate(namespace: str, rate_bit_per_s: float, burst: str = "256kb") -> N
       rate_bit_per_s: bits per second of Ethernet frames.
       burst: maximum amount sent at once after a pause.
     """
-    shape = f"tbf rate {rate_bit_per_s:.0f}bit burst {burst} latency 50ms"
-    do(f"tc -n {namespace} qdisc replace dev {INTERFACE} root {shape}")
+    do(f"tc -n {namespace} qdisc replace dev {INTERFACE} root {_shape(rate_bit_per_s, burst)}")
+
+
+def limit_own_rate(rate_bit_per_s: float | None) -> None:
+    """Limits the rate at which the namespace of this process sends.
+
+    Args:
+      rate_bit_per_s: bits per second of Ethernet frames; None removes the limit.
+    """
+    limit = "del" if rate_bit_per_s is None else "replace"
+    shape = "" if rate_bit_per_s is None else _shape(rate_bit_per_s)
+    do(f"tc qdisc {limit} dev {INTERFACE} root {shape}")
+
+
+def _shape(rate_bit_per_s: float, burst: str = "256kb") -> str:
+    return f"tbf rate {rate_bit_per_s:.0f}bit burst {burst} latency 50ms"
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ PAGES = {
         "overhead",
         "embedding",
         "link",
+        "slow_link",
+        "local_quality",
         "overlap",
         "scaling",
         "model",

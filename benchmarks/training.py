@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,12 @@ _MEETING_S = 120.0
 
 
 def make_hook(
-    tf: Any, warm_up_steps: int, steps: int, alone: Path | None = None, workers: int = 2
+    tf: Any,
+    warm_up_steps: int,
+    steps: int,
+    alone: Path | None = None,
+    workers: int = 2,
+    report: Callable[..., Any] = common.report,
 ) -> Any:
     """Makes a hook that reports `steps_per_s` and `step_ms` once the timed steps are done.
 
@@ -28,6 +33,7 @@ def make_hook(
       alone: an empty directory, for workers that do not communicate. Their timing starts together,
         and they run until all have been timed, so that each runs beside the others all the time.
       workers: number of workers that do not communicate.
+      report: called with the results.
 
     Returns:
       A SessionRunHook.
@@ -47,7 +53,7 @@ def make_hook(
             if warm_up_steps <= self.done <= warm_up_steps + steps:
                 self.times_s.append(time.perf_counter())
             if self.done == warm_up_steps + steps:
-                common.report(**rates(self.times_s))
+                report(**rates(self.times_s))
             timed = self.done >= warm_up_steps + steps
             if timed and alone is not None and _all_have_come(alone, "end", workers):
                 run_context.request_stop()

@@ -13,6 +13,7 @@ from hostopt.collectives.finite import all_finite
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
 from hostopt.gradients.quantized import NAMES as QUANTIZED
 from hostopt.gradients.quantized import QuantizedSum
+from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
 
@@ -22,7 +23,7 @@ class ReplicaPart:
 
     Args:
       communicator: the ring.
-      variables: the variables.
+      variables: the variables, in the default graph.
       compression: format of the differences on the wire; None for none.
 
     Attributes:
@@ -50,31 +51,44 @@ class ReplicaPart:
         elif self._sum_dtype is np.float32:
             self.wire_format = new_wire_format(compression)
         self.anchor = np.empty(0, self._sum_dtype)
+        self._flat = self._joined_in_graph()
+
+    def _joined_in_graph(self) -> tf.Tensor:
+        """Joins the variables in one copy; a session copies variables that it returns."""
+        with tf.device(HOST_DEVICE):
+            values = [tf.cast(v.read_value(), self._sum_dtype) for v in self.variables]
+            return tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
 
     def read(self, session: tf.compat.v1.Session) -> Any:
         """Returns the values of the variables, of shape [n]."""
-        return self._joined(session.run(self.variables))
+        return session.run(self._flat)
 
     def read_anchor(self, session: tf.compat.v1.Session) -> None:
         """Reads the variables as anchor."""
         self.anchor = self.read(session)
 
     def split(self, flat: Any) -> list[Any]:
-        """Returns the values of the variables in an array of shape [n]."""
+        """Returns the values of the variables in an array of shape [n], as views if possible."""
         sizes = [variable.shape.num_elements() for variable in self.variables]
         shapes = [variable.shape.as_list() for variable in self.variables]
         parts = np.split(flat, np.cumsum(sizes)[:-1])
-        return [part.reshape(shape).astype(self._dtype) for part, shape in zip(parts, shapes)]
+        return [
+            part.reshape(shape).astype(self._dtype, copy=False)
+            for part, shape in zip(parts, shapes)
+        ]
 
     def assign_local(self, session: tf.compat.v1.Session, flat: Any) -> Any:
-        """Assigns values to the variables of this rank; returns them as the dtype rounds them."""
+        """Assigns values to the variables of this rank; returns them as the dtype rounds them.
+
+        TensorFlow may keep the array and change it in the next step.
+        """
         values = self.split(flat)
         assign(session, self.variables, values)
         return flat if self._dtype is self._sum_dtype else self._joined(values)
 
     def assign(self, session: tf.compat.v1.Session, flat: Any) -> None:
         """Assigns values to the variables, which become the anchor."""
-        self.anchor = self.assign_local(session, flat)
+        self.anchor = self.assign_local(session, flat).copy()
 
     def check_anchor(self, step: int) -> None:
         """Checks that the anchor is finite, with the same result on all ranks.
@@ -95,10 +109,11 @@ class ReplicaPart:
             )
 
     def _joined(self, values: list[Any]) -> Any:
-        return np.concatenate([each.reshape(-1).astype(self._sum_dtype) for each in values])
+        flat = [each.reshape(-1).astype(self._sum_dtype, copy=False) for each in values]
+        return np.concatenate(flat)
 
     def take(self, session: tf.compat.v1.Session, step: int) -> Difference:
-        """Returns the difference between the variables and the anchor.
+        """Returns the anchor minus the variables, which an outer optimizer takes as gradient.
 
         Args:
           session: session of this rank.
@@ -108,7 +123,7 @@ class ReplicaPart:
           hostopt.NonFiniteGradientError: it is not finite.
         """
         local = self.read(session)
-        values = local - self.anchor
+        values = self.anchor - local
         if not all_finite(values):
             raise self._nonfinite(values, step)
         return Difference(self, local, values)
@@ -133,7 +148,7 @@ class ReplicaPart:
 
 
 class Difference:
-    """Change of a rank since the last synchronisation; later the mean over the ranks.
+    """Anchor minus variables of a rank; later the mean over the ranks.
 
     Args:
       part: its variables.
@@ -155,7 +170,8 @@ class Difference:
           weight: weight of this rank; the weights of all ranks add up to 1.
           is_whole: True leaves nothing out: no compression, and what was left out before is added.
         """
-        part, self.values = self._part, self.values * self.values.dtype.type(weight)
+        part = self._part
+        self.values *= self.values.dtype.type(weight)
         if part.quantized is not None and not is_whole:
             part.quantized.sum_in_place(self.values, part.name)
             return
@@ -167,10 +183,12 @@ class Difference:
 
     def progress(self, session: tf.compat.v1.Session) -> Any:
         """Returns what this rank has changed since the difference was taken."""
-        return self._part.read(session) - self._local
+        local = self._part.read(session)
+        local -= self._local
+        return local
 
     def apply(self, session: tf.compat.v1.Session, is_late: bool) -> None:
-        """Adds the mean to the anchor, and assigns the result.
+        """Subtracts the mean from the anchor, and assigns the result.
 
         Args:
           session: session of this rank.
@@ -178,7 +196,9 @@ class Difference:
         """
         part = self._part
         if not is_late:
-            part.assign(session, part.anchor + self.values)
+            part.assign(session, np.subtract(part.anchor, self.values, out=self.values))
             return
-        part.anchor = part.anchor + self.values
-        part.assign_local(session, part.anchor + self.progress(session))
+        part.anchor -= self.values
+        progress = self.progress(session)
+        progress += part.anchor
+        part.assign_local(session, progress)

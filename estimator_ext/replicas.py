@@ -2,10 +2,10 @@
 
     local     variables of this rank, which its own steps have changed
     anchor    the same variables after the last synchronisation, the same on all ranks
-    mean      weighted mean over the ranks of (local - anchor)
+    mean      weighted mean over the ranks of (anchor - local)
 
-A synchronisation replaces `local` and `anchor` on all ranks by `anchor + mean`, the weighted mean
-of the ranks. With an outer optimizer, trained variables become `outer(anchor, gradient=-mean)`
+A synchronisation replaces `local` and `anchor` on all ranks by `anchor - mean`, the weighted mean
+of the ranks. With an outer optimizer, trained variables become `outer(anchor, gradient=mean)`
 instead (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
 Models").
 
@@ -275,13 +275,13 @@ class Replicas:
         progress = [mean.progress(session) if is_late else None for mean in means]
         gradients = []
         for part, mean in zip(fragment.trained, means):
-            part.assign(session, part.anchor)
-            gradients += part.split(-mean.values)
+            part.assign_local(session, part.anchor)
+            gradients += part.split(mean.values)
         outer.run(session, gradients)
-        for part, made in zip(fragment.trained, progress):
+        for part, change in zip(fragment.trained, progress):
             part.read_anchor(session)
-            if made is not None:
-                part.assign_local(session, part.anchor + made)
+            if change is not None:
+                part.assign_local(session, np.add(part.anchor, change, out=change))
 
     def complete(self, session: tf.compat.v1.Session, weight: float, step: int) -> None:
         """Averages slots that ranks keep, and compares what must be the same, for a checkpoint.

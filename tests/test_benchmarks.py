@@ -412,6 +412,37 @@ def test_tables_are_generated_from_json() -> None:
     assert "| hostopt grpc+tcp | 4 | 2.00 | 2.00 | 1.5000 | 1.5000 |" in text
 
 
+def test_local_steps_are_compared_with_no_communication_of_the_same_round() -> None:
+    def done(*rates: float) -> dict[str, dict[str, float]]:
+        names = ("none", "every step", "diloco")
+        return {n: {"steps_per_s": r, "sent_bytes": 100 * r} for n, r in zip(names, rates)}
+
+    results = {
+        "speeds": {"1000": [done(10, 5, 9), done(20, 5, 19)], "100": [done(10, 1, 8)]},
+        "sent_bytes": {"every step": 44e6, "background bf16": 88e3},
+        "every": 100,
+        "long": 250,
+    }
+    text = load("slow_link").tables(results)
+    assert "| steps/s of each worker | 1 Gbit/s | 0.1 Gbit/s | bytes sent in a step |" in text
+    # the medians of 0.5 and 0.25, and of 0.9 and 0.95
+    assert "| a reduction in every step | 5.00 (0.375) | 1.00 (0.100) | 500 |" in text
+    assert "| DiLoCo, N = 100 | 14.00 (0.925) | 8.00 (0.800) | 900 |" in text
+    assert "| DiLoCo in the background, bf16, N = 250 | 88,000 | 500.0 |" in text
+
+
+def test_accuracies_are_medians_of_the_seeds() -> None:
+    def seed(*accuracies: float) -> dict[str, dict[str, float]]:
+        names = ("every step", "average")
+        return {name: {"accuracy": each, "loss": 0.5} for name, each in zip(names, accuracies)}
+
+    runs = {"digits": [seed(0.97, 0.96), seed(0.98, 0.975), seed(0.90, 0.99)]}
+    text = load("local_quality").tables({"runs": runs})
+    assert "| a reduction in every step | 97.00 | - | 90.00 to 98.00 | 0.5000 |" in text
+    assert "| mean of the variables | 97.50 | +0.50 | 96.00 to 99.00 | 0.5000 |" in text
+    assert "int8" not in text
+
+
 def test_measured_times_are_compared_with_the_model() -> None:
     row: dict[str, Any] = {
         "ranks": 4,

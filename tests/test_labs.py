@@ -125,6 +125,40 @@ def test_keras_mnist_learns_the_digits(ranks: Ranks, tmp_path: Path) -> None:
     assert_is_picture(picture)
 
 
+# --- a slow link ---------------------------------------------------------------------------------
+
+
+def assert_ways_send_less_and_less(directory: Path, steps: int, every: int) -> None:
+    """Checks the numbers of main.py, which trains with 2 workers."""
+    runs = json.loads((directory / "runs.json").read_text())
+    assert [*runs] == ["every step", "averaging", "DiLoCo", "DiLoCo, int8"]
+    sent_mb = {name: run["sent_mb"] for name, run in runs.items()}
+    # the averages of Adam are sent, too
+    assert sent_mb["averaging"] == pytest.approx(3 * sent_mb["every step"] / every, rel=0.02)
+    assert sent_mb["every step"] > sent_mb["averaging"] > sent_mb["DiLoCo"]
+    assert sent_mb["DiLoCo"] > sent_mb["DiLoCo, int8"]
+    for run in runs.values():
+        assert len(run["loss"]) == len(run["seconds"]) == steps
+        assert np.mean(run["loss"][-5:]) < np.mean(run["loss"][:5])
+    assert_is_picture(directory / "runs.png")
+
+
+def test_slow_link_trains_in_each_way(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = ["--output", tmp_path, "--steps", 30, "--every", 10, "--hidden", 16]
+    outputs = run(ranks, "slow_link", 2, *arguments)
+    assert_ways_send_less_and_less(tmp_path, 30, 10)
+    assert len(re.findall(r"MB sent, test accuracy", outputs[0])) == 4
+    assert "MB sent" not in outputs[1]
+
+
+@pytest.mark.netns
+def test_slow_link_trains_between_two_namespaces(tmp_path: Path) -> None:
+    arguments = ["--output", tmp_path, "--steps", 30, "--every", 10, "--hidden", 16]
+    output = run_python(EXAMPLES / "slow_link" / "link.py", "--mbit", 100, *arguments)
+    assert "DiLoCo, int8: " in output
+    assert_ways_send_less_and_less(tmp_path, 30, 10)
+
+
 # --- a residual network as an Estimator ----------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from hostopt.errors import ProtocolError
 __all__: list[str] = []
 
 _ROW = 256  # values that share a scale
+_BLOCK_ROWS = 1024  # rows that are rounded at a time, so that they stay in the processor's cache
 _BITS = {"int8": 8, "int4": 4}
 NAMES = tuple(_BITS)
 
@@ -48,12 +49,16 @@ class QuantizedSum:
             values += self._residual
         encoded = encode(values, self._bits)
         gathered = self._communicator.all_gather_bytes(encoded, name)
-        local = decode(gathered[self._communicator.rank], values.size, self._bits)
-        self._residual = values - local
-        values[:] = 0
-        for rank, received in enumerate(gathered):
-            is_local = rank == self._communicator.rank
-            values += local if is_local else decode(received, values.size, self._bits)
+        parts = [_parts(received, values.size, self._bits) for received in gathered]
+        self._residual = np.empty_like(values)
+        for begin in range(0, -(-values.size // _ROW), _BLOCK_ROWS):
+            block = slice(begin * _ROW, (begin + _BLOCK_ROWS) * _ROW)
+            local = values[block]
+            decoded = [_decoded(*part, begin, self._bits)[: local.size] for part in parts]
+            np.subtract(local, decoded[self._communicator.rank], out=self._residual[block])
+            local[:] = 0
+            for each in decoded:
+                local += each
 
     def take_residual(self) -> Array | float:
         """Returns what earlier sums have left out, and forgets it; 0 if there is nothing."""
@@ -71,17 +76,27 @@ def encode(values: Array, bits: int) -> bytes:
     Returns:
       A scale of float32 for each row, then the integers. With 4 bits two of them make a byte.
     """
-    rows = _rows(values)
-    largest = (1 << (bits - 1)) - 1
-    scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(largest)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = np.where(scales > 0, rows / scales, np.float32(0))
-    integers = np.clip(np.rint(scaled), -largest, largest).astype(np.int8)
-    if bits == 4:
-        nibbles = (integers.reshape(-1, 2) + np.int8(8)).astype(np.uint8)
-        integers = nibbles[:, 0] | nibbles[:, 1] << np.uint8(4)
+    largest = np.float32((1 << (bits - 1)) - 1)
+    count = -(-values.size // _ROW)
+    scales = np.empty((count, 1), np.float32)
+    integers = np.empty((count, _ROW * bits // 8), np.uint8)
+    for begin in range(0, count, _BLOCK_ROWS):
+        block = slice(begin, begin + _BLOCK_ROWS)
+        rows = _rows(values[begin * _ROW : (begin + _BLOCK_ROWS) * _ROW])
+        np.divide(np.abs(rows).max(axis=1, keepdims=True), largest, out=scales[block])
+        # a scale of 0 means zeros, or values that are too small for one
+        scaled = rows / np.where(scales[block] > 0, scales[block], np.float32(1))
+        np.clip(np.rint(scaled, out=scaled), -largest, largest, out=scaled)
+        integers[block] = _packed(scaled.astype(np.int8), bits)
     encoded: bytes = scales.tobytes() + integers.tobytes()
     return encoded
+
+
+def _packed(integers: Array, bits: int) -> Array:
+    if bits == 8:
+        return integers.view(np.uint8)
+    nibbles = (integers + np.int8(8)).view(np.uint8)
+    return nibbles[:, ::2] | nibbles[:, 1::2] << np.uint8(4)
 
 
 def decode(encoded: bytes, size: int, bits: int) -> Array:
@@ -95,6 +110,13 @@ def decode(encoded: bytes, size: int, bits: int) -> Array:
     Raises:
       ProtocolError: the number of bytes is not that of `size` values.
     """
+    parts = _parts(encoded, size, bits)
+    blocks = [_decoded(*parts, begin, bits) for begin in range(0, len(parts[0]), _BLOCK_ROWS)]
+    return np.concatenate([np.empty(0, np.float32), *blocks])[:size]
+
+
+def _parts(encoded: bytes, size: int, bits: int) -> tuple[Array, Array]:
+    """Returns the scales, of shape [rows, 1], and the bytes of each row."""
     count = -(-size // _ROW)
     wanted = 4 * count + count * _ROW * bits // 8
     if len(encoded) != wanted:
@@ -104,16 +126,26 @@ def decode(encoded: bytes, size: int, bits: int) -> Array:
         )
     scales = np.frombuffer(encoded, np.float32, count).reshape(-1, 1)
     data = np.frombuffer(encoded, np.uint8, offset=4 * count)
+    return scales, data.reshape(-1, _ROW * bits // 8)
+
+
+def _decoded(scales: Array, data: Array, begin: int, bits: int) -> Array:
+    """Returns the values of a block of rows, which begins with row `begin`."""
+    rows = slice(begin, begin + _BLOCK_ROWS)
+    packed = data[rows]
     if bits == 4:
-        integers = np.stack([data & np.uint8(15), data >> np.uint8(4)], axis=1).astype(np.int8)
+        integers = np.empty((len(packed), _ROW), np.int8)
+        integers[:, ::2], integers[:, 1::2] = packed & np.uint8(15), packed >> np.uint8(4)
         integers -= np.int8(8)
     else:
-        integers = data.view(np.int8)
-    decoded: Array = (integers.reshape(-1, _ROW) * scales).reshape(-1)[:size]
+        integers = packed.view(np.int8)
+    decoded: Array = (integers * scales[rows]).reshape(-1)
     return decoded
 
 
 def _rows(values: Array) -> Array:
+    if values.size % _ROW == 0:
+        return values.reshape(-1, _ROW)
     padded = np.zeros(-(-values.size // _ROW) * _ROW, np.float32)
     padded[: values.size] = values
     return padded.reshape(-1, _ROW)
