@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from typing import Any
@@ -56,6 +57,35 @@ def test_a_rank_that_waits_for_one_that_has_finished(
         assert f"rank {early}" in str(error)
         assert "finished" in str(error)
         assert re.search(r"rank [0-9] waited for .*step 7", str(error))
+
+
+def test_communicators_that_finish_one_after_the_other(spawn_inproc: Spawn) -> None:
+    """Rank 1 reads the messages of the first finish after those of the second have arrived."""
+    has_sent_both = threading.Event()
+
+    def work(communicator: Communicator) -> None:
+        transport = communicator.transport
+        first, second = communicator.duplicate("first"), communicator.duplicate("second")
+        send, recv = transport.send, transport.recv
+
+        async def send_and_say(*message: Any) -> None:
+            await send(*message)
+            if message[-1] != "first" and not message[1].is_finish_marker:
+                has_sent_both.set()
+
+        async def recv_late(*arguments: Any) -> memoryview:
+            assert await asyncio.get_running_loop().run_in_executor(None, has_sent_both.wait, 30)
+            return await recv(*arguments)
+
+        if communicator.rank == 0:
+            first.finish("first")
+            transport.send = send_and_say  # type: ignore[method-assign]
+        else:
+            transport.recv = recv_late  # type: ignore[method-assign]
+            first.finish("first")
+        second.finish("second")
+
+    spawn_inproc(2, work)
 
 
 def test_a_rank_that_finishes_twice_while_the_other_continues(spawn_inproc: Spawn) -> None:

@@ -20,7 +20,9 @@ def finish(channel: Channel, hosts: Hosts | None, name: str) -> None:
     """Waits for all ranks; see `Communicator.finish`."""
     if channel.size == 1:
         return
-    call = channel.signed_call("finish", name)._replace(channel=FINISH_CHANNEL)
+    # all communicators of a ring share the channel, so their calls are numbered together
+    number = next(channel.transport.finishes)
+    call = channel.signed_call("finish", name)._replace(channel=FINISH_CHANNEL, step=number)
     channel.begin(call)
     # A rank that receives this marker while it waits for data of this rank fails immediately.
     marker = Tag(FINISH_CHANNEL, call.step, bucket=1)

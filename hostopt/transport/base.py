@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import collections
+import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ class Transport(abc.ABC):
         self._duplicates: collections.Counter[str] = collections.Counter()
         self._opening = threading.Lock()
         self._last_calls: dict[int, tuple[int, int, Signature]] = {}  # by channel
+        self.finishes = itertools.count()  # number of the next call of `Communicator.finish`
 
     # -- messages --------------------------------------------------------------------------
 
