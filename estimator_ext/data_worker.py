@@ -41,9 +41,10 @@ _log = tf.get_logger()
 
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads it before no_proxy
 _POLL_S = 0.5
-_STOP_S = 5.0
+_KEPT_S = 3600.0
 _HEARTBEAT_MS = 1000  # from a worker to the dispatcher, which may have restarted
 _service = tf.data.experimental.service
+_kept: list[str] = []  # names of tasks of this process that have served
 
 
 def serves_data(strategy: Any) -> bool:
@@ -65,7 +66,8 @@ def serves_data(strategy: Any) -> bool:
     check_reach(cluster, options)
     bypass_proxies(cluster)
     ring_end = ring_end_of(cluster, options)
-    if not ring_end.has_come():  # or an earlier call has served all trainings of the program
+    # an earlier call has served all trainings of the program
+    if not (_kept or ring_end.has_come()):
         with ring_end.signals_wait(), _serving(cluster, options) as confined_ports:
             _log.info("%s prepares data until the ranks have ended", cluster.task)
             while not ring_end.has_come():
@@ -171,10 +173,16 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[lis
         yield ports
     finally:
         held.close()
-        # servers stop when they are deleted, which blocks as long as another one is frozen
-        stopping = threading.Thread(target=servers.clear, daemon=True)
-        stopping.start()
-        stopping.join(_STOP_S)
+        # A server stops when it is deleted, which blocks the interpreter as long as another one is
+        # frozen. So a thread keeps them until the process ends.
+        threading.Thread(target=_keep, args=[servers], daemon=True).start()
+        _kept.append(task.name)
+
+
+def _keep(servers: list[Any]) -> None:
+    """Never returns, so that its arguments are never deleted."""
+    while servers:
+        time.sleep(_KEPT_S)
 
 
 def _start(kind: Any, config: Any, cluster: hostopt.Cluster) -> Any:

@@ -80,12 +80,13 @@ TASKS = ("chief:0", "worker:0", "data:0", "data:1")
 def test_a_restarted_data_worker_has_the_same_address_and_directory(launcher: Launcher) -> None:
     code = """
 print(config["cluster"]["data"], os.environ["HOSTOPT_DATA_DIR"])
+note(f"shown-{index}")
 wait_for(os.environ["HOSTOPT_RING_ENDED"])
 """
     process = start(launcher, "--max-restarts", "1", data=code)
-    (pid,) = launcher.pids("started-data-1", 1)
+    (pid,) = launcher.pids("shown-1", 1)
     os.kill(pid, signal.SIGKILL)
-    launcher.pids("started-data-1", 2)
+    launcher.pids("shown-1", 2)
     end(launcher)
     out, err = result(process, 0)
     assert len(lines_of(out, "data:1")) == 2
