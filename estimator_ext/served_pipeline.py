@@ -73,6 +73,12 @@ def _check_transformation(op: tf.Operation, workers: int) -> None:
             "labels)), join within interleave() or flat_map(), or set "
             "RunConfig.data_service='off'"
         )
+    if op.type.endswith("DirectedInterleaveDataset") and not _is_sampled(op):
+        raise UnsupportedError(
+            f"the dataset of input_fn calls choose_from_datasets() ({op.name!r}). Data workers "
+            "divide the choices and the datasets separately, so that elements would be lost. Use "
+            "sample_from_datasets() or interleave(), or set RunConfig.data_service='off'"
+        )
     counts = op.type in _COUNTING and workers > 1
     if counts and not (op.type == "ShardDataset" and tf.get_static_value(op.inputs[1]) == 1):
         raise UnsupportedError(
@@ -80,6 +86,11 @@ def _check_transformation(op: tf.Operation, workers: int) -> None:
             f"{workers} data workers would apply to its own part of the data. Choose the elements "
             "before the dataset is made, use one data worker, or set RunConfig.data_service='off'"
         )
+
+
+def _is_sampled(op: tf.Operation) -> bool:
+    """True for sample_from_datasets, whose choices are random."""
+    return any("RandomDataset" in each.type for each in walk([op.inputs[0].op]))
 
 
 def _nodes_of(operations: list[tf.Operation]) -> Iterator[tuple[str, str]]:

@@ -199,6 +199,10 @@ def test_elements_that_would_not_match_are_refused(workers: int) -> None:
     for data in (tf.data.Dataset.zip((numbers, numbers)), numbers.enumerate().batch(2)):
         with pytest.raises(hostopt.ConfigError, match=r"joins 2 datasets with zip\(\) or enumer"):
             check_dataset(data, workers)
+    choice = tf.data.Dataset.choose_from_datasets([numbers, numbers], numbers.map(lambda x: x % 2))
+    with pytest.raises(hostopt.ConfigError, match=r"calls choose_from_datasets\(\)"):
+        check_dataset(choice, workers)
+    check_dataset(tf.data.Dataset.sample_from_datasets([numbers, numbers]), workers)
     # within an element, of which one data worker has all
     check_dataset(numbers.flat_map(lambda x: tf.data.Dataset.zip((numbers, numbers))), workers)
 
