@@ -59,7 +59,7 @@ test-all: test test-slow test-faults test-programs test-launchers test-ray
 
 # many programs, each trained by one process and by two ranks
 test-slow: $(TEST_STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not faults"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not (faults or netns)"
 
 # published libraries and programs as they ship, in an environment with their packages
 test-programs: $(PROGRAMS_STAMP)

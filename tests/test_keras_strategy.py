@@ -12,7 +12,7 @@ from ranks import Ranks
 
 import hostopt
 
-pytestmark = [pytest.mark.tensorflow]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 Results = tuple[dict[str, Any], list[dict[str, Any]]]
 

@@ -15,7 +15,7 @@ import pytest
 from harness import QUIET, ROOT, deadline_s
 from ranks import Ranks
 
-pytestmark = pytest.mark.tensorflow
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = EXAMPLES / "linear_regression" / "lab.ipynb"

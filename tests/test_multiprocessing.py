@@ -10,7 +10,7 @@ import pytest
 from harness import reserved_addresses
 from ranks import Ranks
 
-pytestmark = pytest.mark.tensorflow
+pytestmark = [pytest.mark.tensorflow, pytest.mark.slow]
 
 
 def run(ranks: Ranks, fresh: bool = False, **settings: Any) -> str:
@@ -76,7 +76,7 @@ def test_a_worker_that_imports_hostopt_after_the_fork_is_refused(ranks: Ranks) -
     assert output.count("had already used TensorFlow") == 2, output
 
 
-@pytest.mark.parametrize("before", ["session", pytest.param("init", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before", ["session", "init"])
 def test_spawned_workers_do_not_depend_on_their_parent(ranks: Ranks, before: str) -> None:
     output = run(ranks, method="spawn", worker="train_function", before=before)
     assert "EXIT CODES [0, 0]" in output, output
