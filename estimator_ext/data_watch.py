@@ -30,7 +30,8 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
     """Ends the training on all ranks once a data worker has been gone for too long.
 
     A thread asks each data worker for a sign of life once a second. If the ring is aborted, by
-    this rank or another, it closes the session, which ends a step that waits for its input.
+    this rank or another, it closes the session, which ends a step that waits for its input. A rank
+    that does something else, such as saving, goes on until its next step.
 
     Args:
       communicator: the ring.
@@ -49,6 +50,8 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
         self._tasks = tasks
         self._limit_s = options.rendezvous_timeout_s
         self._session: tf.compat.v1.Session | None = None
+        self._may_wait = threading.Event()  # for data: in a step, and before the first session
+        self._may_wait.set()
         self._silent_since_s: dict[hostopt.Task, float] = {}
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hostopt-data-watch", daemon=True)
@@ -86,14 +89,32 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
         """Makes the thread close this session if the ring is aborted."""
         del coord
         self._session = session
+        self._may_wait.clear()
+
+    def before_run(self, run_context: Any) -> None:
+        """Notes that a step begins."""
+        del run_context
+        self._may_wait.set()
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Notes that a step has ended; hooks that save come later."""
+        del run_context, run_values
+        self._may_wait.clear()
 
     def _run(self) -> None:
         while self._transport.error is None and not self._has_ended.wait(_EVERY_S):
             for task in self._tasks:
-                self._look_at(task)
+                try:
+                    self._look_at(task)
+                except hostopt.HostOptError as error:  # no descriptor is left
+                    self._communicator.abort(error)
         # other parts of the step may report the error first
-        if self._has_ended.wait(_EVERY_S):
-            return
+        while not self._has_ended.wait(_EVERY_S):
+            if self._may_wait.is_set():
+                self._end_step()
+                return
+
+    def _end_step(self) -> None:
         if self._session is not None:  # closing blocks as long as the session is stuck
             threading.Thread(target=self._session.close, daemon=True).start()
         if not self._has_ended.wait(_END_S) and self._transport.error is not None:

@@ -44,7 +44,7 @@ _POLL_S = 0.5
 _KEPT_S = 3600.0
 _HEARTBEAT_MS = 1000  # from a worker to the dispatcher, which may have restarted
 _service = tf.data.experimental.service
-_kept: list[str] = []  # names of tasks of this process that have served
+_has_served = threading.Event()  # in this process
 
 
 def serves_data(strategy: Any) -> bool:
@@ -67,8 +67,9 @@ def serves_data(strategy: Any) -> bool:
     bypass_proxies(cluster)
     ring_end = ring_end_of(cluster, options)
     # an earlier call has served all trainings of the program
-    if not (_kept or ring_end.has_come()):
+    if not (_has_served.is_set() or ring_end.has_come()):
         with ring_end.signals_wait(), _serving(cluster, options) as confined_ports:
+            _has_served.set()
             _log.info("%s prepares data until the ranks have ended", cluster.task)
             while not ring_end.has_come():
                 time.sleep(_POLL_S)
@@ -176,7 +177,6 @@ def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[lis
         # A server stops when it is deleted, which blocks the interpreter as long as another one is
         # frozen. So a thread keeps them until the process ends.
         threading.Thread(target=_keep, args=[servers], daemon=True).start()
-        _kept.append(task.name)
 
 
 def _keep(servers: list[Any]) -> None:
@@ -224,7 +224,9 @@ def _port_of_worker(directory: str) -> Iterator[int]:
         return
     with ports_reserved(1) as (port,):
         if directory:
-            path.write_text(str(port))
+            written = path.with_suffix(".new")
+            written.write_text(str(port))
+            written.replace(path)
         yield port
 
 

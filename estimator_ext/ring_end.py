@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -27,14 +27,30 @@ _CONNECT_S = 1.0
 GONE_S = 30.0
 
 
-class RingEnd(Protocol):
+class RingEnd:
     """Knows if the ring has ended."""
 
     def has_come(self) -> bool:
         """Returns True once the ring has ended."""
+        raise NotImplementedError
 
-    def signals_wait(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a scope in which SIGTERM does not end this process before the ring."""
+    @contextlib.contextmanager
+    def signals_wait(self) -> Iterator[None]:
+        """Scope in which this process serves on after SIGTERM, until the ranks have ended.
+
+        A service manager sends it to all processes, and the ranks need data for their last step.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = signal.signal(signal.SIGTERM, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        """Called after SIGTERM."""
 
 
 def ring_end_of(cluster: hostopt.Cluster, options: hostopt.Options) -> RingEnd:
@@ -59,8 +75,8 @@ def ring_end_of(cluster: hostopt.Cluster, options: hostopt.Options) -> RingEnd:
     return _EndOfChief(cluster, options)
 
 
-class _EndByLauncher:
-    """The end of a ring of `hostopt run`, which ends this process if the ring fails.
+class _EndByLauncher(RingEnd):
+    """The end of a ring of `hostopt run`, which kills this process if the ring fails.
 
     Args:
       path: file that exists once all ranks have succeeded.
@@ -72,11 +88,8 @@ class _EndByLauncher:
     def has_come(self) -> bool:
         return os.path.exists(self._path)
 
-    def signals_wait(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()  # the launcher sends SIGTERM after the end of the ring
 
-
-class _EndOfChief:
+class _EndOfChief(RingEnd):
     """The end of a chief that answers as it does to `hostopt status`.
 
     Args:
@@ -125,22 +138,11 @@ class _EndOfChief:
             observe(self._chief.address, self._options)
         except hostopt.PeerLostError:
             return listens(self._chief.address, _CONNECT_S)  # it may be busy or stopped
+        except hostopt.ProtocolError:
+            if not self._was_seen:
+                raise
+            return False  # another program has its port now
         return True
-
-    @contextlib.contextmanager
-    def signals_wait(self) -> Iterator[None]:
-        """Scope in which this process serves on after SIGTERM, until the ranks have ended.
-
-        A service manager sends it to all processes, and the ranks need data for their last step.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = signal.signal(signal.SIGTERM, self._on_signal)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, previous)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         del signum, frame

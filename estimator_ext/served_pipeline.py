@@ -73,6 +73,12 @@ def _check_transformation(op: tf.Operation, workers: int) -> None:
             "labels)), join within interleave() or flat_map(), or set "
             "RunConfig.data_service='off'"
         )
+    if op.type.startswith("CacheDataset"):
+        raise UnsupportedError(
+            f"the dataset of input_fn calls cache() ({op.name!r}). Each data worker would cache "
+            "its own part, which is lost when it restarts. Leave cache() out, or set "
+            "RunConfig.data_service='off'"
+        )
     if op.type.endswith("DirectedInterleaveDataset") and not _is_sampled(op):
         raise UnsupportedError(
             f"the dataset of input_fn calls choose_from_datasets() ({op.name!r}). Data workers "

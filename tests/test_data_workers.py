@@ -203,6 +203,9 @@ def test_elements_that_would_not_match_are_refused(workers: int) -> None:
     with pytest.raises(hostopt.ConfigError, match=r"calls choose_from_datasets\(\)"):
         check_dataset(choice, workers)
     check_dataset(tf.data.Dataset.sample_from_datasets([numbers, numbers]), workers)
+    for cached in (numbers.cache().repeat(), numbers.cache("file")):
+        with pytest.raises(hostopt.ConfigError, match=r"calls cache\(\)"):
+            check_dataset(cached, workers)
     # within an element, of which one data worker has all
     check_dataset(numbers.flat_map(lambda x: tf.data.Dataset.zip((numbers, numbers))), workers)
 
@@ -270,6 +273,23 @@ def test_a_server_is_confined_to_loopback() -> None:
             pass
     with pytest.raises(hostopt.ConfigError, match=f"no server at port {port} is found"):
         confine(port)
+
+
+CONFINES_AS_NOBODY = """
+import os, socket
+from hostopt.transport.confinement import confine
+
+if os.geteuid() == 0:
+    os.setuid(65534)
+with socket.create_server(("127.0.0.1", 0)) as server:
+    for _ in range(3):
+        confine(server.getsockname()[1])
+"""
+
+
+def test_any_user_may_confine_a_server_again() -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(python(CONFINES_AS_NOBODY), env=environ, check=True, timeout=60)
 
 
 def test_servers_of_tensorflow_are_confined() -> None:

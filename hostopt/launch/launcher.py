@@ -219,7 +219,7 @@ class _Run:
 
     def _end_without_data(self) -> None:
         """Ends the ranks, with a checkpoint, once a data worker has failed for good."""
-        lost = next((each for each in self._data_workers if each.code), None)
+        lost = next((each for each in self._data_workers if each.is_lost), None)
         if self._lost is None and lost is not None and self._ring.code is None:
             self._lost = lost
             self._ring.forward(signal.SIGTERM)

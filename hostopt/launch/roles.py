@@ -12,7 +12,6 @@ from hostopt.launch.engine import Place, Reservation
 from hostopt.launch.restarts import RestartDecision, Slots, TaskExit
 from hostopt.launch.task_group import (
     FORWARDED,
-    KILL_S,
     GracePeriod,
     Group,
     preemption,
@@ -155,9 +154,14 @@ class DataWorker(Group):
             self._signum = self._signum or signum
             self._end(())
 
+    @property
+    def is_lost(self) -> bool:
+        """True if it has failed for good, and not by a signal to the launcher."""
+        return bool(self.code) and self._signum is None
+
     def end(self) -> None:
         """Ends the task, as the ring has failed."""
-        self._finish(((0.0, signal.SIGTERM), (KILL_S, signal.SIGKILL)))
+        self._finish(((0.0, signal.SIGKILL),))  # it ignores SIGTERM, and has nothing to save
 
     def expect_end(self) -> None:
         """Gives the task the grace period to end by itself, as the ring has succeeded."""
@@ -189,7 +193,7 @@ class DataWorker(Group):
     def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
         if self._is_over:
             return
-        then = "no restart is left, and the ranks are ended, as they need its data"
+        then = "it is not restarted, and the ranks are ended, as they need its data"
         if delay_s is not None:
             then = (
                 f"restarting it in {delay_s:g} s; elements that it had taken may be missing from "

@@ -14,6 +14,7 @@ from hostopt.transport.addresses import is_loopback
 __all__: list[str] = []
 
 _LOOPBACK = b"lo\0"
+_MAX_DEVICE_BYTES = 16
 
 
 def confine(port: int) -> None:
@@ -47,7 +48,10 @@ def confine(port: int) -> None:
 def _confine(each: socket.socket) -> bool:
     """Confines a listening socket, or ends a connection from elsewhere; True if it listens."""
     if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK)
+        # without privileges a socket can be bound to a device only once
+        device = each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _MAX_DEVICE_BYTES)
+        if device != _LOOPBACK:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK)
         return True
     with contextlib.suppress(OSError):  # it has ended
         peer = str(each.getpeername()[0]).removeprefix("::ffff:")

@@ -61,7 +61,7 @@ class World:
           call: the first call on the channel, begun, whose messages no other collective uses.
 
         Returns:
-          The communicator; None if a rank has too many.
+          The communicators; None if a rank has too many.
         """
         may_open = self._count < _MAX_CHANNELS
         if not all(event_loop.run(self._agree(call, 0, may_open))):  # [M1]
