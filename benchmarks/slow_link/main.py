@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import common, local_ways, network
 
 HERE = Path(__file__).resolve().parent
-ALONE, BASE = "none", "every step"
-TITLES = {ALONE: "no communication: the limit"}
+ALONE, OFFLOAD, BASE = "none", "offload", "every step"
+TITLES = {ALONE: "no communication: the limit", OFFLOAD: "no communication, with host offload"}
 TITLES.update({name: way.title for name, way in local_ways.WAYS.items()})
 SPEED = ["average", "diloco", "background bf16", "background int8"]
 BYTES = ["background bf16", "background int8", "background int4"]
@@ -82,7 +82,8 @@ def measure_all(link: network.Link, args: argparse.Namespace) -> dict[str, Any]:
     measures = {}
     for mbit in args.mbit:
         base = {BASE: _BASE_STEPS.get(int(mbit), 20)}
-        steps = {ALONE: args.every, **base, **dict.fromkeys(args.ways, args.every)}
+        steps = dict.fromkeys([ALONE, OFFLOAD, BASE, *args.ways], args.every)
+        steps.update(base)
         call = functools.partial(measure, link, steps, mbit, args.every, args.hidden)
         measures[f"{mbit:g}"] = call
     speeds = common.in_rounds(measures, args.rounds, "Mbit/s")
@@ -114,7 +115,7 @@ def _measured(speeds: dict[str, Rounds]) -> list[str]:
 
 
 def _title(name: str, every: str) -> str:
-    return TITLES[name] if name in (ALONE, BASE) else f"{TITLES[name]}, {every}"
+    return TITLES[name] if name in (ALONE, OFFLOAD, BASE) else f"{TITLES[name]}, {every}"
 
 
 def _speeds(speeds: dict[str, Rounds], name: str) -> list[str]:

@@ -19,7 +19,7 @@ from benchmarks.mnist_scaling import rank as mnist
 
 estimator_ext.install()
 
-ALONE = "none"
+ALONE, OFFLOAD = "none", "offload"
 _FEW = 3  # warm-up steps that each use the link
 
 
@@ -68,7 +68,9 @@ def train(name: str, steps: int, args: argparse.Namespace) -> dict[str, Any]:
       Speed and bytes.
     """
     strategy, warm_up = None, args.warm_up
-    if name != ALONE:
+    if name == OFFLOAD:
+        strategy = estimator_ext.HostOffloadStrategy()
+    elif name != ALONE:
         way = local_ways.WAYS[name]
         options = local_ways.options_of(way, args.every, new_outer)
         if way.is_local:  # the first synchronisation allocates memory
@@ -78,7 +80,9 @@ def train(name: str, steps: int, args: argparse.Namespace) -> dict[str, Any]:
         strategy = estimator_ext.HostOffloadStrategy(**options)
     result: dict[str, Any] = {"way": name}
     link = Link(args.mbit, warm_up, steps)
-    alone = args.meeting if name == ALONE else None
+    alone = args.meeting / name if name in (ALONE, OFFLOAD) else None
+    if alone is not None:
+        alone.mkdir(exist_ok=True)
     timer = training.make_hook(tf, warm_up, steps, alone, report=result.update)
     config = training.make_config(estimator_ext, strategy)
     model_fn = mnist.make_model_fn(tf, args.hidden, lambda optimizer: optimizer)
@@ -98,7 +102,7 @@ def new_outer() -> tf.compat.v1.train.Optimizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    ways = [ALONE, *local_ways.WAYS]
+    ways = [ALONE, OFFLOAD, *local_ways.WAYS]
     parser.add_argument("--ways", nargs="+", choices=ways, required=True)
     parser.add_argument("--steps", type=int, nargs="+", required=True, help="timed, of each way")
     parser.add_argument("--warm-up", type=int, required=True, help="steps that are not timed")
@@ -109,7 +113,7 @@ def main() -> None:
     args = parser.parse_args()
     cluster = os.environ.pop("TF_CONFIG")
     for name, steps in zip(args.ways, args.steps):
-        if name != ALONE:
+        if name not in (ALONE, OFFLOAD):
             os.environ["TF_CONFIG"] = cluster
         common.report(**train(name, steps, args))
         os.environ.pop("TF_CONFIG", None)
