@@ -139,9 +139,15 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def hostopt_run(np: int, *command: object) -> list[object]:
-    """Returns the command that starts `np` ranks on this machine."""
-    return [sys.executable, "-m", "hostopt.cli", "run", "-np", np, "--", *command]
+def hostopt_run(np: int, *command: object, options: Sequence[object] = ()) -> list[object]:
+    """Returns the command that starts `np` ranks on this machine.
+
+    Args:
+      np: number of ranks.
+      *command: program and arguments of a rank.
+      options: other arguments of `hostopt run`.
+    """
+    return [sys.executable, "-m", "hostopt.cli", "run", "-np", np, *options, "--", *command]
 
 
 def mpirun(np: int, *command: object) -> list[object]:

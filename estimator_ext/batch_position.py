@@ -83,7 +83,7 @@ class BatchPosition:
     """The number of batches that a rank has read.
 
     Args:
-      communicator: that of the `InputStates`.
+      communicator: communicator of the `InputStates`.
       counter: counter of the batches.
     """
 

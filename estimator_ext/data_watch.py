@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from hostopt.transport.greeting import greets
+from hostopt.transport.greeting import greets, wait_for
 
 __all__: list[str] = []
 
@@ -31,7 +31,7 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
 
     A thread asks each data worker for a sign of life once a second. If the ring is aborted, by
     this rank or another, it closes the session, which ends a step that waits for its input. A rank
-    that does something else, such as saving, goes on until its next step.
+    that does something else, such as saving, continues until its next step.
 
     Args:
       communicator: the ring.
@@ -73,17 +73,17 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
         """
         until_s = time.monotonic() + self._limit_s
         for task in self._tasks:
-            while not greets(task.address, _ANSWER_S):
-                if self._transport.error is not None:
-                    raise self._transport.error
-                if time.monotonic() > until_s:
-                    raise hostopt.RendezvousTimeoutError(
-                        f"data worker {task} did not start within {self._limit_s:g} s. Check its "
-                        "output, or raise rendezvous_timeout_s if it needs longer to start",
-                        task=task.name,
-                        address=task.address,
-                    )
-                time.sleep(_EVERY_S)
+            if not wait_for(task.address, until_s, self._raise_error_of_ring):
+                raise hostopt.RendezvousTimeoutError(
+                    f"data worker {task} did not start within {self._limit_s:g} s. Check its "
+                    "output, or raise rendezvous_timeout_s if it needs longer to start",
+                    task=task.name,
+                    address=task.address,
+                )
+
+    def _raise_error_of_ring(self) -> None:
+        if self._transport.error is not None:
+            raise self._transport.error
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Makes the thread close this session if the ring is aborted."""

@@ -33,7 +33,7 @@ from hostopt.options import DATA_DIR
 from hostopt.tf_config import DATA
 from hostopt.transport.addresses import host_and_port, is_loopback
 from hostopt.transport.confinement import confine
-from hostopt.transport.greeting import greets
+from hostopt.transport.greeting import wait_for
 
 __all__: list[str] = []
 
@@ -232,13 +232,11 @@ def _port_of_worker(directory: str) -> Iterator[int]:
 
 def _wait_for(dispatcher: hostopt.Task, options: hostopt.Options) -> None:
     until_s = time.monotonic() + options.rendezvous_timeout_s
-    while not greets(dispatcher.address, _POLL_S):
-        if time.monotonic() > until_s:
-            raise hostopt.RendezvousTimeoutError(
-                f"{dispatcher}, which assigns the data, did not answer within "
-                f"{options.rendezvous_timeout_s:g} s. Check its output, or raise "
-                "rendezvous_timeout_s if it needs longer to start",
-                task=dispatcher.name,
-                address=dispatcher.address,
-            )
-        time.sleep(_POLL_S)
+    if not wait_for(dispatcher.address, until_s):
+        raise hostopt.RendezvousTimeoutError(
+            f"{dispatcher}, which assigns the data, did not answer within "
+            f"{options.rendezvous_timeout_s:g} s. Check its output, or raise "
+            "rendezvous_timeout_s if it needs longer to start",
+            task=dispatcher.name,
+            address=dispatcher.address,
+        )

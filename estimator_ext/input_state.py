@@ -111,9 +111,7 @@ class InputStates:
         all_ended = of_ranks[:, 0].all()
         self._has_resumed = bool(of_ranks[:, 1].any() and not all_ended)
         if all_ended:  # resuming would end each training before its first step
-            _log.info(
-                "rank %d: its data had ended, and are read from the beginning", communicator.rank
-            )
+            self._log_start_over()
         self._position.resume(session, from_start=bool(all_ended))
         self._has_begun = True
 
@@ -151,8 +149,7 @@ class InputStates:
             self.gather(session)
         if not self._collected:  # before the first step; a restored checkpoint has its states
             return
-        attributes = {"process": _identifier(os.getpid()), "step": step_of(checkpoint)}
-        input_state_file.write(checkpoint, attributes, self._collected)
+        _write(checkpoint, self._collected)
         _remove_old(checkpoint)
 
     def end(self, checkpoint: str | None, *, has_stepped: bool) -> None:
@@ -168,13 +165,13 @@ class InputStates:
         if has_stepped or not (self._has_resumed and self._guard.data_have_ended):
             return
         self.starts_over = True
-        communicator = self._communicator
-        _log.info(
-            "rank %d: its data had ended, and are read from the beginning", communicator.rank
-        )
+        self._log_start_over()
         if checkpoint is not None:
-            attributes = {"process": _identifier(os.getpid()), "step": step_of(checkpoint)}
-            input_state_file.write(checkpoint, attributes, [b""] * communicator.size)
+            _write(checkpoint, [b""] * self._communicator.size)
+
+    def _log_start_over(self) -> None:
+        rank = self._communicator.rank
+        _log.info("rank %d: its data had ended, and are read from the beginning", rank)
 
     def _unpack(self, state: bytes) -> Packed | None:
         """The saved position; None if the pipelines or the kind of the position have changed."""
@@ -248,6 +245,11 @@ def log_random_operations(train_op: Any, data: Collection[tf.Operation]) -> None
             ", ".join(names[:3]),
             more,
         )
+
+
+def _write(checkpoint: str, states: Sequence[bytes]) -> None:
+    attributes = {"process": _identifier(os.getpid()), "step": step_of(checkpoint)}
+    input_state_file.write(checkpoint, attributes, states)
 
 
 def _read(checkpoint: str | None, size: int) -> list[bytes]:

@@ -38,8 +38,8 @@ class RunConfig(_StockRunConfig):
         "stop": all ranks stop.
       resume_data: how a restarted process finds its position in the data. "state": the states of
         tf.data iterators are saved and restored. "skip": the batches are counted, and as many are
-        read and dropped, for data that are the same in each process, such as those of a
-        deterministic Python generator.
+        read and dropped. The data must be the same in each process, as a deterministic Python
+        generator yields them.
       iterations_per_loop: number of steps in one run of the session, in a loop of the graph.
         Hooks, summaries and checkpoints run between loops.
       prefetch_depth: number of batches that the training dataset prefetches; None adds no

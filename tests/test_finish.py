@@ -60,7 +60,7 @@ def test_a_rank_that_waits_for_one_that_has_finished(
 
 
 def test_communicators_that_finish_one_after_the_other(spawn_inproc: Spawn) -> None:
-    """Rank 1 reads the messages of the first finish after those of the second have arrived."""
+    """Rank 1 reads messages of the first finish only once the second's have arrived."""
     has_sent_both = threading.Event()
 
     def work(communicator: Communicator) -> None:

@@ -28,9 +28,8 @@ def command_of(data_workers: int, work: str, cost: float, steps: int) -> list[ob
       steps: number of timed steps.
     """
     kind, cost = ("cpu", 0.0) if work == "none" else (work, cost)
-    run: list[object] = [sys.executable, "-m", "hostopt.cli", "run", "-np", 2, "--verbose"]
-    run += ["--data-workers", data_workers, "--", sys.executable, HERE / "rank.py"]
-    return [*run, "--work", kind, "--cost", cost, "--steps", steps]
+    rank = [sys.executable, HERE / "rank.py", "--work", kind, "--cost", cost, "--steps", steps]
+    return common.hostopt_run(2, *rank, options=["--verbose", "--data-workers", data_workers])
 
 
 def measure(data_workers: int, work: str, cost: float, steps: int) -> float:

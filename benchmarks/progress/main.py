@@ -37,11 +37,11 @@ def command_of(system: str, hidden: int, steps: int, meeting: str) -> list[objec
     """
     rank: list[object] = [sys.executable, RANK, "--system", "hostopt", "--hidden", hidden]
     rank += ["--steps", steps, "--meeting", meeting]
-    run: list[object] = [sys.executable, "-m", "hostopt.cli", "run", "-np", 2]
     if system == "shown":
-        run += ["--metrics-port", 0, "--", *rank]
+        run = common.hostopt_run(2, *rank, options=["--metrics-port", 0])
     else:  # without the file, the chief neither measures nor writes its progress
-        run += ["--verbose", "--", "env", "-u", "HOSTOPT_PROGRESS_FILE", *rank]
+        unwatched = ["env", "-u", "HOSTOPT_PROGRESS_FILE", *rank]
+        run = common.hostopt_run(2, *unwatched, options=["--verbose"])
     if system == "nothing":
         return run
     watch: list[object] = [sys.executable, HERE / "watch.py", "--how", _HOW[system]]

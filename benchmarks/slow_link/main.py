@@ -81,9 +81,8 @@ def measure_all(link: network.Link, args: argparse.Namespace) -> dict[str, Any]:
     """
     measures = {}
     for mbit in args.mbit:
-        base = {BASE: _BASE_STEPS.get(int(mbit), 20)}
         steps = dict.fromkeys([ALONE, OFFLOAD, BASE, *args.ways], args.every)
-        steps.update(base)
+        steps[BASE] = _BASE_STEPS.get(int(mbit), 20)
         call = functools.partial(measure, link, steps, mbit, args.every, args.hidden)
         measures[f"{mbit:g}"] = call
     speeds = common.in_rounds(measures, args.rounds, "Mbit/s")

@@ -25,6 +25,18 @@ def integer(least: int, most: int) -> Callable[[str], int]:
     return integer
 
 
+def add_size(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Adds the argument -np.
+
+    Args:
+      parser: parser of a command.
+      meaning: its help.
+    """
+    parser.add_argument(
+        "-np", type=integer(1, MAX_TASKS), required=True, metavar="N", help=meaning
+    )
+
+
 def add_evaluators(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Adds the argument --evaluators.
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from hostopt.adapters.manifests import KINDS, Training, tfjob, to_json
 from hostopt.commands.arguments import (
-    MAX_TASKS,
     MAX_TIMES,
     add_command,
     add_evaluators,
+    add_size,
     command_of,
     integer,
 )
@@ -32,9 +32,7 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--image", required=True, help="image with hostopt and the program")
-    parser.add_argument(
-        "-np", type=integer(1, MAX_TASKS), required=True, metavar="N", help="number of ranks"
-    )
+    add_size(parser, "number of ranks")
     parser.add_argument(
         "--kind", choices=list(KINDS), default="job", help="kind of the training (default: job)"
     )

@@ -15,6 +15,7 @@ from hostopt.commands.arguments import (
     USAGE_ERROR,
     add_command,
     add_evaluators,
+    add_size,
     command_of,
     integer,
 )
@@ -42,13 +43,7 @@ def add(commands: Any) -> None:
         "does not change when ranks are renumbered.",
         allow_abbrev=False,
     )
-    run.add_argument(
-        "-np",
-        type=integer(1, MAX_TASKS),
-        required=True,
-        metavar="N",
-        help="number of ranks: 1 chief, N-1 workers",
-    )
+    add_size(run, "number of ranks: 1 chief, N-1 workers")
     add_evaluators(run, "number of evaluators")
     run.add_argument(
         "--data-workers",

@@ -164,8 +164,9 @@ class _Run:
         self._ring = ring
         self._evaluators = evaluators
         self._data_workers = data_workers
+        self._others = (*evaluators, *data_workers)
         self._lost: DataWorker | None = None  # the first that has failed for good before the ring
-        self._groups: tuple[Group, ...] = (ring, *evaluators, *data_workers)
+        self._groups: tuple[Group, ...] = (ring, *self._others)
         self._failed: list[Group] = []  # in the order in which they failed for good
         self._selector = selector
         self._ring_ended = ring_ended
@@ -196,7 +197,7 @@ class _Run:
         return root.code or 0
 
     def _root_cause(self) -> Group | None:
-        """Returns the group whose failure is that of the run; None if all have succeeded."""
+        """Returns the group whose failure ends the run; None if all have succeeded."""
         if self._lost is not None:
             return self._lost
         return self._ring if self._ring.code else next(iter(self._failed), None)
@@ -204,11 +205,11 @@ class _Run:
     def _advance(self) -> None:
         self._ring.advance()
         if self._ring.code:
-            for other in (*self._evaluators, *self._data_workers):
+            for other in self._others:
                 other.end()
         elif self._ring.code == 0 and not self._is_announced:
             self._announce_success()
-        for other in (*self._evaluators, *self._data_workers):
+        for other in self._others:
             other.advance()
         self._end_without_data()
         self._failed += [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hostopt.launch import restarts
@@ -87,31 +87,56 @@ class Ring(Group):
         _LOG.warning("%s; restarting in %g s%s", text, delay_s, self._slots.describe())
 
 
-class Evaluator(Group):
+class _Companion(Group):
+    """The group of one task beside the ranks, whose place outlives an attempt.
+
+    Args:
+      *arguments: arguments of `Group`.
+      task: job and index.
+      reservation: the places of all tasks of the job.
+      settings: environment variables of the task.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        task: tuple[str, int],
+        reservation: Reservation,
+        settings: Mapping[str, str],
+    ) -> None:
+        super().__init__(*arguments)
+        self._task = task
+        self._reservation = reservation
+        self._settings = settings
+
+    def _find_places(self) -> Sequence[Place] | None:
+        are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
+        return self._reservation.poll() if are_ranks_placed else None
+
+    def _start(self, places: Sequence[Place]) -> None:
+        self._start_task(self._task, places[self._task[1]], self._settings)
+
+
+class Evaluator(_Companion):
     """The group of one evaluator.
 
     Args:
       *arguments: arguments of `Group`.
       index: index of the evaluator.
-      reservation: the places of all evaluators, which outlive an attempt.
+      reservation: the places of all evaluators.
       ring_ended: path of the file that exists once all ranks have succeeded.
     """
 
     def __init__(
         self, *arguments: Any, index: int, reservation: Reservation, ring_ended: str
     ) -> None:
-        super().__init__(*arguments)
-        self._task = (EVALUATOR, index)
-        self._places = reservation
-        self._ring_ended = ring_ended
-
-    def _find_places(self) -> Sequence[Place] | None:
-        are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
-        return self._places.poll() if are_ranks_placed else None
+        settings = {RING_ENDED: ring_ended}
+        task = (EVALUATOR, index)
+        super().__init__(*arguments, task=task, reservation=reservation, settings=settings)
 
     def _start(self, places: Sequence[Place]) -> None:
-        self._cluster[EVALUATOR] = [place.address for place in places]
-        self._start_task(self._task, places[self._task[1]], {RING_ENDED: self._ring_ended})
+        self._cluster[EVALUATOR] = [place.address for place in places]  # one may have moved
+        super()._start(places)
 
     def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
         then = "training continues without it"
@@ -123,13 +148,13 @@ class Evaluator(Group):
             _LOG.error("%s", decision.cause)
 
 
-class DataWorker(Group):
+class DataWorker(_Companion):
     """The group of one data worker, which serves all attempts of the ring.
 
     Args:
       *arguments: arguments of `Group`.
       index: index of the data worker.
-      reservation: the places of all data workers, which outlive an attempt.
+      reservation: the places of all data workers.
       ring_ended: path of the file that exists once all ranks have succeeded.
       directory: directory for what the data worker must still know after a restart.
     """
@@ -142,10 +167,10 @@ class DataWorker(Group):
         ring_ended: str,
         directory: str,
     ) -> None:
-        super().__init__(*arguments)
-        self._task = (DATA, index)
-        self._reserved = reservation
-        self._settings = {RING_ENDED: ring_ended, DATA_DIR: directory}
+        settings = {RING_ENDED: ring_ended, DATA_DIR: directory}
+        super().__init__(
+            *arguments, task=(DATA, index), reservation=reservation, settings=settings
+        )
         self._is_over = False  # the ring has ended
 
     def forward(self, signum: int) -> None:
@@ -172,13 +197,6 @@ class DataWorker(Group):
         self._end(())
         if self._running():
             self._set_deadlines(grace_period)
-
-    def _find_places(self) -> Sequence[Place] | None:
-        are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
-        return self._reserved.poll() if are_ranks_placed else None
-
-    def _start(self, places: Sequence[Place]) -> None:
-        self._start_task(self._task, places[self._task[1]], self._settings)
 
     def _finish_attempt(self) -> None:
         has_served = self._is_over or any(each.code for each in self._exits)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 
 from hostopt import descriptors
 from hostopt.transport.addresses import host_and_port
@@ -13,6 +15,7 @@ __all__: list[str] = []
 # with its own, before any call.
 _HEADER_BYTES = 9
 _SETTINGS = 4  # type of the frame, the fourth byte of its header
+_ANSWER_S, _POLL_S = 1.0, 0.5  # of `wait_for`
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 
 
@@ -48,3 +51,22 @@ def greets(address: str, timeout_s: float) -> bool:
         descriptors.check(error)
         return False
     return header[3:4] == bytes([_SETTINGS])
+
+
+def wait_for(address: str, until_s: float, check: Callable[[], None] = lambda: None) -> bool:
+    """Waits until a server of HTTP/2 answers.
+
+    Args:
+      address: ``host:port`` of the server.
+      until_s: deadline, by `time.monotonic`.
+      check: called between two questions; an error that it raises ends the wait.
+
+    Returns:
+      False if the deadline has passed.
+    """
+    while not greets(address, _ANSWER_S):
+        check()
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -143,12 +143,15 @@ class MpiGroup:
     def _is_expected(self, call: CollectiveCall, nbytes: int) -> bool:
         """Begins a call that all ranks expect, and returns True; otherwise returns False: [E2]."""
         tag = call.tag()
-        place = (tag.signature, tag.bucket, tag.step - self._step)
+        place = self._place_of(tag)
         if self._followers.get(self._last) != place:
             return False
         self._record(call, tag, nbytes)
         self._step, self._last = tag.step, place
         return True
+
+    def _place_of(self, tag: Tag) -> _Place:
+        return tag.signature, tag.bucket, tag.step - self._step
 
     def _record(self, call: CollectiveCall, tag: Tag, nbytes: int) -> None:
         if self._transport.error is not None:
@@ -168,8 +171,7 @@ class MpiGroup:
         for peer, row in enumerate(rows):
             if row[:-1] != local:
                 raise event_loop.run(transport.abort_on_mismatch(peer, tag))
-        place = (tag.signature, tag.bucket, tag.step - self._step)
-        self._followers[self._last] = place
+        self._followers[self._last] = place = self._place_of(tag)
         self._step, self._last = tag.step, place
         return [row[-1] for row in rows]
 

@@ -10,7 +10,7 @@ from hostopt.cluster import Cluster
 from hostopt.errors import AuthError, HostOptError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import event_loop
-from hostopt.transport.addresses import host_and_port
+from hostopt.transport.greeting import listens
 from hostopt.transport.grpc import limits, timing
 from hostopt.transport.grpc.authentication import ObserverProofs
 from hostopt.transport.grpc.channel_options import message_options
@@ -119,7 +119,8 @@ async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Securit
     if fault is not None:  # in words for a rank
         fault = fault.replace("this rank", "this command")
         return AuthError(f"{address} {fault}. {_ADVICE}")
-    if await _listens(address):
+    loop = asyncio.get_running_loop()
+    if await loop.run_in_executor(None, listens, address, _CONNECT_S):
         return PeerLostError(
             f"{address} accepts connections but does not answer: its process is frozen, cannot "
             "run Python, or is not a rank. Ask another rank"
@@ -128,13 +129,3 @@ async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Securit
         f"nothing listens at {address}. Check the address, and whether the training runs: "
         "evaluators, and trainings of one process, do not listen"
     )
-
-
-async def _listens(address: str) -> bool:
-    try:
-        connecting = asyncio.open_connection(*host_and_port(address))
-        _, writer = await asyncio.wait_for(connecting, _CONNECT_S)
-    except (OSError, asyncio.TimeoutError):
-        return False
-    writer.transport.abort()
-    return True
