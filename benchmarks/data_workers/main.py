@@ -39,7 +39,9 @@ def measure(data_workers: int, work: str, cost: float, steps: int) -> float:
 
 
 def name_of(data_workers: str) -> str:
-    return "each rank" if data_workers == "0" else f"{data_workers} data workers"
+    if data_workers == "0":
+        return "each rank"
+    return f"{data_workers} data worker{'s' * (data_workers != '1')}"
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -76,7 +78,7 @@ def main() -> None:
     parser = common.parser(__doc__, HERE)
     parser.add_argument("--data-workers", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
-    parser.add_argument("--products", type=float, default=30.0, help="of matrices, per batch")
+    parser.add_argument("--products", type=float, default=250.0, help="of matrices, per batch")
     parser.add_argument("--wait-ms", type=float, default=20.0, help="per batch")
     parser.add_argument("--steps", type=int, default=300, help="timed steps")
     args = parser.parse_args()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -317,7 +318,8 @@ def main() -> None:
     run_graph(shuffled)
     check_objects()
     hvd.barrier()
-    print("made", len(in_order), "calls in 4 ways")
+    # at once, or mpirun may join it with other lines
+    sys.stdout.write(f"made {len(in_order)} calls in 4 ways\n")
 
 
 main()
