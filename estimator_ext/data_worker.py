@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -44,38 +45,37 @@ _POLL_S = 0.5
 _KEPT_S = 3600.0
 _HEARTBEAT_MS = 1000  # from a worker to the dispatcher, which may have restarted
 _service = tf.data.experimental.service
-_has_served = threading.Event()  # in this process
 
 
-def serves_data(strategy: Any) -> bool:
+def serve_if_data_worker(strategy: Any) -> None:
     """Prepares data for the ranks until they have ended, if this process is a data worker.
+
+    A data worker then exits, and does not return: it has served all trainings of the program, and
+    what follows them, such as `evaluate`, is for the ranks.
 
     Args:
       strategy: strategy of a training, or None.
 
-    Returns:
-      True if it is one.
-
     Raises:
       hostopt.ConfigError: the address cannot be used, or it can be reached from other machines.
       hostopt.RendezvousTimeoutError: the dispatcher or the chief did not start in time.
+      SystemExit: the ranks have ended.
     """
     if not _is_data_worker(strategy):
-        return False
+        return
     cluster, options = strategy.cluster, strategy.options
     check_reach(cluster, options)
     bypass_proxies(cluster)
     ring_end = ring_end_of(cluster, options)
-    # an earlier call has served all trainings of the program
-    if not (_has_served.is_set() or ring_end.has_come()):
+    if not ring_end.has_come():
         with ring_end.signals_wait(), _serving(cluster, options) as confined_ports:
-            _has_served.set()
             _log.info("%s prepares data until the ranks have ended", cluster.task)
             while not ring_end.has_come():
                 time.sleep(_POLL_S)
                 for port in confined_ports:  # a connection may have begun before it was confined
                     confine(port)
-    return True
+    _log.info("the ranks have ended: %s exits", cluster.task)
+    sys.exit(0)
 
 
 def check_is_no_data_worker(strategy: Any, call: str) -> None:

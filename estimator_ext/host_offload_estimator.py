@@ -22,7 +22,7 @@ from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.batch_size import BatchSizes
 from estimator_ext.checkpoint_reading import check_on_rank_0, check_shared
 from estimator_ext.checkpoint_saving import add_saver
-from estimator_ext.data_worker import check_is_no_data_worker, serves_data
+from estimator_ext.data_worker import check_is_no_data_worker, serve_if_data_worker
 from estimator_ext.early_stopping import config_for
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.file_errors import translate_io_errors
@@ -115,8 +115,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         if max_steps is not None:
             max_steps = whole_loops(max_steps, self._iterations)
         strategy = self._train_distribution
-        if serves_data(strategy):
-            return self
+        serve_if_data_worker(strategy)
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
             with training_without_ring(self._model_dir, self._config):
                 super().train(input_fn, hooks, steps, max_steps, saving_listeners)

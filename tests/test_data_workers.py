@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import QUIET, ROOT, Process, python, reserved_addresses
+from harness import QUIET, ROOT, Process, python
 from served import PROGRAM, Served, served
 
 import estimator_ext
 import hostopt
 from estimator_ext.served_pipeline import check_dataset
 from hostopt.transport.confinement import confine
-from hostopt.transport.greeting import greets
 
 sys.path.insert(0, str(ROOT))
 
@@ -48,8 +47,26 @@ def test_each_element_goes_to_one_rank_once(served: Served) -> None:
     assert "2 data workers prepare the data (distributed_epoch)" in output
     assert "metrics {'loss': " in output  # the evaluator reads all data itself
     assert "51.5" in output
-    for task in ("data:0", "data:1", "chief:0", "worker:0"):
+    for task in ("chief:0", "worker:0"):
         assert f"{task} has ended" in output
+    for task in ("data:0", "data:1"):
+        assert f"the ranks have ended: {task}, " in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ("2", {"config": {"accumulate_steps": 2}}),
+        ("1", {"config": {"iterations_per_loop": 2}}),
+        ("2", {"strategy": {"sync_every": 3}}),
+    ],
+)
+def test_each_element_once_with_other_ways_of_training(
+    served: Served, size: str, options: Any
+) -> None:
+    served.run("-np", size, "--data-workers", "1", count=102, **options)
+    assert served.elements() == list(range(1, 103))
 
 
 def test_an_input_context_names_the_only_pipeline(served: Served) -> None:
@@ -58,6 +75,15 @@ def test_an_input_context_names_the_only_pipeline(served: Served) -> None:
     assert {tuple(each) for each in served.batches("context")} == {(1, 0, 2)}
     batches = [*served.batches("chief-0"), *served.batches("worker-0")]
     assert {len(batch) for batch in batches} == {4}  # half of the global size
+
+
+def test_a_program_that_trains_and_evaluates_in_all_tasks(served: Served) -> None:
+    output = served.run("-np", "2", "--data-workers", "2", count=40, rounds=2)
+    assert served.elements() == sorted([*range(1, 41)] * 2)
+    assert output.count("mean 20.5") == 4
+    assert "ConfigError" not in output
+    for task in ("data:0", "data:1"):
+        assert output.count(f"the ranks have ended: {task}, ") == 1
 
 
 def test_a_resumed_training_reads_the_data_from_the_beginning(served: Served) -> None:
@@ -249,15 +275,6 @@ def test_only_the_estimator_uses_data_workers(in_task: Any) -> None:
 
 
 # -- signs of life -------------------------------------------------------------------------
-
-
-def test_only_a_server_of_http2_greets() -> None:
-    server = tf.data.experimental.service.DispatchServer()
-    assert greets(server.target.removeprefix("grpc://"), 10.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, as a frozen process does
-        assert not greets(f"127.0.0.1:{silent.getsockname()[1]}", 0.1)
-    with reserved_addresses(1) as (address,):
-        assert not greets(address, 0.1)
 
 
 # -- confinement ---------------------------------------------------------------------------

@@ -163,6 +163,7 @@ def test_a_frozen_rank_is_detected_by_ping(processes: NewRing, communication: st
     ).start_all()
     for result in assert_all_blame(ring, others(started), "PeerLostError", within_s=5.0):
         assert result["waited_s"] >= PING_S
+        assert "no answer to ping, its process is frozen" in result["error"]["message"]
     end(started[VICTIM])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Callable
@@ -44,13 +45,37 @@ def greets(address: str, timeout_s: float) -> bool:
       timeout_s: longest time to wait for the connection, and for the frame.
     """
     try:
-        with socket.create_connection(host_and_port(address), timeout_s) as connection:
-            connection.sendall(_GREETING)
-            header = connection.recv(_HEADER_BYTES, socket.MSG_WAITALL)
+        header = _greet(address, timeout_s)
     except OSError as error:
         descriptors.check(error)
         return False
     return header[3:4] == bytes([_SETTINGS])
+
+
+def is_silent(address: str, timeout_s: float) -> bool:
+    """Returns True if a process is frozen, or its host or link is silent.
+
+    The kernel refuses or ends a connection to a process that is gone.
+
+    Args:
+      address: ``host:port`` of the process.
+      timeout_s: longest time to wait for the connection, and for any answer.
+    """
+    try:
+        _greet(address, timeout_s)
+    except (socket.timeout, TimeoutError):  # different types in Python 3.9
+        return True
+    except OSError as error:
+        descriptors.check(error)
+        return error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+    return False
+
+
+def _greet(address: str, timeout_s: float) -> bytes:
+    """Returns the header of the server's first frame."""
+    with socket.create_connection(host_and_port(address), timeout_s) as connection:
+        connection.sendall(_GREETING)
+        return connection.recv(_HEADER_BYTES, socket.MSG_WAITALL)
 
 
 def wait_for(address: str, until_s: float, check: Callable[[], None] = lambda: None) -> bool:

@@ -24,8 +24,10 @@ SETTINGS: dict[str, Any] = {
     "batch": 4,
     "takes_context": False,
     "config": {},  # options of RunConfig
+    "strategy": {},  # options of HostOffloadStrategy
     "max_steps": None,
     "evaluates": False,
+    "rounds": 0,  # of training and evaluation in all tasks, instead of one training
     "step_s": 0.0,  # pause of a step
     "die_at": [],  # index of a data worker that fails at once, and its exit code
     "gone_s": 30.0,  # without an answer of the chief, after which a data worker ends
@@ -48,7 +50,7 @@ def main(chosen: dict[str, Any]) -> None:
     settings = {**SETTINGS, **chosen}
     ring_end.GONE_S = settings["gone_s"]
     directory = Path(settings["directory"])
-    strategy = estimator_ext.HostOffloadStrategy()
+    strategy = estimator_ext.HostOffloadStrategy(**settings["strategy"])
     task = strategy.cluster.task
     note(directory, f"started-{task.name.replace(':', '-')}")
     if settings["die_at"] and task.name == f"data:{settings['die_at'][0]}":
@@ -90,6 +92,11 @@ def main(chosen: dict[str, Any]) -> None:
         )
         metrics, _ = estimator_ext.train_and_evaluate(estimator, *specs)
         print("metrics", metrics, flush=True)
+    elif settings["rounds"]:
+        for _ in range(settings["rounds"]):
+            estimator.train(input_fn)
+            metrics = estimator.evaluate(lambda: numbers(settings))
+            print("mean", metrics["mean"], flush=True)
     else:
         estimator.train(input_fn, max_steps=settings["max_steps"])
     print(f"{task.name} has ended", flush=True)

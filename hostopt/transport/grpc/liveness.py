@@ -16,6 +16,7 @@ from typing import Any
 
 from hostopt.errors import AuthError, HostOptError, PeerLostError, error_from_dict
 from hostopt.telemetry.flight_recorder import FlightRecorder
+from hostopt.transport import greeting
 from hostopt.transport.grpc.notes import read_status
 from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
@@ -161,9 +162,7 @@ class Liveness:
             status = await self._call_status(peer, {}, self._ring.timing.last_message_s)
             incarnation = status["incarnation"]
         except grpc.aio.AioRpcError as error:
-            details = f"{reason}, {error.details()}".lower()
-            is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            if is_silent or any(word in details for word in ("ping", "keepalive")):
+            if await self._is_silent(peer, error, reason):
                 return self._lost_error(peer, _SILENT), PeerState.SILENT
             gone = f"connection reset, process gone ({reason})"
             return self._lost_error(peer, gone), PeerState.GONE
@@ -178,6 +177,19 @@ class Liveness:
         between = " and ".join(map(self._peers.cluster.describe, ends))
         broken = f"the connection between {between} broke ({reason}), though both are alive"
         return self._lost_error(ends[1], broken, between), PeerState.ALIVE
+
+    async def _is_silent(self, peer: int, error: grpc.aio.AioRpcError, reason: str) -> bool:
+        """Returns True if a peer is not gone, but does not answer."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return True
+        details = f"{reason}, {error.details()}".lower()
+        if "ping" in details or "keepalive" in details:
+            return True
+        # gRPC only says that it cannot connect again
+        address = self._peers.cluster.ring[peer].address
+        return await asyncio.to_thread(
+            greeting.is_silent, address, self._ring.timing.last_message_s
+        )
 
     def _lost_error(self, peer: int, reason: str, between: str = "") -> PeerLostError:
         cluster, rank = self._peers.cluster, self._peers.rank
