@@ -12,8 +12,9 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.data_watch import DataWatch
 from estimator_ext.data_worker import bypass_proxies, check_reach
+from estimator_ext.divided_pipeline import INSTEAD, divisible
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.served_pipeline import INSTEAD, check_dataset
+from estimator_ext.served_pipeline import check_dataset
 from estimator_ext.strategy import HostOffloadStrategy
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -115,7 +116,7 @@ class DataService:
         with tf.device(HOST_DEVICE):
             register = tf.data.experimental.service.register_dataset(
                 self._service,
-                data,
+                divisible(data),
                 # on one machine, elements are copied faster than they are compressed
                 compression=None if self._is_local else "AUTO",
                 dataset_id=name,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from harness import reserved_addresses
+from harness import deadline_s, reserved_addresses
 from ranks import Rank, Ranks
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.faults]
@@ -160,8 +160,10 @@ def test_a_rank_that_skips_for_long_does_not_exceed_the_timeout_of_the_others(
         by_rank={"0": {"example_s": 0.0}, "1": {"example_s": 0.0}},
     )
     trainings.run(code=200, kill=[1, 8])
-    by_rank = {"0": {"example_s": 0.0}, "1": {"example_s": 0.2}}  # 5 s for the skipped batches
-    ranks = trainings.run(by_rank=by_rank, strategy={"collective_timeout_s": 2.0})
+    second_s = deadline_s(1.0)
+    by_rank = {"0": {"example_s": 0.0}, "1": {"example_s": 0.2 * second_s}}
+    # about 5 for the skipped batches
+    ranks = trainings.run(by_rank=by_rank, strategy={"collective_timeout_s": 2 * second_s})
     assert re.search(r"rank 1: skipped [1-5] of 6 batches", ranks[1].output)
     assert "rank 1: skipped 6 batches in " in ranks[1].output
 

@@ -236,26 +236,6 @@ def test_elements_that_would_not_match_are_refused(workers: int) -> None:
     check_dataset(numbers.flat_map(lambda x: tf.data.Dataset.zip((numbers, numbers))), workers)
 
 
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda data: data.take(2), "take"),
-        (lambda data: data.skip(1), "skip"),
-        (lambda data: data.shard(2, 0), "shard"),
-        (lambda data: data.window(2), "window"),
-        (lambda data: data.take_while(lambda x: x < 2), "take_while"),
-        (lambda data: data.unique(), "unique"),
-        (lambda data: data.scan(tf.constant(0, tf.int64), lambda s, x: (s + x, s)), "scan"),
-    ],
-)
-@pytest.mark.usefixtures("in_graph")
-def test_counting_by_several_data_workers_is_refused(call: Any, name: str) -> None:
-    data = call(tf.data.Dataset.range(3)).repeat()
-    check_dataset(data, 1)
-    with pytest.raises(hostopt.ConfigError, match=rf"calls {name}\(\) .* each of 2 data workers"):
-        check_dataset(data, 2)
-
-
 def test_only_datasets_can_be_prepared() -> None:
     with pytest.raises(hostopt.ConfigError, match=r"returned a ndarray, wanted a tf.data.Dat"):
         check_dataset(np.zeros(3), 1)
@@ -272,9 +252,6 @@ def test_only_the_estimator_uses_data_workers(in_task: Any) -> None:
         in_task("chief").experimental_distribute_dataset(data)
     with pytest.raises(hostopt.ConfigError, match=r"prepare the data of Estimator.train only"):
         in_task("chief").distribute_datasets_from_function(lambda context: data)
-
-
-# -- signs of life -------------------------------------------------------------------------
 
 
 # -- confinement ---------------------------------------------------------------------------

@@ -1,0 +1,183 @@
+"""Transformations of a dataset whose source data workers divide among each other.
+
+Each data worker applies all transformations to its own part of the source. A transformation is
+accepted only if the elements are then those of one process, as `test_divided_pipelines.py` shows
+with TensorFlow's servers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from estimator_ext._tf_private import replace_input, variant_tensor
+from estimator_ext.errors import UnsupportedError
+from estimator_ext.graph import walk
+
+__all__: list[str] = []
+
+INSTEAD = (
+    "Build the pipeline of other TensorFlow operations, or set RunConfig.data_service='off', with "
+    "which each rank prepares its data itself"
+)
+# With "Dataset", and perhaps a version, these are the names of operations.
+_DIVIDED = {
+    *("Range", "SparseTensorSlice", "Tensor", "TensorSlice"),  # sources
+    *("FixedLengthRecord", "TFRecord", "TextLine"),
+    *("Batch", "DenseToSparseBatch", "MapAndBatch", "PaddedBatch", "ParallelBatch", "Rebatch"),
+    *("Filter", "IgnoreErrors", "Map", "ParallelMap", "ParseExample", "Unbatch"),
+    *("FlatMap", "Interleave", "ParallelInterleave", "LegacyParallelInterleave"),
+    *("Concatenate", "DirectedInterleave", "GroupByWindow", "Zip"),
+    *("Repeat", "Shuffle", "ShuffleAndRepeat"),
+    *("MaxIntraOpParallelism", "Model", "Options", "Prefetch", "PrivateThreadPool"),
+}
+# Their result depends on earlier elements, of which each data worker has others.
+_COUNTING = {
+    "AssertCardinality": "assert_cardinality",
+    "Random": "random",
+    "Scan": "scan",
+    "Shard": "shard",
+    "Skip": "skip",
+    "Take": "take",
+    "TakeWhile": "take_while",
+    "Unique": "unique",
+    "Window": "window",
+}
+_NAME = re.compile(r"(?:Experimental)?(\w+)Dataset(?:V\d+)?")
+
+
+def check_transformations(data: tf.data.Dataset, workers: int) -> None:
+    """Checks that each element of a dataset stays what it is if data workers prepare it.
+
+    Args:
+      data: a dataset of a graph.
+      workers: number of data workers.
+
+    Raises:
+      UnsupportedError: a transformation would lose, double or change elements.
+    """
+    operations = walk([variant_tensor(data).op])
+    choices: set[tf.Operation] = set()
+    for op in operations:
+        if _name(op) == "DirectedInterleave":
+            choices.update(_choices_of(op))
+    for op in operations:
+        if op not in choices:
+            _check_transformation(op, workers)
+
+
+def _choices_of(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations with which sample_from_datasets() chooses, which are not divided."""
+    choices = walk([op.inputs[0].op])
+    if not any(_name(each) == "Random" for each in choices):
+        raise UnsupportedError(
+            f"the dataset of input_fn calls choose_from_datasets() ({op.name!r}). Data workers "
+            "divide the choices and the datasets separately, so that elements would be lost. Use "
+            "sample_from_datasets() or interleave(), or set RunConfig.data_service='off'"
+        )
+    return choices
+
+
+def _name(op: tf.Operation) -> str:
+    """Returns the name of a transformation; an empty string for other operations."""
+    match = _NAME.fullmatch(op.type)
+    return match[1] if match else ""
+
+
+def _check_transformation(op: tf.Operation, workers: int) -> None:
+    name = _name(op)
+    if name == "Zip" and len(op.inputs) > 1:
+        raise UnsupportedError(
+            f"the dataset of input_fn joins {len(op.inputs)} datasets with zip() or enumerate() "
+            f"({op.name!r}). Data workers divide each of them separately, so that elements would "
+            "not match. Make one dataset of tuples, such as from_tensor_slices((features, "
+            "labels)), join within interleave() or flat_map(), or set "
+            "RunConfig.data_service='off'"
+        )
+    if name == "Cache":
+        raise UnsupportedError(
+            f"the dataset of input_fn calls cache() ({op.name!r}). Each data worker would cache "
+            "its own part, which is lost when it restarts. Leave cache() out, or set "
+            "RunConfig.data_service='off'"
+        )
+    if name == "GroupByWindow" and workers > 1 and _has_later_iterators(op):
+        raise UnsupportedError(
+            "the dataset of input_fn calls group_by_window() or bucket_by_sequence_length() "
+            f"({op.name!r}) after shuffle() or repeat(). TensorFlow then has each of {workers} "
+            "data workers read all data. Call it before, use one data worker, or set "
+            "RunConfig.data_service='off'"
+        )
+    if name in _COUNTING:
+        if workers > 1 and not _is_whole_shard(op):
+            raise UnsupportedError(
+                f"the dataset of input_fn calls {_COUNTING[name]}() ({op.name!r}), which each of "
+                f"{workers} data workers would apply to its own part of the data. Choose the "
+                "elements before the dataset is made, use one data worker, or set "
+                "RunConfig.data_service='off'"
+            )
+    elif name and name not in _DIVIDED:
+        raise UnsupportedError(
+            f"the dataset of input_fn uses {op.type} ({op.name!r}), which data workers cannot "
+            f"divide, or are not known to divide right. {INSTEAD}"
+        )
+
+
+def _is_whole_shard(op: tf.Operation) -> bool:
+    return _name(op) == "Shard" and tf.get_static_value(op.inputs[1]) == 1
+
+
+def _has_later_iterators(op: tf.Operation) -> bool:
+    """True if a transformation reads one that opens its own input later than the iteration begins.
+
+    A sequential interleave() or a group_by_window() reads its input as a nested dataset, which is
+    not divided. If the input was opened before, it is divided all the same.
+    """
+    return any(_name(each).startswith(("Shuffle", "Repeat")) for each in walk([op.inputs[0].op]))
+
+
+def divisible(data: tf.data.Dataset) -> tf.data.Dataset:
+    """Replaces each sequential interleave() after shuffle() or repeat() by a parallel one.
+
+    TensorFlow would not divide its input. The elements and their order stay the same.
+
+    Args:
+      data: a dataset of a graph, whose operations are changed.
+
+    Returns:
+      The dataset to use.
+    """
+    data = data.prefetch(0)  # so that another operation reads each interleave
+    for op in walk([variant_tensor(data).op]):
+        if op.type == "InterleaveDataset" and _has_later_iterators(op):
+            _replace(op.outputs[0], _parallel(op))
+    return data
+
+
+def _parallel(op: tf.Operation) -> tf.Tensor:
+    auto = tf.data.AUTOTUNE
+    source, *others, cycle_length, block_length = op.inputs
+    with op.graph.as_default(), tf.control_dependencies(None):
+        parallel: tf.Tensor = tf.raw_ops.ParallelInterleaveDatasetV4(
+            input_dataset=source,
+            other_arguments=others,
+            cycle_length=cycle_length,
+            block_length=block_length,
+            buffer_output_elements=auto,
+            prefetch_input_elements=auto,
+            num_parallel_calls=1,
+            f=op.get_attr("f"),
+            deterministic="true",
+            output_types=op.get_attr("output_types"),
+            output_shapes=op.get_attr("output_shapes"),
+        )
+    return parallel
+
+
+def _replace(old: tf.Tensor, new: tf.Tensor) -> None:
+    readers: Sequence[tf.Operation] = old.consumers()
+    for op in readers:
+        for index, tensor in enumerate(op.inputs):
+            if tensor is old:
+                replace_input(op, index, new)

@@ -1,0 +1,270 @@
+"""Pipelines that several data workers divide: each element comes once, from real servers.
+
+The reference is the same pipeline in this process.
+"""
+
+from __future__ import annotations
+
+import collections
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hostopt
+from estimator_ext.divided_pipeline import divisible
+from estimator_ext.served_pipeline import check_dataset
+
+pytestmark = [pytest.mark.tensorflow]
+
+FILES, LINES = 4, 10
+Make = Callable[[Path], Any]
+service = tf.data.experimental.service
+data = tf.data.Dataset
+
+
+class Servers:
+    """A dispatcher and data workers in this process.
+
+    Args:
+      size: number of data workers.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.dispatcher = service.DispatchServer()
+        address = self.dispatcher.target.removeprefix("grpc://")
+        config = service.WorkerConfig(address)
+        self.workers = [service.WorkerServer(config) for _ in range(size)]
+
+    def register(self, make: Callable[[], Any], name: str) -> Any:
+        """Checks and registers a pipeline of a graph, as rank 0 does; returns its elements."""
+        with tf.Graph().as_default():
+            pipeline = make()
+            check_dataset(pipeline, self.size)
+            spec = pipeline.element_spec
+            registered = service.register_dataset(
+                self.dispatcher.target, divisible(pipeline), compression=None, dataset_id=name
+            )
+            with tf.compat.v1.Session() as session:
+                session.run(registered)
+        return spec
+
+    def elements(self, make: Callable[[], Any]) -> list[Any]:
+        """Returns the elements that two readers get, in any order."""
+        name = secrets.token_hex(8)
+        spec = self.register(make, name)
+        results: list[Any] = []
+
+        def read() -> None:
+            prepared = service.from_dataset_id(
+                "distributed_epoch", self.dispatcher.target, name, spec, job_name=name
+            )
+            results.extend(values_of(prepared))
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        return results
+
+
+def values_of(pipeline: Any) -> list[Any]:
+    return [value for element in pipeline for value in np.ravel(element.numpy()).tolist()]
+
+
+@pytest.fixture(scope="module")
+def one_worker() -> Iterator[Servers]:
+    yield Servers(1)
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[Servers]:
+    yield Servers(2)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files")
+    for index in range(FILES):
+        lines = [f"{LINES * index + line:02d}" for line in range(LINES)]
+        path.joinpath(f"{index}.txt").write_text("".join(f"{line}\n" for line in lines))
+        with tf.io.TFRecordWriter(str(path / f"{index}.tfrecord")) as writer:
+            for line in lines:
+                writer.write(line.encode())
+    return path
+
+
+def number(text: Any) -> Any:
+    return tf.strings.to_number(text, tf.int64)
+
+
+def texts(path: Path) -> Any:
+    return data.list_files(f"{path}/*.txt")
+
+
+def records(path: Path, **options: Any) -> Any:
+    files = sorted(map(str, path.glob("*.tfrecord")))
+    return tf.data.TFRecordDataset(files, **options).map(number)
+
+
+def lines(name: Any) -> Any:
+    return tf.data.TextLineDataset(name).map(number)
+
+
+def ten(x: Any) -> Any:
+    return data.range(10 * x, 10 * x + 10)
+
+
+def interleave_from(start: Any) -> Any:
+    return data.range(4).repeat(2).interleave(lambda x: ten(x + start))
+
+
+def grouped(numbers: Any) -> Any:
+    return numbers.group_by_window(lambda x: x % 3, lambda _, part: part.batch(4), 4).unbatch()
+
+
+def by_length(numbers: Any) -> Any:
+    return numbers.bucket_by_sequence_length(
+        lambda x: tf.cast(x % 7, tf.int32), [3, 5], [4, 4, 4]
+    ).unbatch()
+
+
+PIPELINES: dict[str, Make] = {
+    # files
+    "list_files, interleave": lambda path: texts(path).interleave(lines),
+    "list_files, repeat, interleave": lambda path: texts(path).repeat(2).interleave(lines),
+    "list_files, parallel interleave": lambda path: texts(path).interleave(
+        lines, num_parallel_calls=2, deterministic=False
+    ),
+    "list_files, flat_map": lambda path: texts(path).flat_map(lines),
+    "list_files, contrib's interleave": lambda path: texts(path).apply(
+        tf.data.experimental.parallel_interleave(lines, 2)
+    ),
+    "records": records,
+    "records in parallel": lambda path: records(path, num_parallel_reads=2),
+    "records, shuffled and repeated": lambda path: records(path).shuffle(8).repeat(3).batch(4),
+    "records of one length": lambda path: tf.data.FixedLengthRecordDataset(
+        sorted(map(str, path.glob("*.txt"))), 3
+    ).map(lambda text: number(tf.strings.substr(text, 0, 2))),
+    # what reads its input as a nested dataset, after what opens its own input late
+    "shuffle, interleave": lambda _: data.range(4).shuffle(4).interleave(ten, cycle_length=2),
+    "shuffle, map, interleave": lambda _: (
+        data.range(4).shuffle(4).map(lambda x: x).interleave(ten).prefetch(1)
+    ),
+    "shuffle, interleave, repeat": lambda _: data.range(4).shuffle(4).interleave(ten).repeat(2),
+    "interleave with a captured value": lambda _: interleave_from(tf.constant(3, tf.int64)),
+    "interleave twice": lambda _: data.range(4).repeat(2).interleave(ten).interleave(ten),
+    "nested shuffle, interleave": lambda _: data.range(4).flat_map(
+        lambda x: data.range(3).shuffle(3).interleave(ten)
+    ),
+    "group_by_window, shuffle": lambda _: grouped(data.range(40)).shuffle(4).repeat(2),
+    "by length, shuffle": lambda _: by_length(data.range(40)).shuffle(4),
+    # sources
+    "slices": lambda _: data.from_tensor_slices(np.arange(40)),
+    "tensors": lambda _: data.from_tensors(np.arange(40)).unbatch(),
+    "sparse slices": lambda _: data.from_tensor_slices(
+        tf.sparse.from_dense(tf.reshape(tf.range(1, 41), [40, 1]))
+    ).map(tf.sparse.to_dense),
+    "concatenate": lambda _: data.range(30).shuffle(4).concatenate(data.range(90, 99)).repeat(2),
+    "sample": lambda _: data.sample_from_datasets([data.range(40), data.range(40, 60)], seed=1),
+    # elements
+    "map": lambda _: data.range(40).map(lambda x: x + 1, num_parallel_calls=2),
+    "filter": lambda _: data.range(40).repeat(2).filter(lambda x: x % 3 > 0),
+    "errors": lambda _: data.range(40).map(lambda x: 100 // (x % 5)).ignore_errors(),
+    "batch": lambda _: data.range(40).batch(3, num_parallel_calls=2),
+    "padded_batch": lambda _: data.range(40).map(lambda x: x[None]).padded_batch(3),
+    "rebatch": lambda _: data.range(40).batch(4).rebatch(3),
+    "map_and_batch": lambda _: data.range(40).apply(
+        tf.data.experimental.map_and_batch(lambda x: x, 3)
+    ),
+    "shuffle_and_repeat": lambda _: data.range(40).apply(
+        tf.data.experimental.shuffle_and_repeat(8, 2)
+    ),
+    "options": lambda _: data.range(40).with_options(tf.data.Options()).prefetch(2),
+    "zip of one": lambda _: data.zip((data.range(40),)).map(lambda x: x),
+}
+COUNTING: dict[str, Make] = {
+    "take": lambda _: data.range(40).take(9).repeat(2),
+    "skip": lambda _: data.range(40).skip(9).repeat(2),
+    "shard": lambda _: data.range(40).shard(2, 1),
+    "window": lambda _: data.range(40).window(3).flat_map(lambda part: part.batch(3)),
+    "scan": lambda _: data.range(40).scan(np.int64(0), lambda old, x: (old + x, old)),
+    "take_while": lambda _: data.range(40).take_while(lambda x: x < 9),
+    "unique": lambda _: data.range(40).map(lambda x: x // 2).unique(),
+    "assert_cardinality": lambda _: data.range(40).apply(
+        tf.data.experimental.assert_cardinality(40)
+    ),
+    "random": lambda _: data.random(1).take(9),
+    "shuffle, group_by_window": lambda _: grouped(data.range(40).shuffle(4)),
+    "repeat, by length": lambda _: by_length(data.range(40).repeat(2)),
+}
+
+
+def check_elements(servers: Servers, make: Make, directory: Path) -> None:
+    expected = collections.Counter(values_of(make(directory)))
+    assert sum(expected.values()) > 0
+    assert collections.Counter(servers.elements(lambda: make(directory))) == expected
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_two_data_workers_prepare_each_element_once(
+    two_workers: Servers, directory: Path, name: str
+) -> None:
+    check_elements(two_workers, PIPELINES[name], directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PIPELINES, *COUNTING])
+def test_one_data_worker_prepares_each_element_once(
+    one_worker: Servers, directory: Path, name: str
+) -> None:
+    check_elements(one_worker, {**PIPELINES, **COUNTING}[name], directory)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_what_two_data_workers_would_count_separately_is_refused(
+    two_workers: Servers, directory: Path, name: str
+) -> None:
+    with pytest.raises(hostopt.ConfigError, match=r"use one data worker"):
+        two_workers.elements(lambda: COUNTING[name](directory))
+
+
+def test_the_order_of_an_interleave_that_is_replaced(directory: Path) -> None:
+    def make() -> Any:
+        pipeline = data.range(4).repeat(2).interleave(ten, cycle_length=3, block_length=2)
+        return pipeline.batch(100)
+
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        iterator = tf.compat.v1.data.make_one_shot_iterator(divisible(make()))
+        operations = {op.type for op in tf.compat.v1.get_default_graph().get_operations()}
+        (batch,) = [session.run(iterator.get_next())]
+    assert "ParallelInterleaveDatasetV4" in operations
+    assert batch.tolist() == values_of(make())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: tf.data.experimental.CsvDataset([str(path / "0.txt")], [tf.int64]),
+        lambda path: data.range(3).snapshot(str(path / "snapshot")),
+        lambda path: data.range(9).apply(
+            tf.data.experimental.group_by_reducer(
+                lambda x: x % 3,
+                tf.data.experimental.Reducer(lambda _: 0, lambda old, _: old + 1, lambda old: old),
+            )
+        ),
+    ],
+)
+def test_a_transformation_that_is_not_known_is_refused(
+    directory: Path, make: Make, workers: int
+) -> None:
+    with tf.Graph().as_default(), pytest.raises(hostopt.ConfigError, match="of input_fn "):
+        check_dataset(make(directory), workers)
