@@ -32,6 +32,7 @@ _DIVIDED = {
     *("Concatenate", "DirectedInterleave", "GroupByWindow", "Zip"),
     *("Repeat", "Shuffle", "ShuffleAndRepeat"),
     *("MaxIntraOpParallelism", "Model", "Options", "Prefetch", "PrivateThreadPool"),
+    "Rewrite",  # of the numbers of enumerate(), which has a zip()
 }
 # Their result depends on earlier elements, of which each data worker has others.
 _COUNTING = {
