@@ -12,7 +12,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.data_watch import DataWatch
 from estimator_ext.data_worker import bypass_proxies, check_reach
-from estimator_ext.divided_pipeline import INSTEAD, divisible
+from estimator_ext.divided_pipeline import INSTEAD, divisible, sources_of
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.served_pipeline import check_dataset
 from estimator_ext.strategy import HostOffloadStrategy
@@ -83,12 +83,15 @@ class DataService:
 
         Raises:
           UnsupportedError: the data workers cannot prepare the data.
-          hostopt.CollectiveMismatchError: the ranks have elements of different kinds.
+          hostopt.CollectiveMismatchError: the ranks have different data, as with a shard for each
+            rank.
           hostopt.RendezvousTimeoutError: a data worker did not start in time.
         """
         check_dataset(data, len(self._cluster.data))
-        spec = {"element_spec": repr(data.element_spec)}
-        self._communicator.check_same(spec, "the elements of the datasets")
+        self._communicator.check_same(
+            {"element_spec": repr(data.element_spec), **sources_of(data)},
+            "the datasets of input_fn, of which data workers prepare that of rank 0 for all,",
+        )
         self.watch.wait_for_all()
         name = secrets.token_hex(8) if self._communicator.rank == 0 else ""
         if name:

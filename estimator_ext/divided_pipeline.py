@@ -8,8 +8,11 @@ with TensorFlow's servers.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from estimator_ext._tf_private import replace_input, variant_tensor
@@ -23,9 +26,12 @@ INSTEAD = (
     "which each rank prepares its data itself"
 )
 # With "Dataset", and perhaps a version, these are the names of operations.
-_DIVIDED = {
-    *("Range", "SparseTensorSlice", "Tensor", "TensorSlice"),  # sources
+_SOURCES = {
+    *("Range", "SparseTensorSlice", "Tensor", "TensorSlice"),
     *("FixedLengthRecord", "TFRecord", "TextLine"),
+}
+_DIVIDED = {
+    *_SOURCES,
     *("Batch", "DenseToSparseBatch", "MapAndBatch", "PaddedBatch", "ParallelBatch", "Rebatch"),
     *("Filter", "IgnoreErrors", "Map", "ParallelMap", "ParseExample", "Unbatch"),
     *("FlatMap", "Interleave", "ParallelInterleave", "LegacyParallelInterleave"),
@@ -39,7 +45,6 @@ _COUNTING = {
     "AssertCardinality": "assert_cardinality",
     "Random": "random",
     "Scan": "scan",
-    "Shard": "shard",
     "Skip": "skip",
     "Take": "take",
     "TakeWhile": "take_while",
@@ -110,8 +115,15 @@ def _check_transformation(op: tf.Operation, workers: int) -> None:
             "data workers read all data. Call it before, use one data worker, or set "
             "RunConfig.data_service='off'"
         )
-    if name in _COUNTING:
-        if workers > 1 and not _is_whole_shard(op):
+    if name == "Shard":
+        if tf.get_static_value(op.inputs[1]) != 1:
+            raise UnsupportedError(
+                f"the dataset of input_fn calls shard() ({op.name!r}). Data workers prepare the "
+                "dataset of rank 0 for all ranks, so the other shards would never be read. Return "
+                "all data, or set RunConfig.data_service='off'"
+            )
+    elif name in _COUNTING:
+        if workers > 1:
             raise UnsupportedError(
                 f"the dataset of input_fn calls {_COUNTING[name]}() ({op.name!r}), which each of "
                 f"{workers} data workers would apply to its own part of the data. Choose the "
@@ -125,10 +137,6 @@ def _check_transformation(op: tf.Operation, workers: int) -> None:
         )
 
 
-def _is_whole_shard(op: tf.Operation) -> bool:
-    return _name(op) == "Shard" and tf.get_static_value(op.inputs[1]) == 1
-
-
 def _has_later_iterators(op: tf.Operation) -> bool:
     """True if a transformation reads one that opens its own input later than the iteration begins.
 
@@ -136,6 +144,36 @@ def _has_later_iterators(op: tf.Operation) -> bool:
     not divided. If the input was opened before, it is divided all the same.
     """
     return any(_name(each).startswith(("Shuffle", "Repeat")) for each in walk([op.inputs[0].op]))
+
+
+def sources_of(data: tf.data.Dataset) -> dict[str, str]:
+    """Describes the sources of a dataset, which must be the same on all ranks.
+
+    Args:
+      data: a dataset of a graph.
+
+    Returns:
+      Type, shape and checksum of the constants of each source. The order of values does not count,
+      as each rank may have shuffled them.
+    """
+    sources = [op for op in walk([variant_tensor(data).op]) if _name(op) in _SOURCES]
+    return {
+        f"{op.type} {index}": ", ".join(
+            _describe(tf.get_static_value(each.outputs[0]))
+            for each in walk([tensor.op for tensor in op.inputs])
+            if each.type == "Const"
+        )
+        for index, op in enumerate(sources)
+    }
+
+
+def _describe(values: np.ndarray[Any, Any]) -> str:
+    if values.dtype.hasobject:
+        data = b"\0".join(sorted(values.reshape(-1).tolist()))
+    else:
+        data = np.sort(np.ascontiguousarray(values).reshape(-1).view(np.uint8)).tobytes()
+    kind = "string" if values.dtype.hasobject else values.dtype.name
+    return f"{kind}{list(values.shape)} with checksum {zlib.crc32(data):08x}"
 
 
 def divisible(data: tf.data.Dataset) -> tf.data.Dataset:

@@ -104,6 +104,12 @@ def test_ranks_read_their_own_data_if_the_service_is_off(served: Served) -> None
         assert served.elements([task]) == list(range(1, 41))
 
 
+def test_a_part_of_the_data_for_each_rank_is_refused(served: Served) -> None:
+    output = served.run("-np", "2", "--data-workers", "1", code=65, by_rank=True)
+    assert "of which data workers prepare that of rank 0 for all, differ between" in output
+    assert not served.elements()
+
+
 # -- refused -------------------------------------------------------------------------------
 
 

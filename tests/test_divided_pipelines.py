@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.divided_pipeline import divisible
+from estimator_ext.divided_pipeline import divisible, sources_of
 from estimator_ext.served_pipeline import check_dataset
 
 pytestmark = [pytest.mark.tensorflow]
@@ -99,6 +99,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for line in lines:
                 writer.write(line.encode())
     return path
+
+
+def slices(values: Any) -> Any:
+    return data.from_tensor_slices(values)
 
 
 def number(text: Any) -> Any:
@@ -193,7 +197,6 @@ PIPELINES: dict[str, Make] = {
 COUNTING: dict[str, Make] = {
     "take": lambda _: data.range(40).take(9).repeat(2),
     "skip": lambda _: data.range(40).skip(9).repeat(2),
-    "shard": lambda _: data.range(40).shard(2, 1),
     "window": lambda _: data.range(40).window(3).flat_map(lambda part: part.batch(3)),
     "scan": lambda _: data.range(40).scan(np.int64(0), lambda old, x: (old + x, old)),
     "take_while": lambda _: data.range(40).take_while(lambda x: x < 9),
@@ -234,6 +237,35 @@ def test_what_two_data_workers_would_count_separately_is_refused(
 ) -> None:
     with pytest.raises(hostopt.ConfigError, match=r"use one data worker"):
         two_workers.elements(lambda: COUNTING[name](directory))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_shard_is_refused_unless_it_is_all(workers: int) -> None:
+    with tf.Graph().as_default():
+        check_dataset(data.range(4).shard(1, 0), workers)
+        for count in (2, tf.compat.v1.placeholder(tf.int64, [])):
+            with pytest.raises(hostopt.ConfigError, match="the other shards would never be read"):
+                check_dataset(data.range(4).shard(count, 0), workers)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "are_same"),
+    [
+        (lambda: data.range(9), lambda: data.range(9).batch(3), True),
+        (lambda: data.range(9), lambda: data.range(8), False),
+        (lambda: data.range(0, 9, 2), lambda: data.range(1, 9, 2), False),
+        (lambda: slices(["a", "bc"]), lambda: slices(["bc", "a"]), True),
+        (lambda: slices(["a", "bc"]), lambda: slices(["a", "bd"]), False),
+        (lambda: slices(np.arange(9.0)), lambda: slices(np.arange(9.0)[::-1]), True),
+        (lambda: slices(np.arange(10.0)[::2]), lambda: slices(np.arange(10.0)[1::2]), False),
+        (lambda: data.list_files("0/*"), lambda: data.list_files("1/*"), False),
+        (lambda: tf.data.TFRecordDataset("0"), lambda: tf.data.TFRecordDataset("1"), False),
+        (lambda: slices([1]), lambda: slices([1]).concatenate(slices([2])), False),
+    ],
+)
+def test_ranks_compare_the_sources_of_their_data(first: Any, second: Any, are_same: bool) -> None:
+    with tf.Graph().as_default():
+        assert (sources_of(first()) == sources_of(second())) == are_same
 
 
 def test_the_order_of_an_interleave_that_is_replaced(directory: Path) -> None:

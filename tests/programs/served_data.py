@@ -23,6 +23,7 @@ SETTINGS: dict[str, Any] = {
     "epochs": 1,  # 0 for endless data
     "batch": 4,
     "takes_context": False,
+    "by_rank": False,  # each rank has a part of the elements
     "config": {},  # options of RunConfig
     "strategy": {},  # options of HostOffloadStrategy
     "max_steps": None,
@@ -57,6 +58,8 @@ def main(chosen: dict[str, Any]) -> None:
         os._exit(settings["die_at"][1])
 
     def plain_input_fn() -> tf.data.Dataset:
+        if settings["by_rank"]:
+            return tf.data.Dataset.range(strategy.cluster.rank, 100, strategy.cluster.size)
         return numbers(settings)
 
     def context_input_fn(input_context: tf.distribute.InputContext) -> tf.data.Dataset:
