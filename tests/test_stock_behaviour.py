@@ -34,6 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run("stock", "stock")
         run("ranks", "one", 1)
         run("ranks", "two", 2)
+        run("local", "local", 2)
         run("later", "stock after stock", after="stock")
         run("later", "stock after two", after="two")
     finally:
@@ -46,7 +47,7 @@ def variables(model_dir: Path) -> dict[str, Any]:
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
-@pytest.mark.parametrize("ranks", ["one", "two"])
+@pytest.mark.parametrize("ranks", ["one", "two", "local"])
 @pytest.mark.parametrize("name", canned.NAMES)
 def test_canned_models_train_like_the_stock_class(trained: Path, name: str, ranks: str) -> None:
     stock, ours = variables(trained / "stock" / name), variables(trained / ranks / name)

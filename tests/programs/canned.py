@@ -45,25 +45,33 @@ def input_fn(input_context=None):
     return tf.data.Dataset.from_tensor_slices(({"x": X[:, part]}, Y[:, part])).repeat()
 
 
+def whole():
+    return input_fn()
+
+
 def receiver():
     x = tf.compat.v1.placeholder(tf.float32, [None, 4])
     return tf.estimator.export.ServingInputReceiver({"x": x}, {"x": x})
 
 
 def main(kind, directory):
-    strategy = estimator_ext.HostOffloadStrategy() if kind == "ranks" else None
+    strategy, data = None, input_fn
+    if kind == "ranks":
+        strategy = estimator_ext.HostOffloadStrategy()
+    elif kind == "local":  # all ranks have the same data, and so the same model all the time
+        strategy, data = estimator_ext.HostOffloadStrategy(auto_shard="off", sync_every=4), whole
     del os.environ["TF_CONFIG"]  # the stock classes must not see a cluster
     for name in NAMES:
         model_dir = os.path.join(directory, name)
         estimator = make(name, model_dir, strategy if name == "both" else None)
         if kind == "ranks" and name == "both":
             estimator = estimator_ext.adopt(estimator)
-        elif kind == "ranks":
+        elif strategy is not None:
             config = estimator_ext.RunConfig(
                 model_dir, save_checkpoints_steps=100, train_distribute=strategy
             )
             estimator = estimator_ext.Estimator(estimator.model_fn, config=config)
-        estimator.train(input_fn, max_steps={"start": START, "later": STEPS + 3}.get(kind, STEPS))
+        estimator.train(data, max_steps={"start": START, "later": STEPS + 3}.get(kind, STEPS))
         if kind in ("stock", "ranks") and (strategy is None or strategy.cluster.is_chief):
             metrics = estimator.evaluate(lambda: input_fn().take(6))
             np.savez(os.path.join(directory, f"{name}-metrics.npz"), **metrics)
