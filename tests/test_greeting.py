@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 from harness import reserved_addresses
-from sockets import run
 
 from hostopt.transport.greeting import greets, is_silent, listens
 
@@ -28,35 +27,30 @@ def gone() -> Iterator[str]:
         yield address
 
 
-def test_a_server_of_grpc_greets() -> None:
-    async def ask() -> list[bool]:
-        server = grpc.aio.server()
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        functions: list[Any] = [greets, listens, is_silent]
-        answers = [await asyncio.to_thread(each, address, 10.0) for each in functions]
-        await server.stop(0)
-        return answers
+def signs_of(address: str, timeout_s: float) -> tuple[bool, bool, bool]:
+    """Returns if a server greets, listens and is silent."""
+    silent = asyncio.run(is_silent(address, timeout_s))
+    return greets(address, timeout_s), listens(address, timeout_s), silent
 
-    assert run(ask()) == [True, True, False]
+
+def test_a_server_of_grpc_greets() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    assert signs_of(f"127.0.0.1:{port}", 10.0) == (True, True, False)
+    server.stop(None).wait()
 
 
 def test_a_frozen_process_is_silent(frozen: str) -> None:
-    assert (greets(frozen, 0.1), listens(frozen, 0.1), is_silent(frozen, 0.1)) == (0, 1, 1)
+    assert signs_of(frozen, 0.1) == (False, True, True)
 
 
 def test_a_process_that_is_gone_is_not_silent(gone: str) -> None:
-    assert (greets(gone, 0.1), listens(gone, 0.1), is_silent(gone, 0.1)) == (0, 0, 0)
+    assert signs_of(gone, 0.1) == (False, False, False)
 
 
 def test_another_program_is_not_silent() -> None:
-    async def ask() -> tuple[bool, bool]:
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server:
-            return (
-                await asyncio.to_thread(greets, address, 10.0),
-                await asyncio.to_thread(is_silent, address, 10.0),
-            )
-
-    assert run(ask()) == (False, False)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: [server.accept()[0].close() for _ in range(3)])
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert signs_of(address, 10.0) == (False, True, False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import socket
 import time
@@ -45,37 +47,39 @@ def greets(address: str, timeout_s: float) -> bool:
       timeout_s: longest time to wait for the connection, and for the frame.
     """
     try:
-        header = _greet(address, timeout_s)
+        with socket.create_connection(host_and_port(address), timeout_s) as connection:
+            connection.sendall(_GREETING)
+            header = connection.recv(_HEADER_BYTES, socket.MSG_WAITALL)
     except OSError as error:
         descriptors.check(error)
         return False
     return header[3:4] == bytes([_SETTINGS])
 
 
-def is_silent(address: str, timeout_s: float) -> bool:
+async def is_silent(address: str, timeout_s: float) -> bool:
     """Returns True if a process is frozen, or its host or link is silent.
 
-    The kernel refuses or ends a connection to a process that is gone.
+    The kernel refuses or ends a connection to a process that is gone. This works while the
+    interpreter exits, when no thread can be started, unless a host name has to be looked up.
 
     Args:
       address: ``host:port`` of the process.
       timeout_s: longest time to wait for the connection, and for any answer.
     """
     try:
-        _greet(address, timeout_s)
-    except (socket.timeout, TimeoutError):  # different types in Python 3.9
+        opening = asyncio.open_connection(*host_and_port(address))
+        reader, writer = await asyncio.wait_for(opening, timeout_s)
+        with contextlib.closing(writer):
+            writer.write(_GREETING)
+            await asyncio.wait_for(reader.read(_HEADER_BYTES), timeout_s)
+    except (asyncio.TimeoutError, TimeoutError):  # different types before Python 3.11
         return True
     except OSError as error:
         descriptors.check(error)
         return error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+    except RuntimeError:  # no thread for the look-up
+        return False
     return False
-
-
-def _greet(address: str, timeout_s: float) -> bytes:
-    """Returns the header of the server's first frame."""
-    with socket.create_connection(host_and_port(address), timeout_s) as connection:
-        connection.sendall(_GREETING)
-        return connection.recv(_HEADER_BYTES, socket.MSG_WAITALL)
 
 
 def wait_for(address: str, until_s: float, check: Callable[[], None] = lambda: None) -> bool:

@@ -187,9 +187,7 @@ class Liveness:
             return True
         # gRPC only says that it cannot connect again
         address = self._peers.cluster.ring[peer].address
-        return await asyncio.to_thread(
-            greeting.is_silent, address, self._ring.timing.last_message_s
-        )
+        return await greeting.is_silent(address, self._ring.timing.last_message_s)
 
     def _lost_error(self, peer: int, reason: str, between: str = "") -> PeerLostError:
         cluster, rank = self._peers.cluster, self._peers.rank
