@@ -150,6 +150,19 @@ def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     op._update_input(index, tensor)
 
 
+def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
+    """Connects every consumer of a tensor to another one.
+
+    Args:
+      old: the tensor that has no consumers afterwards.
+      new: tensor of the same dtype.
+    """
+    for consumer in old.consumers():
+        for index, tensor in enumerate(consumer.inputs):
+            if tensor is old:
+                replace_input(consumer, index, new)
+
+
 def set_initializer(variable: tf.Variable, initializer: tf.Operation) -> None:
     """Replaces the initializer of a variable.
 

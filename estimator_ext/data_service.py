@@ -90,7 +90,7 @@ class DataService:
         check_dataset(data, len(self._cluster.data))
         self._communicator.check_same(
             {"element_spec": repr(data.element_spec), **sources_of(data)},
-            "the datasets of input_fn, of which data workers prepare that of rank 0 for all,",
+            "the datasets of input_fn (data workers prepare the one of rank 0 for all ranks)",
         )
         self.watch.wait_for_all()
         name = secrets.token_hex(8) if self._communicator.rank == 0 else ""

@@ -16,10 +16,10 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import control_flow_context, replace_input
+from estimator_ext._tf_private import control_flow_context, replace_input, replace_tensor
 from estimator_ext.graph import operations_before
 from estimator_ext.reduction_schedule import Deferred, make_schedule, needs_no_reduction
-from estimator_ext.unique_rows import are_only_summed, replace_tensor, skip_deduplication
+from estimator_ext.unique_rows import are_only_summed, skip_deduplication
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.ops import StopSaveFlags
 from hostopt.tensorflow.reductions import AnyReducer, Reduction, need_exchange, reduce_tensors

@@ -1,8 +1,8 @@
 """Transformations of a dataset whose source data workers divide among each other.
 
 Each data worker applies all transformations to its own part of the source. A transformation is
-accepted only if the elements are then those of one process, as `test_divided_pipelines.py` shows
-with TensorFlow's servers.
+accepted only if the ranks together get the elements that one process would get.
+`test_divided_pipelines.py` compares them, with TensorFlow's servers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from estimator_ext._tf_private import replace_input, variant_tensor
+from estimator_ext._tf_private import replace_tensor, variant_tensor
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.graph import walk
 
@@ -35,7 +35,8 @@ _DIVIDED = {
     *("Batch", "DenseToSparseBatch", "MapAndBatch", "PaddedBatch", "ParallelBatch", "Rebatch"),
     *("Filter", "IgnoreErrors", "Map", "ParallelMap", "ParseExample", "Unbatch"),
     *("FlatMap", "Interleave", "ParallelInterleave", "LegacyParallelInterleave"),
-    *("Concatenate", "DirectedInterleave", "GroupByWindow", "Zip"),
+    *("Concatenate", "DirectedInterleave", "GroupByWindow"),
+    *("Shard", "Zip"),  # of one part, and of one dataset
     *("Repeat", "Shuffle", "ShuffleAndRepeat"),
     *("MaxIntraOpParallelism", "Model", "Options", "Prefetch", "PrivateThreadPool"),
     "Rewrite",  # of the numbers of enumerate(), which has a zip()
@@ -54,17 +55,16 @@ _COUNTING = {
 _NAME = re.compile(r"(?:Experimental)?(\w+)Dataset(?:V\d+)?")
 
 
-def check_transformations(data: tf.data.Dataset, workers: int) -> None:
+def check_transformations(operations: Sequence[tf.Operation], workers: int) -> None:
     """Checks that each element of a dataset stays what it is if data workers prepare it.
 
     Args:
-      data: a dataset of a graph.
+      operations: the operations of the dataset.
       workers: number of data workers.
 
     Raises:
       UnsupportedError: a transformation would lose, double or change elements.
     """
-    operations = walk([variant_tensor(data).op])
     choices: set[tf.Operation] = set()
     for op in operations:
         if _name(op) == "DirectedInterleave":
@@ -115,22 +115,19 @@ def _check_transformation(op: tf.Operation, workers: int) -> None:
             "data workers read all data. Call it before, use one data worker, or set "
             "RunConfig.data_service='off'"
         )
-    if name == "Shard":
-        if tf.get_static_value(op.inputs[1]) != 1:
-            raise UnsupportedError(
-                f"the dataset of input_fn calls shard() ({op.name!r}). Data workers prepare the "
-                "dataset of rank 0 for all ranks, so the other shards would never be read. Return "
-                "all data, or set RunConfig.data_service='off'"
-            )
-    elif name in _COUNTING:
-        if workers > 1:
-            raise UnsupportedError(
-                f"the dataset of input_fn calls {_COUNTING[name]}() ({op.name!r}), which each of "
-                f"{workers} data workers would apply to its own part of the data. Choose the "
-                "elements before the dataset is made, use one data worker, or set "
-                "RunConfig.data_service='off'"
-            )
-    elif name and name not in _DIVIDED:
+    if name == "Shard" and tf.get_static_value(op.inputs[1]) != 1:
+        raise UnsupportedError(
+            f"the dataset of input_fn calls shard() ({op.name!r}). Data workers prepare the "
+            "dataset of rank 0 for all ranks, so the other shards would never be read. Return "
+            "all data, or set RunConfig.data_service='off'"
+        )
+    if name in _COUNTING and workers > 1:
+        raise UnsupportedError(
+            f"the dataset of input_fn calls {_COUNTING[name]}() ({op.name!r}), which each of "
+            f"{workers} data workers would apply to its own part of the data. Choose the elements "
+            "before the dataset is made, use one data worker, or set RunConfig.data_service='off'"
+        )
+    if name and name not in _DIVIDED and name not in _COUNTING:
         raise UnsupportedError(
             f"the dataset of input_fn uses {op.type} ({op.name!r}), which data workers cannot "
             f"divide, or are not known to divide right. {INSTEAD}"
@@ -138,10 +135,10 @@ def _check_transformation(op: tf.Operation, workers: int) -> None:
 
 
 def _has_later_iterators(op: tf.Operation) -> bool:
-    """True if a transformation reads one that opens its own input later than the iteration begins.
+    """Returns True if a transformation before this one opens its input only when it is read.
 
-    A sequential interleave() or a group_by_window() reads its input as a nested dataset, which is
-    not divided. If the input was opened before, it is divided all the same.
+    A sequential interleave() or a group_by_window() reads its input as a nested dataset. What is
+    opened only then is not divided.
     """
     return any(_name(each).startswith(("Shuffle", "Repeat")) for each in walk([op.inputs[0].op]))
 
@@ -169,11 +166,11 @@ def sources_of(data: tf.data.Dataset) -> dict[str, str]:
 
 def _describe(values: np.ndarray[Any, Any]) -> str:
     if values.dtype.hasobject:
-        data = b"\0".join(sorted(values.reshape(-1).tolist()))
+        kind, checksum = "string", zlib.crc32(b"\0".join(sorted(values.reshape(-1).tolist())))
     else:
-        data = np.sort(np.ascontiguousarray(values).reshape(-1).view(np.uint8)).tobytes()
-    kind = "string" if values.dtype.hasobject else values.dtype.name
-    return f"{kind}{list(values.shape)} with checksum {zlib.crc32(data):08x}"
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        kind, checksum = values.dtype.name, zlib.crc32(np.sort(data))
+    return f"{kind}{list(values.shape)} with checksum {checksum:08x}"
 
 
 def divisible(data: tf.data.Dataset) -> tf.data.Dataset:
@@ -190,7 +187,7 @@ def divisible(data: tf.data.Dataset) -> tf.data.Dataset:
     data = data.prefetch(0)  # so that another operation reads each interleave
     for op in walk([variant_tensor(data).op]):
         if op.type == "InterleaveDataset" and _has_later_iterators(op):
-            _replace(op.outputs[0], _parallel(op))
+            replace_tensor(op.outputs[0], _parallel(op))
     return data
 
 
@@ -212,11 +209,3 @@ def _parallel(op: tf.Operation) -> tf.Tensor:
             output_shapes=op.get_attr("output_shapes"),
         )
     return parallel
-
-
-def _replace(old: tf.Tensor, new: tf.Tensor) -> None:
-    readers: Sequence[tf.Operation] = old.consumers()
-    for op in readers:
-        for index, tensor in enumerate(op.inputs):
-            if tensor is old:
-                replace_input(op, index, new)

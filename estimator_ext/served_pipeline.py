@@ -34,8 +34,8 @@ def check_dataset(data: Any, workers: int) -> None:
             f"input_fn returned a {type(data).__name__}, wanted a tf.data.Dataset: data workers "
             "prepare only a dataset. Return one, or set RunConfig.data_service='off'"
         )
-    check_transformations(data, workers)
     operations = walk([variant_tensor(data).op])
+    check_transformations(operations, workers)
     for kind, name in _nodes_of(operations):
         if kind in _PYTHON:
             raise UnsupportedError(

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import replace_input
+from estimator_ext._tf_private import replace_tensor
 
 __all__: list[str] = []
 
@@ -81,16 +81,3 @@ def skip_deduplication(rows: tf.IndexedSlices) -> None:
                 replace_tensor(sums.outputs[0], rows.values)
         # an optimizer uses the number of indices, too
         replace_tensor(indices, rows.indices)
-
-
-def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
-    """Connects every consumer of a tensor to another one.
-
-    Args:
-      old: the tensor that has no consumers afterwards.
-      new: tensor of the same dtype.
-    """
-    for consumer in old.consumers():
-        for index, tensor in enumerate(consumer.inputs):
-            if tensor is old:
-                replace_input(consumer, index, new)

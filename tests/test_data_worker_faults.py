@@ -105,8 +105,8 @@ def test_data_workers_end_after_the_chief(started: Any, tmp_path: Path) -> None:
     for rank in started(count=40):
         assert rank.wait() == 0, rank.output
         is_data_worker = rank.name.startswith("data")
-        end = f"the ranks have ended: {rank.name}, " if is_data_worker else "has ended"
-        assert end in rank.output
+        end = "the ranks have ended: {}, " if is_data_worker else "{} has ended"
+        assert end.format(rank.name) in rank.output
     assert Served(tmp_path).elements() == list(range(1, 41))
 
 

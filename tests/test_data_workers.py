@@ -22,6 +22,7 @@ import estimator_ext
 import hostopt
 from estimator_ext.served_pipeline import check_dataset
 from hostopt.transport.confinement import confine
+from hostopt.transport.greeting import greets
 
 sys.path.insert(0, str(ROOT))
 
@@ -106,7 +107,7 @@ def test_ranks_read_their_own_data_if_the_service_is_off(served: Served) -> None
 
 def test_a_part_of_the_data_for_each_rank_is_refused(served: Served) -> None:
     output = served.run("-np", "2", "--data-workers", "1", code=65, by_rank=True)
-    assert "of which data workers prepare that of rank 0 for all, differ between" in output
+    assert "(data workers prepare the one of rank 0 for all ranks) differ between" in output
     assert not served.elements()
 
 
@@ -258,6 +259,14 @@ def test_only_the_estimator_uses_data_workers(in_task: Any) -> None:
         in_task("chief").experimental_distribute_dataset(data)
     with pytest.raises(hostopt.ConfigError, match=r"prepare the data of Estimator.train only"):
         in_task("chief").distribute_datasets_from_function(lambda context: data)
+
+
+# -- signs of life -------------------------------------------------------------------------
+
+
+def test_a_server_of_tensorflow_greets() -> None:
+    server = tf.data.experimental.service.DispatchServer()
+    assert greets(server.target.removeprefix("grpc://"), 10.0)
 
 
 # -- confinement ---------------------------------------------------------------------------

@@ -205,6 +205,8 @@ COUNTING: dict[str, Make] = {
         tf.data.experimental.assert_cardinality(40)
     ),
     "random": lambda _: data.random(1).take(9),
+}
+GROUPED: dict[str, Make] = {
     "shuffle, group_by_window": lambda _: grouped(data.range(40).shuffle(4)),
     "repeat, by length": lambda _: by_length(data.range(40).repeat(2)),
 }
@@ -224,19 +226,29 @@ def test_two_data_workers_prepare_each_element_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*PIPELINES, *COUNTING])
+@pytest.mark.parametrize("name", [*PIPELINES, *COUNTING, *GROUPED])
 def test_one_data_worker_prepares_each_element_once(
     one_worker: Servers, directory: Path, name: str
 ) -> None:
-    check_elements(one_worker, {**PIPELINES, **COUNTING}[name], directory)
+    check_elements(one_worker, {**PIPELINES, **COUNTING, **GROUPED}[name], directory)
 
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_what_two_data_workers_would_count_separately_is_refused(
     two_workers: Servers, directory: Path, name: str
 ) -> None:
-    with pytest.raises(hostopt.ConfigError, match=r"use one data worker"):
+    refusal = rf"calls {name}\(\) .* each of 2 data workers"
+    with pytest.raises(hostopt.ConfigError, match=refusal):
         two_workers.elements(lambda: COUNTING[name](directory))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_of_two_data_workers_are_refused_after_shuffle_and_repeat(
+    two_workers: Servers, directory: Path, name: str
+) -> None:
+    refusal = r"calls group_by_window\(\) .* each of 2 data workers read all data"
+    with pytest.raises(hostopt.ConfigError, match=refusal):
+        two_workers.elements(lambda: GROUPED[name](directory))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -283,20 +295,32 @@ def test_the_order_of_an_interleave_that_is_replaced(directory: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
-    "make",
+    ("refusal", "make"),
     [
-        lambda path: tf.data.experimental.CsvDataset([str(path / "0.txt")], [tf.int64]),
-        lambda path: data.range(3).snapshot(str(path / "snapshot")),
-        lambda path: data.range(9).apply(
-            tf.data.experimental.group_by_reducer(
-                lambda x: x % 3,
-                tf.data.experimental.Reducer(lambda _: 0, lambda old, _: old + 1, lambda old: old),
-            )
+        (
+            "uses CSVDatasetV2 ",
+            lambda path: tf.data.experimental.CsvDataset([str(path / "0.txt")], [tf.int64]),
+        ),
+        (
+            r"joins 2 datasets with zip\(\)",
+            lambda path: data.range(3).snapshot(str(path / "saved")),
+        ),
+        (
+            "uses (Experimental)?GroupByReducerDataset ",
+            lambda _: data.range(9).apply(
+                tf.data.experimental.group_by_reducer(
+                    lambda x: x % 3,
+                    tf.data.experimental.Reducer(
+                        lambda _: 0, lambda old, _: old + 1, lambda old: old
+                    ),
+                )
+            ),
         ),
     ],
 )
 def test_a_transformation_that_is_not_known_is_refused(
-    directory: Path, make: Make, workers: int
+    directory: Path, refusal: str, make: Make, workers: int
 ) -> None:
-    with tf.Graph().as_default(), pytest.raises(hostopt.ConfigError, match="of input_fn "):
+    wanted = f"the dataset of input_fn {refusal}"
+    with tf.Graph().as_default(), pytest.raises(hostopt.ConfigError, match=wanted):
         check_dataset(make(directory), workers)

@@ -16,7 +16,7 @@ from hostopt.transport.greeting import greets, is_silent, listens
 
 @pytest.fixture
 def frozen() -> Iterator[str]:
-    """An address whose connections nobody accepts, like those of a frozen process."""
+    """An address at which a program listens that accepts nothing, like a frozen one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 

@@ -75,7 +75,6 @@ async def is_silent(address: str, timeout_s: float) -> bool:
     except (asyncio.TimeoutError, TimeoutError):  # different types before Python 3.11
         return True
     except OSError as error:
-        descriptors.check(error)
         return error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
     except RuntimeError:  # no thread for the look-up
         return False
