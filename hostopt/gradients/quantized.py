@@ -112,7 +112,8 @@ def decode(encoded: bytes, size: int, bits: int) -> Array:
     """
     parts = _parts(encoded, size, bits)
     blocks = [_decoded(*parts, begin, bits) for begin in range(0, len(parts[0]), _BLOCK_ROWS)]
-    return np.concatenate([np.empty(0, np.float32), *blocks])[:size]
+    values: Array = np.concatenate([np.empty(0, np.float32), *blocks])[:size]
+    return values
 
 
 def _parts(encoded: bytes, size: int, bits: int) -> tuple[Array, Array]:
