@@ -29,10 +29,9 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.ring_end import ring_end_of
 from estimator_ext.strategy import HostOffloadStrategy
-from hostopt.launch.environment import ports_reserved
 from hostopt.options import DATA_DIR
 from hostopt.tf_config import DATA
-from hostopt.transport.addresses import host_and_port, is_loopback
+from hostopt.transport.addresses import hold_port, host_and_port, is_loopback, port_of
 from hostopt.transport.confinement import confine
 from hostopt.transport.greeting import wait_for
 
@@ -222,7 +221,8 @@ def _port_of_worker(directory: str) -> Iterator[int]:
     if directory and path.exists():
         yield int(path.read_text())
         return
-    with ports_reserved(1) as (port,):
+    with hold_port() as holder:
+        port = port_of(holder)
         if directory:
             written = path.with_suffix(".new")
             written.write_text(str(port))

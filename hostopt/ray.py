@@ -12,6 +12,7 @@ from typing import Any
 from hostopt.errors import ConfigError
 from hostopt.launch.environment import tf_config_of
 from hostopt.tf_config import CHIEF, WORKER
+from hostopt.transport.addresses import hold_port, port_of
 
 try:
     import ray
@@ -59,11 +60,8 @@ class _HostOffloadBackend(Backend):
 def _hold_port() -> str:
     """Holds a port of this worker's node until a server listens there, and returns its address."""
     host = ray.util.get_node_ip_address()
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((host, 0))
-    _held[:] = [holder]
-    return f"{host}:{holder.getsockname()[1]}"
+    _held[:] = [hold_port(host)]
+    return f"{host}:{port_of(_held[0])}"
 
 
 def _set_environment(addresses: Sequence[str], index: int, token: str) -> None:

@@ -1,10 +1,19 @@
-"""Addresses: loopback addresses, and the address that a rank listens at."""
+"""Addresses: loopback addresses, the address that a rank listens at, and held ports."""
 
 from __future__ import annotations
 
+import errno
+import socket
+
 import pytest
 
-from hostopt.transport.addresses import host_and_port, is_loopback, listen_address
+from hostopt.transport.addresses import (
+    hold_port,
+    host_and_port,
+    is_loopback,
+    listen_address,
+    port_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,3 +55,19 @@ def test_is_loopback(address: str, expected: bool) -> None:
 )
 def test_listen_address(address: str, expected: str) -> None:
     assert listen_address(address) == expected
+
+
+def test_a_held_port_is_kept_on_every_address_that_its_rank_listens_at() -> None:
+    with hold_port("192.0.2.1") as holder, socket.socket() as other, socket.socket() as server:
+        with pytest.raises(OSError, match="in use") as raised:
+            other.bind(("127.0.0.1", port_of(holder)))
+        assert raised.value.errno == errno.EADDRINUSE
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("0.0.0.0", port_of(holder)))
+        server.listen()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_held_port_of_a_loopback_address_is_on_loopback_alone(host: str) -> None:
+    with hold_port(host) as holder:
+        assert holder.getsockname()[0] == host

@@ -18,7 +18,7 @@ from hostopt.error_report import VARIABLE as STARTED_BY_HOSTOPT
 from hostopt.errors import ConfigError
 from hostopt.options import LAUNCHER, PROCESS, RANK, RENDEZVOUS, SIZE, Options, shown
 from hostopt.tf_config import CHIEF, EVALUATOR, WORKER
-from hostopt.transport.addresses import is_loopback
+from hostopt.transport.addresses import hold_port, is_loopback, port_of
 from hostopt.transport.security import read_token
 
 __all__: list[str] = []
@@ -178,15 +178,11 @@ def _exchange(place: Place, options: Options) -> list[str]:
             "HOSTOPT_TOKEN, also if they have a tls_dir (see docs/security.md), or set "
             "insecure=True if nobody else can reach this address"
         )
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # bound, but not listening: no program gets the port that asks for any, and a server of this
-    # process that names it can listen
-    holder.bind(("127.0.0.1" if is_unix else "", 0))
+    holder = hold_port("127.0.0.1" if is_unix else "0.0.0.0")
     holder.set_inheritable(True)  # `hostopt exec` becomes the command
     _held.append(holder)
     timeout_s = float(options.rendezvous_timeout_s)
-    return rendezvous_server.exchange(place, holder.getsockname()[1], token, timeout_s)
+    return rendezvous_server.exchange(place, port_of(holder), token, timeout_s)
 
 
 def _check_same(place: Place, cluster: Cluster) -> None:

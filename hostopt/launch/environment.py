@@ -1,36 +1,17 @@
-"""The environment variables and cores of a task, and the ports of a cluster on this machine."""
+"""The environment variables and cores of a task."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hostopt.tf_config import DATA, EVALUATOR
 
 __all__: list[str] = []
-
-
-@contextlib.contextmanager
-def ports_reserved(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
-    """Reserves free ports of an address of this machine.
-
-    A socket that is bound with SO_REUSEADDR and does not listen keeps its port from programs that
-    ask for any free port. A server that names the port can still bind it and listen.
-    """
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            holder = stack.enter_context(socket.socket())
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((host, 0))
-            ports.append(holder.getsockname()[1])
-        yield ports
 
 
 def tf_config_of(cluster: Mapping[str, Sequence[str]], task: tuple[str, int]) -> str:

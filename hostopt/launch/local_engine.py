@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from hostopt.launch.engine import Place
 from hostopt.launch.environment import (
     find_command,
-    ports_reserved,
     shares_of_cores,
     with_defaults,
 )
 from hostopt.tf_config import RING_JOBS
+from hostopt.transport.addresses import hold_port, port_of
 
 __all__: list[str] = []
 
@@ -74,7 +74,8 @@ class LocalEngine:
         del least
         size = len(slots)
         shares = shares_of_cores(size) if self._binds and slots else [[] for _ in slots]
-        with ports_reserved(size) as ports:
+        with contextlib.ExitStack() as holders:
+            ports = [port_of(holders.enter_context(hold_port())) for _ in slots]
             yield LocalReservation(
                 [
                     LocalPlace(slot, f"127.0.0.1:{port}", cores=tuple(cores), size=size)

@@ -19,13 +19,14 @@ from typing import IO, NamedTuple
 
 from hostopt import error_report
 from hostopt.launch import ray_events
-from hostopt.launch.environment import find_command, ports_reserved, with_defaults
+from hostopt.launch.environment import find_command, with_defaults
 from hostopt.launch.local_engine import supervise
 from hostopt.launch.ray_events import Event, EventQueue
 from hostopt.launch.task_group import start_error
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import PREFIX, RING_ENDED
 from hostopt.telemetry import progress
+from hostopt.transport.addresses import hold_port, port_of
 from hostopt.versions import VERSION
 
 __all__: list[str] = []
@@ -92,7 +93,7 @@ class TaskActor:
 
     def open(self) -> Opened:
         """Holds a port of the node."""
-        (port,) = self._holder.enter_context(ports_reserved(1, self._host))
+        port = port_of(self._holder.enter_context(hold_port(self._host)))
         return Opened(f"{self._host}:{port}", f"{self._host} ({self._node[:8]})", VERSION)
 
     def start(self, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Addresses of ranks: the address to listen at, and addresses of this machine alone."""
+"""Addresses of ranks: where they listen, held ports, and loopback addresses."""
 
 from __future__ import annotations
 
@@ -26,6 +26,38 @@ def listen_address(address: str) -> str:
     if not is_loopback(address):
         ip = "::" if family == socket.AF_INET6 else "0.0.0.0"
     return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+
+
+def hold_port(host: str = "127.0.0.1") -> socket.socket:
+    """Keeps a free port of this machine for a rank until the socket is closed.
+
+    The socket is bound to the address that the rank will listen at, with SO_REUSEADDR, but does
+    not listen. Programs that ask for any free port get another one, and a server that names this
+    one can still listen there.
+
+    Args:
+      host: host of the rank, as the cluster names it.
+
+    Returns:
+      The bound socket.
+
+    Raises:
+      OSError: no port is free.
+    """
+    ip, _ = host_and_port(listen_address(f"{host}:0"))
+    holder = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((ip, 0))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def port_of(holder: socket.socket) -> int:
+    """Returns the port that a socket is bound to."""
+    return int(holder.getsockname()[1])
 
 
 def is_loopback(address: str) -> bool:
