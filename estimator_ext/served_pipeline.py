@@ -39,9 +39,9 @@ def check_dataset(data: Any, workers: int) -> None:
     for kind, name in _nodes_of(operations):
         if kind in _PYTHON:
             raise UnsupportedError(
-                f"the dataset of input_fn calls a Python function (operation {name!r}, {kind}), "
-                "as from_generator, py_function and numpy_function do. Data workers are other "
-                f"processes and cannot call it. {INSTEAD}"
+                f"the dataset of input_fn calls a Python function (operation {name!r} of type "
+                f"{kind}), as from_generator, py_function and numpy_function do. Data workers are "
+                f"other processes and cannot call it. {INSTEAD}"
             )
         if kind in _VARIABLES:
             raise UnsupportedError(

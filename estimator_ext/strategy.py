@@ -122,6 +122,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         sync_fragments: int = 1,
         sync_delay: int = 0,
     ) -> None:
+        exit_with_error_code()
         fork_guard.check()
         self.local_steps = LocalSteps(
             sync_every,
@@ -133,7 +134,6 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
             sync_fragments,
             sync_delay,
         )
-        exit_with_error_code()
         check_policy(auto_shard)
         _check_flag("variables_on_host", variables_on_host)
         _check_flag("sparse_as_dense", sparse_as_dense)

@@ -33,7 +33,7 @@ def test_a_killed_data_worker_is_restarted_and_the_epoch_ends(served: Served, in
     os.kill(pid, signal.SIGKILL)
     output = served.output(process)
     assert f"data:{index}: exit code 137 (SIGKILL); restarting it in" in output
-    assert "elements that it had taken may be missing from this epoch" in output
+    assert "elements that it had taken, and those in its shuffle buffers, are lost" in output
     elements = served.elements()
     assert len(set(elements)) == len(elements)  # at most once
     assert set(elements) <= set(range(1, 1201))

@@ -262,7 +262,7 @@ def _raise_recent_failure(note: Path, retry_after_s: float) -> None:
     with contextlib.suppress(FileNotFoundError):
         age_s = time.time() - note.stat().st_mtime
         if 0 <= age_s < retry_after_s:
-            raise DownloadError(f"{note.read_text()} ({age_s:.0f} s ago)")
+            raise DownloadError(f"an attempt {age_s:.0f} s ago failed: {note.read_text()}")
 
 
 def _fetch(url: str, deadline_s: float) -> bytes:

@@ -100,7 +100,10 @@ class Monitor:
         attempts, evaluation = self.read()
         if not attempts:
             return
-        text = describe(attempts, evaluation)
+        attempt = self.restarts + 1
+        text = f"attempt {attempt} starts"
+        if attempt in attempts:
+            text = describe(attempts, evaluation)
         step = max(attempts), attempts[max(attempts)]["step"]
         if step != self._step:
             self._step, self._step_s = step, now_s

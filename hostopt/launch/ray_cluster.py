@@ -172,6 +172,11 @@ class Bundles:
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(group, index),
         }
 
+    def name_of(self, slot: int) -> str:
+        """Returns the name of a slot for logs."""
+        is_rank = slot < self._size
+        return f"slot {slot}" if is_rank else f"evaluator:{slot - self._size}"
+
     def describe(self) -> str:
         """Returns the wanted and the free resources, for logs and errors."""
         kinds = [text_of(each) for each in self.wanted]

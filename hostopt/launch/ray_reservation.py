@@ -105,8 +105,8 @@ class RayReservation:
             )
         if missing:
             _LOG.warning(
-                "going on with %d of %d places: there is no room for slot %s",
-                *(len(self._places), len(self._slots), ", ".join(map(str, missing))),
+                "going on with %d of %d places: there is no room for %s",
+                *(len(self._places), len(self._slots), self._names(missing)),
             )
         return [self._places[slot] for slot in self._slots if slot in self._places]
 
@@ -162,11 +162,14 @@ class RayReservation:
     def _log_wait(self, missing: Sequence[int], now_s: float) -> None:
         if now_s - self._log_s >= LOG_S:
             self._log_s = now_s
-            slots = ", ".join(map(str, missing))
+            names = self._names(missing)
             if all(map(self._bundles.node_of, missing)):
-                _LOG.info("waiting for Ray to start the processes of slot %s", slots)
+                _LOG.info("waiting for Ray to start the processes of %s", names)
             else:
-                _LOG.info("waiting for room for slot %s: %s", slots, self._bundles.describe())
+                _LOG.info("waiting for room for %s: %s", names, self._bundles.describe())
+
+    def _names(self, slots: Sequence[int]) -> str:
+        return ", ".join(map(self._bundles.name_of, slots))
 
     def _drop(self, slot: int) -> None:
         self._opening.pop(slot, None)

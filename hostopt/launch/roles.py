@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from hostopt.launch.engine import Place, Reservation
 from hostopt.launch.restarts import RestartDecision, Slots, TaskExit
 from hostopt.launch.task_group import (
     FORWARDED,
-    GracePeriod,
     Group,
     preemption,
     task_exit,
@@ -186,17 +184,16 @@ class DataWorker(_Companion):
 
     def end(self) -> None:
         """Ends the task, as the ring has failed."""
-        self._finish(((0.0, signal.SIGKILL),))  # it ignores SIGTERM, and has nothing to save
+        self._is_over = True
+        self._end(())
+        self.kill()  # it ignores SIGTERM, and has nothing to save
 
     def expect_end(self) -> None:
         """Gives the task the grace period to end by itself, as the ring has succeeded."""
-        self._finish(self._after_failure)
-
-    def _finish(self, grace_period: GracePeriod) -> None:
         self._is_over = True
         self._end(())
         if self._running():
-            self._set_deadlines(grace_period)
+            self._set_deadlines(self._after_failure)
 
     def _finish_attempt(self) -> None:
         has_served = self._is_over or any(each.code for each in self._exits)
@@ -214,8 +211,8 @@ class DataWorker(_Companion):
         then = "it is not restarted, and the ranks are ended, as they need its data"
         if delay_s is not None:
             then = (
-                f"restarting it in {delay_s:g} s; elements that it had taken may be missing from "
-                "this epoch"
+                f"restarting it in {delay_s:g} s; elements that it had taken, and those in its "
+                "shuffle buffers, are lost"
             )
         _LOG.error("%s; %s", decision.reason, then)
         if decision.cause:
