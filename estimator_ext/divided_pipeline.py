@@ -70,7 +70,8 @@ def check_transformations(operations: Sequence[tf.Operation], workers: int) -> N
         if _name(op) == "DirectedInterleave":
             choices.update(_choices_of(op))
     for op in operations:
-        if op not in choices:
+        counts = _name(op) in _COUNTING and _name(op) != "Random"
+        if op not in choices or counts:
             _check_transformation(op, workers)
 
 

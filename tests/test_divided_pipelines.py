@@ -242,6 +242,17 @@ def test_what_two_data_workers_would_count_separately_is_refused(
         two_workers.elements(lambda: COUNTING[name](directory))
 
 
+def test_a_number_of_random_choices_is_refused(one_worker: Servers) -> None:
+    def make() -> Any:
+        choices = data.random(1).map(lambda x: x % 2).take(9)
+        return data.choose_from_datasets([data.range(40), data.range(40, 80)], choices)
+
+    check_elements(one_worker, lambda _: make(), Path())
+    refusal = r"calls take\(\) .* each of 2 data workers"
+    with tf.Graph().as_default(), pytest.raises(hostopt.ConfigError, match=refusal):
+        check_dataset(make(), 2)
+
+
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_of_two_data_workers_are_refused_after_shuffle_and_repeat(
     two_workers: Servers, directory: Path, name: str
