@@ -14,7 +14,7 @@ from estimator_ext.data_watch import DataWatch
 from estimator_ext.data_worker import bypass_proxies, check_reach
 from estimator_ext.divided_pipeline import INSTEAD, divisible, sources_of
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.served_pipeline import check_dataset
+from estimator_ext.served_pipeline import check_dataset, transformations_of
 from estimator_ext.strategy import HostOffloadStrategy
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -89,7 +89,11 @@ class DataService:
         """
         check_dataset(data, len(self._cluster.data))
         self._communicator.check_same(
-            {"element_spec": repr(data.element_spec), **sources_of(data)},
+            {
+                "element_spec": repr(data.element_spec),
+                **sources_of(data),
+                **transformations_of(data),
+            },
             "the datasets of input_fn (data workers prepare the one of rank 0 for all ranks)",
         )
         self.watch.wait_for_all()

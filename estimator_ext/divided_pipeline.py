@@ -70,7 +70,8 @@ def check_transformations(operations: Sequence[tf.Operation], workers: int) -> N
         if _name(op) == "DirectedInterleave":
             choices.update(_choices_of(op))
     for op in operations:
-        if op not in choices:
+        counts = _name(op) in _COUNTING and _name(op) != "Random"
+        if op not in choices or counts:
             _check_transformation(op, workers)
 
 
@@ -143,6 +144,15 @@ def _has_later_iterators(op: tf.Operation) -> bool:
     return any(_name(each).startswith(("Shuffle", "Repeat")) for each in walk([op.inputs[0].op]))
 
 
+def is_source(op: tf.Operation) -> bool:
+    """Returns True for a dataset whose elements data workers divide.
+
+    Args:
+      op: an operation of a graph.
+    """
+    return _name(op) in _SOURCES
+
+
 def sources_of(data: tf.data.Dataset) -> dict[str, str]:
     """Describes the sources of a dataset, which must be the same on all ranks.
 
@@ -153,10 +163,10 @@ def sources_of(data: tf.data.Dataset) -> dict[str, str]:
       Type, shape and checksum of the constants of each source. The order of values does not count,
       as each rank may have shuffled them.
     """
-    sources = [op for op in walk([variant_tensor(data).op]) if _name(op) in _SOURCES]
+    sources = [op for op in walk([variant_tensor(data).op]) if is_source(op)]
     return {
         f"{op.type} {index}": ", ".join(
-            _describe(tf.get_static_value(each.outputs[0]))
+            describe_values(tf.get_static_value(each.outputs[0]))
             for each in walk([tensor.op for tensor in op.inputs])
             if each.type == "Const"
         )
@@ -164,9 +174,19 @@ def sources_of(data: tf.data.Dataset) -> dict[str, str]:
     }
 
 
-def _describe(values: np.ndarray[Any, Any]) -> str:
+def describe_values(values: np.ndarray[Any, Any]) -> str:
+    """Describes the values of a constant, whose order does not count.
+
+    Args:
+      values: the constant.
+
+    Returns:
+      A number, or the type, the shape and a checksum.
+    """
     if values.dtype.hasobject:
         kind, checksum = "string", zlib.crc32(b"\0".join(sorted(values.reshape(-1).tolist())))
+    elif not values.ndim:
+        return str(values)
     else:
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         kind, checksum = values.dtype.name, zlib.crc32(np.sort(data))

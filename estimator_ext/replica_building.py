@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,11 +11,15 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.checkpoint_saving import has_own_saver
 from estimator_ext.fingerprint import read_updates
+from estimator_ext.local_steps import LocalSteps
 from estimator_ext.outer_step import SCOPE, OuterStep
 from estimator_ext.replicas import Replicas
 from estimator_ext.spec import operations_of_step
 
 __all__: list[str] = []
+
+# They compute a variable from its slots, and hardly from its value.
+_FROM_SLOTS = re.compile(r"(?:^|; )((?:Resource)?(?:Sparse)?Apply(?:Ftrl(?:V2)?|AdagradDA))\(")
 
 
 def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> Replicas | None:
@@ -31,8 +36,8 @@ def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> 
       The models of all ranks; None if the ranks reduce gradients in each step.
 
     Raises:
-      hostopt.ConfigError: a variable cannot be synchronised, or a saver of the model_fn would not
-        save the slots of the outer optimizer.
+      hostopt.ConfigError: a variable cannot be synchronised, its optimizer would undo it, or a
+        saver of the model_fn would not save the slots of the outer optimizer.
       hostopt.CollectiveMismatchError: ranks have different steps, outer steps or options.
     """
     options, communicator = strategy.local_steps, strategy.communicator
@@ -44,6 +49,7 @@ def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> 
             "the saver to the Estimator, or leave outer_optimizer out"
         )
     updates = read_updates(operations_of_step(spec), data)
+    _check_optimizers(options, updates.texts)
     steps: list[OuterStep] = []
 
     def new_outer(variables: Sequence[tf.Variable]) -> OuterStep:
@@ -62,6 +68,20 @@ def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> 
         texts.update({f"{name} in the outer step": text for name, text in found.items()})
     communicator.check_same(texts, "the updates of variables")
     return replicas
+
+
+def _check_optimizers(options: LocalSteps, updates: Mapping[str, str]) -> None:
+    """Checks that the next step of an optimizer does not undo a synchronisation."""
+    if options.slot_rule == "average" and options.outer_optimizer is None:
+        return
+    for name, text in updates.items():
+        found = _FROM_SLOTS.search(text)
+        if found:
+            raise hostopt.ConfigError(
+                f"{found[1]} computes variable {name!r} from its slots, so the next step would "
+                "undo a synchronisation with outer_optimizer, sync_delay, or another sync_slots "
+                "than 'average'. Leave them out, or use another optimizer than Ftrl and AdagradDA"
+            )
 
 
 def check_outer_slots(checkpoint: str) -> None:

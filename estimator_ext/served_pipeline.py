@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import re
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_private import variant_tensor
-from estimator_ext.divided_pipeline import INSTEAD, check_transformations
+from estimator_ext.divided_pipeline import (
+    INSTEAD,
+    check_transformations,
+    describe_values,
+    is_source,
+)
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.graph import walk
 
@@ -16,6 +23,8 @@ __all__: list[str] = []
 
 _PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
+_SEEDED = re.compile("Random|Shuffle")  # operations whose constants are seeds and sizes of buffers
+_Nodes = Collection[Any]  # of a graph or a function
 
 
 def check_dataset(data: Any, workers: int) -> None:
@@ -36,7 +45,8 @@ def check_dataset(data: Any, workers: int) -> None:
         )
     operations = walk([variant_tensor(data).op])
     check_transformations(operations, workers)
-    for kind, name in _nodes_of(operations):
+    called = _called_by([op.node_def for op in operations], _library(operations))
+    for kind, name in ((node.op, node.name) for nodes in called for node in nodes):
         if kind in _PYTHON:
             raise UnsupportedError(
                 f"the dataset of input_fn calls a Python function (operation {name!r} of type "
@@ -50,18 +60,83 @@ def check_dataset(data: Any, workers: int) -> None:
             )
 
 
-def _nodes_of(operations: list[tf.Operation]) -> Iterator[tuple[str, str]]:
-    """Yields types and names of operations, and of those in the functions that they call."""
-    library = operations[0].graph.as_graph_def().library.function
-    functions = {function.signature.name: function.node_def for function in library}
-    todo: list[Collection[Any]] = [[op.node_def for op in operations]]
+def transformations_of(data: tf.data.Dataset) -> dict[str, str]:
+    """Describes the transformations of a dataset, which must be the same on all ranks.
+
+    Args:
+      data: a dataset of a graph.
+
+    Returns:
+      Type, constants and a checksum of the types of all operations of each transformation,
+      including those of its functions. Seeds and the order of values do not count.
+    """
+    operations = walk([variant_tensor(data).op])
+    library = _library(operations)
+    transformations = [op for op in operations if _makes_dataset(op) and not is_source(op)]
+    return {
+        f"transformation {index}": _describe(op, library)
+        for index, op in enumerate(transformations)
+    }
+
+
+def _makes_dataset(op: tf.Operation) -> bool:
+    return any(tensor.dtype == tf.variant for tensor in op.outputs)
+
+
+def _describe(op: tf.Operation, library: Mapping[str, _Nodes]) -> str:
+    def before(each: tf.Operation) -> list[tf.Operation]:
+        is_another = each is not op and _makes_dataset(each)
+        return [] if is_another else [tensor.op for tensor in each.inputs]
+
+    own = [each for each in walk([op], before) if each is op or not _makes_dataset(each)]
+    called = _called_by([each.node_def for each in own], library)
+    values, kinds = [], []
+    for nodes in called:
+        kinds += [node.op for node in nodes if node.op not in library]
+        seeded = _before_seeded(nodes)
+        values += [
+            describe_values(tf.make_ndarray(node.attr["value"].tensor))
+            for node in nodes
+            if node.op == "Const" and node.name not in seeded
+        ]
+    checksum = zlib.crc32(" ".join(kinds).encode())
+    constants = ", ".join(values) or "none"
+    return f"{op.type} of {len(kinds)} operations ({checksum:08x}) with constants: {constants}"
+
+
+def _before_seeded(nodes: _Nodes) -> set[str]:
+    """Returns the names of nodes whose values become seeds, or sizes of buffers."""
+    by_name = {node.name: node for node in nodes}
+    found: set[str] = set()
+    todo = [node for node in nodes if _SEEDED.search(node.op)]
     while todo:
-        for node in todo.pop():
-            yield node.op, node.name
-            for called in (node.op, *_functions_of(node)):  # TensorFlow 1 calls by the type
-                todo += [functions.pop(called)] if called in functions else []
+        for name in (each.lstrip("^").partition(":")[0] for each in todo.pop().input):
+            node = by_name.get(name)
+            if node is not None and name not in found and "Dataset" not in node.op:
+                found.add(name)
+                todo.append(node)
+    return found
+
+
+def _library(operations: list[tf.Operation]) -> dict[str, _Nodes]:
+    functions = operations[0].graph.as_graph_def().library.function
+    return {function.signature.name: function.node_def for function in functions}
+
+
+def _called_by(nodes: _Nodes, library: Mapping[str, _Nodes]) -> Iterator[_Nodes]:
+    """Yields nodes, and those of each function that they call, in the same order on all ranks."""
+    found: set[str] = set()
+    todo = [nodes]
+    while todo:
+        nodes = todo.pop()
+        yield nodes
+        for node in nodes:
+            for name in (node.op, *_functions_of(node)):  # TensorFlow 1 calls by the type
+                if name in library and name not in found:
+                    found.add(name)
+                    todo.append(library[name])
 
 
 def _functions_of(node: Any) -> Iterator[str]:
-    for attribute in node.attr.values():
+    for _, attribute in sorted(node.attr.items()):
         yield from (each.name for each in [attribute.func, *attribute.list.func] if each.name)

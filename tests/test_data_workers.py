@@ -105,8 +105,9 @@ def test_ranks_read_their_own_data_if_the_service_is_off(served: Served) -> None
         assert served.elements([task]) == list(range(1, 41))
 
 
-def test_a_part_of_the_data_for_each_rank_is_refused(served: Served) -> None:
-    output = served.run("-np", "2", "--data-workers", "1", code=65, by_rank=True)
+@pytest.mark.parametrize("kind", ["source", "nested"])
+def test_a_part_of_the_data_for_each_rank_is_refused(served: Served, kind: str) -> None:
+    output = served.run("-np", "2", "--data-workers", "1", code=65, by_rank=kind)
     assert "(data workers prepare the one of rank 0 for all ranks) differ between" in output
     assert not served.elements()
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.divided_pipeline import divisible, sources_of
-from estimator_ext.served_pipeline import check_dataset
+from estimator_ext.served_pipeline import check_dataset, transformations_of
 
 pytestmark = [pytest.mark.tensorflow]
 
@@ -242,6 +242,17 @@ def test_what_two_data_workers_would_count_separately_is_refused(
         two_workers.elements(lambda: COUNTING[name](directory))
 
 
+def test_a_number_of_random_choices_is_refused(one_worker: Servers) -> None:
+    def make() -> Any:
+        choices = data.random(1).map(lambda x: x % 2).take(9)
+        return data.choose_from_datasets([data.range(40), data.range(40, 80)], choices)
+
+    check_elements(one_worker, lambda _: make(), Path())
+    refusal = r"calls take\(\) .* each of 2 data workers"
+    with tf.Graph().as_default(), pytest.raises(hostopt.ConfigError, match=refusal):
+        check_dataset(make(), 2)
+
+
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_of_two_data_workers_are_refused_after_shuffle_and_repeat(
     two_workers: Servers, directory: Path, name: str
@@ -278,6 +289,71 @@ def test_a_shard_is_refused_unless_it_is_all(workers: int) -> None:
 def test_ranks_compare_the_sources_of_their_data(first: Any, second: Any, are_same: bool) -> None:
     with tf.Graph().as_default():
         assert (sources_of(first()) == sources_of(second())) == are_same
+
+
+def shard_in_interleave(rank: int) -> Any:
+    return data.range(4).interleave(lambda x: ten(x).shard(2, rank))
+
+
+def filtered(rank: Any) -> Any:
+    return data.range(9).map(lambda x: x + 1).filter(lambda x: tf.equal(x % 2, rank)).batch(3)
+
+
+def augmented(seed: int) -> Any:
+    pipeline = (
+        data.range(3)
+        .flat_map(lambda x: ten(x).shuffle(4, seed=seed))
+        .shuffle(4, seed)
+        .map(lambda x: x + tf.random.stateless_uniform([], [1, seed], 0, 9, tf.int64))
+    )
+    return data.sample_from_datasets([pipeline, data.range(3).repeat(2)], seed=seed)
+
+
+def words(texts: list[str]) -> Any:
+    table = tf.constant(texts)
+    return data.range(2).map(lambda x: table[x])
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "second", "are_same"),
+    [
+        (shard_in_interleave, 0, 1, False),
+        (shard_in_interleave, 1, 1, True),
+        (filtered, 0, 1, False),
+        (lambda rank: filtered(tf.constant(rank, tf.int64)), 0, 1, False),
+        (lambda rank: filtered(tf.constant(rank, tf.int64)), 1, 1, True),
+        (lambda rank: data.range(9).skip(4 * rank).take(4), 0, 1, False),
+        (lambda add: data.range(9).map(lambda x: x + 1 if add else x - 1), True, False, False),
+        (lambda size: data.range(9).batch(size), 2, 3, False),
+        (lambda times: data.range(9).repeat(times), 2, 3, False),
+        (augmented, 1, 2, True),
+        (words, ["a", "b"], ["b", "a"], True),
+        (words, ["a", "b"], ["a", "c"], False),
+    ],
+)
+def test_ranks_compare_the_transformations_of_their_data(
+    make: Any, first: Any, second: Any, are_same: bool
+) -> None:
+    found = []
+    for value in (first, second):
+        with tf.Graph().as_default():
+            data.range(3).map(lambda x: x)  # so that the functions have other names
+            if value is second:
+                data.range(3).map(lambda x: 2 * x)
+            found.append(transformations_of(make(value)))
+    assert (found[0] == found[1]) == are_same
+    assert len(found[0]) == len(found[1]) > 0
+
+
+def test_each_transformation_is_described_by_itself() -> None:
+    with tf.Graph().as_default():
+        before, after = map(transformations_of, map(filtered, (0, 1)))
+    differing = [name for name in before if before[name] != after[name]]
+    assert len(before) == 3
+    (name,) = differing
+    assert before[name].startswith("FilterDataset of ")
+    assert before[name].endswith(" with constants: 2, 0")
+    assert after[name].endswith(" with constants: 2, 1")
 
 
 def test_the_order_of_an_interleave_that_is_replaced(directory: Path) -> None:

@@ -567,6 +567,35 @@ def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
         estimator_ext.HostOffloadStrategy(**options)
 
 
+@pytest.mark.parametrize(
+    ("inner", "operation", "settings"),
+    [
+        ("ftrl", "ResourceApplyFtrl", {"strategy": {"sync_every": 4, "sync_slots": "keep"}}),
+        ("ftrl", "ResourceApplyFtrl", {"strategy": {"sync_every": 4, "sync_slots": "reset"}}),
+        ("ftrl", "ResourceApplyFtrl", {"strategy": {"sync_every": 4, "sync_delay": 1}}),
+        ("ftrl", "ResourceApplyFtrl", {"outer": "nesterov", "strategy": {"sync_every": 4}}),
+        ("adagrad_da", "ResourceApplyAdagradDA", {"strategy": {"sync_every": 4, "sync_delay": 1}}),
+    ],
+)
+def test_optimizers_that_would_undo_a_synchronisation_are_refused(
+    training: Training, inner: str, operation: str, settings: dict[str, Any]
+) -> None:
+    # they compute a variable from its slots, whatever its value has become
+    code = hostopt.ConfigError.exit_code
+    ranks = failure(training, [code, code], inner=inner, **settings)
+    for rank in ranks:
+        assert f"{operation} computes variable 'bias' from its slots" in rank.output
+
+
+def test_ftrl_with_averaged_slots(training: Training) -> None:
+    # the default, in which the slots carry the synchronisation
+    settings = {"inner": "ftrl", "steps": 12, "strategy": {"sync_every": 4}}
+    models = training.run(2, averaged=settings)["averaged"]
+    for key, value in models[0].items():
+        np.testing.assert_array_equal(models[1][key], value, err_msg=key)
+    assert np.abs(models[0]["weights"]).min() > 0.1
+
+
 def test_loops_of_tensorflow_2_are_refused() -> None:
     strategy = estimator_ext.HostOffloadStrategy(sync_every=2)
     with pytest.raises(hostopt.ConfigError, match=r"Train with estimator_ext\.Estimator"):

@@ -46,6 +46,8 @@ OPTIMIZERS = {
     "sgd": lambda: train.GradientDescentOptimizer(0.1),
     "momentum": lambda: train.MomentumOptimizer(0.05, 0.9),
     "adam": lambda: train.AdamOptimizer(0.05),
+    "ftrl": lambda: train.FtrlOptimizer(0.5),
+    "adagrad_da": lambda: train.AdagradDAOptimizer(0.5, train.get_global_step()),
     "outer sgd": lambda: train.GradientDescentOptimizer(1.0),
     "nesterov": lambda: train.MomentumOptimizer(0.7, 0.9, use_nesterov=True),
     "outer adam": lambda: train.AdamOptimizer(0.02),

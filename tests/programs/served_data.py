@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     "epochs": 1,  # 0 for endless data
     "batch": 4,
     "takes_context": False,
-    "by_rank": False,  # each rank has a part of the elements
+    "by_rank": "",  # each rank has a part of the elements: "source", or "nested" with shard()
     "config": {},  # options of RunConfig
     "strategy": {},  # options of HostOffloadStrategy
     "max_steps": None,
@@ -58,8 +58,12 @@ def main(chosen: dict[str, Any]) -> None:
         os._exit(settings["die_at"][1])
 
     def plain_input_fn() -> tf.data.Dataset:
-        if settings["by_rank"]:
-            return tf.data.Dataset.range(strategy.cluster.rank, 100, strategy.cluster.size)
+        rank, size = strategy.cluster.rank, strategy.cluster.size
+        if settings["by_rank"] == "source":
+            return tf.data.Dataset.range(rank, 100, size)
+        if settings["by_rank"] == "nested":  # data workers read that of rank 0 only
+            tens = tf.data.Dataset.range(0, 100, 10)
+            return tens.flat_map(lambda x: tf.data.Dataset.range(x, x + 10).shard(size, rank))
         return numbers(settings)
 
     def context_input_fn(input_context: tf.distribute.InputContext) -> tf.data.Dataset:
