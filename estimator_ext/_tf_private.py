@@ -6,7 +6,9 @@ a private attribute of a graph, an operation or a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -171,6 +173,14 @@ def set_initializer(variable: tf.Variable, initializer: tf.Operation) -> None:
       initializer: the operation that assigns the initial value.
     """
     variable._initializer_op = initializer
+
+
+@contextlib.contextmanager
+def options_in_graph() -> Iterator[None]:
+    """Hides a warning of TensorFlow: that the options of a dataset may be unknown in a graph."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options")
+        yield
 
 
 def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from estimator_ext._tf_private import options_in_graph
 from estimator_ext.data_watch import DataWatch
 from estimator_ext.data_worker import bypass_proxies, check_reach
 from estimator_ext.divided_pipeline import INSTEAD, divisible, sources_of
@@ -120,7 +121,7 @@ class DataService:
 
     def _register(self, data: tf.data.Dataset, name: str, config: Any) -> None:
         """Sends the pipeline of rank 0 to the dispatcher."""
-        with tf.device(HOST_DEVICE):
+        with tf.device(HOST_DEVICE), options_in_graph():
             register = tf.data.experimental.service.register_dataset(
                 self._service,
                 divisible(data),

@@ -48,6 +48,7 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
         self._communicator = communicator
         self._transport = communicator.transport
         self._tasks = tasks
+        self._started: Sequence[hostopt.Task] = ()  # all of them, once all have answered
         self._limit_s = options.rendezvous_timeout_s
         self._session: tf.compat.v1.Session | None = None
         self._may_wait = threading.Event()  # for data: in a step, and before the first session
@@ -80,6 +81,7 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
                     task=task.name,
                     address=task.address,
                 )
+        self._started = self._tasks
 
     def _raise_error_of_ring(self) -> None:
         if self._transport.error is not None:
@@ -103,7 +105,7 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
 
     def _run(self) -> None:
         while self._transport.error is None and not self._has_ended.wait(_EVERY_S):
-            for task in self._tasks:
+            for task in self._started:
                 try:
                     self._look_at(task)
                 except hostopt.HostOptError as error:  # no descriptor is left
@@ -129,8 +131,9 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
         if task not in self._silent_since_s:
             self._silent_since_s[task] = now_s
             _log.warning(
-                "data worker %s does not answer. If it has restarted, elements that it had taken "
-                "may be missing from this epoch. The training waits for it for up to %g s",
+                "data worker %s does not answer. If it has restarted, elements that it had "
+                "taken, and those in its shuffle buffers, are lost. The training waits for it for "
+                "up to %g s",
                 task,
                 self._limit_s,
             )

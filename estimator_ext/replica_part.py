@@ -67,6 +67,23 @@ class ReplicaPart:
         """Reads the variables as anchor."""
         self.anchor = self.read(session)
 
+    def read_first_anchor(self, session: tf.compat.v1.Session) -> None:
+        """Reads the variables as anchor before the first step.
+
+        Args:
+          session: session of this rank.
+
+        Raises:
+          hostopt.NonFiniteGradientError: a variable is not finite.
+        """
+        self.read_anchor(session)
+        if not all_finite(self.anchor):
+            raise hostopt.NonFiniteGradientError(
+                f"variable {self._nonfinite_names(self.anchor)[0]!r} is NaN or Inf before the "
+                "first step, and local steps synchronise what the steps change in it. Initialize "
+                "it with finite numbers, or leave sync_every, sync_secs and outer_optimizer out"
+            )
+
     def split(self, flat: Any) -> list[Any]:
         """Returns the values of the variables in an array of shape [n], as views if possible."""
         sizes = [variable.shape.num_elements() for variable in self.variables]

@@ -75,7 +75,9 @@ def find_variables(changed: Collection[str]) -> Variables:
     for name, variable in sorted({v.op.name: v for v in every}.items()):
         is_skipped = variable is global_step or is_sync_on_read(variable)
         if not is_skipped and variable.dtype.base_dtype not in _NO_NUMBERS:
-            is_changed = name in changed or name in trained
+            # a gradient has no meaning for a whole number, even if it is called trainable
+            has_gradient = name in trained and not variable.dtype.base_dtype.is_integer
+            is_changed = name in changed or has_gradient
             _kind(found, variable, is_changed, trained).append(variable)
     return found
 
@@ -90,8 +92,7 @@ def _kind(
     name, dtype = variable.op.name, variable.dtype.base_dtype
     if not is_changed:
         return found.equal
-    is_number = dtype.is_floating or (dtype.is_integer and name not in trained)
-    if not is_number or not variable.shape.is_fully_defined():
+    if not (dtype.is_floating or dtype.is_integer) or not variable.shape.is_fully_defined():
         raise hostopt.ConfigError(
             f"variable {name!r} of dtype {dtype.name} and shape {variable.shape} changes in local "
             "steps, wanted floating or integer numbers of a static shape. Leave sync_every, "
@@ -191,12 +192,13 @@ class Replicas:
 
         Args:
           session: session of this rank.
+
+        Raises:
+          hostopt.NonFiniteGradientError: a variable is not finite.
         """
-        for fragment in self.fragments:
-            for part in fragment.parts:
-                part.read_anchor(session)
-        for part in self._kept:
-            part.read_anchor(session)
+        of_fragments = [part for fragment in self.fragments for part in fragment.parts]
+        for part in (*of_fragments, *self._kept):
+            part.read_first_anchor(session)
 
     def anchor_checksum(self, fragment: Fragment) -> int:
         """Returns a CRC-32 of the anchors, which must be the same on all ranks.

@@ -22,7 +22,7 @@ from estimator_ext.graph import walk
 __all__: list[str] = []
 
 _PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-_VARIABLES = ("VarHandleOp", "Variable", "VariableV2")
+_VARIABLES = re.compile(r"VarHandleOp|Variable(V2)?|Mutable\w*HashTable\w*")
 _SEEDED = re.compile("Random|Shuffle")  # operations whose constants are seeds and sizes of buffers
 _Nodes = Collection[Any]  # of a graph or a function
 
@@ -53,10 +53,10 @@ def check_dataset(data: Any, workers: int) -> None:
                 f"{kind}), as from_generator, py_function and numpy_function do. Data workers are "
                 f"other processes and cannot call it. {INSTEAD}"
             )
-        if kind in _VARIABLES:
+        if _VARIABLES.fullmatch(kind):
             raise UnsupportedError(
-                f"the dataset of input_fn reads the variable {name!r}, which data workers do not "
-                f"have. {INSTEAD}"
+                f"the dataset of input_fn reads {name!r} of type {kind}, whose value on the ranks "
+                f"data workers do not have. {INSTEAD}"
             )
 
 

@@ -17,6 +17,7 @@ from estimator_ext._tf_private import (
     AutoShardDataset,
     DatasetV1,
     DatasetV1Adapter,
+    options_in_graph,
     variant_tensor,
 )
 from estimator_ext.errors import UnsupportedError
@@ -98,7 +99,8 @@ def dividing(
 
 def _sharded(data: tf.data.Dataset, context: tf.distribute.InputContext, policy: str) -> Any:
     """Returns the shard of a dataset, as TensorFlow's own strategies make it."""
-    current = data.options().experimental_distribute.auto_shard_policy
+    with options_in_graph():
+        current = data.options().experimental_distribute.auto_shard_policy
     if current == _AutoShard.OFF:
         return data
     if any(op.type == "ShardDataset" for op in walk([variant_tensor(data).op])):

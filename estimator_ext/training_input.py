@@ -21,6 +21,7 @@ from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.uneven_data import (
     MODES,
     BatchWeights,
+    check_endless,
     count_examples,
     has_next,
     needs_join,
@@ -86,6 +87,8 @@ def build_input(
     joins = has_weights and needs_join(data, communicator, config.session_config)
     watch: list[Any] = []
     if service is not None:
+        if has_weights and not joins:
+            check_endless(data, config.session_config)
         watch, data = [service.watch], service.prepare(data, config)
     if not joins:
         if micro_batches > 1:

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.errors import UnsupportedError
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 __all__: list[str] = []
@@ -39,13 +40,34 @@ def needs_join(
     """
     specs = tf.nest.flatten(dataset.element_spec) if _is_dataset(dataset) else [None]
     can = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
-    ends = True
-    if can:
-        with tf.compat.v1.Session(config=config) as session:
-            length = session.run(tf.data.experimental.cardinality(dataset))
-        ends = length != tf.data.experimental.INFINITE_CARDINALITY
+    ends = not can or _may_end(dataset, config)
     of_ranks = communicator.all_gather(np.array([can, ends]), "the kinds of the ranks' data")
     return bool(of_ranks[:, 0].all() and of_ranks[:, 1].any())
+
+
+def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
+    """Checks that data without weights, which data workers divide unevenly, do not end.
+
+    Args:
+      dataset: the result of input_fn.
+      config: configuration of a session that reads the length of the dataset.
+
+    Raises:
+      UnsupportedError: they may end.
+    """
+    if _is_dataset(dataset) and _may_end(dataset, config):
+        raise UnsupportedError(
+            "the dataset of input_fn may end, and has sparse or ragged elements, or some of "
+            "unknown rank. Data workers give ranks different numbers of batches, and a rank "
+            "without data cannot repeat such a batch: return dense tensors (padded_batch), "
+            "repeat() the data and set max_steps, or set RunConfig.data_service='off'"
+        )
+
+
+def _may_end(dataset: tf.data.Dataset, config: tf.compat.v1.ConfigProto) -> bool:
+    with tf.compat.v1.Session(config=config) as session:
+        length = session.run(tf.data.experimental.cardinality(dataset))
+    return bool(length != tf.data.experimental.INFINITE_CARDINALITY)
 
 
 def repeat_last_batch(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -112,6 +112,15 @@ def test_a_part_of_the_data_for_each_rank_is_refused(served: Served, kind: str) 
     assert not served.elements()
 
 
+def test_sparse_data_may_not_end(served: Served) -> None:
+    arguments = ("-np", "2", "--data-workers", "1")
+    output = served.run(*arguments, code=78, count=40, is_sparse=True)
+    assert "the dataset of input_fn may end, and has sparse or ragged elements" in output
+    assert not served.elements()
+    served.run(*arguments, count=40, is_sparse=True, epochs=0, max_steps=5)
+    assert [len(served.batches(task)) for task in ("chief-0", "worker-0")] == [5, 5]
+
+
 # -- refused -------------------------------------------------------------------------------
 
 
@@ -221,9 +230,13 @@ def test_a_pipeline_with_python_is_refused(make: Any) -> None:
 
 @pytest.mark.usefixtures("in_graph")
 def test_a_pipeline_with_a_variable_is_refused() -> None:
+    numbers = tf.data.Dataset.range(3)
     weight = tf.compat.v1.get_variable("weight", [], tf.int64)
-    with pytest.raises(hostopt.ConfigError, match="reads the variable 'weight'"):
-        check_dataset(tf.data.Dataset.range(3).map(lambda x: x + weight), 1)
+    with pytest.raises(hostopt.ConfigError, match="reads 'weight' of type VarHandleOp"):
+        check_dataset(numbers.map(lambda x: x + weight), 1)
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+    with pytest.raises(hostopt.ConfigError, match="of type MutableHashTable"):
+        check_dataset(numbers.map(table.lookup), 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

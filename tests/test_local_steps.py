@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import PROGRAMS, reserved_addresses
+from harness import PROGRAMS, QUIET, deadline_s, python, reserved_addresses
 from ranks import Rank, Ranks
 
 import estimator_ext
@@ -342,10 +344,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], Model]] = {
         {"shapeless": True, "batches": [12, 6], "strategy": {"sync_every": 6}},
         simulate(2, 12, 6, batches=[12, 6]),
     ),
-    "a counter": (
-        {"counter": True, "batches": [12, 6], "strategy": {"sync_every": 6}},
-        simulate(2, 12, 6, batches=[12, 6]),
-    ),
+    **{
+        f"a counter, {kind}": (
+            {"counter": kind, "batches": [12, 6], "strategy": {"sync_every": 6}},
+            {**simulate(2, 12, 6, batches=[12, 6]), "counter": 12, "still": 0},
+        )
+        for kind in ("trainable", "not trainable")
+    },
     "saved": ({"checkpoint_steps": 3, "strategy": {"sync_every": 5}}, simulate(2, 20, 5)),
 }
 
@@ -369,7 +374,8 @@ def test_variants(variants: tuple[Training, Any], name: str) -> None:
     tolerance = 1e-6 if "adam" in str(VARIANTS[name][0]) else 1e-10
     assert_close(models, VARIANTS[name][1], tolerance)
     steps = {"uneven data": 10, "stop at the first end": 8}
-    steps.update({"data of an unknown shape": 12, "a counter": 12})
+    steps.update({"a counter, trainable": 12, "a counter, not trainable": 12})
+    steps["data of an unknown shape"] = 12
     steps["delayed fragments of uneven data, saved"] = 23
     steps["data of one rank end at a synchronisation"] = 9
     assert models[0]["global_step"] == steps.get(name, 20)
@@ -522,6 +528,14 @@ def test_nan_in_the_gradients_of_a_rank(training: Training) -> None:
 
 
 @pytest.mark.faults
+def test_a_variable_without_a_finite_value(training: Training) -> None:
+    code = hostopt.errors.NonFiniteGradientError.exit_code
+    ranks = failure(training, [code, code], infinite=True, strategy={"sync_every": 5})
+    for rank in ranks:
+        assert "variable 'least' is NaN or Inf before the first step" in rank.output
+
+
+@pytest.mark.faults
 def test_a_variable_that_one_rank_changes(training: Training) -> None:
     code = hostopt.errors.CollectiveMismatchError.exit_code
     ranks = failure(training, [code, code], change=[1, 7], strategy={"sync_every": 5})
@@ -594,6 +608,17 @@ def test_ftrl_with_averaged_slots(training: Training) -> None:
     for key, value in models[0].items():
         np.testing.assert_array_equal(models[1][key], value, err_msg=key)
     assert np.abs(models[0]["weights"]).min() > 0.1
+
+
+def test_an_option_that_is_refused_ends_a_program_with_its_exit_code(tmp_path: Path) -> None:
+    code = "import estimator_ext; estimator_ext.HostOffloadStrategy(sync_every=2, sync_delay=2)"
+    report = tmp_path / "report"
+    environ = {**os.environ, **QUIET, "HOSTOPT_ERROR_FILE": str(report)}
+    process = subprocess.run(
+        python(code), env=environ, timeout=deadline_s(50), capture_output=True, check=False
+    )
+    assert process.returncode == hostopt.ConfigError.exit_code
+    assert "sync_delay is 2, wanted at most 1" in report.read_text()
 
 
 def test_loops_of_tensorflow_2_are_refused() -> None:

@@ -85,6 +85,27 @@ LINES = [
     ('  File "other.py", line 2, in f', True),
     ("ValueError: {'a': 1", True),
     ("after an open brace", True),
+    ("To enable the following instructions: AVX2 FMA, in other operations, rebuild", False),
+    (
+        "W0000 00:00:1.2 7 local_rendezvous.cc:412] Local rendezvous is aborting with status: "
+        "OUT_OF_RANGE: End of sequence",
+        False,
+    ),
+    ("\t [[{{node IteratorGetNext}}]]", False),
+    (
+        "W0000 00:00:1.2 7 local_rendezvous.cc:412] Local rendezvous is aborting with status: "
+        "INVALID_ARGUMENT: Incompatible shapes",
+        True,
+    ),
+    ("I0000 00:00:1.2 7 worker_impl.cc:190] Worker registered. Worker config: goo.gle", False),
+    ("port: 39689", False),
+    ('protocol: "grpc"', False),
+    ("", False),
+    ("loss: 0.1", True),
+    ("2026-01-01 00:00:00.1: I tensorflow/core/data/service/a.cc:1] with config: port: 1", False),
+    ('protocol: "grpc"', False),
+    ("a line of the program", True),
+    ("loss: 0.1", True),
 ]
 
 
@@ -157,18 +178,19 @@ def test_hidden_lines_of_a_program_that_fails_can_be_found(
 
 
 def test_the_line() -> None:
-    assert describe({1: TRAINING}, EVALUATION) == (
+    assert describe(1, {1: TRAINING}, EVALUATION) == (
         "step 500 of 2000 (25 %), 0:15 left, 100 steps/s, 6,400 examples/s, loss 0.25, accuracy "
         "0.9 at 450, saved at 450, communication 2 ms, 75 % hidden, slowest rank 1"
     )
     resumed = {**TRAINING, "first_step": 450, "resumed_step": 450}
-    assert describe({1: TRAINING, 2: resumed}, {}).startswith(
+    assert describe(2, {1: TRAINING, 2: resumed}, {}).startswith(
         "attempt 2, resumed at 450, step 500"
     )
+    assert describe(2, {1: TRAINING}, {}) == "attempt 2 starts"
     first = {"step": 3, "last_step": None}
     evaluation = {"step": 2, "metric": "loss", "value": 0.5}
-    assert describe({1: first}, evaluation) == "step 3, loss 0.5 at 2"
-    assert "0:00 left" in describe({1: {**TRAINING, "step": 2100}}, {})
+    assert describe(1, {1: first}, evaluation) == "step 3, loss 0.5 at 2"
+    assert "0:00 left" in describe(1, {1: {**TRAINING, "step": 2100}}, {})
 
 
 def test_the_summary() -> None:

@@ -22,9 +22,14 @@ _NOISE = re.compile(
     rb"|WARNING:tensorflow:From .* is deprecated and will be removed"
     rb"|WARNING:tensorflow:No new checkpoint ready for evaluation"
     rb"|Instructions for updating:"
+    rb"|To enable the following instructions: "  # continues a message
+    rb"|(?:W\d{4} |\d{4}-\d\d-\d\d ).*Local rendezvous is aborting with status: "
+    rb"(?:ABORTED: Stopping remaining executors|OUT_OF_RANGE: End of sequence)"  # of the data
 )
 _INSTRUCTIONS = b"Instructions for updating:"
 _CONFIGURATION = b"Using config: {"  # of an Estimator: continues over several lines
+_SERVER = b" config: "  # of a data worker: its fields follow, each on a line
+_FIELD = re.compile(rb"\w+: \S+$")
 _RECORD = re.compile(
     rb"(?:DEBUG|INFO|WARNING|ERROR|FATAL|CRITICAL):|Traceback |hostopt: |[IWEF]\d{4} "
     rb"|\d{4}-\d\d-\d\d |Fatal Python error|Aborted|terminate called"
@@ -36,7 +41,7 @@ class LineFilter:
     """Shows errors, each warning once, and lines of no logger; hides informational messages.
 
     An indented line is hidden or shown with the line before. The configuration of an Estimator is
-    hidden to its last brace.
+    hidden to its last brace, and that of a data worker to its last field.
     """
 
     def __init__(self) -> None:
@@ -45,6 +50,7 @@ class LineFilter:
         self._depth = 0  # of braces that a configuration has opened
         self._lines = 0  # of the configuration
         self._is_instruction = False
+        self._is_server = False  # the configuration of one
         self._is_traceback = False
         self._warnings: set[int] = set()  # their hashes
 
@@ -56,9 +62,9 @@ class LineFilter:
         """
         is_indented = line[:1] in (b" ", b"\t")
         if _RECORD.match(line) or self._lines > _MAX_CONFIGURATION:
-            self._depth, self._is_instruction = 0, False
+            self._depth, self._is_instruction, self._is_server = 0, False, False
         hides = self._hides
-        if self._depth > 0 or self._is_instruction:
+        if self._depth > 0 or self._is_instruction or self._is_server:
             hides = True
         elif is_indented:
             hides = hides and not self._is_traceback  # of which another thread split the lines
@@ -72,6 +78,8 @@ class LineFilter:
         if self._depth > 0 or (hides and _CONFIGURATION in line):
             self._lines = self._lines + 1 if self._depth else 0
             self._depth = max(0, self._depth + line.count(b"{") - line.count(b"}"))
+        if hides and not is_indented:  # an empty line follows the last field
+            self._is_server = _SERVER in line or (self._is_server and bool(_FIELD.match(line)))
         self._hides = hides
         self.has_hidden = self.has_hidden or hides
         return not hides

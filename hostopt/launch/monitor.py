@@ -100,10 +100,7 @@ class Monitor:
         attempts, evaluation = self.read()
         if not attempts:
             return
-        attempt = self.restarts + 1
-        text = f"attempt {attempt} starts"
-        if attempt in attempts:
-            text = describe(attempts, evaluation)
+        text = describe(self.restarts + 1, attempts, evaluation)
         step = max(attempts), attempts[max(attempts)]["step"]
         if step != self._step:
             self._step, self._step_s = step, now_s
@@ -154,14 +151,16 @@ class Monitor:
         return attempts, evaluation
 
 
-def describe(attempts: Mapping[int, Progress], evaluation: Progress) -> str:
+def describe(attempt: int, attempts: Mapping[int, Progress], evaluation: Progress) -> str:
     """Returns the live line, what matters most first, as a narrow terminal shows its beginning.
 
     Args:
+      attempt: number of the present attempt, from 1.
       attempts: what the chief has written in each attempt, by number from 1.
       evaluation: the newest evaluation; empty if there is none.
     """
-    attempt = max(attempts)
+    if attempt not in attempts:
+        return f"attempt {attempt} starts"
     training = attempts[attempt]
     step, last = training["step"], training.get("last_step")
     parts = []

@@ -33,7 +33,8 @@ SETTINGS: dict[str, Any] = {
     "nan_at": [],  # rank and step with a NaN in the data
     "ask": [],  # rank and step after which a hook requests a stop
     "shapeless": False,
-    "counter": False,
+    "counter": "",  # "trainable", as tf.Variable(0) is, or "not trainable"
+    "infinite": False,  # a variable that has no finite value before the first step
     "kill": [],  # rank and step after which it gets a signal
     "signal": "SIGKILL",
     "uneven_data": "join",
@@ -93,8 +94,14 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: dict[str
     update = moving.assign(0.9 * moving + 0.1 * tf.reduce_mean(features, 0))
     updates = [update]
     if params["counter"]:
-        counter = tf.compat.v1.get_variable("counter", [], tf.int64, trainable=False)
-        updates.append(counter.assign_add(1))
+        trainable = params["counter"] == "trainable"
+        counter = tf.compat.v1.get_variable("counter", [], tf.int64, trainable=trainable)
+        tf.compat.v1.get_variable("still", [], tf.int64, trainable=trainable)
+        with tf.control_dependencies([features]):  # not in a step without data
+            updates.append(counter.assign_add(1))
+    if params["infinite"]:
+        least = tf.compat.v1.Variable(np.inf, trainable=False, name="least")
+        updates.append(least.assign(tf.minimum(least, tf.cast(loss, least.dtype))))
     with tf.control_dependencies(updates):
         train_op = optimizer.minimize(loss, tf.compat.v1.train.get_global_step())
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)

@@ -22,6 +22,7 @@ SETTINGS: dict[str, Any] = {
     "count": 100,  # of elements, from 1
     "epochs": 1,  # 0 for endless data
     "batch": 4,
+    "is_sparse": False,  # batches of sparse tensors
     "takes_context": False,
     "by_rank": "",  # each rank has a part of the elements: "source", or "nested" with shard()
     "config": {},  # options of RunConfig
@@ -43,8 +44,8 @@ def note(directory: Path, task: str, *values: Any) -> None:
 
 def numbers(settings: dict[str, Any]) -> tf.data.Dataset:
     data = tf.data.Dataset.range(1, settings["count"] + 1)
-    data = data.repeat(settings["epochs"] or None)
-    return data.batch(settings["batch"])
+    data = data.repeat(settings["epochs"] or None).batch(settings["batch"])
+    return data.map(tf.sparse.from_dense) if settings["is_sparse"] else data
 
 
 def main(chosen: dict[str, Any]) -> None:
@@ -83,6 +84,8 @@ def main(chosen: dict[str, Any]) -> None:
         if mode == tf.estimator.ModeKeys.EVAL:
             count = tf.compat.v1.metrics.mean(features)
             return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops={"mean": count})
+        if settings["is_sparse"]:
+            features = features.values
         seen = tf.numpy_function(saw, [features], tf.int64)
         with tf.control_dependencies([seen]):
             step = tf.compat.v1.train.get_global_step()
