@@ -97,7 +97,7 @@ LINES = [
         "INVALID_ARGUMENT: Incompatible shapes",
         True,
     ),
-    ("I0000 00:00:1.2 7 worker_impl.cc:190] Worker registered. Worker config: goo.gle", False),
+    ("I0000 00:00:12.3 7 worker_impl.cc:190] Worker registered. Worker config: goo.gle", False),
     ("port: 39689", False),
     ('protocol: "grpc"', False),
     ("", False),
