@@ -29,7 +29,7 @@ _NOISE = re.compile(
 _INSTRUCTIONS = b"Instructions for updating:"
 _CONFIGURATION = b"Using config: {"  # of an Estimator: continues over several lines
 _SERVER = b" config: "  # of a data worker: its fields follow, each on a line
-_FIELD = re.compile(rb"\w+: \S+$")
+_FIELD = re.compile(rb"\w+: \S+$|$")
 _RECORD = re.compile(
     rb"(?:DEBUG|INFO|WARNING|ERROR|FATAL|CRITICAL):|Traceback |hostopt: |[IWEF]\d{4} "
     rb"|\d{4}-\d\d-\d\d |Fatal Python error|Aborted|terminate called"
@@ -64,7 +64,8 @@ class LineFilter:
         if _RECORD.match(line) or self._lines > _MAX_CONFIGURATION:
             self._depth, self._is_instruction, self._is_server = 0, False, False
         hides = self._hides
-        if self._depth > 0 or self._is_instruction or self._is_server:
+        is_field = self._is_server and bool(_FIELD.match(line))
+        if self._depth > 0 or self._is_instruction or is_field:
             hides = True
         elif is_indented:
             hides = hides and not self._is_traceback  # of which another thread split the lines
@@ -78,8 +79,7 @@ class LineFilter:
         if self._depth > 0 or (hides and _CONFIGURATION in line):
             self._lines = self._lines + 1 if self._depth else 0
             self._depth = max(0, self._depth + line.count(b"{") - line.count(b"}"))
-        if hides and not is_indented:  # an empty line follows the last field
-            self._is_server = _SERVER in line or (self._is_server and bool(_FIELD.match(line)))
+        self._is_server = bool(line) and (is_field or (hides and _SERVER in line))
         self._hides = hides
         self.has_hidden = self.has_hidden or hides
         return not hides
