@@ -111,7 +111,7 @@ LINES = [
 
 def test_lines_that_only_inform_are_hidden() -> None:
     shown = LineFilter()
-    assert [(line, shown.shows(line.encode())) for line, _ in LINES] == LINES
+    assert [(line, shown.shows(f"{line}\n".encode())) for line, _ in LINES] == LINES
 
 
 def test_what_is_hidden_is_in_the_log(launcher: Launcher, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class LineFilter:
         """Returns True if a line is to be shown.
 
         Args:
-          line: the next line of the task.
+          line: the next line of the task, with its end.
         """
         is_indented = line[:1] in (b" ", b"\t")
         if _RECORD.match(line) or self._lines > _MAX_CONFIGURATION:
@@ -79,7 +79,7 @@ class LineFilter:
         if self._depth > 0 or (hides and _CONFIGURATION in line):
             self._lines = self._lines + 1 if self._depth else 0
             self._depth = max(0, self._depth + line.count(b"{") - line.count(b"}"))
-        self._is_server = bool(line) and (is_field or (hides and _SERVER in line))
+        self._is_server = bool(line.strip()) and (is_field or (hides and _SERVER in line))
         self._hides = hides
         self.has_hidden = self.has_hidden or hides
         return not hides
