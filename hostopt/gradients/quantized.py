@@ -135,7 +135,7 @@ def _decoded(scales: Array, data: Array, begin: int, bits: int) -> Array:
     rows = slice(begin, begin + _BLOCK_ROWS)
     packed = data[rows]
     if bits == 4:
-        integers = np.empty((len(packed), _ROW), np.int8)
+        integers: Array = np.empty((len(packed), _ROW), np.int8)
         integers[:, ::2], integers[:, 1::2] = packed & np.uint8(15), packed >> np.uint8(4)
         integers -= np.int8(8)
     else:
