@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import estimator_ext
@@ -105,6 +106,7 @@ def main(chosen: dict[str, Any]) -> None:
     elif settings["rounds"]:
         for _ in range(settings["rounds"]):
             estimator.train(input_fn)
+            saw(np.array([0]))  # between batches of two rounds, which may be equal
             metrics = estimator.evaluate(lambda: numbers(settings))
             print("mean", metrics["mean"], flush=True)
     else:
