@@ -67,8 +67,9 @@ def transformations_of(data: tf.data.Dataset) -> dict[str, str]:
       data: a dataset of a graph.
 
     Returns:
-      Type, constants and a checksum of the types of all operations of each transformation,
-      including those of its functions. Seeds and the order of values do not count.
+      For each transformation: its type, its constants, and a checksum of the types of its
+      operations. The operations of its functions are included. Seeds and the order of values are
+      left out.
     """
     operations = walk([variant_tensor(data).op])
     library = _library(operations)
@@ -124,7 +125,7 @@ def _library(operations: list[tf.Operation]) -> dict[str, _Nodes]:
 
 
 def _called_by(nodes: _Nodes, library: Mapping[str, _Nodes]) -> Iterator[_Nodes]:
-    """Yields nodes, and those of each function that they call, in the same order on all ranks."""
+    """Yields the nodes, then the nodes of each called function; all ranks have the same order."""
     found: set[str] = set()
     todo = [nodes]
     while todo:

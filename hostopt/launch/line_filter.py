@@ -41,7 +41,7 @@ class LineFilter:
     """Shows errors, each warning once, and lines of no logger; hides informational messages.
 
     An indented line is hidden or shown with the line before. The configuration of an Estimator is
-    hidden to its last brace, and that of a data worker to its last field.
+    hidden to its last brace. The configuration of a data worker is hidden to its last field.
     """
 
     def __init__(self) -> None:
