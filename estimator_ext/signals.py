@@ -5,7 +5,8 @@
     signal --- handler, in the main thread: stores the signal; before the first step, and after
          |                                  a second SIGINT, it raises an exception
          `---- wakeup fd --- thread: logs the signal; ends the process if the main thread is
-                             stuck: GRACE_S after SIGTERM, or after a second SIGINT
+                             stuck: after SIGTERM, after a second SIGINT, or while the training
+                             is cleaned up after the latter
 
 Signals are handled only in the main thread. A signal that is ignored, or for which the program has
 a handler, is not handled here. Forked children get the previous handlers back. Repeated SIGTERMs
@@ -29,7 +30,8 @@ __all__: list[str] = []
 
 _log = tf.get_logger()
 
-GRACE_S = 25.0  # from SIGTERM to the end; Kubernetes kills after 30 s
+# from SIGTERM to the end, and for the cleanup after a second SIGINT; Kubernetes kills after 30 s
+GRACE_S = 25.0
 INTERRUPTED_AGAIN_S = 5.0  # from the second SIGINT to the end of a process that is stuck
 _DEFAULT_HANDLERS = {
     signal.SIGTERM: (signal.SIG_DFL,),
@@ -136,8 +138,8 @@ def _act_on_signals(
         if deadlines_s:
             pause_s = max(0.0, min(deadlines_s.values()) - time.monotonic())
         if not selector.select(pause_s):
-            if signal.SIGINT in deadlines_s and receiver.is_cut_short:
-                del deadlines_s[signal.SIGINT]
+            if deadlines_s.pop(signal.SIGINT, None) and receiver.is_cut_short:
+                deadlines_s.setdefault(signal.SIGTERM, time.monotonic() + GRACE_S)
                 continue
             _end_at_once(first, "the time to end is over")
         received = os.read(reader, 64)

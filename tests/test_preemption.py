@@ -234,7 +234,7 @@ def test_a_stuck_rank_ends_after_the_grace_period(tmp_path: Path, ranks: Ranks) 
     fault = {"point": "input", "step": 4, "action": "sleep"}
     with reserved_addresses(2) as addresses:
         chief, stuck = start(ranks, tmp_path, addresses, fault, grace_s=1.0)
-        stuck.wait_for_output("input_fn sleeps now")
+        stuck.wait_for_output("user code sleeps now")
         stuck.signal(signal.SIGTERM)
         assert stuck.wait(20) == 143, stuck.output
         assert chief.wait(20) == 200, chief.output
@@ -246,7 +246,7 @@ def test_a_third_ctrl_c_ends_a_stuck_rank_at_once(tmp_path: Path, ranks: Ranks) 
     fault = {"point": "input", "step": 4, "action": "sleep"}
     with reserved_addresses(2) as addresses:
         chief, stuck = start(ranks, tmp_path, addresses, fault, interrupted_again_s=1000.0)
-        stuck.wait_for_output("input_fn sleeps now")
+        stuck.wait_for_output("user code sleeps now")
         stuck.signal(signal.SIGINT)
         stuck.wait_for_output("got SIGINT: training stops on all ranks")
         stuck.signal(signal.SIGTERM)
@@ -261,15 +261,31 @@ def test_a_third_ctrl_c_ends_a_stuck_rank_at_once(tmp_path: Path, ranks: Ranks) 
 
 def test_a_stuck_rank_ends_some_time_after_a_second_ctrl_c(tmp_path: Path, ranks: Ranks) -> None:
     fault = {"point": "input", "step": 4, "action": "sleep"}
-    times = {"grace_s": 0.0, "interrupted_again_s": 0.1}  # grace_s applies to SIGTERM only
+    times = {"grace_s": 0.0, "interrupted_again_s": 0.1}  # the first SIGINT starts neither
     with reserved_addresses(2) as addresses:
         _, stuck = start(ranks, tmp_path, addresses, fault, **times)
-        stuck.wait_for_output("input_fn sleeps now")
+        stuck.wait_for_output("user code sleeps now")
         stuck.signal(signal.SIGINT)
         stuck.wait_for_output("got SIGINT: training stops on all ranks")
         stuck.signal(signal.SIGINT)
         assert stuck.wait(20) == 130, stuck.output
     assert "got SIGINT again" in stuck.output
+    assert "the time to end is over: this process ends at once" in stuck.output
+
+
+def test_a_rank_that_is_stuck_in_its_cleanup_ends_after_the_grace_period(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    fault = {"point": "cleanup", "step": 4, "action": "sleep"}
+    times = {"grace_s": 1.0, "interrupted_again_s": 0.1}
+    with reserved_addresses(2) as addresses:
+        _, stuck = start(ranks, tmp_path, addresses, fault, **times)
+        stuck.wait_for_output("user code sleeps now")
+        stuck.signal(signal.SIGINT)
+        stuck.wait_for_output("got SIGINT: training stops on all ranks")
+        stuck.signal(signal.SIGINT)
+        stuck.wait_for_output("cleanup begins")
+        assert stuck.wait(20) == 130, stuck.output
     assert "the time to end is over: this process ends at once" in stuck.output
 
 
@@ -344,7 +360,7 @@ def test_a_second_ctrl_c_ends_stuck_ranks(tmp_path: Path) -> None:
     lines = []
     for line in run.stdout or ():
         lines.append(line)
-        is_stuck = line == "[chief:0] input_fn sleeps now\n"
+        is_stuck = line == "[chief:0] user code sleeps now\n"
         if is_stuck or "got SIGINT: training stops on all ranks" in line:
             run.send_signal(signal.SIGINT)
     output = "".join(lines)

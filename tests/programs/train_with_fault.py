@@ -28,7 +28,7 @@ from hostopt.gradients.reducer import Reducer
 
 
 def stuck_in_user_code() -> None:
-    print("input_fn sleeps now", flush=True)
+    print("user code sleeps now", flush=True)
     time.sleep(1000)
 
 
@@ -141,11 +141,31 @@ def break_input(fault: dict) -> None:
     train.make_input_fn = make_broken
 
 
+def break_cleanup(fault: dict) -> None:
+    """Faults in a hook, and once more when an exception interrupts it."""
+    original = train.train
+    trigger = trigger_in_step(fault)
+
+    class Hook(tf.compat.v1.train.SessionRunHook):
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            try:
+                trigger()
+            except KeyboardInterrupt:
+                print("cleanup begins", flush=True)
+                ACTIONS[fault["action"]]()
+
+    def broken(estimator: Any, input_fn: Any, hooks: list, settings: dict) -> None:
+        original(estimator, input_fn, [*hooks, Hook()], settings)
+
+    train.train = broken
+
+
 BREAK = {
     "before-reduce": break_reducers,
     "after-reduce": break_reducers,
     "between-updates": break_updates,
     "input": break_input,
+    "cleanup": break_cleanup,
 }
 
 if __name__ == "__main__":
