@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from ranks import Ranks
 
 import hostopt
 from estimator_ext.divided_pipeline import divisible, sources_of
@@ -29,18 +30,16 @@ data = tf.data.Dataset
 
 
 class Servers:
-    """A dispatcher and data workers in this process.
+    """A dispatcher and data workers in another process, as to stop them takes minutes.
 
     Args:
       size: number of data workers.
+      target: address of the dispatcher.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, target: str) -> None:
         self.size = size
-        self.dispatcher = service.DispatchServer()
-        address = self.dispatcher.target.removeprefix("grpc://")
-        config = service.WorkerConfig(address)
-        self.workers = [service.WorkerServer(config) for _ in range(size)]
+        self.target = target
 
     def register(self, make: Callable[[], Any], name: str) -> Any:
         """Checks and registers a pipeline of a graph, as rank 0 does; returns its elements."""
@@ -49,7 +48,7 @@ class Servers:
             check_dataset(pipeline, self.size)
             spec = pipeline.element_spec
             registered = service.register_dataset(
-                self.dispatcher.target, divisible(pipeline), compression=None, dataset_id=name
+                self.target, divisible(pipeline), compression=None, dataset_id=name
             )
             with tf.compat.v1.Session() as session:
                 session.run(registered)
@@ -63,7 +62,7 @@ class Servers:
 
         def read() -> None:
             prepared = service.from_dataset_id(
-                "distributed_epoch", self.dispatcher.target, name, spec, job_name=name
+                "distributed_epoch", self.target, name, spec, job_name=name
             )
             results.extend(values_of(prepared))
 
@@ -80,13 +79,23 @@ def values_of(pipeline: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def one_worker() -> Iterator[Servers]:
-    yield Servers(1)
+def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    yield from served_by(1, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def two_workers() -> Iterator[Servers]:
-    yield Servers(2)
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    yield from served_by(2, tmp_path_factory)
+
+
+def served_by(size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    ranks = Ranks(tmp_path_factory.mktemp("servers"))
+    try:
+        (process,) = ranks.start("data_servers.py", {"data": ["unused"]}, arguments=[str(size)])
+        process.wait_for_output("serves at ")
+        yield Servers(size, process.output.rpartition("serves at ")[2].split()[0])
+    finally:
+        ranks.end()
 
 
 @pytest.fixture(scope="module")
