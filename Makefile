@@ -44,7 +44,7 @@ SPECIAL := faults or slow or published or netns or launchers or slurm or ray
 PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
-	test-launchers test-ray test-slurm test-matrix soak check docs format clean
+	test-launchers test-ray test-slurm test-matrix soak lint check docs format clean
 
 venv: $(TEST_STAMP)
 
@@ -108,11 +108,14 @@ test-core: $(TEST_STAMP)
 test-matrix:
 	$(PYTHON) tests/matrix.py
 
-# fast: style, types, and the tests that start no TensorFlow and wait for no deadlines
-check: $(TEST_STAMP)
+# style and types
+lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# fast: style, types, and the tests that start no TensorFlow and wait for no deadlines
+check: lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "not (tensorflow or $(SPECIAL))"
 
 # spelling, then the site in build/site; any warning is an error
