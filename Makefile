@@ -91,17 +91,16 @@ test-slurm: $(TEST_STAMP)
 test-netns: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m netns
 
-# equality, roles, checkpoints, MNIST, older programs, gRPC, faults, saved data, updates, Horovod's
-# programs: what another release may break
+# what another release may break: equality, roles, gradients, checkpoints, saved data, MNIST, older
+# programs, Horovod's programs, failures of a rank
 test-core: $(TEST_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) tests/test_equality.py tests/test_training.py \
 		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
-		tests/test_compat.py tests/test_grpc.py tests/test_disagreement.py \
-		tests/test_user_errors.py tests/test_nonfinite_training.py tests/test_faults_ring.py \
-		tests/test_faults_training.py tests/test_input_state.py tests/test_checkpoints.py \
-		tests/test_model_dir_faults.py tests/test_background.py \
-		tests/test_many_reductions.py tests/test_unreduced_updates.py \
-		tests/test_foreign_programs.py tests/test_horovod_programs.py \
+		tests/test_grpc.py tests/test_faults_training.py tests/test_input_state.py \
+		tests/test_checkpoints.py tests/test_foreign_programs.py \
+		tests/test_horovod_programs.py \
+		tests/test_compat.py::test_a_program_written_for_2_15 \
+		tests/test_compat.py::test_a_checkpoint_is_restored_and_trained_on \
 		tests/test_ways_of_stock.py::test_the_stock_function_trains_with_the_stock_strategy
 
 # all tests on every supported TensorFlow; the result goes to docs/compatibility.md
