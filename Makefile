@@ -66,7 +66,6 @@ test-programs: $(PROGRAMS_STAMP)
 	$(PROGRAMS_VENV)/bin/python -m pytest $(PARALLEL) -m published
 
 # what breaks, and what the others say of it; minutes, as much of it is waiting for deadlines
-test-faults: JOBS := 2
 test-faults: $(TEST_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "faults and not netns"
 
