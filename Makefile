@@ -35,13 +35,13 @@ MPI_STAMP = $(VENV)/.installed-mpi-$(PYTHON_VERSION)
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
 
-# Tests that run at the same time: many wait for deadlines, others compute. The tests of a file stay
-# together, as they share trainings. Files run in the order of their names, as the files with the
-# fewest tests, which would be the last, are often the longest.
+# Tests that run at the same time: many wait for deadlines, others compute. tests/conftest.py says
+# which run in one process. They start in the order of their names: the usual order, by the number
+# of tests in a group, would start the longest groups last.
 JOBS ?= 3
 # tests that have a command of their own
 SPECIAL := faults or slow or published or netns or launchers or slurm or ray
-PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PARALLEL = --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
 	test-launchers test-ray test-slurm test-matrix soak lint check docs format clean

@@ -35,6 +35,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("hostopt")
 
 
+SEPARATE = {"tensorflow", "launchers"}  # marks of tests that take long
 _OF_TENSORFLOW = re.compile(r"^pytestmark = [^\]]*mark\.tensorflow", re.MULTILINE)
 
 
@@ -43,6 +44,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "not tensorflow" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
     return bool(_OF_TENSORFLOW.search(collection_path.read_text())) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Makes the groups of `--dist loadgroup`, each of which runs in one process.
+
+    The tests of a file are a group if they share a fixture, such as many trainings, or if they
+    take little time. Groups start first, as the last ones would keep only one processor busy.
+    """
+
+    def is_alone(item: pytest.Item) -> bool:
+        definitions = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        is_sharing = any(each.scope == "module" for (*_, each) in definitions)
+        return not is_sharing and bool(SEPARATE & {mark.name for mark in item.iter_markers()})
+
+    grouped = {item.path for item in items if not is_alone(item)}
+    for item in items:
+        if item.path in grouped:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    items.sort(key=lambda item: item.path not in grouped)
 
 
 @pytest.fixture(params=["inproc", "grpc", "grpc+tcp", "shm", "hosts"])
