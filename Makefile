@@ -36,12 +36,12 @@ DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
 
 # Tests that run at the same time: many wait for deadlines, others compute. tests/conftest.py says
-# which run in one process. They start in the order of their names: the usual order, by the number
-# of tests in a group, would start the longest groups last.
+# which share a process. They start in the order of their names: the usual order, by the number of
+# tests in a file, would start the longest files last.
 JOBS ?= 3
 # tests that have a command of their own
 SPECIAL := faults or slow or published or netns or launchers or slurm or ray
-PARALLEL = --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
 	test-launchers test-ray test-slurm test-matrix soak lint check docs format clean

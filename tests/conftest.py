@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 from certificates import Certificates
 from harness import (
+    ROOT,
     deadline_s,
     default_signals,
     is_gone,
@@ -22,6 +25,7 @@ from harness import (
 from launcher import Launcher
 from ranks import Ranks
 from rings import RankProcesses, Spawn
+from xdist.scheduler import LoadFileScheduling
 
 from hostopt.launch.task_group import FORWARDED
 
@@ -35,8 +39,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("hostopt")
 
 
-SEPARATE = {"tensorflow", "launchers"}  # marks of tests that take long
 _OF_TENSORFLOW = re.compile(r"^pytestmark = [^\]]*mark\.tensorflow", re.MULTILINE)
+_OF_SLOW_TESTS = re.compile(r"^pytestmark = [^\]]*mark\.(tensorflow|launchers)", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -46,24 +50,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return bool(_OF_TENSORFLOW.search(collection_path.read_text())) or None
 
 
-@pytest.hookimpl(tryfirst=True)
+@functools.cache
+def _stays_together(path: str) -> bool:
+    """Returns True if the tests of a file share a fixture, such as trainings, or are fast."""
+    text = (ROOT / path).read_text()
+    return 'scope="module"' in text or not _OF_SLOW_TESTS.search(text)
+
+
+class Scheduler(LoadFileScheduling):  # type: ignore[misc]
+    """Gives the tests that stay together to one process, and all others one by one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return path if _stays_together(path) else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+    return Scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Makes the groups of `--dist loadgroup`, each of which runs in one process.
-
-    The tests of a file are a group if they share a fixture, such as many trainings, or if they
-    take little time. Groups start first, as the last ones would keep only one processor busy.
-    """
-
-    def is_alone(item: pytest.Item) -> bool:
-        definitions = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        is_sharing = any(each.scope == "module" for (*_, each) in definitions)
-        return not is_sharing and bool(SEPARATE & {mark.name for mark in item.iter_markers()})
-
-    grouped = {item.path for item in items if not is_alone(item)}
-    for item in items:
-        if item.path in grouped:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-    items.sort(key=lambda item: item.path not in grouped)
+    """Starts whole files first, as the last ones would keep only one processor busy."""
+    items.sort(key=lambda item: not _stays_together(str(item.path)))
 
 
 @pytest.fixture(params=["inproc", "grpc", "grpc+tcp", "shm", "hosts"])
