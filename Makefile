@@ -44,7 +44,8 @@ SPECIAL := faults or slow or published or netns or launchers or slurm or ray
 PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
-	test-launchers test-ray test-slurm test-matrix soak lint check docs format clean
+	test-launchers test-ray test-others installed-others test-slurm test-matrix soak lint check docs format \
+	clean
 
 venv: $(TEST_STAMP)
 
@@ -61,10 +62,6 @@ test-all: test test-slow test-faults test-programs test-launchers test-ray
 test-slow: $(TEST_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not (faults or netns)"
 
-# published libraries and programs as they ship, in an environment with their packages
-test-programs: $(PROGRAMS_STAMP)
-	$(PROGRAMS_VENV)/bin/python -m pytest $(PARALLEL) -m published
-
 # what breaks, and what the others say of it; minutes, as much of it is waiting for deadlines
 test-faults: $(TEST_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "faults and not netns"
@@ -74,6 +71,10 @@ soak: SOAK_ARGS ?= --minutes 5
 soak: $(TEST_STAMP)
 	$(BIN)/python benchmarks/soak/main.py $(SOAK_ARGS)
 
+# published libraries and programs as they ship, in an environment with their packages
+test-programs: $(PROGRAMS_STAMP)
+	$(PROGRAMS_VENV)/bin/python -m pytest $(PARALLEL) -m published
+
 # Open MPI and MPICH, which start the processes instead of `hostopt run`
 test-launchers: $(LAUNCHERS) $(MPI_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m launchers
@@ -81,6 +82,13 @@ test-launchers: $(LAUNCHERS) $(MPI_STAMP)
 # `hostopt run --on ray` on clusters of several nodes on this machine
 test-ray: $(RAY_STAMP)
 	$(RAY_VENV)/bin/python -m pytest $(PARALLEL) -m ray
+
+# the three before, in one environment and one run, which takes less time
+test-others:
+	$(MAKE) RAY_VENV=$(VENV) PROGRAMS_VENV=$(VENV) installed-others
+	$(BIN)/python -m pytest $(PARALLEL) -m "launchers or ray or published"
+
+installed-others: $(LAUNCHERS) $(MPI_STAMP) $(RAY_STAMP) $(PROGRAMS_STAMP)
 
 # Slurm: needs root and Debian's packages munge and slurm-wlm
 test-slurm: $(TEST_STAMP)

@@ -57,7 +57,7 @@ def _stays_together(path: str) -> bool:
     return 'scope="module"' in text or not _OF_SLOW_TESTS.search(text)
 
 
-class Scheduler(LoadFileScheduling):  # type: ignore[misc]
+class Scheduler(LoadFileScheduling):
     """Gives the tests that stay together to one process, and all others one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
