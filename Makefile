@@ -44,8 +44,8 @@ SPECIAL := faults or slow or published or netns or launchers or slurm or ray
 PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
-	test-launchers test-ray test-others installed-others test-slurm test-matrix soak lint check docs format \
-	clean
+	test-launchers test-ray test-others installed-others test-slurm test-matrix soak lint \
+	check docs format clean
 
 venv: $(TEST_STAMP)
 
