@@ -98,8 +98,8 @@ test-slurm: $(TEST_STAMP)
 test-netns: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m netns
 
-# what another release may break: equality, roles, gradients, checkpoints, saved data, MNIST, older
-# programs, Horovod's programs, failures of a rank
+# what another release may break: equality, roles, gradients, checkpoints, saved data, MNIST, gRPC,
+# older programs, Horovod's programs, failures of a rank
 test-core: $(TEST_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) tests/test_equality.py tests/test_training.py \
 		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \

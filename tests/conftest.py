@@ -65,6 +65,7 @@ class Scheduler(LoadFileScheduling):
         return path if _stays_together(path) else nodeid
 
 
+@pytest.hookimpl(optionalhook=True)  # for runs without xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
     return Scheduler(config, log)
 

@@ -52,6 +52,13 @@ def start(
     )
 
 
+def interrupt(stuck: Rank) -> None:
+    """Sends SIGINT to a rank that is stuck in user code, and waits until it is seen."""
+    stuck.wait_for_output("user code sleeps now")
+    stuck.signal(signal.SIGINT)
+    stuck.wait_for_output("got SIGINT: training stops on all ranks")
+
+
 # -- one rank, in this process -------------------------------------------------------------
 
 
@@ -246,9 +253,7 @@ def test_a_third_ctrl_c_ends_a_stuck_rank_at_once(tmp_path: Path, ranks: Ranks) 
     fault = {"point": "input", "step": 4, "action": "sleep"}
     with reserved_addresses(2) as addresses:
         chief, stuck = start(ranks, tmp_path, addresses, fault, interrupted_again_s=1000.0)
-        stuck.wait_for_output("user code sleeps now")
-        stuck.signal(signal.SIGINT)
-        stuck.wait_for_output("got SIGINT: training stops on all ranks")
+        interrupt(stuck)
         stuck.signal(signal.SIGTERM)
         stuck.signal(signal.SIGINT)
         stuck.wait_for_output("got SIGINT again: this training ends at once")
@@ -264,9 +269,7 @@ def test_a_stuck_rank_ends_some_time_after_a_second_ctrl_c(tmp_path: Path, ranks
     times = {"grace_s": 0.0, "interrupted_again_s": 0.1}  # the first SIGINT starts neither
     with reserved_addresses(2) as addresses:
         _, stuck = start(ranks, tmp_path, addresses, fault, **times)
-        stuck.wait_for_output("user code sleeps now")
-        stuck.signal(signal.SIGINT)
-        stuck.wait_for_output("got SIGINT: training stops on all ranks")
+        interrupt(stuck)
         stuck.signal(signal.SIGINT)
         assert stuck.wait(20) == 130, stuck.output
     assert "got SIGINT again" in stuck.output
@@ -280,9 +283,7 @@ def test_a_rank_that_is_stuck_in_its_cleanup_ends_after_the_grace_period(
     times = {"grace_s": 1.0, "interrupted_again_s": 0.1}
     with reserved_addresses(2) as addresses:
         _, stuck = start(ranks, tmp_path, addresses, fault, **times)
-        stuck.wait_for_output("user code sleeps now")
-        stuck.signal(signal.SIGINT)
-        stuck.wait_for_output("got SIGINT: training stops on all ranks")
+        interrupt(stuck)
         stuck.signal(signal.SIGINT)
         stuck.wait_for_output("cleanup begins")
         assert stuck.wait(20) == 130, stuck.output
