@@ -139,6 +139,7 @@ def _act_on_signals(
             pause_s = max(0.0, min(deadlines_s.values()) - time.monotonic())
         if not selector.select(pause_s):
             if deadlines_s.pop(signal.SIGINT, None) and receiver.is_cut_short:
+                # the exception is raised: its cleanup has the time that SIGTERM has
                 deadlines_s.setdefault(signal.SIGTERM, time.monotonic() + GRACE_S)
                 continue
             _end_at_once(first, "the time to end is over")
