@@ -180,7 +180,7 @@ def test_keras_home_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert data.KerasCopy().cache == tmp_path / "datasets" / "mnist.npz"
 
 
-# --- scikit-learn's digits
+# --- small digits
 
 
 @pytest.fixture
@@ -202,24 +202,23 @@ def test_digits_shape_range_and_split(keras: Any) -> None:
         assert array.dtype == np.uint8
     assert (digits.x_train.min(), digits.x_train.max()) == (0, 255)
     assert set(digits.y_test) == set(range(10))
-    assert digits.source.startswith("scikit-learn digits (no MNIST: http://127.0.0.1")
+    assert digits.source.startswith("small digits (no MNIST: http://127.0.0.1")
     assert digits.source.endswith("1,438 training and 359 test images")
     assert "\n" not in digits.source
 
 
 def test_every_fifth_digit_is_a_test_image() -> None:
-    from sklearn.datasets import load_digits
-
-    target = load_digits().target
     digits = data.load_digits()
-    np.testing.assert_array_equal(digits.y_test, target[4::5])
-    np.testing.assert_array_equal(digits.y_train[:8], target[[0, 1, 2, 3, 5, 6, 7, 8]])
+    # the first digits are 0 to 9, twice
+    np.testing.assert_array_equal(digits.y_test[:4], [4, 9, 4, 9])
+    np.testing.assert_array_equal(digits.y_train[:8], [0, 1, 2, 3, 5, 6, 7, 8])
 
 
-def test_no_source_at_all(keras: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(data.DataError, match="--data-dir"):
-        data.load(keras=keras)
+def test_a_pixel_of_a_small_digit_becomes_nine() -> None:
+    zero = data.load_digits().x_train[0]
+    middle = [0, 0, 5, 13, 9, 1, 0, 0]  # the first row of the first image, at most 16
+    np.testing.assert_array_equal(zero[2:5, 2:26:3], np.rint(np.array([middle] * 3) * 255 / 16))
+    assert not zero[:2].any() and not zero[:, :2].any()
 
 
 # --- download

@@ -1,4 +1,4 @@
-"""Loads handwritten digits: IDX files, the Keras copy of MNIST, or scikit-learn's digits."""
+"""Loads handwritten digits: IDX files, the Keras copy of MNIST, or the small digits beside it."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class KerasCopy:
 
 
 def load(data_dir: str | None = None, keras: KerasCopy | None = None) -> Digits:
-    """Loads the first available source: IDX files, the Keras copy, or scikit-learn's digits.
+    """Loads the first available source: IDX files, the Keras copy, or the small digits.
 
     Args:
       data_dir: directory of the four IDX files; None means MNIST_DIR of the environment, if set.
       keras: settings of the Keras copy; None means the defaults.
 
     Raises:
-      DataError: the files of the named directory cannot be used, or no source is available.
+      DataError: the files of the named directory cannot be used.
     """
     directory = data_dir if data_dir is not None else os.environ.get("MNIST_DIR") or None
     if directory is not None:
@@ -319,32 +319,23 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-# --- scikit-learn's digits -----------------------------------------------------------------------
+# --- small digits --------------------------------------------------------------------------------
 
 
 def load_digits(why: str = "") -> Digits:
-    """Loads the 1,797 digits of 8x8 pixels that scikit-learn contains. Needs no network.
+    """Loads the 1,797 digits of 8x8 pixels in digits.npz. Needs no network.
 
-    Every fifth image is a test image. Each pixel becomes 3x3 pixels, with a margin of 2.
+    Every fifth image is a test image. Each pixel becomes 3x3 pixels, with a margin of 2. They are
+    the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998).
 
     Args:
       why: reason why MNIST could not be used, for the source line.
-
-    Raises:
-      DataError: scikit-learn is not installed.
     """
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise DataError(
-            f"no data: {why or 'no MNIST'}; name a directory of IDX files with --data-dir, "
-            "or install scikit-learn for its small digits"
-        ) from error
-    bunch = datasets.load_digits()
-    ink = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
-    images = np.pad(ink.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
-    labels = bunch.target.astype(np.uint8)
+    with np.load(Path(__file__).with_name("digits.npz")) as file:
+        ink, labels = file["images"], file["labels"]  # uint8 [1797, 8, 8], 0 to 16; uint8 [1797]
+    images = np.rint(ink * (255 / 16)).astype(np.uint8)
+    images = np.pad(images.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
     test = np.arange(len(images)) % DIGITS_TEST_EVERY == DIGITS_TEST_EVERY - 1
-    origin = "scikit-learn digits" + (f" (no MNIST: {why})" if why else "")
+    origin = "small digits" + (f" (no MNIST: {why})" if why else "")
     source = _source(origin, images[~test], images[test])
     return Digits(images[~test], labels[~test], images[test], labels[test], source)

@@ -2,10 +2,10 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
-from sklearn.datasets import load_digits
 
 import hostopt.tensorflow.keras as hvd
 
@@ -17,9 +17,9 @@ arguments = parser.parse_args()
 hvd.init()
 tf.keras.utils.set_random_seed(hvd.rank())
 
-digits = load_digits()
-images = (digits.images[..., np.newaxis] / 16).astype(np.float32)
-labels = digits.target.astype(np.int64)
+digits = np.load(Path(__file__).parents[2] / "examples" / "mnist" / "digits.npz")
+images = (digits["images"][..., np.newaxis] / 16).astype(np.float32)
+labels = digits["labels"].astype(np.int64)
 train = (
     tf.data.Dataset.from_tensor_slices((images[:1600], labels[:1600]))
     .shard(hvd.size(), hvd.rank())
