@@ -26,7 +26,7 @@ RAY_VENV := .venv-ray$(SUFFIX)
 RAY_STAMP := $(RAY_VENV)/.installed-ray-$(PYTHON_VERSION)
 
 # mpirun of several kinds, and schemas of Kubernetes, each in a directory of its own
-LAUNCHERS := $(addprefix .launchers/,openmpi-5 openmpi-4 mpich-5 schemas)
+LAUNCHERS := $(addprefix .launchers/,openmpi-5 openmpi-4 mpich-5 schemas/.complete)
 
 # mpi4py, which loads the MPI library of any of them
 MPI_STAMP = $(VENV)/.installed-mpi-$(PYTHON_VERSION)
@@ -168,10 +168,11 @@ $(MPI_STAMP): $(TEST_STAMP)
 	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[mpi]" $(WANTED)
 	touch $@
 
-.launchers/schemas:
-	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet kubernetes-validate kubeflow-trainer-api \
-		kubeflow-training || { rm -r $@; exit 1; }
+.launchers/schemas/.complete:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet kubernetes-validate kubeflow-trainer-api \
+		kubeflow-training
+	touch $@
 
 # neither TensorFlow nor hostopt: the API reference is read from the source
 $(DOCS_STAMP): setup.cfg constraints.txt
