@@ -182,7 +182,7 @@ class NamedCollectives:
             communicator = channel.communicator
             if len(array) % self.size == 0 and not communicator.on_one_host:
                 chunk = communicator.reduce_scatter(array, op, name)
-                return chunk.reshape(-1, *array.shape[1:])
+                return chunk.reshape(len(array) // self.size, *array.shape[1:])
             # the ring's chunks do not end with rows, and shared memory has the whole result anyway
             call = communicator.signed_call(f"reduce_scatter({op.value})", name, array)
             result = np.array(array, order="C")
@@ -233,12 +233,15 @@ class NamedCollectives:
         self._is_closed = True
 
     def check_open(self) -> None:
-        """Raises ConfigError after `close`."""
+        """Raises ConfigError after `close`, and the error of the ring if it is aborted."""
         if self._is_closed:
             raise ConfigError(
                 "a collective of a ring that this process has left is called, such as one in a "
                 "function that was traced before shutdown(). Trace the function again after init()"
             )
+        error = self.communicator.transport.error
+        if error is not None:  # data that have arrived may belong to a call that was given up
+            raise error
 
     @contextlib.contextmanager
     def _using(

@@ -107,6 +107,13 @@ def test_reduce_scatter_of_rows(spawn: Spawn, rows: int, size: int) -> None:
         assert np.array_equal(np.concatenate(parts), total)
 
 
+def test_reduce_scatter_of_rows_without_elements(spawn: Spawn) -> None:
+    def work(communicator: Communicator) -> Any:
+        return NamedCollectives(communicator).reduce_scatter(np.ones((4, 0)), "rows").shape
+
+    assert spawn(2, work) == [(2, 0), (2, 0)]
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_all_to_all_of_rows(spawn: Spawn, size: int) -> None:
     def count(from_: int, to: int) -> int:
@@ -220,6 +227,24 @@ def test_two_calls_of_one_name_at_the_same_time(spawn_ring: Spawn) -> None:
             named.barrier("x")
 
     spawn_ring(2, work)
+
+
+def test_a_call_after_an_error_does_not_take_the_data_of_a_call_that_was_given_up() -> None:
+    """The data of the other rank are in shared memory already, so this rank would not wait."""
+
+    def work(communicator: Communicator) -> None:
+        named = NamedCollectives(communicator)
+        named.all_reduce([np.ones(2)], "x")
+        if named.rank == 1:
+            communicator.abort(ConfigError("rank 1 gives up"))
+            with pytest.raises(HostOptError, match="gives up"):
+                named.all_reduce([np.ones(2)], "x")
+        else:
+            with pytest.raises(HostOptError, match="gives up"):
+                while True:
+                    named.all_reduce([np.ones(2)], "x")
+
+    Spawn("shm")(2, work)
 
 
 @pytest.mark.parametrize(
