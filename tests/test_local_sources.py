@@ -53,6 +53,16 @@ def test_only_the_others_are_reduced(is_scaled: bool, expected: float) -> None:
     assert none is None
 
 
+def test_generic_names_do_not_depend_on_the_variables() -> None:
+    reduction: Any = TenRanks()
+    seen: list[Any] = []
+    reduction.reduce = lambda gradients, sources: seen.extend(sources) or gradients
+    variable = tf.Variable([1.0])
+    for use_generic_names in (False, True):
+        LocalSources(False).reduce(reduction, [tf.ones([1])], [variable], use_generic_names)
+    assert seen[0] is variable and seen[1] is None
+
+
 def test_a_variable_is_known_by_its_wrapper_as_well() -> None:
     """Keras 3 wraps variables of TensorFlow; a tape may be given either."""
 

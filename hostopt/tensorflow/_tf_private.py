@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from tensorflow.python.client import session
 from tensorflow.python.eager import context, record
@@ -27,3 +28,8 @@ if _has_threads() and len(native_threads()) == threading.active_count():
 def is_recording() -> bool:
     """Returns True if a gradient tape or a forward accumulator is open in this thread."""
     return bool(record.could_possibly_record())
+
+
+def is_gradient_of_control_flow(graph: Any) -> bool:
+    """Returns True if a graph computes the gradient of a `tf.cond` or `tf.while_loop`."""
+    return getattr(graph, "_forward_graph", None) is not None

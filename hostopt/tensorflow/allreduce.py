@@ -12,7 +12,7 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 from hostopt.tensorflow.calls import call_name
 from hostopt.tensorflow.collectives import allgather
-from hostopt.tensorflow.compression import Compression
+from hostopt.tensorflow.compression import Compression, wire_format_of
 from hostopt.tensorflow.differentiable import reduce_tensors, scale
 from hostopt.tensorflow.process_sets import refuse_process_set
 from hostopt.tensorflow.refusals import choose_op, refuse_devices
@@ -136,8 +136,9 @@ def _reduce_compressed(
     tensors: Sequence[tf.Tensor], op: ReduceOp, compression: Any, name: str
 ) -> list[tf.Tensor]:
     ring = process_ring.current()
-    if compression.wire_format is not None:
-        return reduce_tensors(ring, tensors, op, compression.wire_format, name)
+    wire_format = wire_format_of(compression)
+    if wire_format is not None:
+        return reduce_tensors(ring, tensors, op, wire_format, name)
     pairs = [compression.compress(each) for each in tensors]
     reduced = reduce_tensors(ring, [each for each, _ in pairs], op, None, name)
     return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs)]

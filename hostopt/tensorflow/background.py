@@ -19,6 +19,7 @@ import tensorflow as tf
 from hostopt.collectives.call import Array
 from hostopt.communicator import Communicator
 from hostopt.errors import HostOptError
+from hostopt.tensorflow._tf_private import is_gradient_of_control_flow
 
 __all__: list[str] = []
 
@@ -94,7 +95,9 @@ def in_order(
     Returns:
       The results.
     """
-    is_in_function = tf.compat.v1.get_default_graph().building_function
+    graph = tf.compat.v1.get_default_graph()
+    # the gradient of tf.cond or tf.while_loop cannot have a resource that the loop does not have
+    is_in_function = graph.building_function and not is_gradient_of_control_flow(graph)
     with tf.device(HOST_DEVICE):
         if not (order and is_in_function and tf.compat.v1.executing_eagerly_outside_functions()):
             return list(build(*inputs))

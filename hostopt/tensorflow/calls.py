@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,7 +157,10 @@ def with_gradient(function: Callable[..., Any], *tensors: tf.Tensor) -> Any:
         results, gradient = function(*tensors)
 
         def dense(*upstream: Any) -> Any:  # tf.gather of a result has a sparse gradient
-            return gradient(*(tf.convert_to_tensor(each) for each in upstream))
+            # None if an integer result has no upstream in a graph of TensorFlow 1
+            return gradient(
+                *(None if each is None else tf.convert_to_tensor(each) for each in upstream)
+            )
 
         return results, dense
 
@@ -171,13 +176,28 @@ def call_name(kind: str, name: str | None, tensor: Any = None) -> str:
       tensor: the tensor; in a graph its name is part of the default.
 
     Returns:
-      The name; in a graph, calls without a name have different ones.
+      The name; in a graph, calls without a name have different ones. In a graph of TensorFlow 1,
+      where calls have no order, a name that is used again gets a number.
     """
-    if name is not None:
-        return name
     if tf.executing_eagerly():
-        return kind
+        return kind if name is None else name
     graph = tf.compat.v1.get_default_graph()
+    if name is not None:
+        number = 1 if graph.building_function else count_use(("call", name))
+        return name if number == 1 else f"{name} ({number})"
     op_name = "" if tensor is None else f"_{tensor.op.name}"
     unique: str = graph.unique_name(f"{kind}{op_name}".replace("/", "_"), mark_as_used=True)
     return unique
+
+
+_uses: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()
+
+
+def count_use(key: Any) -> int:
+    """Returns how often this has been called with a key in the graph of the outermost function."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph.building_function and graph.outer_graph.building_function:
+        graph = graph.outer_graph
+    counter = _uses.setdefault(graph, collections.Counter())
+    counter[key] += 1
+    return counter[key]

@@ -64,14 +64,16 @@ def allgather(
         result = gather_rows(ring, value, name)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            (total,) = reduce_tensors(ring, [upstream], ReduceOp.SUM, None, f"{name}_gradient")
+            gradient_name = call_name("gradient", f"{name}_gradient")
+            (total,) = reduce_tensors(ring, [upstream], ReduceOp.SUM, None, gradient_name)
+            rows_name = call_name("rows", f"{name}_rows")
             rows = tf.shape(value)[:1]
             (counts,) = call(
-                lambda array: [ring.named.all_gather(array, f"{name}_rows", [1] * ring.size)],
+                lambda array: [ring.named.all_gather(array, rows_name, [1] * ring.size)],
                 [rows],
                 [(tf.int32, [ring.size])],
                 "HostAllGather",
-                f"{name}_rows",
+                rows_name,
             )
             begin = tf.reduce_sum(counts[: ring.rank])
             return total[begin : begin + rows[0]]
@@ -116,14 +118,16 @@ def broadcast(
     def send(value: tf.Tensor) -> Any:
         (result,) = broadcast_values(ring, [value], root_rank, name)
 
-        def sum_on_root(array: Array) -> list[Array]:
-            (total,) = ring.named.all_reduce([array], f"{name}_gradient")
-            # a zero that TensorFlow computed itself would let it leave out the call
-            return [total if ring.rank == root_rank else np.zeros_like(total)]
-
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            gradient_name = call_name("gradient", f"{name}_gradient")
+
+            def sum_on_root(array: Array) -> list[Array]:
+                (total,) = ring.named.all_reduce([array], gradient_name)
+                # a zero that TensorFlow computed itself would let it leave out the call
+                return [total if ring.rank == root_rank else np.zeros_like(total)]
+
             output = upstream.dtype, upstream.shape
-            return call(sum_on_root, [upstream], [output], "HostAllReduce", f"{name}_gradient")[0]
+            return call(sum_on_root, [upstream], [output], "HostAllReduce", gradient_name)[0]
 
         return result, gradient
 
@@ -186,16 +190,18 @@ def reducescatter(
         )
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            gradient_name = call_name("gradient", f"{name}_gradient")
+
             def gather(array: Array, total: Array) -> list[Array]:
                 counts = [part.stop - part.start for part in chunk_slices(int(total), ring.size)]
-                return [ring.named.all_gather(array, f"{name}_gradient", counts)]
+                return [ring.named.all_gather(array, gradient_name, counts)]
 
             (rows,) = call(
                 gather,
                 [upstream, tf.shape(value)[0]],
                 [(upstream.dtype, value.shape)],
                 "HostAllGather",
-                f"{name}_gradient",
+                gradient_name,
             )
             return scale(rows, 1 / ring.size if op is ReduceOp.AVERAGE else 1.0)
 
@@ -237,10 +243,18 @@ def alltoall(
     name = call_name("alltoall", name, tensor)
     ring = process_ring.current()
     shape = shape_of_rows(tensor)
+    if tensor.shape.rank == 0:
+        raise ConfigError("alltoall has a scalar, wanted a tensor with rows. Reshape it to [1]")
     if splits is None:
         split_sizes = tf.fill([ring.size], tf.shape(tensor)[0] // ring.size)
     else:
-        split_sizes = tf.cast(tf.convert_to_tensor(splits), tf.int32)
+        splits = tf.convert_to_tensor(splits)
+        if not splits.dtype.is_integer or splits.shape.rank not in (None, 1):
+            raise ConfigError(
+                f"alltoall has splits of dtype {splits.dtype.name} and shape {splits.shape}, "
+                f"wanted integers of shape [{ring.size}]. Give the number of rows for each rank"
+            )
+        split_sizes = tf.cast(splits, tf.int32)
 
     def exchange(value: tf.Tensor, sizes: tf.Tensor, call_name_: str) -> list[tf.Tensor]:
         def run(array: Any, counts: Any) -> list[Any]:
@@ -254,7 +268,8 @@ def alltoall(
         result, received = exchange(value, sizes, name)
 
         def gradient(upstream: tf.Tensor, _: Any) -> Any:
-            return exchange(upstream, received, f"{name}_gradient")[0], None
+            gradient_name = call_name("gradient", f"{name}_gradient")
+            return exchange(upstream, received, gradient_name)[0], None
 
         return (result, received), gradient
 

@@ -48,6 +48,11 @@ class BF16Compressor(Compressor):
     wire_format = "bf16"
 
 
+def wire_format_of(compression: Any) -> str | None:
+    """Returns the wire format of a compressor; one of a program need not be a `Compressor`."""
+    return getattr(compression, "wire_format", None)
+
+
 class Compression:
     """The compressors by name."""
 

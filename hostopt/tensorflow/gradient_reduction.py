@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +14,8 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 from hostopt.gradients.nonfinite import ALLOW
 from hostopt.process_ring import ProcessRing
-from hostopt.tensorflow.compression import Compression
+from hostopt.tensorflow.calls import count_use
+from hostopt.tensorflow.compression import Compression, wire_format_of
 from hostopt.tensorflow.differentiable import scale
 from hostopt.tensorflow.gradient_group import GradientGroup, GroupOptions, describe
 from hostopt.tensorflow.reductions import Reduction
@@ -74,6 +73,8 @@ class GradientReduction:
           ConfigError: the shape of a gradient is not static, or its dtype cannot be reduced.
           HostOptError: a rank failed, left, timed out or has other gradients.
         """
+        if self.sparse_as_dense:  # here, as a function does not know the static shape
+            gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         results = list(gradients)
         left = [i for i, each in enumerate(gradients) if each is not None]
         names = _unique_names([variables[i] for i in left])
@@ -96,8 +97,6 @@ class GradientReduction:
         factor = self.postscale_factor
         if self.op is ReduceOp.AVERAGE:
             factor /= ring.size
-        if self.sparse_as_dense:
-            gradients = [tf.convert_to_tensor(each) for each in gradients]
         gradients = [map_values(lambda v: scale(v, self.prescale_factor), g) for g in gradients]
         if ring.size > 1 and gradients:
             gradients = self._sum(ring, gradients, names)
@@ -107,7 +106,7 @@ class GradientReduction:
         return [map_values(lambda value: scale(value, factor), each) for each in gradients]
 
     def _sum(self, ring: ProcessRing, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        own = self.compression.wire_format is None
+        own = wire_format_of(self.compression) is None
         contexts: list[Any] = [None] * len(gradients)
         gradients = list(gradients)
         if own:
@@ -131,11 +130,13 @@ class GradientReduction:
         if self.bucket_mb is not None:
             options = dataclasses.replace(options, bucket_mb=self.bucket_mb).with_environment()
         nonfinite = _nonfinite() if self.nonfinite == DEFAULT else self.nonfinite
-        group_options = GroupOptions(self.compression.wire_format, options.bucket_bytes, nonfinite)
+        group_options = GroupOptions(
+            wire_format_of(self.compression), options.bucket_bytes, nonfinite
+        )
         numbers = ring.keep(("groups", self.name), dict)
         table = tuple(describe(reductions, group_options).items())
         # operations of one group run once in a step: a second use in a function has another group
-        use = _count_use((self.name, table))
+        use = count_use((self.name, table))
         number = numbers.setdefault((table, use), len(numbers) + 1)
         name = f"gradients of {self.name}" + (f" ({number})" if number > 1 else "")
 
@@ -145,19 +146,6 @@ class GradientReduction:
 
         group: GradientGroup = ring.keep(name, make)
         return group
-
-
-_uses: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()
-
-
-def _count_use(key: Any) -> int:
-    """Returns how often this has been called with a key in the graph of the outermost function."""
-    graph = tf.compat.v1.get_default_graph()
-    while graph.building_function and graph.outer_graph.building_function:
-        graph = graph.outer_graph
-    counter = _uses.setdefault(graph, collections.Counter())
-    counter[key] += 1
-    return counter[key]
 
 
 def _nonfinite() -> str:

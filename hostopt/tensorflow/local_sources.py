@@ -38,7 +38,11 @@ class LocalSources:
         return id(_without_wrapper(source)) in self._sources
 
     def reduce(
-        self, reduction: GradientReduction, gradients: Sequence[Any], sources: Sequence[Any]
+        self,
+        reduction: GradientReduction,
+        gradients: Sequence[Any],
+        sources: Sequence[Any],
+        use_generic_names: bool = False,
     ) -> list[Any]:
         """Reduces all other gradients over the ranks.
 
@@ -46,12 +50,14 @@ class LocalSources:
           reduction: reduces them.
           gradients: tensors, `tf.IndexedSlices` and None.
           sources: their variables, or other sources.
+          use_generic_names: True names the gradients by their position instead of their variable.
 
         Returns:
           The results, in the same order.
         """
         shared = [i for i, source in enumerate(sources) if source not in self]
-        reduced = reduction.reduce([gradients[i] for i in shared], [sources[i] for i in shared])
+        variables = [None if use_generic_names else sources[i] for i in shared]
+        reduced = reduction.reduce([gradients[i] for i in shared], variables)
         factor = self._factor
         if self._is_scaled:
             factor /= reduction.ring().size

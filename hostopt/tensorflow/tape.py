@@ -130,8 +130,21 @@ def _refuse_jacobian(self: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _tape_gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-    gradients = super_of(self).gradient(target, sources, *args, **kwargs)
+def _tape_gradient(
+    self: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    use_generic_names: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Returns reduced gradients. With `use_generic_names` the ranks match them by position."""
+    if not isinstance(use_generic_names, bool):
+        raise ConfigError(
+            f"use_generic_names is {use_generic_names!r}, wanted True or False. Give "
+            "unconnected_gradients by name"
+        )
+    gradients = super_of(self).gradient(target, sources, output_gradients, **kwargs)
     flat = tf.nest.flatten(gradients)  # IndexedSlices are not taken apart
-    reduced = reduce_gradients(self, flat, tf.nest.flatten(sources))
+    reduced = reduce_gradients(self, flat, tf.nest.flatten(sources), use_generic_names)
     return tf.nest.pack_sequence_as(gradients, reduced)

@@ -25,6 +25,10 @@ def register_local(self: Any, source: Any) -> None:
     self._hostopt_local.add(source)
 
 
-def reduce_gradients(self: Any, gradients: Any, sources: Any) -> list[Any]:
-    reduced: list[Any] = self._hostopt_local.reduce(self._hostopt_reduction, gradients, sources)
+def reduce_gradients(
+    self: Any, gradients: Any, sources: Any, use_generic_names: bool = False
+) -> list[Any]:
+    reduced: list[Any] = self._hostopt_local.reduce(
+        self._hostopt_reduction, gradients, sources, use_generic_names
+    )
     return reduced

@@ -288,6 +288,25 @@ def run_graph(shuffled: list[Case]) -> None:
                 compare(case, results)
 
 
+def check_a_name_that_is_used_again() -> None:
+    """Checks calls of one name in a graph, whose operations run in any order."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        sums = [hvd.allreduce(tf.fill([2], i), op=hvd.Sum, name="again") for i in range(20)]
+        for _ in range(2):
+            assert [total.tolist() for total in session.run(sums)] == [
+                [i * SIZE] * 2 for i in range(20)
+            ]
+
+
+def check_sparse_as_dense() -> None:
+    table = tf.Variable(tf.ones([3, 2]))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(table, [2, 2])) * float(RANK + 1)
+    tape = hvd.DistributedGradientTape(tape, sparse_as_dense=True, op=hvd.Sum)
+    expected = SIZE * (SIZE + 1.0)
+    assert tape.gradient(loss, [table])[0].numpy().tolist() == [[0, 0], [0, 0], [expected] * 2]
+
+
 def check_objects() -> None:
     """Checks that all ranks learn of an object that one of them cannot send."""
     last = SIZE - 1
@@ -316,6 +335,8 @@ def main() -> None:
         list(pool.map(run_eagerly, shuffled))
     run_function(shuffled)
     run_graph(shuffled)
+    check_a_name_that_is_used_again()
+    check_sparse_as_dense()
     check_objects()
     hvd.barrier()
     # at once, or mpirun may join it with other lines
