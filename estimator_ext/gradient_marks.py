@@ -24,7 +24,7 @@ from estimator_ext._tf_private import Optimizer, gradients_module, is_reference
 from estimator_ext.graph import data_before, walk
 from estimator_ext.operation_kinds import OF_THIS_RANK
 from hostopt.tensorflow.ops import is_same_on_all_ranks
-from hostopt.tensorflow.sparse import parts_of, values_of
+from hostopt.tensorflow.sparse import parts_of, set_shape_of, values_of
 
 __all__: list[str] = []
 
@@ -186,6 +186,8 @@ def _marked(graph: MarkedGraph, gradient: Any, source: Any, is_scaled: bool, is_
             gradient = tf.IndexedSlices(values, indices, gradient.dense_shape)
         else:
             gradient = tf.identity(gradient, name=_NAME)
+            if source.dtype != tf.resource:
+                set_shape_of(gradient, source.shape)
     if isinstance(source, tf.Variable):
         mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled, is_sum)
     else:

@@ -34,7 +34,7 @@ from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.reductions import AnyReducer, Reduction, check_gradients, reduce_tensors
-from hostopt.tensorflow.sparse import map_values, values_of
+from hostopt.tensorflow.sparse import map_values, set_shape_of, values_of
 
 __all__: list[str] = []
 
@@ -179,6 +179,9 @@ class GradientReduction:
           The results, in the order of `pairs`.
         """
         results = [value for value, _ in pairs]
+        for value, variable in pairs:
+            if isinstance(variable, tf.Variable):
+                set_shape_of(value, variable.shape)
         left = [
             i
             for i, pair in enumerate(pairs)

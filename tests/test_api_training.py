@@ -18,6 +18,7 @@ WAYS = [
     "session, two passes",
     "session, some gradients",
     "tape in a function",
+    "tape of any shape",
     "eager tape",
     "dense tape",
     "by hand",

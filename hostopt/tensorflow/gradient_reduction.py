@@ -19,7 +19,7 @@ from hostopt.tensorflow.compression import Compression, wire_format_of
 from hostopt.tensorflow.differentiable import scale
 from hostopt.tensorflow.gradient_group import GradientGroup, GroupOptions, describe
 from hostopt.tensorflow.reductions import Reduction
-from hostopt.tensorflow.sparse import map_values, sum_rows
+from hostopt.tensorflow.sparse import map_values, set_shape_of, sum_rows
 
 __all__: list[str] = []
 
@@ -77,6 +77,8 @@ class GradientReduction:
             gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         results = list(gradients)
         left = [i for i, each in enumerate(gradients) if each is not None]
+        for i in left:
+            set_shape_of(gradients[i], getattr(variables[i], "shape", None))
         names = _unique_names([variables[i] for i in left])
         ring = self.ring()
         if tf.executing_eagerly() and ring.size > 1 and left:

@@ -37,6 +37,19 @@ def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
     return fn(gradient)
 
 
+def set_shape_of(gradient: Any, shape: Any) -> None:
+    """Sets the static shape of a gradient, which TensorFlow does not know for data of any shape.
+
+    Args:
+      gradient: tensor or `tf.IndexedSlices`.
+      shape: shape of its variable.
+    """
+    shape = tf.TensorShape(shape)
+    if isinstance(gradient, tf.IndexedSlices):
+        shape = tf.TensorShape([None]).concatenate(shape[1:])
+    values_of(gradient).set_shape(shape)
+
+
 def slices_of(dense: tf.Tensor, index_dtype: tf.DType) -> tf.IndexedSlices:
     """Returns all rows of a dense gradient as a sparse one.
 

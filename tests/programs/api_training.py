@@ -85,7 +85,7 @@ def session_of_some_gradients() -> dict[str, np.ndarray]:
         return session.run(variables)
 
 
-def tape(in_function: bool, **options: Any) -> dict[str, np.ndarray]:
+def tape(in_function: bool, signature: Any = None, **options: Any) -> dict[str, np.ndarray]:
     variables = {name: tf.Variable(start(name), name=name) for name in START}
     hvd.broadcast_variables(list(variables.values()), root_rank=0)
 
@@ -102,7 +102,7 @@ def tape(in_function: bool, **options: Any) -> dict[str, np.ndarray]:
             else:
                 variable.assign_sub(0.02 * gradients[name])
 
-    step_function = tf.function(train) if in_function else train
+    step_function = tf.function(train, input_signature=signature) if in_function else train
     for step in range(STEPS):
         step_function(*map(tf.constant, part(step)))
     return {name: variable.numpy() for name, variable in variables.items()}
@@ -157,6 +157,9 @@ WAYS: dict[str, Callable[[], dict[str, np.ndarray]]] = {
     ),
     "session, some gradients": session_of_some_gradients,
     "tape in a function": lambda: tape(in_function=True),
+    "tape of any shape": lambda: tape(
+        in_function=True, signature=[tf.TensorSpec([None, None], each.dtype) for each in part(0)]
+    ),
     "eager tape": lambda: tape(in_function=False),
     "dense tape": lambda: tape(in_function=True, sparse_as_dense=True),
     "by hand": by_hand,

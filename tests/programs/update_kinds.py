@@ -413,6 +413,16 @@ def accumulated_for_an_optimizer(model: Model) -> Any:
     return model.counted(done)
 
 
+def of_any_shape(build: Callable[[Model], Any]) -> Callable[[Model], Any]:
+    """Gradients of a tape have no static shape if the data have none."""
+
+    def with_unknown_shape(model: Model) -> Any:
+        model.x = v1.placeholder_with_default(model.x, [None, None])
+        return build(model)
+
+    return with_unknown_shape
+
+
 def gradient_penalty(model: Model) -> Any:
     slopes = tf.gradients(tf.reduce_sum(tf.tanh(model.out)), model.x)[0]
     penalty = tf.reduce_mean(tf.reduce_sum(slopes**2, 1))
@@ -848,6 +858,7 @@ KINDS = [
     Kind("tf.gradients, apply", "sum", apply(Model.pairs), SUMS),
     Kind("tf.gradients, clip, apply", "alike", apply(lambda m: clipped(m.pairs())), LOCAL),
     Kind("tape, apply", "sum", apply(taped), SUMS),
+    Kind("tape, apply, data of any shape", "sum", of_any_shape(apply(taped)), SUMS),
     # optimizers of tf.keras.optimizers.legacy
     Kind("keras sgd", "sum", keras(lambda: legacy.SGD(RATE)), SUMS),
     Kind("keras momentum", "sum", keras(lambda: legacy.SGD(RATE, 0.9)), SUMS),
@@ -893,6 +904,9 @@ KINDS = [
     Kind("ResourceSparseApplyAdagrad", "mean", by_hand(raw_sparse_adagrad), sparse=True),
     Kind("scatter_sub", "mean", by_hand(scatter_sub), sparse=True),
     Kind("tape, assign_sub", "mean", lambda m: m.counted(subtract(taped(m)))),
+    Kind("tape, assign_sub, data of any shape", "mean", of_any_shape(
+        lambda m: m.counted(subtract(taped(m)))
+    )),
     Kind("compute, assign_sub", "mean", lambda m: m.counted(subtract(computed(m)))),
     Kind("clip, assign_sub", "mean", lambda m: m.counted(subtract(clipped(m.pairs())))),
     Kind("accumulated", "mean", accumulated),
