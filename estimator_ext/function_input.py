@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
+from estimator_ext._tf_private import variant_tensor
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.sharding import POLICIES
 from hostopt.process_ring import ProcessRing
@@ -93,7 +94,10 @@ def check_endless(ring: ProcessRing, dataset: Any) -> None:
 
 def _lengths(ring: ProcessRing, dataset: Any) -> list[int]:
     """Returns the number of batches of each rank, or what `cardinality` returns instead."""
-    local = np.array([int(dataset.cardinality())], np.int64)
+    with tf.init_scope():  # a dataset that a function has created cannot be asked
+        is_known = not hasattr(variant_tensor(dataset), "graph")
+        length = int(dataset.cardinality()) if is_known else tf.data.UNKNOWN_CARDINALITY
+    local = np.array([length], np.int64)
     lengths: list[int] = ring.named.all_gather(local, "the lengths of the datasets").tolist()
     return lengths
 

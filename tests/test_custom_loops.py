@@ -19,7 +19,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.parametrize(
     "case",
-    ["iterated", "loop in a function", "traced", "traced v1", "eager", "table", "all reduced"],
+    [
+        "iterated",
+        "loop in a function",
+        "in a function",
+        "traced",
+        "traced v1",
+        "eager",
+        "table",
+        "all reduced",
+    ],
 )
 def test_two_ranks_equal_one_process(results: Results, case: str) -> None:
     one, two = results

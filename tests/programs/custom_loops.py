@@ -89,6 +89,26 @@ def loop_in_function():
     return training.values
 
 
+def in_function():
+    """Distributes data in a function, whose shapes TensorFlow does not know."""
+    training = Training(lambda: keras.optimizers.SGD(0.01))
+
+    def without_shape(x, y):
+        return tf.compat.v1.placeholder_with_default(x, [None, None]), y
+
+    @tf.function
+    def epoch():
+        for data in DATA.map(without_shape), outside:
+            if STRATEGY is not None:
+                data = STRATEGY.experimental_distribute_dataset(data)  # noqa: PLW2901
+            for x, y in data:
+                run(training, x, y)
+
+    outside = DATA.map(without_shape)
+    epoch()
+    return training.values
+
+
 def rows_of_rank(step, sizes):
     """Returns rows of the data: all without strategy, else those of a rank of two."""
     begin = sum(sum(each) for each in sizes[:step])
@@ -307,6 +327,7 @@ def skipped_updates():
 results = {
     "iterated": iterated(),
     "loop in a function": loop_in_function(),
+    "in a function": in_function(),
     "traced": traced_at_different_times(lambda: keras.optimizers.Adam(0.01)),
     "traced v1": traced_at_different_times(
         lambda: tf.compat.v1.train.MomentumOptimizer(0.01, 0.9)
