@@ -157,6 +157,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         if tf_config.read_tf_config(os.environ) or not _names_cluster(cluster_resolver):
             set_tf_config(self.options)
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
+        if cluster_resolver is None:  # programs ask `strategy.cluster_resolver` for their task
+            cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         device = accelerator or _find_accelerator(self.cluster)
         super().__init__(
             FunctionExtended(

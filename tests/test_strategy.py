@@ -193,6 +193,16 @@ def test_resolver_and_tf_config_must_name_the_same_cluster(
             estimator_ext.HostOffloadStrategy(other)
 
 
+def test_the_resolver_of_tf_config_is_an_attribute(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    found = estimator_ext.HostOffloadStrategy().cluster_resolver
+    assert (found.task_type, found.task_id) == ("worker", 1)
+    assert found.cluster_spec().as_dict() == {"worker": addresses}
+
+
 def test_a_copy_is_the_strategy_itself(addresses: list[str]) -> None:
     strategy = estimator_ext.HostOffloadStrategy(resolver(addresses, 0))
     assert copy.deepcopy(strategy) is strategy
