@@ -25,12 +25,18 @@ class GradientAccumulator:
         self._sums: list[Any] = []
         self._variables: list[Any] = []
 
-    def add_and_apply(self, grads_and_vars: Any, apply: Callable[[Any], Any]) -> Any:
+    def add_and_apply(
+        self,
+        grads_and_vars: Any,
+        apply: Callable[[Any], Any],
+        count_step: Callable[[], Any],
+    ) -> Any:
         """Adds gradients, and applies the sums if this is the last step of a group.
 
         Args:
           grads_and_vars: gradients and variables, the same in each call.
           apply: applies pairs of sums and variables.
+          count_step: counts a step in which nothing is applied, as `apply` counts the others.
 
         Returns:
           In a graph the operation that does this; None if called eagerly.
@@ -69,9 +75,14 @@ class GradientAccumulator:
             with tf.control_dependencies(resets):
                 return tf.constant(True)
 
+        def apply_nothing() -> Any:
+            counted = count_step()
+            with tf.control_dependencies([counted] if _is_in_graph(counted) else []):
+                return tf.constant(False)
+
         with tf.control_dependencies([count]):
             is_last = tf.equal(count % self._steps, 0)
-        done = tf.cond(is_last, apply_sums, lambda: tf.constant(False))
+        done = tf.cond(is_last, apply_sums, apply_nothing)
         return None if tf.executing_eagerly() else done.op
 
 

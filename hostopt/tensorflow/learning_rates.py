@@ -19,8 +19,9 @@ class LearningRateSchedule:
 
     Args:
       initial_lr: the initial learning rate.
-      multiplier: the factor, or a function that returns it for an epoch, which counts from 0 and
-        has a fraction unless `staircase` is True.
+      multiplier: a function that returns the factor for an epoch, which counts from 0 and has a
+        fraction unless `staircase` is True. A number is the factor from each epoch to the next:
+        the learning rate is initial_lr * multiplier ** (epoch - start_epoch).
       start_epoch: first epoch in which this callback sets the learning rate.
       end_epoch: epoch from which on it does not any more; None for no end.
       staircase: True sets it at the start of epochs only.
@@ -48,7 +49,7 @@ class LearningRateSchedule:
         self.end_epoch = end_epoch
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
-        self.staircase = staircase or not callable(multiplier)
+        self.staircase = staircase
         self._multiplier = multiplier
         self._epoch = 0
         self._steps = 1
@@ -103,7 +104,9 @@ class LearningRateSchedule:
 
     def multiplier(self, epoch: float) -> float:
         """Returns the factor in an epoch."""
-        return self._multiplier(epoch) if callable(self._multiplier) else self._multiplier
+        if callable(self._multiplier):
+            return self._multiplier(epoch)
+        return float(self._multiplier ** (epoch - self.start_epoch))
 
     def _set(self, factor: float) -> None:
         old, new = self._learning_rate(), self.initial_lr * factor
@@ -129,7 +132,7 @@ class LearningRateWarmup(LearningRateSchedule):
       warmup_epochs: number of epochs.
       momentum_correction: as for `LearningRateSchedule`.
       steps_per_epoch: number of batches in an epoch; None takes it from `fit`.
-      verbose: 1 prints a line at the end.
+      verbose: 1 prints a line at the end, on rank 0.
     """
 
     def __init__(
@@ -154,7 +157,8 @@ class LearningRateWarmup(LearningRateSchedule):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the learning rate to the metrics, and prints it if the warm-up has ended."""
         super().on_epoch_end(epoch, logs)
-        if self.verbose and epoch + 1 == self.end_epoch:
+        is_last = epoch + 1 == self.end_epoch
+        if self.verbose and is_last and process_ring.current().rank == 0:
             print(f"\nEpoch {epoch + 1}: warm-up ended at learning rate {self._learning_rate():g}")
 
     def _factor(self, epoch: float) -> float:

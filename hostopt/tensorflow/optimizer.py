@@ -181,7 +181,8 @@ def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) 
             pairs = _reduce_pairs(self, pairs)
         return super_of(self).apply_gradients(pairs, *args, **kwargs)
 
-    return _accumulator(self).add_and_apply(grads_and_vars, apply)
+    steps = _global_step(*args, **kwargs) if is_v1 else _iterations(self)
+    return _accumulator(self).add_and_apply(grads_and_vars, apply, lambda: _increment(steps))
 
 
 def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -200,7 +201,28 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
         return apply(pairs)
     if not self.built:
         self.build(variables)
-    return _accumulator(self).add_and_apply(pairs, apply)
+    # with accumulation of its own, Keras counts the steps in which it applies gradients
+    steps = None if self.gradient_accumulation_steps else _iterations(self)
+    return _accumulator(self).add_and_apply(pairs, apply, lambda: _increment(steps))
+
+
+def _global_step(global_step: Any = None, name: Any = None) -> Any:
+    """Returns an argument of `apply_gradients` of an optimizer of `tf.compat.v1.train`."""
+    del name
+    return global_step
+
+
+def _iterations(self: Any) -> Any:
+    with tf.init_scope():  # a legacy optimizer creates the variable when it is read
+        return self.iterations
+
+
+def _increment(steps: Any) -> Any:
+    if steps is None:
+        return None
+    if hasattr(steps, "assign_add"):
+        return steps.assign_add(1)
+    return tf.compat.v1.assign_add(steps, 1)
 
 
 def _accumulator(self: Any) -> GradientAccumulator:

@@ -93,7 +93,9 @@ optimizer = hvd.DistributedOptimizer(
 )
 other = tf.Variable([1.0])
 optimizer._hostopt_computed = gradients = [tf.ones([1])]
-optimizer.apply_gradients([(gradients[0], VARIABLE)])
+step = tf.Variable(0, dtype=tf.int64)
+optimizer.apply_gradients([(gradients[0], VARIABLE)], global_step=step)
+assert int(step) == 1  # passes are counted
 for variable, gradient in [(other, gradients[0]), (VARIABLE, tf.ones([1]))]:
     try:
         optimizer.apply_gradients([(gradient, variable)])

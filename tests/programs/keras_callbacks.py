@@ -157,7 +157,7 @@ def check_schedules(name, optimizers):
     model.set_weights([np.zeros((1, 1), np.float32)])
     rates = Rates()
     warmup = hvd.LearningRateWarmupCallback(0.4, warmup_epochs=2, verbose=1)
-    schedule = hvd.LearningRateScheduleCallback(0.4, 0.1, start_epoch=3)
+    schedule = hvd.LearningRateScheduleCallback(0.4, lambda epoch: 0.1, start_epoch=3)
     history = fit(model, [warmup, schedule, rates], epochs=4).history
     expected = [0.2 + 0.2 * step / 6 for step in (1, 2, 3, 4, 5, 6)] + [0.4] * 3 + [0.04] * 3
     np.testing.assert_allclose(rates.seen, expected, rtol=1e-6)
@@ -186,7 +186,23 @@ def check_staircase(name, optimizers):
     schedule = hvd.LearningRateScheduleCallback(0.1, multiplier, end_epoch=1)
     fit(model, [schedule, rates], epochs=2)
     np.testing.assert_allclose(rates.seen, [0.1] * 6, rtol=1e-6)
+    rates.seen.clear()
+    schedule = hvd.LearningRateScheduleCallback(0.1, 0.5, start_epoch=1)
+    fit(model, [schedule, rates], epochs=4, batch_size=6)
+    np.testing.assert_allclose(rates.seen, [0.1, 0.1, 0.05, 0.025], rtol=1e-6)
     passed(f"{name} staircase")
+
+
+def check_counted_passes(name, optimizers):
+    """Checks that passes are counted, by which a schedule sets the learning rate."""
+    decay = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(decay), backward_passes_per_step=2)
+    variable = (keras.Variable if is_keras_3 else tf.Variable)(np.zeros(1, np.float32))
+    for passes, value in enumerate([0.0, -1.0, -1.0, -1.25], 1):  # 2 * 0.5, 2 * 0.5 ** 3
+        optimizer.apply_gradients([(tf.ones(1), variable)])
+        assert int(optimizer.iterations) == passes
+        np.testing.assert_allclose(variable.numpy(), [value])
+    passed(f"{name} counted passes")
 
 
 def check_skipped_step(name, optimizers, scale_first):
@@ -269,6 +285,7 @@ for family, classes in OPTIMIZERS.items():
     check_broadcast_after_first_batch(family, classes)
     check_schedules(family, classes)
     check_staircase(family, classes)
+    check_counted_passes(family, classes)
     check_local_layers(family, classes)
     for first in (True, False):
         check_skipped_step(family, classes, first)
