@@ -73,6 +73,7 @@ def test_two_ranks_equal_one_process(module: str, tmp_path: Path) -> None:
 def test_callbacks_and_loss_scales(module: str) -> None:
     families = ["new", "legacy"] if module == KERAS_2 else ["new"]
     checks = ["broadcast before training", "broadcast after the first batch", "schedules"]
+    checks += ["loaded on rank 0"]
     checks += ["staircase", "counted passes", "local layers"]
     checks += ["skipped step True", "skipped step False"]
     passed = run_checks("keras_callbacks.py", module)

@@ -25,6 +25,7 @@ from hostopt.tensorflow.reductions import Reduction, exchange_operations, split
 __all__: list[str] = []
 
 _EXCHANGE = "exchange"
+_OPTIONS = "options"
 
 
 class GroupOptions(NamedTuple):
@@ -120,7 +121,8 @@ class GradientGroup:
         self._named.check_open()
         with self._lock:
             if not self._is_checked:
-                self._communicator.check_same(self._table, f"the {self._communicator.name}")
+                table = _without_model_name(self._table)
+                self._communicator.check_same(table, f"the {self._communicator.name}")
                 self._is_checked = True
 
     def close(self) -> None:
@@ -147,7 +149,19 @@ def describe(reductions: Sequence[Reduction], options: GroupOptions) -> dict[str
             f"the gradients have these names twice: {twice}. Give each variable its own name"
         )
     table = {each.name: f"number {i}, {each}" for i, each in enumerate(reductions)}
-    return {**table, "options": ", ".join(f"{k}={v}" for k, v in options._asdict().items())}
+    return {**table, _OPTIONS: ", ".join(f"{k}={v}" for k, v in options._asdict().items())}
+
+
+def _without_model_name(table: dict[str, str]) -> dict[str, str]:
+    """Returns the table without the name of the model, if all paths of variables begin with it.
+
+    Keras 3 puts it before the paths of a new Sequential, but not of one that is loaded from a
+    file, and numbers it by the models of the process.
+    """
+    paths = [name.split("/") for name in table if name != _OPTIONS]
+    if len({path[0] for path in paths}) > 1 or any(len(path) < 3 for path in paths):
+        return table
+    return {name.partition("/")[2] or name: value for name, value in table.items()}
 
 
 class _Announced:

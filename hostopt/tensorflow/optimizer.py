@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
@@ -114,7 +115,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
         "_hostopt_local": LocalSources(scale_local_gradients, factor),
         "register_local_var": register_local,
     }
+    plain = type(reducing)
     change_class(reducing, {**_methods_for(reducing), **attributes})
+    _keep_registered_name(plain, type(reducing))
     return optimizer
 
 
@@ -123,6 +126,18 @@ def reducing_part(optimizer: Any) -> Any:
     if hasattr(optimizer, "get_scaled_loss"):
         return optimizer.inner_optimizer
     return optimizer
+
+
+def _keep_registered_name(plain: type, reducing: type) -> None:
+    """Makes Keras save a class by the name that a program has registered for the plain one."""
+    roots = {each.__module__.partition(".")[0] for each in plain.__mro__} & {"keras", "tf_keras"}
+    for root in roots:
+        saving = importlib.import_module(root).saving
+        package, separator, name = saving.get_registered_name(plain).partition(">")
+        if separator:
+            register = saving.register_keras_serializable(package, name)
+            register(reducing)
+            register(plain)  # the last one is what the name loads
 
 
 def _number_of_optimizer() -> str:

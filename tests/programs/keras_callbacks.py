@@ -4,7 +4,9 @@ Argument: the module of Horovod's API.
 """
 
 import importlib
+import os
 import sys
+import tempfile
 
 import numpy as np
 import tensorflow as tf
@@ -89,6 +91,21 @@ def check_broadcast_after_first_batch(name, optimizers):
     fit(model, [hvd.BroadcastGlobalVariablesCallback()])
     check_same(model)
     passed(f"{name} broadcast after the first batch")
+
+
+def check_loaded_on_rank_0(name, optimizers):
+    """Checks that rank 0 resumes a model from a file, while the other rank builds it."""
+    model = new_model(keras.layers.Dense(3, name="first"), keras.layers.Dense(1, name="last"))
+    optimizer = optimizers.SGD(0.1)
+    model.compile(hvd.DistributedOptimizer(optimizer) if RANK else optimizer, "mse")
+    if RANK == 0:
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "model.keras")
+            model.save(path)
+            model = hvd.load_model(path)
+    fit(model, [hvd.BroadcastGlobalVariablesCallback(0)])
+    check_same(model)
+    passed(f"{name} loaded on rank 0")
 
 
 def check_local_layers(family, classes):
@@ -283,6 +300,7 @@ def check_collectives():
 for family, classes in OPTIMIZERS.items():
     check_broadcast_before_training(family, classes)
     check_broadcast_after_first_batch(family, classes)
+    check_loaded_on_rank_0(family, classes)
     check_schedules(family, classes)
     check_staircase(family, classes)
     check_counted_passes(family, classes)
