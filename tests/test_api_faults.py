@@ -55,6 +55,13 @@ def test_variables_that_differ_name_both_ranks_and_shapes(ranks: Ranks, fault: s
             assert text in rank.output, rank.output
 
 
+def test_gradients_that_ranks_divide_in_different_ways(ranks: Ranks) -> None:
+    for rank in start(ranks, "op of gradients", "eager"):
+        assert rank.wait() != 0, rank.output
+        for text in ["CollectiveMismatchError", "rank 0", "rank 1", "op=average", "op=sum"]:
+            assert text in rank.output, rank.output
+
+
 @pytest.mark.parametrize(
     ("communication", "mode"),
     [("shm", "eager"), ("grpc", "eager"), ("grpc+tcp", "function"), ("shm", "graph")],

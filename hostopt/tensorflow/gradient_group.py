@@ -35,11 +35,17 @@ class GroupOptions(NamedTuple):
       compression: "fp16", "bf16", or None for the option `compression`.
       bucket_bytes: size of a bucket in bytes.
       nonfinite: as for `NonFiniteCheck`.
+      op: "average" or "sum"; each rank divides the sums itself.
+      prescale_factor: factor of gradients, which each rank applies itself.
+      postscale_factor: factor of sums, which each rank applies itself.
     """
 
     compression: str | None
     bucket_bytes: int
-    nonfinite: str | None = None
+    nonfinite: str | None
+    op: str
+    prescale_factor: float
+    postscale_factor: float
 
 
 class GradientGroup:

@@ -133,7 +133,12 @@ class GradientReduction:
             options = dataclasses.replace(options, bucket_mb=self.bucket_mb).with_environment()
         nonfinite = _nonfinite() if self.nonfinite == DEFAULT else self.nonfinite
         group_options = GroupOptions(
-            wire_format_of(self.compression), options.bucket_bytes, nonfinite
+            wire_format_of(self.compression),
+            options.bucket_bytes,
+            nonfinite,
+            self.op.value,
+            self.prescale_factor,
+            self.postscale_factor,
         )
         numbers = ring.keep(("groups", self.name), dict)
         table = tuple(describe(reductions, group_options).items())

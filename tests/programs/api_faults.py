@@ -48,12 +48,16 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "gradients": lambda: hvd.DistributedOptimizer(
         tf.compat.v1.train.GradientDescentOptimizer(1.0)
     ).compute_gradients(lambda: tf.reduce_sum(VARIABLE), [VARIABLE]),
+    "op of gradients": lambda: hvd.DistributedOptimizer(
+        tf.compat.v1.train.GradientDescentOptimizer(1.0), op=[hvd.Average, hvd.Sum][RANK]
+    ).compute_gradients(lambda: tf.reduce_sum(SAME), [SAME]),
     "variables": lambda: hvd.broadcast_variables([VARIABLE, VARIABLE]),
     "die": die,
     "leave": leave,
     "omit": omit,
 }
 VARIABLE = tf.Variable(np.ones([2 + RANK, 3], np.float32), name="weights")
+SAME = tf.Variable([1.0], name="weights")
 
 
 def run() -> None:

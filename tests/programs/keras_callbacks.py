@@ -96,13 +96,17 @@ def check_broadcast_after_first_batch(name, optimizers):
 def check_loaded_on_rank_0(name, optimizers):
     """Checks that rank 0 resumes a model from a file, while the other rank builds it."""
     model = new_model(keras.layers.Dense(3, name="first"), keras.layers.Dense(1, name="last"))
-    optimizer = optimizers.SGD(0.1)
-    model.compile(hvd.DistributedOptimizer(optimizer) if RANK else optimizer, "mse")
+    own = type(f"SGDOf{name}", (optimizers.SGD,), {})
+    keras.saving.register_keras_serializable("tests")(own)
+    model.compile(hvd.DistributedOptimizer(own(0.1)), "mse")
     if RANK == 0:
         with tempfile.TemporaryDirectory() as directory:
             path = os.path.join(directory, "model.keras")
             model.save(path)
             model = hvd.load_model(path)
+            assert isinstance(model.optimizer, own)
+    else:
+        model.compile(hvd.DistributedOptimizer(own(0.1)), "mse")
     fit(model, [hvd.BroadcastGlobalVariablesCallback(0)])
     check_same(model)
     passed(f"{name} loaded on rank 0")
