@@ -38,6 +38,10 @@ class BroadcastVariables:
             self._local_variables = [local_variables]
         self._is_done = False
 
+    def register_local_var(self, var: Any) -> None:
+        """Makes a variable keep the values of its rank."""
+        self._local_variables.append(var)
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts the variables if every rank has them already."""
         del logs

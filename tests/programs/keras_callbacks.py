@@ -119,9 +119,9 @@ def check_local_layers(family, classes):
     model.set_weights([np.array(each) for each in ([[RANK + 1.0]], [0.0], [[1.0]])])
     optimizer = hvd.PartialDistributedOptimizer(classes.SGD(1.0), local_layers=[local])
     model.compile(optimizer, "mae")  # the gradient of the loss is -1 below the targets
-    broadcast = hvd.BroadcastGlobalVariablesCallback(
-        0, local_variables=list(local.trainable_variables)
-    )
+    kernel, bias = local.trainable_variables
+    broadcast = hvd.BroadcastGlobalVariablesCallback(0, local_variables=[bias])
+    broadcast.register_local_var(kernel)
     fit(model, [broadcast], y=ONES * 10, batch_size=6)
     own, all_ = RANK + 1.0, [1.0, 2.0]
     expected = [[[own + 1 / SIZE]], [1 / SIZE], [[1 + sum(all_) / SIZE]]]
