@@ -15,8 +15,8 @@ _PAGES = {"CHANGELOG.md": "changelog.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the changelog and the pictures of the benchmarks to the site."""
-    pictures = sorted(ROOT.glob("benchmarks/*/results.png"))
+    """Adds the changelog and the pictures of the benchmarks and examples to the site."""
+    pictures = sorted([*ROOT.glob("benchmarks/*/results.png"), *ROOT.glob("examples/*/*.png")])
     names = {str(path.relative_to(ROOT)): str(path.relative_to(ROOT)) for path in pictures}
     for source, name in {**names, **_PAGES}.items():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / source)))
@@ -26,7 +26,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replaces links to files that are not pages by the names of the files."""
     if page.file.src_uri in _PAGES.values():  # written for the root of the repository
-        markdown = markdown.replace("](docs/", "](")
+        markdown = markdown.replace("](docs/", "](").replace("](examples/", "](../examples/")
     return _OUTSIDE.sub(_inside, markdown)
 
 
