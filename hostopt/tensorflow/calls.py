@@ -176,18 +176,24 @@ def call_name(kind: str, name: str | None, tensor: Any = None) -> str:
       tensor: the tensor; in a graph its name is part of the default.
 
     Returns:
-      The name; in a graph, calls without a name have different ones. In a graph of TensorFlow 1,
-      where calls have no order, a name that is used again gets a number.
+      The name, as `numbered` gives it; in a graph, calls without a name have different ones.
     """
-    if tf.executing_eagerly():
-        return kind if name is None else name
-    graph = tf.compat.v1.get_default_graph()
     if name is not None:
-        number = 1 if graph.building_function else count_use(("call", name))
-        return name if number == 1 else f"{name} ({number})"
+        return numbered(name)
+    if tf.executing_eagerly():
+        return kind
+    graph = tf.compat.v1.get_default_graph()
     op_name = "" if tensor is None else f"_{tensor.op.name}"
     unique: str = graph.unique_name(f"{kind}{op_name}".replace("/", "_"), mark_as_used=True)
     return unique
+
+
+def numbered(name: str) -> str:
+    """Returns a name; with a number if a graph of TensorFlow 1, without order, has used it."""
+    if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+        return name
+    number = count_use(("call", name))
+    return name if number == 1 else f"{name} ({number})"
 
 
 _uses: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()

@@ -20,6 +20,7 @@ from hostopt.tensorflow.calls import (
     call,
     call_name,
     gather_rows,
+    numbered,
     shape_of_rows,
     with_gradient,
 )
@@ -64,9 +65,9 @@ def allgather(
         result = gather_rows(ring, value, name)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            gradient_name = call_name("gradient", f"{name}_gradient")
+            gradient_name = numbered(f"{name}_gradient")
             (total,) = reduce_tensors(ring, [upstream], ReduceOp.SUM, None, gradient_name)
-            rows_name = call_name("rows", f"{name}_rows")
+            rows_name = numbered(f"{name}_rows")
             rows = tf.shape(value)[:1]
             (counts,) = call(
                 lambda array: [ring.named.all_gather(array, rows_name, [1] * ring.size)],
@@ -119,7 +120,7 @@ def broadcast(
         (result,) = broadcast_values(ring, [value], root_rank, name)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            gradient_name = call_name("gradient", f"{name}_gradient")
+            gradient_name = numbered(f"{name}_gradient")
 
             def sum_on_root(array: Array) -> list[Array]:
                 (total,) = ring.named.all_reduce([array], gradient_name)
@@ -190,7 +191,7 @@ def reducescatter(
         )
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            gradient_name = call_name("gradient", f"{name}_gradient")
+            gradient_name = numbered(f"{name}_gradient")
 
             def gather(array: Array, total: Array) -> list[Array]:
                 counts = [part.stop - part.start for part in chunk_slices(int(total), ring.size)]
@@ -268,7 +269,7 @@ def alltoall(
         result, received = exchange(value, sizes, name)
 
         def gradient(upstream: tf.Tensor, _: Any) -> Any:
-            gradient_name = call_name("gradient", f"{name}_gradient")
+            gradient_name = numbered(f"{name}_gradient")
             return exchange(upstream, received, gradient_name)[0], None
 
         return (result, received), gradient

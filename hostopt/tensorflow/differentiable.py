@@ -11,7 +11,7 @@ import tensorflow as tf
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.errors import ConfigError
 from hostopt.process_ring import ProcessRing
-from hostopt.tensorflow.calls import call, call_name, with_gradient
+from hostopt.tensorflow.calls import call, numbered, with_gradient
 
 __all__: list[str] = []
 
@@ -57,7 +57,7 @@ def reduce_tensors(
                     f"the result of allreduce with {op.name} has no gradient. Use SUM or AVERAGE, "
                     "or tf.stop_gradient"
                 )
-            gradient_name = call_name("gradient", f"{name}_gradient")
+            gradient_name = numbered(f"{name}_gradient")
             return reduce_tensors(ring, upstream, op, wire_format, gradient_name)
 
         return results, gradient
