@@ -43,6 +43,7 @@ from estimator_ext.run_config import (
     number_of_workers,
     positive_integer,
 )
+from estimator_ext.session_close import SessionCloseHook
 from estimator_ext.spec import stock_spec
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.validation import check_data, check_params, check_spec
@@ -118,6 +119,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         serve_if_data_worker(strategy)
         if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.rank is None:
             with training_without_ring(self._model_dir, self._config):
+                hooks = [*(hooks or ()), SessionCloseHook()]
                 super().train(input_fn, hooks, steps, max_steps, saving_listeners)
             return self
         preemption = Preemption(strategy.close)
@@ -214,7 +216,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
     ) -> dict[str, Any]:
         check_whole_loops(steps, self._iterations)
         self._check_has_files("evaluate", checkpoint_path)
-        hooks = [*(hooks or ()), EventsFilePerProcessHook(self.eval_dir(name))]
+        hooks = [*(hooks or ()), EventsFilePerProcessHook(self.eval_dir(name)), SessionCloseHook()]
         scope = _io_errors_of(self._train_distribution, self._model_dir)
         if self._evaluators is not None:
             steps = self._evaluators.local_steps(steps)
@@ -238,6 +240,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         num_predictions: int | None = None,
     ) -> Iterator[Any]:
         self._check_has_files("predict", checkpoint_path)
+        hooks = [*(hooks or ()), SessionCloseHook()]
         predictions = super().predict(
             input_fn, predict_keys, hooks, checkpoint_path, yield_single_examples
         )

@@ -16,6 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from estimator_ext.session_close import LIMIT_S, close_in_time
+
 __all__: list[str] = []
 
 _PYTHON = ("PyFunc", "EagerPyFunc")
@@ -27,9 +29,11 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       data: operations of the input; only their OutOfRangeError is the end of the data.
+      wait_s: time for which the other ranks wait for this one.
     """
 
-    def __init__(self, data: Collection[tf.Operation]) -> None:
+    def __init__(self, data: Collection[tf.Operation], wait_s: float) -> None:
+        self._close_s = min(LIMIT_S, wait_s / 2)
         self._data = {op.name for op in data}
         self._has_session = False
         self._closed_for: BaseException | None = None
@@ -50,6 +54,7 @@ class SessionGuardHook(tf.compat.v1.train.SessionRunHook):
         if self._has_session:
             raise _error(self._closed_for, "after which TensorFlow would start a new session")
         self._has_session = True
+        close_in_time(session, self._close_s)
         close = session.close
 
         def close_and_store_cause() -> None:

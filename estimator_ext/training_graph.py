@@ -146,7 +146,7 @@ class TrainingGraph:
             stack,
         )
         data = set(graph.get_operations())
-        guard = SessionGuardHook(data)  # [K1]
+        guard = SessionGuardHook(data, self._strategy.options.collective_timeout_s)  # [K1]
         separate = self._communicator.duplicate("the data")
         states = self.input_states = InputStates(separate, guard, inputs.has_next, inputs.counter)
         self.global_step = functions.create_global_step(graph)
