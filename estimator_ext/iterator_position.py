@@ -10,7 +10,12 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import deserialize_iterator
 from estimator_ext.input_state_file import SUFFIX, Packed
-from estimator_ext.iterators import FAIL_ON_EXTERNAL_STATE, IGNORE_EXTERNAL_STATE, serialize
+from estimator_ext.iterators import (
+    FAIL_ON_EXTERNAL_STATE,
+    IGNORE_EXTERNAL_STATE,
+    reads_generator,
+    serialize,
+)
 from estimator_ext.outside_reads import allowed_reads
 from hostopt.tensorflow.background import HOST_DEVICE
 
@@ -51,6 +56,8 @@ class IteratorPosition:
                 policy: [serialize(iterator, policy, MAX_BYTES) for iterator in iterators]
                 for policy in (FAIL_ON_EXTERNAL_STATE, IGNORE_EXTERNAL_STATE)
             }
+        # known before the first save, which would wait for the generator
+        self._has_generator = any(reads_generator(iterator.op) for iterator in iterators)
         # policies that may work; the first one is used
         self._policies = [FAIL_ON_EXTERNAL_STATE, IGNORE_EXTERNAL_STATE]
         self._initial: list[list[bytes]] = []
@@ -72,6 +79,10 @@ class IteratorPosition:
     def _save(self, session: tf.compat.v1.Session) -> list[list[bytes]]:
         """The parts of each iterator's state; [] if they cannot be saved. Logs once."""
         reason = ""
+        if self._has_generator:
+            reason = f"a Python generator has no state (operation GeneratorDataset). {_SKIP}"
+            self._policies.clear()
+            self._has_generator = False
         for policy in list(self._policies):
             try:
                 states = session.run(self._saves[policy])

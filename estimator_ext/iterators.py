@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_private import serialize_iterator
+from estimator_ext.called_functions import Nodes, library_of, with_called
 from estimator_ext.graph import ancestors
 
 __all__: list[str] = []
@@ -54,6 +57,26 @@ def fingerprint(iterator: tf.Operation) -> int:
     Returns:
       CRC-32.
     """
+    checksum = 0
+    for node in _nodes_of(iterator, library_of(iterator.graph)):
+        checksum = zlib.crc32(node.op.encode(), checksum)
+        if node.op == "Const":
+            checksum = zlib.crc32(node.attr["value"].SerializeToString(), checksum)
+    return checksum
+
+
+def reads_generator(iterator: tf.Operation) -> bool:
+    """Returns True if the pipeline of an iterator reads a Python generator, which has no state.
+
+    Args:
+      iterator: operation of the iterator.
+    """
+    library = library_of(iterator.graph)
+    called = with_called(_nodes_of(iterator, library), library)
+    return any(node.op == "GeneratorDataset" for nodes in called for node in nodes)
+
+
+def _nodes_of(iterator: tf.Operation, library: Mapping[str, Nodes]) -> list[Any]:
     makers = [op for tensor in iterator.outputs for op in tensor.consumers()]
     nodes = [
         op.node_def
@@ -62,12 +85,5 @@ def fingerprint(iterator: tf.Operation) -> int:
         for op in ancestors([maker])
     ]
     if iterator.type == "OneShotIterator":
-        name = iterator.get_attr("dataset_factory").name
-        library = iterator.graph.as_graph_def().library.function
-        nodes += next(function.node_def for function in library if function.signature.name == name)
-    checksum = 0
-    for node in nodes:
-        checksum = zlib.crc32(node.op.encode(), checksum)
-        if node.op == "Const":
-            checksum = zlib.crc32(node.attr["value"].SerializeToString(), checksum)
-    return checksum
+        nodes += library[iterator.get_attr("dataset_factory").name]
+    return nodes

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_private import variant_tensor
+from estimator_ext.called_functions import Nodes, library_of, with_called
 from estimator_ext.divided_pipeline import (
     INSTEAD,
     check_transformations,
@@ -24,7 +25,6 @@ __all__: list[str] = []
 _PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _VARIABLES = re.compile(r"VarHandleOp|Variable(V2)?|Mutable\w*HashTable\w*")
 _SEEDED = re.compile("Random|Shuffle")  # operations whose constants are seeds and sizes of buffers
-_Nodes = Collection[Any]  # of a graph or a function
 
 
 def check_dataset(data: Any, workers: int) -> None:
@@ -45,7 +45,7 @@ def check_dataset(data: Any, workers: int) -> None:
         )
     operations = walk([variant_tensor(data).op])
     check_transformations(operations, workers)
-    called = _called_by([op.node_def for op in operations], _library(operations))
+    called = with_called([op.node_def for op in operations], library_of(operations[0].graph))
     for kind, name in ((node.op, node.name) for nodes in called for node in nodes):
         if kind in _PYTHON:
             raise UnsupportedError(
@@ -72,7 +72,7 @@ def transformations_of(data: tf.data.Dataset) -> dict[str, str]:
       left out.
     """
     operations = walk([variant_tensor(data).op])
-    library = _library(operations)
+    library = library_of(operations[0].graph)
     transformations = [op for op in operations if _makes_dataset(op) and not is_source(op)]
     return {
         f"transformation {index}": _describe(op, library)
@@ -84,13 +84,13 @@ def _makes_dataset(op: tf.Operation) -> bool:
     return any(tensor.dtype == tf.variant for tensor in op.outputs)
 
 
-def _describe(op: tf.Operation, library: Mapping[str, _Nodes]) -> str:
+def _describe(op: tf.Operation, library: Mapping[str, Nodes]) -> str:
     def before(each: tf.Operation) -> list[tf.Operation]:
         is_another = each is not op and _makes_dataset(each)
         return [] if is_another else [tensor.op for tensor in each.inputs]
 
     own = [each for each in walk([op], before) if each is op or not _makes_dataset(each)]
-    called = _called_by([each.node_def for each in own], library)
+    called = with_called([each.node_def for each in own], library)
     values, kinds = [], []
     for nodes in called:
         kinds += [node.op for node in nodes if node.op not in library]
@@ -105,7 +105,7 @@ def _describe(op: tf.Operation, library: Mapping[str, _Nodes]) -> str:
     return f"{op.type} of {len(kinds)} operations ({checksum:08x}) with constants: {constants}"
 
 
-def _before_seeded(nodes: _Nodes) -> set[str]:
+def _before_seeded(nodes: Nodes) -> set[str]:
     """Returns the names of nodes whose values become seeds, or sizes of buffers."""
     by_name = {node.name: node for node in nodes}
     found: set[str] = set()
@@ -117,27 +117,3 @@ def _before_seeded(nodes: _Nodes) -> set[str]:
                 found.add(name)
                 todo.append(node)
     return found
-
-
-def _library(operations: list[tf.Operation]) -> dict[str, _Nodes]:
-    functions = operations[0].graph.as_graph_def().library.function
-    return {function.signature.name: function.node_def for function in functions}
-
-
-def _called_by(nodes: _Nodes, library: Mapping[str, _Nodes]) -> Iterator[_Nodes]:
-    """Yields the nodes, then the nodes of each called function; all ranks have the same order."""
-    found: set[str] = set()
-    todo = [nodes]
-    while todo:
-        nodes = todo.pop()
-        yield nodes
-        for node in nodes:
-            for name in (node.op, *_functions_of(node)):  # TensorFlow 1 calls by the type
-                if name in library and name not in found:
-                    found.add(name)
-                    todo.append(library[name])
-
-
-def _functions_of(node: Any) -> Iterator[str]:
-    for _, attribute in sorted(node.attr.items()):
-        yield from (each.name for each in [attribute.func, *attribute.list.func] if each.name)

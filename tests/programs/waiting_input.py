@@ -46,7 +46,7 @@ def model_fn(features: tf.Tensor, labels: Any, mode: str) -> Any:
     )
 
 
-config = estimator_ext.RunConfig(train_distribute=strategy, resume_data="skip")
+config = estimator_ext.RunConfig(train_distribute=strategy)
 estimator = estimator_ext.Estimator(model_fn, settings["model_dir"], config)
 estimator.train(input_fn, max_steps=3)
 if RANK == 0:
