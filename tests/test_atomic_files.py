@@ -37,6 +37,7 @@ def run(code: str, path: Path) -> None:
     assert process.returncode == 0, output
 
 
+@pytest.mark.slow
 def test_concurrent_writers_and_readers_see_complete_files(tmp_path: Path) -> None:
     code = """
 for _ in range(40):

@@ -9,8 +9,8 @@ from ranks import Ranks
 
 pytestmark = [pytest.mark.tensorflow]
 
-CASES: list[Any] = [("auto", 1), ("grpc", 2), ("shm", 2)]
-SLOW = [("grpc+tcp", 2), ("grpc", 3), ("shm", 3), ("grpc+tcp", 4), ("shm", 4)]
+CASES: list[Any] = [("grpc", 2), ("shm", 2)]
+SLOW = [("auto", 1), ("grpc+tcp", 2), ("grpc", 3), ("shm", 3), ("grpc+tcp", 4), ("shm", 4)]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_an_input_context_names_the_only_pipeline(served: Served) -> None:
     assert {len(batch) for batch in batches} == {4}  # half of the global size
 
 
+@pytest.mark.slow
 def test_a_program_that_trains_and_evaluates_in_all_tasks(served: Served) -> None:
     output = served.run("-np", "2", "--data-workers", "2", count=40, rounds=2)
     assert served.elements() == sorted([*range(1, 41)] * 2)
@@ -98,6 +99,7 @@ def test_a_resumed_training_reads_the_data_from_the_beginning(served: Served) ->
     assert served.elements() == sorted([*seen, *range(1, 41)])
 
 
+@pytest.mark.slow
 def test_ranks_read_their_own_data_if_the_service_is_off(served: Served) -> None:
     config = {"data_service": "off"}
     served.run("-np", "2", "--data-workers", "1", count=40, config=config)
@@ -112,6 +114,7 @@ def test_a_part_of_the_data_for_each_rank_is_refused(served: Served, kind: str) 
     assert not served.elements()
 
 
+@pytest.mark.slow
 def test_sparse_data_may_not_end(served: Served) -> None:
     arguments = ("-np", "2", "--data-workers", "1")
     output = served.run(*arguments, code=78, count=40, is_sparse=True)

@@ -443,6 +443,7 @@ def test_a_killed_training_resumes_exactly(training: Training, name: str, at: in
 COMPRESSIONS = {None: 0.0, "fp16": 1e-3, "bf16": 0.02, "int8": 0.02, "int4": 0.2}
 
 
+@pytest.mark.slow
 def test_compressed_differences(training: Training) -> None:
     trainings = {
         str(name): {

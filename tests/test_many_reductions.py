@@ -36,7 +36,9 @@ def communication(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return request.param
 
 
-@pytest.fixture(params=[1, 2], ids=lambda count: f"threads{count}")
+@pytest.fixture(
+    params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=lambda count: f"threads{count}"
+)
 def threads(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Sets the number of inter-op threads of each rank, as in separate processes."""
     return {"inter_op_parallelism_threads": request.param, "use_per_session_threads": True}

@@ -170,6 +170,7 @@ def test_the_server_ends_with_the_scope(tmp_path: Path, no_thread_left: None) ->
         socket.create_connection(("127.0.0.1", port))
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_a_training_that_is_restarted(launcher: Launcher, tmp_path: Path) -> None:
     settings = {

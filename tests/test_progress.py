@@ -62,6 +62,7 @@ def test_a_training_with_an_evaluator(launcher: Launcher, tmp_path: Path) -> Non
     assert {"step_ms/input", "step_ms/update", "step_ms/save"} <= tags
 
 
+@pytest.mark.slow
 def test_a_training_that_is_restarted(launcher: Launcher, tmp_path: Path) -> None:
     settings = {
         "model_dir": str(tmp_path),
@@ -79,6 +80,7 @@ def test_a_training_that_is_restarted(launcher: Launcher, tmp_path: Path) -> Non
     assert re.fullmatch(r"0:\d\d, attempt 2 resumed at 4", summary["time"])
 
 
+@pytest.mark.slow
 def test_steps_are_counted_over_several_calls_of_train(launcher: Launcher, tmp_path: Path) -> None:
     program = (str(PROGRAMS / "several_trainings.py"), str(tmp_path))
     process = launcher.run("-np", "2", "--", *program, **QUIET)

@@ -97,6 +97,7 @@ def test_three_ranks_report_to_the_chief_without_a_timeline(tmp_path: Path, rank
     assert not list(tmp_path.glob("**/*.rank*"))
 
 
+@pytest.mark.slow
 def test_steps_are_counted_from_the_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
     for steps in (4, 7):  # rank 1 has no files of the first run
         ranks.run("train.py", 2, arguments=settings(tmp_path, steps=steps))
