@@ -8,7 +8,9 @@ sleeps on if it is faster than the cancellation.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -19,6 +21,8 @@ __all__: list[str] = []
 _log = tf.get_logger()
 
 LIMIT_S = 5.0
+EXIT_S = 60.0  # from the end of the program to its exit, while a session is closed
+_closing: list[threading.Thread] = []
 
 
 class SessionCloseHook(tf.compat.v1.train.SessionRunHook):
@@ -48,10 +52,20 @@ def close_in_time(session: tf.compat.v1.Session, limit_s: float = LIMIT_S) -> No
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
+            _closing.append(thread)
             _log.info(
                 "a session has not closed within %.3g s, as threads of its input still run. The "
-                "program goes on",
+                "program goes on, and waits %g s at most for them before it exits",
                 limit_s,
+                EXIT_S,
             )
 
     session.close = replacement
+
+
+@atexit.register
+def _wait_for_closing() -> None:
+    """Waits, as Python aborts a process in which a thread leaves TensorFlow during the exit."""
+    end_s = time.monotonic() + EXIT_S
+    for thread in _closing:
+        thread.join(max(0.0, end_s - time.monotonic()))

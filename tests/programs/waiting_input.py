@@ -1,12 +1,15 @@
-"""Trains, evaluates and predicts on a Python generator that waits forever after its examples.
+"""Trains, evaluates and predicts on a Python generator that waits after its examples.
 
 Settings, as JSON in the first argument:
   model_dir: directory of checkpoints
   examples: number of examples, by rank
+  is_released: true ends the wait of the generator while the program exits
+  exit_s: limit of the wait for sessions at the exit
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 import threading
@@ -16,19 +19,30 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import estimator_ext
+
+# registered before the import of estimator_ext, so that it is called after the exit's own wait
+@atexit.register
+def report() -> None:
+    is_closing = any(thread.name == "session-close" for thread in threading.enumerate())
+    print("a session is being closed" if is_closing else "all sessions are closed")
+
+
+import estimator_ext  # noqa: E402
+from estimator_ext import session_close  # noqa: E402
 
 estimator_ext.install()
 tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.INFO)
 settings = json.loads(sys.argv[1])
 strategy = estimator_ext.HostOffloadStrategy(insecure=True, collective_timeout_s=100.0)
 RANK = strategy.cluster.rank or 0
+released = threading.Event()
+session_close.EXIT_S = settings["exit_s"]
 
 
 def generate() -> Iterator[np.ndarray]:
     for number in range(settings["examples"][RANK]):
         yield np.full([1], number, np.float32)
-    threading.Event().wait()
+    released.wait()
 
 
 def input_fn() -> tf.data.Dataset:
@@ -54,3 +68,5 @@ if RANK == 0:
     predictions = estimator.predict(input_fn, num_predictions=5)
     print("predicted", [float(each["feature"][0]) for each in predictions])
 strategy.close()
+if settings["is_released"]:
+    atexit.register(released.set)  # called first
