@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext import signals
+from estimator_ext.session_close import exit_without_wait
 
 __all__: list[str] = []
 
@@ -57,6 +58,7 @@ class Preemption:
                 raise
             _log.warning("no checkpoint is saved after the signal: %s", error)
         if self.signum or self._other_ranks:
+            exit_without_wait()
             raise _exit_for(self.signum)
 
     def begin_steps(self) -> None:

@@ -9,6 +9,7 @@ sleeps on if it is faster than the cancellation.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ _log = tf.get_logger()
 LIMIT_S = 5.0
 EXIT_S = 60.0  # from the end of the program to its exit, while a session is closed
 _closing: list[threading.Thread] = []
+_NO_FAILURE = (type(None), tf.errors.OutOfRangeError, StopIteration)  # that ends a training
 
 
 class SessionCloseHook(tf.compat.v1.train.SessionRunHook):
@@ -52,20 +54,29 @@ def close_in_time(session: tf.compat.v1.Session, limit_s: float = LIMIT_S) -> No
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
-            _closing.append(thread)
+            if isinstance(sys.exc_info()[1], _NO_FAILURE):
+                _closing.append(thread)
             _log.info(
                 "a session has not closed within %.3g s, as threads of its input still run. The "
-                "program goes on, and waits %g s at most for them before it exits",
+                "program goes on",
                 limit_s,
-                EXIT_S,
             )
 
     session.close = replacement
+
+
+def exit_without_wait() -> None:
+    """Cancels the wait for sessions at the exit, for a process that must end soon."""
+    _closing.clear()
 
 
 @atexit.register
 def _wait_for_closing() -> None:
     """Waits, as Python aborts a process in which a thread leaves TensorFlow during the exit."""
     end_s = time.monotonic() + EXIT_S
+    if any(thread.is_alive() for thread in _closing):
+        _log.info(
+            "this process exits when its sessions have closed, in %g s at the latest", EXIT_S
+        )
     for thread in _closing:
         thread.join(max(0.0, end_s - time.monotonic()))
