@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_private import serialize_iterator
-from estimator_ext.called_functions import Nodes, library_of, with_called
+from estimator_ext.called_functions import library_of, with_called
 from estimator_ext.graph import ancestors
 
 __all__: list[str] = []
@@ -58,7 +57,7 @@ def fingerprint(iterator: tf.Operation) -> int:
       CRC-32.
     """
     checksum = 0
-    for node in _nodes_of(iterator, library_of(iterator.graph)):
+    for node in _nodes_of(iterator):
         checksum = zlib.crc32(node.op.encode(), checksum)
         if node.op == "Const":
             checksum = zlib.crc32(node.attr["value"].SerializeToString(), checksum)
@@ -72,11 +71,11 @@ def reads_generator(iterator: tf.Operation) -> bool:
       iterator: operation of the iterator.
     """
     library = library_of(iterator.graph)
-    called = with_called(_nodes_of(iterator, library), library)
+    called = with_called(_nodes_of(iterator), library)
     return any(node.op == "GeneratorDataset" for nodes in called for node in nodes)
 
 
-def _nodes_of(iterator: tf.Operation, library: Mapping[str, Nodes]) -> list[Any]:
+def _nodes_of(iterator: tf.Operation) -> list[Any]:
     makers = [op for tensor in iterator.outputs for op in tensor.consumers()]
     nodes = [
         op.node_def
@@ -85,5 +84,5 @@ def _nodes_of(iterator: tf.Operation, library: Mapping[str, Nodes]) -> list[Any]
         for op in ancestors([maker])
     ]
     if iterator.type == "OneShotIterator":
-        nodes += library[iterator.get_attr("dataset_factory").name]
+        nodes += library_of(iterator.graph)[iterator.get_attr("dataset_factory").name]
     return nodes
