@@ -16,6 +16,8 @@ TEST_STAMP := $(VENV)/.installed-test-$(PYTHON_VERSION)
 PINNED := $(addprefix --constraint ,$(wildcard constraints$(SUFFIX).txt))
 WANTED := $(patsubst %,"tensorflow==%.*",$(TENSORFLOW))
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+# tests start thousands of processes, and each would compile all sources again
+unexport PYTHONDONTWRITEBYTECODE
 
 # published programs have packages of their own
 PROGRAMS_VENV := .venv-programs$(SUFFIX)
