@@ -70,6 +70,7 @@ def test_each_element_once_with_other_ways_of_training(
     assert served.elements() == list(range(1, 103))
 
 
+@pytest.mark.slow
 def test_an_input_context_names_the_only_pipeline(served: Served) -> None:
     served.run("-np", "2", "--data-workers", "1", count=40, epochs=2, takes_context=True)
     assert served.elements() == sorted([*range(1, 41)] * 2)
@@ -88,6 +89,7 @@ def test_a_program_that_trains_and_evaluates_in_all_tasks(served: Served) -> Non
         assert output.count(f"the ranks have ended: {task}, ") == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_training_reads_the_data_from_the_beginning(served: Served) -> None:
     arguments = ("-np", "1", "--data-workers", "1")
     first = served.run(*arguments, count=40, max_steps=3, config={"data_service": "dynamic"})
@@ -107,6 +109,7 @@ def test_ranks_read_their_own_data_if_the_service_is_off(served: Served) -> None
         assert served.elements([task]) == list(range(1, 41))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["source", "nested"])
 def test_a_part_of_the_data_for_each_rank_is_refused(served: Served, kind: str) -> None:
     output = served.run("-np", "2", "--data-workers", "1", code=65, by_rank=kind)

@@ -364,6 +364,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trainin
     ranks.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(variants: tuple[Training, Any], name: str) -> None:
     models = variants[1][name]
@@ -381,6 +382,7 @@ def test_variants(variants: tuple[Training, Any], name: str) -> None:
     assert models[0]["global_step"] == steps.get(name, 20)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_saved_at_synchronisations(variants: tuple[Training, Any]) -> None:
     model_dir = variants[0].directory / "saved" / "model"
     found = sorted(int(path.stem.rpartition("-")[2]) for path in model_dir.glob("*.index"))
@@ -465,6 +467,7 @@ def test_compressed_differences(training: Training) -> None:
         assert np.array_equal(results[str(name)][0]["weights"], exact) == (name is None)
 
 
+@pytest.mark.slow
 def test_a_request_stops_all_ranks_long_before_the_next_synchronisation(
     training: Training,
 ) -> None:
@@ -602,6 +605,7 @@ def test_optimizers_that_would_undo_a_synchronisation_are_refused(
         assert f"{operation} computes variable 'bias' from its slots" in rank.output
 
 
+@pytest.mark.slow
 def test_ftrl_with_averaged_slots(training: Training) -> None:
     # the default, in which the slots carry the synchronisation
     settings = {"inner": "ftrl", "steps": 12, "strategy": {"sync_every": 4}}

@@ -113,6 +113,7 @@ def test_a_hundred_reductions_in_one_run(
         check_sums(results, shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", ["equal shapes", "other shapes"])
 def test_numbered_names_in_another_order_are_correct_or_refused(
     addresses: list[str], shapes: str

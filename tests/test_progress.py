@@ -91,6 +91,7 @@ def test_steps_are_counted_over_several_calls_of_train(launcher: Launcher, tmp_p
     assert summary["evaluation"] == "loss 3 at step 7; best 2 at step 3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_input_that_is_too_slow_is_named(launcher: Launcher, tmp_path: Path, size: int) -> None:
     program = (str(PROGRAMS / "slow_input.py"), str(tmp_path))

@@ -87,6 +87,7 @@ def test_a_training_of_two_ranks(tmp_path: Path, ranks: Ranks, spec: str, way: s
     assert {span["args"]["step"] for span in spans if span["cat"] == "apply"} == set(range(7))
 
 
+@pytest.mark.slow
 def test_three_ranks_report_to_the_chief_without_a_timeline(tmp_path: Path, ranks: Ranks) -> None:
     # rank 0 decides how often
     task_arguments = {f"worker:{i}": [json.dumps({"summary_steps": None})] for i in (1, 2)}
@@ -104,6 +105,7 @@ def test_steps_are_counted_from_the_checkpoint(tmp_path: Path, ranks: Ranks) -> 
     assert sorted(scalars(tmp_path / "model" / "sgd")) == [3, 6]
 
 
+@pytest.mark.slow
 def test_no_report_is_written_by_default(tmp_path: Path, ranks: Ranks) -> None:
     ranks.run("train.py", 2, arguments=settings(tmp_path, summary_steps=None))
     assert scalars(tmp_path / "model" / "sgd") == {}
