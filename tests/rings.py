@@ -26,6 +26,8 @@ from hostopt.options import Options
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.inproc import InprocTransport
 
+_STRANGER = "has refused a data connection: another program calls"
+
 
 def failure(communicator: Communicator, call: Callable[[], Any]) -> HostOptError:
     """Returns the error of a call that must fail, and aborts the other ranks as `with` does."""
@@ -153,9 +155,13 @@ class RankProcess:
             )
 
     def line(self) -> str:
-        """Returns the next printed line; empty at the end."""
+        """Returns the next printed line; empty at the end.
+
+        A test beside this one may still call a port that this rank has now: a warning says so.
+        """
         assert self.process.stdout is not None
-        return self.process.stdout.readline().rstrip("\n")
+        lines = iter(self.process.stdout.readline, "")
+        return next((line for line in lines if _STRANGER not in line), "").rstrip("\n")
 
     def expect(self, line: str) -> None:
         """Waits for the next line, which must be `line`."""
