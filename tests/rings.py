@@ -157,7 +157,8 @@ class RankProcess:
     def line(self) -> str:
         """Returns the next printed line; empty at the end.
 
-        A test beside this one may still call a port that this rank has now: a warning says so.
+        Skips warnings about calls of another program. A test that runs beside this one may call a
+        port that it had before.
         """
         assert self.process.stdout is not None
         lines = iter(self.process.stdout.readline, "")

@@ -126,7 +126,7 @@ def errors_of(output: str) -> dict[int, tuple[float, str]]:
 
 
 def check_ended(output: str) -> None:
-    """Checks that no rank remains; mpirun may end before the last one, if others go on."""
+    """Checks that all ranks end. An mpirun that lets others go on may end before the last one."""
     pids = [int(pid) for pid in re.findall(r"^pid \d (\d+)$", output, re.MULTILINE)]
     assert len(pids) == 3
     until(lambda: all(map(is_gone, pids)), "end of all ranks")
