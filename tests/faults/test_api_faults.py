@@ -1,0 +1,86 @@
+"""Calls of hostopt.tensorflow that fail: the other ranks learn of it, and messages name it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from harness import reserved_addresses
+from ranks import Rank, Ranks
+
+MODES = ["eager", "function", "graph"]
+
+
+def start(ranks: Ranks, fault: str, mode: str, **environ: str) -> list[Rank]:
+    environ = {"HOSTOPT_COLLECTIVE_TIMEOUT_S": "60", **environ}
+    with reserved_addresses(2) as addresses:
+        return ranks.start(
+            "api_faults.py", {"worker": addresses}, arguments=[fault, mode], environ=environ
+        )
+
+
+DIFFERENCES = {
+    "op": ["all_reduce(sum)", "all_reduce(max)"],
+    "dtype": ["float32[2]", "float64[2]"],
+    "shape": ["float32[2]", "float32[3]"],
+    "root_rank": ["broadcast from rank 0", "broadcast from rank 1"],
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "communication", "mode"),
+    [
+        *[(fault, "shm", "eager") for fault in DIFFERENCES],
+        *[(fault, "grpc+tcp", "eager") for fault in DIFFERENCES],
+        ("op", "shm", "function"),
+        ("shape", "grpc+tcp", "graph"),
+    ],
+)
+def test_calls_that_differ_name_both_ranks_and_values(
+    ranks: Ranks, fault: str, communication: str, mode: str
+) -> None:
+    for rank in start(ranks, fault, mode, HOSTOPT_COMMUNICATION=communication):
+        assert rank.wait() != 0, rank.output
+        for text in ["RAISED", "rank 0", "rank 1", "'x'", *DIFFERENCES[fault]]:
+            assert text in rank.output, rank.output
+
+
+@pytest.mark.parametrize("fault", ["gradients", "variables"])
+def test_variables_that_differ_name_both_ranks_and_shapes(ranks: Ranks, fault: str) -> None:
+    for rank in start(ranks, fault, "eager"):
+        assert rank.wait() != 0, rank.output
+        for text in ["rank 0", "rank 1", "[2, 3]", "[3, 3]"]:
+            assert text in rank.output, rank.output
+
+
+def test_gradients_that_ranks_divide_in_different_ways(ranks: Ranks) -> None:
+    for rank in start(ranks, "op of gradients", "eager"):
+        assert rank.wait() != 0, rank.output
+        for text in ["CollectiveMismatchError", "rank 0", "rank 1", "op=average", "op=sum"]:
+            assert text in rank.output, rank.output
+
+
+@pytest.mark.parametrize(
+    ("communication", "mode"),
+    [("shm", "eager"), ("grpc", "eager"), ("grpc+tcp", "function"), ("shm", "graph")],
+)
+@pytest.mark.parametrize("fault", ["die", "leave"])
+def test_a_rank_that_ends_in_a_collective_is_named(
+    ranks: Ranks, fault: str, communication: str, mode: str
+) -> None:
+    first, second = start(ranks, fault, mode, HOSTOPT_COMMUNICATION=communication)
+    assert second.wait() == (-signal.SIGKILL if fault == "die" else 0)
+    assert first.wait(30) != 0
+    assert "PeerLostError: rank 1 (worker:1" in first.output, first.output
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tensor_that_a_rank_never_submits(ranks: Ranks, mode: str) -> None:
+    first, second = start(ranks, "omit", mode, HOSTOPT_STALL_WARNING_S="1")
+    first.wait_for_output("is in no collective")
+    line = next(line for line in first.output.splitlines() if "is in no collective" in line)
+    for text in ["rank 0 has waited", "'x'", "rank 1 (worker:1"]:
+        assert text in line, line
+    second.signal(signal.SIGKILL)
+    assert second.wait() == -signal.SIGKILL
+    assert first.wait(30) != 0

@@ -1,0 +1,12 @@
+"""Measured trials of options."""
+
+from __future__ import annotations
+
+from hostopt.options import MIB
+from hostopt.tuning import Trial
+
+SIZES = (MIB // 2, MIB, 2 * MIB)
+
+
+def trial(communication: str, *seconds: float) -> Trial:
+    return Trial(communication, MIB, SIZES[: len(seconds)], seconds)

@@ -1,0 +1,103 @@
+"""Files that several processes write and read at the same time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import QUIET, ROOT, Process
+
+BEGIN = """
+import os, sys
+import tensorflow as tf
+from estimator_ext.atomic_files import write_atomically
+write_atomically()
+path = sys.argv[1]
+"""
+
+
+def start(code: str, path: Path) -> Process:
+    return Process(
+        [sys.executable, "-c", BEGIN + code, str(path)],
+        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(code: str, path: Path) -> None:
+    process = start(code, path)
+    output = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, output
+
+
+def test_concurrent_writers_and_readers_see_complete_files(tmp_path: Path) -> None:
+    code = """
+for _ in range(40):
+    with tf.io.TFRecordWriter(path) as writer:
+        for number in range(300):
+            writer.write(b"%d" % number * 50)
+    found = sum(1 for _ in tf.compat.v1.io.tf_record_iterator(path))
+    assert found == 300, found
+"""
+    processes = [start(code, tmp_path / "records") for _ in range(3)]
+    outputs = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert os.listdir(tmp_path) == ["records"]
+
+
+def test_a_file_is_replaced_when_it_is_closed(tmp_path: Path) -> None:
+    code = """
+def read(name):
+    with open(os.path.join(path, name)) as file:
+        return file.read()
+
+for mode in ("w", "wb"):
+    name = os.path.join(path, "text") if mode == "w" else os.path.join(path, "text").encode()
+    file = tf.io.gfile.GFile(name, mode)
+    assert file.name == name
+    file.write(f"new {mode}")
+    file.flush()
+    assert read("text") == f"new {mode}", "not flushed"
+    file.write(" at last")
+    assert read("text") == f"new {mode}"
+    file.close()
+    file.close()
+    assert read("text") == f"new {mode} at last"
+with tf.compat.v1.gfile.Open(os.path.join(path, "text"), "a") as file:
+    file.write(" and more")
+assert read("text") == "new wb at last and more"
+os.symlink(os.path.join(path, "text"), os.path.join(path, "link"))
+first, second = (tf.io.gfile.GFile(os.path.join(path, "link"), "w") for _ in range(2))
+first.write("first")
+second.write("second")
+first.close()
+second.close()
+assert read("text") == "second" and os.path.islink(os.path.join(path, "link"))
+for device in (tf.io.gfile.GFile("/dev/null", "w"), tf.io.TFRecordWriter("/dev/null")):
+    device.write(b"x")
+    device.close()
+import stat
+assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+tf.io.gfile.GFile(os.path.join(path, "dropped"), "w").write("closed by nobody")
+assert read("dropped") == "closed by nobody"
+with tf.io.gfile.GFile(os.path.join(path, "never written"), "w"):
+    pass
+writer = tf.compat.v1.python_io.TFRecordWriter(os.path.join(path, "records"), "GZIP")
+writer.write(b"one")
+writer.close()
+options = tf.io.TFRecordOptions("GZIP")
+assert list(tf.compat.v1.io.tf_record_iterator(f"{path}/records", options)) == [b"one"]
+for make in (tf.io.TFRecordWriter, lambda name: tf.io.gfile.GFile(name, "w").write("x")):
+    try:
+        make(f"{path}/no/such directory")
+    except tf.errors.NotFoundError:
+        continue
+    raise AssertionError("no error")
+"""
+    (tmp_path / "text").write_text("old")
+    run(code, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["dropped", "link", "records", "text"]

@@ -1,0 +1,191 @@
+"""`hostopt doctor`: every kind of finding, and checks between ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import trustme
+from certificates import write_tls_dir
+from doctors import examine_alone, install, texts, tf_config
+from harness import (
+    DEADLINE_S,
+    ROOT,
+    Process,
+    deadline_s,
+    listens,
+    reserved_addresses,
+)
+from rings import NewRing
+
+from hostopt.doctor.checking import NOTE, OK, WRONG
+from hostopt.doctor.examine import examine
+from hostopt.errors import ConfigError
+
+DOCTOR = [sys.executable, "-m", "hostopt.cli", "doctor"]
+
+
+def start(*arguments: str, **environ: str) -> Process:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HOSTOPT_", "TF_"))}
+    return Process(
+        [sys.executable, "-m", "hostopt.cli", *arguments],
+        env={**clean, "PYTHONPATH": str(ROOT), **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start_all(
+    addresses: list[str], *environs: dict[str, str], arguments: list[list[str]] | None = None
+) -> list[tuple[int, str]]:
+    """Runs a doctor on each rank at the same time; returns their exit codes and outputs."""
+    arguments = arguments or [[] for _ in addresses]
+    doctors = [
+        start("doctor", *arguments[rank], **{"TF_CONFIG": tf_config(addresses, rank), **environ})
+        for rank, environ in enumerate(environs)
+    ]
+    outputs = [doctor.communicate(timeout=60) for doctor in doctors]
+    return [(each.returncode, out + err) for each, (out, err) in zip(doctors, outputs)]
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_findings_of_a_healthy_machine(tmp_path: Path) -> None:
+    doctor = start("doctor", "--model-dir", str(tmp_path), TF_USE_LEGACY_KERAS="1")
+    out, err = doctor.communicate(timeout=60)
+    assert (doctor.returncode, err) == (0, "")
+    assert {line.split()[0] for line in out.splitlines()} <= {OK, NOTE}
+    assert f"numpy {importlib.metadata.version('numpy')}" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_finding_exits_with_the_code_of_a_config_error() -> None:
+    doctor = start("doctor", HOSTOPT_BUKET_MB="3")
+    out, _ = doctor.communicate(timeout=60)
+    assert doctor.returncode == ConfigError.exit_code
+    assert "WRONG hostopt does not read HOSTOPT_BUKET_MB" in out
+
+
+# --- between ranks ----------------------------------------------------------------------------
+
+
+def test_checks_between_connected_doctors(tmp_path: Path) -> None:
+    doctor = start("run", "-np", "3", "--", *DOCTOR, "--model-dir", str(tmp_path / "model"))
+    out, err = doctor.communicate(timeout=60)
+    assert doctor.returncode == 0, out + err
+    for task in ("chief:0", "worker:0", "worker:1"):
+        lines = re.findall(rf"^\[{task}\] (.*)$", out, re.MULTILINE)
+        assert {line.split()[0] for line in lines} <= {OK, NOTE}
+        assert "ok    all 3 ranks are connected, with the same options" in lines
+        assert "ok    all ranks have the same versions" in lines
+        assert any(re.match(r"ok .* this clock agrees with rank 0's", line) for line in lines) == (
+            task != "chief:0"
+        )
+        assert any("MB/s" in line for line in lines)
+    assert "[chief:0] ok    model_dir is shared by all ranks" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_connected_doctors_name_differences(tmp_path: Path) -> None:
+    install(tmp_path / "other", "tensorflow", "2.20.99")
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    with reserved_addresses(2) as addresses:
+        chief, worker = start_all(
+            addresses,
+            {},
+            {"PYTHONPATH": f"{ROOT}:{tmp_path / 'other'}"},
+            arguments=[["--model-dir", str(tmp_path / rank)] for rank in "01"],
+        )
+    for code, output in (chief, worker):
+        assert code == ConfigError.exit_code
+        assert re.search("^WRONG tensorflow differs: rank 0 .*, rank 1 2.20.99", output, re.M)
+    assert re.search("^note  model_dir is not shared: rank 1 cannot see rank 0's", chief[1], re.M)
+
+
+def test_several_evaluators_connect_to_each_other() -> None:
+    with reserved_addresses(3) as addresses:
+        config = {"cluster": {"chief": addresses[:1], "evaluator": addresses[1:]}}
+        doctors = [
+            {"TF_CONFIG": json.dumps({**config, "task": {"type": "evaluator", "index": index}})}
+            for index in range(2)
+        ]
+        result = start_all(addresses, *doctors)
+    for code, output in result:
+        assert code == 0
+        assert "ok    all 2 ranks are connected, with the same options" in output
+
+
+def test_doctors_with_different_options_do_not_connect() -> None:
+    with reserved_addresses(2) as addresses:
+        result = start_all(addresses, {}, {"HOSTOPT_COMPRESSION": "fp16"})
+    for code, output in result:
+        assert code == ConfigError.exit_code
+        assert re.search(
+            "^WRONG rank 0 .* has compression None, rank 1 .*'fp16'", output, re.MULTILINE
+        )
+
+
+def test_a_doctor_with_another_token_is_refused() -> None:
+    with reserved_addresses(2) as addresses:
+        result = start_all(addresses, {"HOSTOPT_TOKEN": "one"}, {"HOSTOPT_TOKEN": "another"})
+    for code, output in result:
+        assert code == ConfigError.exit_code
+        assert re.search("^WRONG .*token", output, re.MULTILINE)
+
+
+def test_doctors_connect_over_tls(tmp_path: Path) -> None:
+    environ = {"HOSTOPT_TLS_DIR": str(write_tls_dir(tmp_path / "tls", trustme.CA()))}
+    with reserved_addresses(2) as addresses:
+        result = start_all(addresses, environ, environ)
+    for code, output in result:
+        assert code == 0
+        assert "ok    all 2 ranks are connected, with the same options" in output
+
+
+def test_a_doctor_reports_the_loss_of_its_peer(processes: NewRing) -> None:
+    ring = processes(2)
+    worker = ring.start(
+        1,
+        """
+        import os
+        from hostopt.cluster import Cluster
+        from hostopt.connect import connect_ring
+        from hostopt.options import Options
+        options = Options(communication="grpc")
+        communicator = connect_ring(Cluster.from_tf_config(), options, "hostopt.Doctor")
+        communicator.all_gather_bytes(b"{}", "versions of the doctors")
+        os._exit(9)
+        """,
+    )
+    environ = {"HOSTOPT_COMMUNICATION": "grpc", "TF_CONFIG": tf_config(ring.addresses)}
+    result = list(examine(environ, None, timeout_s=deadline_s(DEADLINE_S)))
+    assert any(f"{ring.name(1)} lost" in text for text in texts(result, WRONG))
+    assert worker.exit_code() == 9
+
+
+def test_a_training_that_waits_for_ranks_does_not_accept_a_doctor(processes: NewRing) -> None:
+    ring = processes(2)
+    script = """
+        import hostopt
+        with hostopt.connect() as communicator:
+            print(communicator.all_reduce([1.0])[0])
+    """
+    worker = ring.start(1, script)
+    while not listens(ring.addresses[1]):
+        assert worker.process.poll() is None, worker.stderr
+    environ = {"HOSTOPT_COMMUNICATION": "grpc", "TF_CONFIG": tf_config(ring.addresses)}
+    notes = texts(examine_alone(environ), NOTE)
+    assert any(f"({ring.addresses[1]}), which runs another program" in text for text in notes)
+    assert any(f"{ring.addresses[1]}: the port is open" in text for text in notes)
+    chief = ring.start(0, script)
+    for rank in (chief, worker):
+        rank.expect("2.0")
+        assert rank.exit_code() == 0

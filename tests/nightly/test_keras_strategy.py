@@ -1,0 +1,94 @@
+"""Model.fit, evaluate and predict of Keras 2 on two ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import pytest
+from harness import jobs_of, reserved_addresses
+from keras_ranks import ENVIRON, assert_equal, results_of
+from ranks import Ranks
+
+import hostopt
+
+Results = tuple[dict[str, Any], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of("keras_training.py", tmp_path_factory.mktemp("keras"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "adam",
+        "momentum",
+        "legacy",
+        "batch norm",
+        "arrays",
+        "own step",
+        "several steps",
+        "clipped",
+        "clipped together",
+        "single batches",
+        "loaded",
+    ],
+)
+def test_two_ranks_equal_one_process(results: Results, case: str) -> None:
+    one, two = results
+    for part in one[case]:
+        for rank in two:
+            assert_equal(rank[case][part], one[case][part])
+
+
+def test_files_of_rank_0_and_a_stop_by_all_ranks(results: Results) -> None:
+    first, second = (rank["checkpoints"] for rank in results[1])
+    assert first == second
+    assert first["files"] == ["model.keras"]
+    assert first["epochs"] == 2
+    assert first["restored"]
+
+
+def test_a_rank_without_rows_in_the_last_batch(results: Results) -> None:
+    first, second = (rank["uneven rows"] for rank in results[1])
+    assert_equal(first, second)
+    assert all(abs(value) < 1e6 for value in first["history"]["loss"])  # not NaN
+
+
+def test_different_numbers_of_batches_are_refused(results: Results) -> None:
+    for rank in results[1]:
+        assert "rank 0: 2, rank 1: 4" in rank["uneven batches"]
+
+
+def test_loss_scaling_is_refused(results: Results) -> None:
+    for rank in results[1]:
+        assert "Loss scaling is not supported" in rank["loss scale"]
+
+
+def test_compilation_by_xla_is_refused(results: Results) -> None:
+    for rank in results[1]:
+        assert "Set jit_compile=False" in rank["xla"]
+
+
+def codes_and_output(ranks: Ranks, program: str, environ: dict[str, str]) -> Any:
+    with reserved_addresses(2) as addresses:
+        started = ranks.start(program, jobs_of(addresses), environ=environ)
+        codes = [rank.wait() for rank in started]
+    return codes, [rank.output for rank in started]
+
+
+def test_an_error_in_a_function_ends_the_program_with_its_own_code(ranks: Ranks) -> None:
+    codes, (chief, worker) = codes_and_output(ranks, "keras_that_fails.py", ENVIRON)
+    assert codes == [hostopt.errors.PeerLostError.exit_code, 1]
+    assert "Root cause: ValueError: in step 3" in chief
+    assert "ValueError: in step 3" in worker
+
+
+def test_keras_3_is_refused(ranks: Ranks) -> None:
+    if not importlib.metadata.version("keras").startswith("3."):
+        pytest.skip("this environment has Keras 2")
+    codes, outputs = codes_and_output(ranks, "keras_3_in_scope.py", {"TF_USE_LEGACY_KERAS": "0"})
+    assert codes == [hostopt.ConfigError.exit_code] * 2
+    assert all("Use hostopt.keras.DistributedOptimizer" in output for output in outputs)

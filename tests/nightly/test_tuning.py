@@ -1,0 +1,67 @@
+"""Options chosen by trial: the rules, and the commands with real ranks. Times are not checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import ROOT, deadline_s
+
+from hostopt import tuning
+from hostopt.options import Options
+
+CHOICE = r"HOSTOPT_COMMUNICATION=(\S+) HOSTOPT_SEGMENT_BYTES=(\d+) HOSTOPT_BUCKET_MB=([\d.]+)"
+
+
+def hostopt(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hostopt.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=deadline_s(300),
+        check=True,
+    )
+
+
+def test_bench_suggests_options_that_can_be_set(tmp_path: Path) -> None:
+    path = tmp_path / "trials.json"
+    run = hostopt("bench", "-np", "2", "--suggest", "--communication", "grpc", "--json", str(path))
+    *table, _, variables = run.stdout.splitlines()
+    trials = tuning.load(path)
+    assert "\n".join(table) == tuning.format_table(trials)
+    assert [each.communication for each in trials] == ["grpc"] * 4
+    assert len({each.segment_bytes for each in trials}) == 4
+    environ = dict(pair.split("=") for pair in variables.split())
+    assert Options().with_environment(environ) == tuning.fastest(trials).applied_to(Options())
+
+
+def test_shared_memory_has_no_segments_to_try(tmp_path: Path) -> None:
+    path = tmp_path / "trials.json"
+    run = hostopt("bench", "-np", "2", "--suggest", "--communication", "shm", "--json", str(path))
+    assert [each.communication for each in tuning.load(path)] == ["shm"]
+    assert run.stderr.count("hostopt: trial of ") == 1  # by one rank only
+
+
+def test_autotune_sets_the_same_options_on_all_ranks(tmp_path: Path) -> None:
+    program = """
+import json, hostopt, numpy as np
+with hostopt.connect() as communicator:
+    total = communicator.all_reduce(np.ones(3))
+    options = communicator.transport.options
+    chosen = options.communication, options.segment_bytes, options.bucket_mb, total.tolist()
+    print("chosen", json.dumps(chosen), flush=True)
+"""
+    (tmp_path / "main.py").write_text(program)
+    run = hostopt("run", "-np", "3", "--autotune", "--", str(tmp_path / "main.py"))
+    chosen = re.findall("chosen (.*)", run.stdout)
+    assert len(chosen) == 3
+    assert len(set(chosen)) == 1
+    communication, segment_bytes, bucket_mb, total = json.loads(chosen[0])
+    assert total == [3.0] * 3
+    (printed,) = re.findall(CHOICE, run.stderr)  # by one rank only
+    assert printed == (communication, str(segment_bytes), f"{bucket_mb:g}")

@@ -1,0 +1,207 @@
+"""`python -m estimator_ext PROGRAM`: programs for a single process train on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from harness import PROGRAMS, QUIET, ROOT, deadline_s
+from runner import PROGRAM, check_like_one_process, run
+
+KINDS = [
+    "custom",
+    "canned",
+    "canned, keras",
+    "clips",
+    "gradients",
+    "gradients of a sum",
+    "sum over the batch",
+    "shuffled",
+    "keras",
+    "of version 1",
+    "tpu",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_like_one_process(tmp_path: Path, kind: str) -> None:
+    check_like_one_process(tmp_path, kind)
+
+
+def test_each_rank_reads_all_data_without_auto_shard(tmp_path: Path) -> None:
+    model_dirs = [str(tmp_path / name) for name in ("off", "one")]
+    options = ["--batch-size", "8", "--kind", "custom"]
+    ran = run(2, "--auto-shard", "off", PROGRAM, *options, "--model-dir", model_dirs[0])
+    assert ran.returncode == 0, ran.stderr
+    ran = run(1, PROGRAM, *options, "--model-dir", model_dirs[1])
+    assert ran.returncode == 0, ran.stderr
+    both = [tf.train.load_variable(each, "w") for each in model_dirs]
+    np.testing.assert_allclose(both[0], both[1], rtol=1e-5)
+
+
+def test_an_estimator_that_trains_by_itself_trains_in_one_process(tmp_path: Path) -> None:
+    options = ["--batch-size", "8", "--kind", "trains by itself", "--model-dir"]
+    ran = run(1, PROGRAM, *options, str(tmp_path / "1"))
+    assert ran.returncode == 0, ran.stderr
+    assert tf.train.load_variable(str(tmp_path / "1"), "global_step") == 6
+    ran = run(2, PROGRAM, *options, str(tmp_path / "2"))
+    assert ran.returncode == 78, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert (
+        "TrainsByItself overrides the method `train`, which does not support ranks" in ran.stderr
+    )
+
+
+def test_a_module_with_its_arguments(tmp_path: Path) -> None:
+    options = ["--batch-size", "8", "--kind", "custom", "--model-dir", str(tmp_path / "model")]
+    ran = run(1, "-m", "unedited", *options, directory=PROGRAMS)
+    assert ran.returncode == 0, ran.stderr
+    assert tf.train.load_variable(str(tmp_path / "model"), "global_step") == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "text"),
+    [
+        ("on a tpu", "", "use_tpu is True, but this TPUEstimator trains on CPU and GPU"),
+        ("custom", "tf.contrib.crf", "the program uses tf.contrib.crf, which TensorFlow removed"),
+        (
+            "custom",
+            "tf.contrib.layers.no_such_layer",
+            "the program uses tf.contrib.layers.no_such_layer, which TensorFlow removed",
+        ),
+        (
+            "custom",
+            "__import__('tensorflow.contrib.crf')",
+            "the program uses tf.contrib.crf, which TensorFlow removed",
+        ),
+        (
+            "custom",
+            "tf.flags.FLAGS",
+            "the program uses tf.flags, which only TensorFlow 1 has. Run it with",
+        ),
+        (
+            "custom",
+            "value_of_dimension()",
+            "the program uses the attribute value of dimensions (",
+        ),
+        (
+            "custom",
+            "tf.distribute.experimental.ParameterServerStrategy()",
+            "the program creates a ParameterServerStrategy, but there are no parameter servers.",
+        ),
+    ],
+)
+def test_names_without_a_replacement_end_with_one_line(
+    tmp_path: Path, kind: str, use: str, text: str
+) -> None:
+    options = ["--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path), "--use", use]
+    ran = run(1, PROGRAM, *options)
+    assert ran.returncode == 78
+    assert "Traceback" not in ran.stderr
+    assert text in ran.stderr.splitlines()[-1]
+
+
+def test_a_strategy_of_one_process_is_refused_on_two(tmp_path: Path) -> None:
+    options = ["--batch-size", "8", "--kind", "mirrored", "--model-dir"]
+    ran = run(1, PROGRAM, *options, str(tmp_path / "1"))
+    assert ran.returncode == 0, ran.stderr
+    ran = run(2, PROGRAM, *options, str(tmp_path / "2"))
+    assert ran.returncode == 78
+    assert "trains with MirroredStrategy, which supports one process" in ran.stderr + ran.stdout
+    assert "Traceback" not in ran.stderr + ran.stdout
+
+
+def test_a_program_without_estimators_is_refused_on_two(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nprint('ran')\nsys.exit(0)\n")
+    assert run(1, str(program)).returncode == 0
+    ran = run(2, str(program))
+    assert ran.returncode == 78
+    assert "the program created no estimator: each of 2 processes ran" in ran.stdout + ran.stderr
+
+
+def test_sets_and_shuffles_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import random
+import numpy as np
+import tensorflow as tf
+tf.estimator.Estimator(lambda features: None)
+print("ORDER", list({str(n) for n in range(30)}), random.random(), np.random.rand())
+"""
+    )
+    environ = {"TF_CONFIG": "", "PYTHONHASHSEED": "random"}
+    outputs = []
+    for task in ({"type": "chief", "index": 0}, {"type": "worker", "index": 0}):
+        cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
+        environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+        ran = run(1, str(program), environ=environ)
+        assert ran.returncode == 0, ran.stderr
+        outputs.append([line for line in ran.stdout.splitlines() if "ORDER" in line])
+    assert outputs[0] == outputs[1] != []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shards by itself", "input_fn has no argument input_context, and shards its dataset"),
+        ("tensors of a constant", "what it returns cannot be divided among 2 ranks"),
+    ],
+)
+def test_data_that_cannot_be_sharded_are_refused(tmp_path: Path, kind: str, text: str) -> None:
+    options = [PROGRAM, "--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path)]
+    ran = run(2, *options)
+    assert ran.returncode == 78
+    assert text in ran.stderr + ran.stdout
+    ran = run(2, "--auto-shard", "off", *options)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--auto-shard", "data"], ["-m"]])
+def test_a_missing_program_is_a_usage_error(arguments: list[str]) -> None:
+    ran = run(1, *arguments)
+    assert ran.returncode == 2
+    assert "no program to run: give a SCRIPT, or -m and a MODULE" in ran.stderr
+
+
+def test_names_that_programs_import() -> None:
+    script = """
+import estimator_ext
+estimator_ext.install(contrib=True)
+from tensorflow.python.estimator.canned import head, optimizers
+from tensorflow.python.estimator import model_fn
+from tensorflow_estimator.python.estimator.canned import head as now
+import tensorflow as tf
+import tensorflow.contrib.tpu as contrib_tpu
+from tensorflow.contrib import data, lookup, metrics, cluster_resolver
+assert head is now
+assert tf.compat.v2.compat.v1.estimator.Estimator is tf.compat.v1.estimator.Estimator
+assert contrib_tpu.TPUEstimator is estimator_ext.tpu.TPUEstimator
+assert contrib_tpu.CrossShardOptimizer is estimator_ext.tpu.CrossShardOptimizer
+assert contrib_tpu.shard is tf.compat.v1.tpu.shard
+assert data.map_and_batch is tf.compat.v1.data.experimental.map_and_batch
+assert lookup.index_table_from_tensor and metrics
+assert cluster_resolver.TPUClusterResolver
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=deadline_s(60),
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_program_that_does_not_exist_is_a_usage_error() -> None:
+    ran = run(1, "nowhere.py", "--option")
+    assert ran.returncode == 2
+    assert "'nowhere.py' does not exist: give the path of a program" in ran.stderr

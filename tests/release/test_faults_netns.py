@@ -1,0 +1,138 @@
+"""Faults of links between hosts: each rank is in a network namespace behind a switch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_ring import FaultRing, assert_exact, report
+from harness import ROOT
+from rings import RankProcess, RankProcesses
+
+from hostopt.transport.grpc import timing
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.network import INTERFACE, bridged, do, limit_rate
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
+VICTIM = 1
+WITHIN_S = 5.0 + 6.0  # for an error, and for the end of the process
+
+
+class Hosts:
+    """A ring of three ranks, each on its own host.
+
+    Args:
+      namespaces: namespaces by address.
+      directory: where the output of the ranks goes.
+      communication: the option of all ranks.
+    """
+
+    def __init__(self, namespaces: dict[str, str], directory: Path, communication: str) -> None:
+        self._communication = communication
+        self.ips = [*namespaces]
+        self.victim = namespaces[self.ips[VICTIM]]
+        self.processes = RankProcesses(
+            [f"{ip}:2222" for ip in namespaces],
+            directory,
+            [["ip", "netns", "exec", name] for name in namespaces.values()],
+        )
+
+    def start(self, *arguments: object, **environ: str) -> list[RankProcess]:
+        """Starts all ranks; each waits for permission to continue after step 3."""
+        environ = {
+            "HOSTOPT_TOKEN": "of this test",
+            "HOSTOPT_COMMUNICATION": self._communication,
+            **environ,
+        }
+        started = FaultRing(self.processes, **environ).start_all("--ask-after", 3, *arguments)
+        for process in started:
+            process.expect("continue?")
+        return started
+
+    def set_link(self, state: str) -> None:
+        """Sets the victim's link ``up`` or ``down``."""
+        do(f"ip -n {self.victim} link set {INTERFACE} {state}")
+
+
+@pytest.fixture(params=["grpc", "grpc+tcp"])
+def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    with bridged(3) as namespaces:
+        hosts = Hosts(namespaces, tmp_path, request.param)
+        try:
+            yield hosts
+        finally:
+            left = hosts.processes.end()
+        assert not left
+
+
+def resume(started: list[RankProcess]) -> None:
+    for process in started:
+        process.write_line("continue")
+
+
+def test_healthy_links_raise_no_error(hosts: Hosts) -> None:
+    started = hosts.start("--pause-s", 0.3)
+    resume(started)
+    for process in started:
+        assert_exact(process)
+        assert not process.stderr
+
+
+def test_a_broken_link_is_an_error_on_both_sides(hosts: Hosts) -> None:
+    started = hosts.start(HOSTOPT_COLLECTIVE_TIMEOUT_S="20")
+    hosts.set_link("down")
+    resume(started)
+    assert [process.exit_code(WITHIN_S) for process in started] == [200, 200, 200]
+    errors = [report(process)["error"] for process in started]
+    lost = [error["facts"]["rank"] for error in errors]
+    assert lost[0] == lost[2] == VICTIM, errors
+    assert lost[VICTIM] != VICTIM, errors
+    assert errors[0]["facts"]["root_cause"] == errors[2]["facts"]["root_cause"]
+
+
+def test_a_link_that_is_down_for_a_second(hosts: Hosts) -> None:
+    started = hosts.start()
+    hosts.set_link("down")
+    resume(started)
+    time.sleep(1.0)  # the fault itself
+    hosts.set_link("up")
+    for process in started:
+        assert_exact(process)
+
+
+def test_a_link_broken_in_one_direction(hosts: Hosts) -> None:
+    started = hosts.start(HOSTOPT_COLLECTIVE_TIMEOUT_S="20")
+    do(f"ip -n {hosts.victim} route add blackhole {hosts.ips[0]}/32")
+    resume(started)
+    assert [process.exit_code(WITHIN_S) for process in started] == [200, 200, 200]
+    for process in started:
+        error = report(process)["error"]
+        assert error["facts"]["rank"] in (0, VICTIM), error  # the ends of the broken way
+
+
+def test_a_slow_link_raises_no_error(hosts: Hosts) -> None:
+    # 110 kB in a message; a ping waits behind it, and has its default time
+    arguments = ("--steps", 4, "--length", 40_000, "--ping-s", timing.DEFAULT.ping_timeout_s)
+    environ = {"HOSTOPT_SEGMENT_BYTES": "2097152", "HOSTOPT_STALL_WARNING_S": "0.5"}
+    started = hosts.start(*arguments, **environ)
+    limit_rate(hosts.victim, 1e6, "16kb")  # bit/s: a message takes 0.9 s
+    resume(started)
+    for process in started:
+        assert_exact(process, steps=4)
+    warnings = "".join(process.stderr for process in started)
+    assert f"{hosts.processes.name(VICTIM)} is sending it: the link from rank {VICTIM}" in warnings
+
+
+def test_a_ping_delayed_by_a_long_message_raises_no_error(hosts: Hosts) -> None:
+    environ = {"HOSTOPT_SEGMENT_BYTES": "2097152", "HOSTOPT_COLLECTIVE_TIMEOUT_S": "20"}
+    started = hosts.start("--steps", 4, "--length", 60_000, **environ)
+    limit_rate(hosts.victim, 5e5, "16kb")  # bit/s: a message takes 2.6 s, a ping has 2 s
+    resume(started)
+    for process in started:
+        assert_exact(process, steps=4)

@@ -1,0 +1,45 @@
+"""Updates that forget the reduction: mended, or refused before the first step."""
+
+from __future__ import annotations
+
+import pytest
+from halves import Halves
+from programs.update_kinds import KINDS
+from update_checks import check_update, train_kinds
+
+# one kind for each way in which a gradient is found, and each reason of a refusal
+CHOSEN = [
+    "adam",
+    "adam, sparse",
+    "tape, apply",
+    "own apply_gradients, slots",
+    "own apply_gradients, clipped, sparse",
+    "own apply_gradients of a loop",
+    "own apply_gradients, no dense_shape",
+    "assign_sub",
+    "tape, assign_sub",
+    "accumulated",
+    "in accumulators",
+    "gradient penalty",
+    "in cond",
+    "host_call, clip by hand",
+    "sync replicas",
+    "own apply_gradients, nonfinite=skip",
+    "rate of a local variable",
+    "mean of the batch",
+    "branch of the batch",
+    "queue",
+    "gradient times loss",
+    "Python, another by rank",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Halves:
+    return train_kinds(tmp_path_factory.mktemp("kinds"), CHOSEN)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_an_update_is_reduced_or_refused(trained: Halves, name: str) -> None:
+    (kind,) = [kind for kind in KINDS if kind.name == name]
+    check_update(trained, kind)

@@ -1,0 +1,94 @@
+"""`hostopt bench` with real processes and tiny sizes; times are not checked."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hostopt import bench, cli
+from hostopt.communicator import Communicator
+from hostopt.errors import ConfigError, ProtocolError
+from hostopt.options import Options
+from hostopt.transport.inproc import InprocTransport
+
+
+def test_usage_is_printed_without_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "--sizes", "1KiB"])
+    assert caught.value.code == 2
+    assert "give -np N, or start each rank with its TF_CONFIG" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("4096", 4096), ("64KiB", 65536), ("0.5MiB", 1 << 19), ("2GiB", 1 << 31), ("8B", 8)],
+)
+def test_sizes_have_units(text: str, size_bytes: int) -> None:
+    assert bench.parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-4", "6", "nan", "1TiB", "64 k", "MiB", "1e400"])
+def test_invalid_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="wanted a multiple of 4 bytes"):
+        bench.parse_size(text)
+
+
+def test_sizes_are_written_with_the_largest_whole_unit() -> None:
+    sizes = [12, 1024, 1536, 1 << 20, 3 << 30]
+    assert [bench.format_size(s) for s in sizes] == ["12 B", "1 KiB", "1536 B", "1 MiB", "3 GiB"]
+
+
+def in_threads(size: int, function: Any) -> list[Any]:
+    """`function(communicator)` on each rank, with its result or error."""
+    transports = InprocTransport.connect(size, Options())
+    results: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = function(Communicator(transports[rank]))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_correct_sums_pass(size: int) -> None:
+    def check(communicator: Communicator) -> None:
+        bench.check_sums(bench.CommunicatorGroup(communicator), 400)
+
+    assert in_threads(size, check) == [None] * size
+
+
+def test_a_wrong_sum_is_detected() -> None:
+    class Wrong(bench.CommunicatorGroup):
+        def all_reduce(self, buffer: np.ndarray) -> np.ndarray:
+            super().all_reduce(buffer)[7] += 1
+            return buffer
+
+    def check(communicator: Communicator) -> None:
+        bench.check_sums(Wrong(communicator), 400)
+
+    errors = in_threads(2, check)
+    assert all(isinstance(error, ProtocolError) for error in errors)
+    assert "element 7 is 8.0, wanted 7.0" in str(errors[0])
+
+
+def test_all_ranks_report_the_time_of_the_slowest() -> None:
+    def measure(communicator: Communicator) -> Any:
+        return bench.measure(bench.CommunicatorGroup(communicator), 64, 3)
+
+    times = in_threads(3, measure)
+    assert times[0] == times[1] == times[2]
+    assert len(times[0][0]) == 3

@@ -1,0 +1,78 @@
+"""The conventions of docs/contributing.md: sizes, docstrings, and a test file for each module."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness import ROOT
+
+CONTRIBUTING = (ROOT / "docs" / "contributing.md").read_text()
+MODULES = [
+    path
+    for package in ("hostopt", "estimator_ext")
+    for path in sorted((ROOT / package).rglob("*.py"))
+]
+MAX_MODULE_LINES = 350
+MAX_CLASS_LINES = 250
+MAX_METHODS = 20
+QUESTION = re.compile(r"(What|Whether|How|Who|Whom|Whose|Where|Which|Why)\b")
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def section_of(heading: str) -> str:
+    text = CONTRIBUTING.partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    assert text, heading
+    return text
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def classes(path: Path) -> Iterator[ast.ClassDef]:
+    return (node for node in nodes(path) if isinstance(node, ast.ClassDef))
+
+
+def oversized() -> Iterator[str]:
+    for path in MODULES:
+        if len(path.read_text().splitlines()) > MAX_MODULE_LINES:
+            yield dotted(path)
+        for node in classes(path):
+            methods = sum(
+                isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef)) for x in node.body
+            )
+            assert node.end_lineno is not None
+            if node.end_lineno - node.lineno >= MAX_CLASS_LINES or methods > MAX_METHODS:
+                yield f"{dotted(path)}.{node.name}"
+
+
+def test_modules_and_classes_are_small_or_named_as_exceptions() -> None:
+    section = section_of("## Exceptions to the size limits")
+    exceptions = re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
+    assert sorted(oversized()) == sorted(exceptions)
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    questions = []
+    for path in MODULES:
+        for node in nodes(path):
+            kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            if isinstance(node, kinds) and QUESTION.match(ast.get_docstring(node) or ""):
+                questions.append(
+                    f"{dotted(path)}: {(ast.get_docstring(node) or '').splitlines()[0]}"
+                )
+    assert questions == []
+
+
+def test_unit_tests_are_in_the_folders_of_the_product() -> None:
+    unit = ROOT / "tests" / "unit"
+    folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []
