@@ -5,33 +5,31 @@ from __future__ import annotations
 import re
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
+from input_states import (
+    BATCH,
+    EXAMPLES,
+    Pipeline,
+    Reader,
+    another_process,
+    fresh,
+    resumed,
+    save_and_continue,
+    shuffled,
+    through_python,
+    train,
+    v1,
+)
 from rings import Spawn
 
 import estimator_ext
 import hostopt
 from estimator_ext import input_state, input_state_file, iterator_position
-from estimator_ext.input_state import InputStates
-from estimator_ext.uneven_data import has_next
 
 estimator_ext.install()
-
-
-v1 = tf.compat.v1
-Pipeline = Callable[[int, int], tf.data.Dataset]
-
-EXAMPLES, BATCH = 40, 3
-
-
-@pytest.fixture
-def another_process() -> Callable[[], None]:
-    """`another_process()` makes the code that follows look like another process."""
-    return input_state._identifier.cache_clear
 
 
 def test_a_child_of_fork_is_another_process() -> None:
@@ -39,88 +37,8 @@ def test_a_child_of_fork_is_another_process() -> None:
     assert len(identifiers) == 2
 
 
-def shuffled(size: int, rank: int, seed: int = 3, offset: int = 0) -> tf.data.Dataset:
-    dataset = tf.data.Dataset.from_tensor_slices(np.arange(EXAMPLES) + offset).shard(size, rank)
-    return dataset.shuffle(10, seed=seed).repeat().batch(BATCH).prefetch(2)
-
-
 def from_generator(size: int, rank: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(lambda: iter(range(EXAMPLES)), tf.int64).batch(BATCH)
-
-
-def through_python(size: int, rank: int) -> tf.data.Dataset:
-    def same(batch: tf.Tensor) -> tf.Tensor:
-        return tf.numpy_function(lambda x: x, [batch], tf.int64)
-
-    return shuffled(size, rank).map(same)
-
-
-class Reader:
-    """A rank that reads batches and saves states, as a training of an Estimator does."""
-
-    def __init__(self, communicator: hostopt.Communicator, *pipelines: Pipeline) -> None:
-        self.states_of = communicator
-        rank, size = communicator.rank, communicator.size
-        self.guard: Any = SimpleNamespace(data_have_ended=False)
-        with tf.Graph().as_default():
-            datasets = [pipeline(size, rank) for pipeline in pipelines]
-            makes = v1.data.make_one_shot_iterator, v1.data.make_initializable_iterator
-            iterators = [makes[index % 2](dataset) for index, dataset in enumerate(datasets)]
-            self._batches = [iterator.get_next() for iterator in iterators]
-            self.states = InputStates(communicator, self.guard, has_next(self._batches))
-            self._initializers = [i.initializer for i in iterators if i._initializer is not None]
-            self.session = v1.Session()
-
-    def begin(self, checkpoint: str | None) -> Reader:
-        self.session.run(self._initializers)
-        self.states.begin(self.session, checkpoint)
-        return self
-
-    def read(self, count: int) -> list[Any]:
-        """Returns the examples of the next batches."""
-        batches = [self.session.run(self._batches) for _ in range(count)]
-        return [[batch.tolist() for batch in step] for step in batches]
-
-    def save(self, checkpoint: str) -> None:
-        if self.states_of.size > 1:
-            self.states.gather(self.session)
-        if self.states_of.rank == 0:
-            self.states.write(self.session, checkpoint)
-
-
-def save_and_continue(
-    communicator: hostopt.Communicator, path: str, *pipelines: Pipeline
-) -> list[Any]:
-    """Reads, saves, and returns the batches that follow."""
-    reader = Reader(communicator, *pipelines).begin(None)
-    reader.read(7)
-    reader.save(path)
-    return reader.read(20)
-
-
-def resumed(communicator: hostopt.Communicator, path: str, *pipelines: Pipeline) -> list[Any]:
-    checkpoint = path if communicator.rank == 0 else None
-    return Reader(communicator, *pipelines).begin(checkpoint).read(20)
-
-
-def fresh(communicator: hostopt.Communicator, *pipelines: Pipeline) -> list[Any]:
-    return Reader(communicator, *pipelines).begin(None).read(20)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("pipelines", [[shuffled], [shuffled, through_python]])
-def test_another_process_continues_reading(
-    spawn_inproc: Spawn,
-    tmp_path: Path,
-    another_process: Callable[[], None],
-    size: int,
-    pipelines: list[Pipeline],
-) -> None:
-    path = str(tmp_path / "model.ckpt-7")
-    expected = spawn_inproc(size, lambda c: save_and_continue(c, path, *pipelines))
-    another_process()
-    assert spawn_inproc(size, lambda c: resumed(c, path, *pipelines)) == expected
-    assert len({str(batches) for batches in expected}) == size  # each rank has a different shard
 
 
 def test_the_same_process_reads_from_the_start(spawn_inproc: Spawn, tmp_path: Path) -> None:
@@ -131,35 +49,8 @@ def test_the_same_process_reads_from_the_start(spawn_inproc: Spawn, tmp_path: Pa
     assert result == start
 
 
-@pytest.mark.parametrize(
-    ("size", "pipeline", "message"),
-    [
-        (2, shuffled, "was saved by 3 ranks, and now there are 2"),
-        (3, lambda *rank: shuffled(*rank, offset=1), "another pipeline"),
-        (3, lambda *rank: shuffled(*rank).map(lambda x: x), "another pipeline"),
-    ],
-)
-def test_changed_data_start_over_with_a_warning(
-    spawn_inproc: Spawn,
-    tmp_path: Path,
-    another_process: Callable[[], None],
-    caplog: pytest.LogCaptureFixture,
-    size: int,
-    pipeline: Pipeline,
-    message: str,
-) -> None:
-    path = str(tmp_path / "model.ckpt-7")
-    spawn_inproc(3, lambda c: save_and_continue(c, path, shuffled))
-    another_process()
-    start = spawn_inproc(size, lambda c: fresh(c, pipeline))
-    assert spawn_inproc(size, lambda c: resumed(c, path, pipeline)) == start
-    assert message in caplog.text
-
-
 @pytest.mark.parametrize("by_guard", [True, False], ids=["by the guard", "by the last step"])
-def test_exhausted_data_start_over(
-    spawn_inproc: Spawn, tmp_path: Path, another_process: Callable[[], None], by_guard: bool
-) -> None:
+def test_exhausted_data_start_over(spawn_inproc: Spawn, tmp_path: Path, by_guard: bool) -> None:
     path = str(tmp_path / "model.ckpt-7")
 
     def short(size: int, rank: int) -> tf.data.Dataset:
@@ -177,9 +68,7 @@ def test_exhausted_data_start_over(
     assert spawn_inproc(2, lambda c: resumed(c, path, short)) == start
 
 
-def test_data_exhausted_on_one_rank_remain_exhausted(
-    spawn_inproc: Spawn, tmp_path: Path, another_process: Callable[[], None]
-) -> None:
+def test_data_exhausted_on_one_rank_remain_exhausted(spawn_inproc: Spawn, tmp_path: Path) -> None:
     path = str(tmp_path / "model.ckpt-7")
 
     def uneven(size: int, rank: int) -> tf.data.Dataset:
@@ -219,7 +108,6 @@ def test_a_checkpoint_without_states_is_named(
 def test_a_state_that_is_too_large_is_skipped_and_named(
     spawn_inproc: Spawn,
     tmp_path: Path,
-    another_process: Callable[[], None],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -344,70 +232,7 @@ def test_random_numbers_of_a_model_are_named(caplog: pytest.LogCaptureFixture) -
     assert "kernel" not in caplog.text
 
 
-class Seen(v1.train.SessionRunHook):
-    """Records the batches of a training."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-
-    def before_run(self, run_context: Any) -> v1.train.SessionRunArgs:
-        return v1.train.SessionRunArgs(v1.get_collection("batch")[-1])
-
-    def after_run(self, run_context: Any, run_values: Any) -> None:
-        self.batches.append(run_values.results.tolist())
-
-
-class Initialise(v1.train.SessionRunHook):
-    """Initializes an iterator that input_fn creates, like a hook of the user."""
-
-    initializer: tf.Operation
-
-    def after_create_session(self, session: v1.Session, coord: Any) -> None:
-        session.run(self.initializer)
-
-
-def train(
-    model_dir: Path, dataset: Callable[[], tf.data.Dataset], steps: int, by_hook: bool
-) -> list[Any]:
-    """Returns the batches of one `train` of an Estimator on a single rank."""
-    initialise, observed = Initialise(), Seen()
-
-    def input_fn() -> Any:
-        if not by_hook:
-            return dataset()
-        iterator = v1.data.make_initializable_iterator(dataset())
-        initialise.initializer = iterator.initializer
-        return iterator.get_next()
-
-    def model_fn(features: tf.Tensor, mode: str) -> Any:
-        v1.add_to_collection("batch", features)
-        weight = v1.get_variable("weight", [], initializer=tf.zeros_initializer())
-        loss = tf.reduce_mean((weight - tf.cast(features, tf.float32)) ** 2)
-        optimizer = v1.train.GradientDescentOptimizer(1e-3)
-        train_op = optimizer.minimize(loss, v1.train.get_global_step())
-        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
-    config = tf.estimator.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
-    estimator = estimator_ext.Estimator(model_fn, str(model_dir), config)
-    estimator.train(input_fn, hooks=[observed, *([initialise] if by_hook else [])], steps=steps)
-    return observed.batches
-
-
-@pytest.mark.parametrize("by_hook", [False, True], ids=["dataset", "initialised by a hook"])
-def test_an_estimator_of_another_process_resumes(
-    tmp_path: Path, another_process: Callable[[], None], by_hook: bool
-) -> None:
-    def dataset() -> tf.data.Dataset:
-        return tf.data.Dataset.range(100).batch(2)
-
-    assert train(tmp_path, dataset, 3, by_hook) == [[0, 1], [2, 3], [4, 5]]
-    another_process()
-    assert train(tmp_path, dataset, 2, by_hook) == [[6, 7], [8, 9]]
-
-
-def test_an_estimator_whose_steps_end_with_the_data_starts_over(
-    tmp_path: Path, another_process: Callable[[], None]
-) -> None:
+def test_an_estimator_whose_steps_end_with_the_data_starts_over(tmp_path: Path) -> None:
     for _ in range(2):
         batches = train(tmp_path, lambda: tf.data.Dataset.range(6).batch(2), 3, False)
         assert batches == [[0, 1], [2, 3], [4, 5]]
