@@ -7,19 +7,10 @@ import subprocess
 
 import pytest
 from harness import PROGRAMS, ROOT
+from k8s_training import TRAINING
 
 from hostopt.adapters.manifests import KINDS, Training, to_json
 
-TRAINING = Training(
-    "digits",
-    "registry/digits:1",
-    ["python", "main.py", "--text", "a: 'b' \"c\" # d\n"],
-    3,
-    evaluators=1,
-    restarts=2,
-    resources={"nvidia.com/gpu": "1"},
-    claims={"models": "/models"},
-)
 SCHEMAS = ROOT / ".launchers" / "schemas" / "bin" / "python"
 
 

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from harness import ROOT, deadline_s
+from trials import hostopt
 
 from hostopt import tuning
 from hostopt.options import Options
 
 CHOICE = r"HOSTOPT_COMMUNICATION=(\S+) HOSTOPT_SEGMENT_BYTES=(\d+) HOSTOPT_BUCKET_MB=([\d.]+)"
-
-
-def hostopt(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hostopt.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=deadline_s(300),
-        check=True,
-    )
 
 
 def test_bench_suggests_options_that_can_be_set(tmp_path: Path) -> None:

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, deadline_s
 from trials import trial
 
 from hostopt import cli, tuning
 from hostopt.errors import ConfigError
 from hostopt.options import MIB, Options
-
-
-def hostopt(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hostopt.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=deadline_s(300),
-        check=True,
-    )
 
 
 @pytest.mark.parametrize(

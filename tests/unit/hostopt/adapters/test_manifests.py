@@ -6,22 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from k8s_training import TRAINING
 
 from hostopt import cli
 from hostopt.adapters.manifests import Training, job, tfjob, trainjob
 from hostopt.errors import AuthError, ConfigError, PeerLostError, ProtocolError
 from hostopt.launch import restarts
-
-TRAINING = Training(
-    "digits",
-    "registry/digits:1",
-    ["python", "main.py", "--text", "a: 'b' \"c\" # d\n"],
-    3,
-    evaluators=1,
-    restarts=2,
-    resources={"nvidia.com/gpu": "1"},
-    claims={"models": "/models"},
-)
 
 
 def container_of(pod: Any) -> Any:
