@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hostopt.launch import restarts
-from hostopt.launch.restarts import Restarts, Slots, TaskExit, classify_exits
+from hostopt.launch.restarts import Restarts, Slots, TaskExit, classify_exits, is_permanent
 
 EARLY = "exited with code 0 before the other tasks"
 
@@ -141,3 +141,11 @@ def test_slots_without_a_place_are_wanted_again() -> None:
     assert slots.in_use == [0, 2]
     slots.choose({2})
     assert slots.in_use == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("code", "permanent"),
+    [(0, False), (1, True), (76, False), (78, True), (128, True), (129, False), (200, False)],
+)
+def test_exit_codes_of_failures_that_would_happen_again(code: int, permanent: bool) -> None:
+    assert is_permanent(code) == permanent
