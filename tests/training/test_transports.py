@@ -6,6 +6,7 @@ delivers values and keeps their order, and ends with an error that names rank an
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from typing import Any
 
@@ -13,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from clocks import Clock, until_blocked
-from harness import jobs_of, reserved_addresses, task_of
+from harness import jobs_of, reserved_addresses, task_of, until
 from rings import NewRing, Spawn
 
 from hostopt.cluster import Cluster
@@ -24,12 +25,16 @@ from hostopt.errors import (
     CollectiveTimeoutError,
     ConfigError,
     PeerLostError,
+    ProtocolError,
 )
 from hostopt.options import Options
+from hostopt.transport.grpc.grpc_stream import GrpcStream
 from hostopt.transport.grpc.transport import GrpcTransport
+from hostopt.transport.message import Payload, Tag
+from hostopt.transport.tcp.socket_stream import SocketStream
 
 TINY_SEGMENT_BYTES = 16
-LARGE = 700_001  # floats: several segments of the default size for each rank
+LARGE = 700_001  # floats: more than one segment of the default size in an array
 # each pair of a dtype and an operator, of a dtype and a length, and of an operator and a length
 CASES = [
     (np.dtype(dtype), op, length)
@@ -66,6 +71,7 @@ REFERENCE = {
     ReduceOp.MIN: lambda stack: stack.min(axis=0),
     ReduceOp.MAX: lambda stack: stack.max(axis=0),
 }
+STREAMS = [("grpc", GrpcStream), ("grpc+tcp", SocketStream)]
 
 
 @pytest.fixture(params=["grpc", "grpc+tcp", "shm", "hosts"])
@@ -87,6 +93,12 @@ def check(result: Any, expected: Any) -> None:
     np.testing.assert_array_equal(result.astype(np.float64), expected.astype(result.dtype))
 
 
+def stream_of(communicator: Communicator) -> Any:
+    """Returns the stream to the next rank of the ring."""
+    transport: Any = communicator.transport
+    return transport._streams.to((communicator.rank + 1) % communicator.size)
+
+
 # --- values -----------------------------------------------------------------------------------
 
 
@@ -97,9 +109,8 @@ def test_reductions(spawn_over: Spawn, size: int) -> None:
             expected = REFERENCE[op](all_of(size, length, dtype))
             data = local(communicator.rank, length, dtype)
             check(communicator.all_reduce(data, op), expected)
-            if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
-                part = np.array_split(expected, size)[communicator.rank]
-                check(communicator.reduce_scatter(data, op), part)
+            part = np.array_split(expected, size)[communicator.rank]
+            check(communicator.reduce_scatter(data, op), part)
 
     spawn_over(size, work, segment_bytes=TINY_SEGMENT_BYTES)
 
@@ -121,19 +132,25 @@ def test_copies(spawn_over: Spawn, size: int) -> None:
     spawn_over(size, work, segment_bytes=TINY_SEGMENT_BYTES)
 
 
-def test_large_arrays(spawn_over: Spawn) -> None:
+@pytest.mark.parametrize("options", [{}, {"segment_bytes": 1 << 16}], ids=["default", "segments"])
+def test_large_arrays(spawn_over: Spawn, options: dict[str, Any]) -> None:
+    expected = all_of(3, LARGE)
+    texts = [bytes([rank]) * (LARGE + rank) for rank in range(3)]
+
     def work(communicator: Communicator) -> None:
-        expected = all_of(3, LARGE)
         data = local(communicator.rank, LARGE)
         check(communicator.all_reduce(data), expected.sum(axis=0))
+        part = np.array_split(expected.sum(axis=0), 3)[communicator.rank]
+        check(communicator.reduce_scatter(data), part)
         check(communicator.broadcast(data, 1), expected[1])
         check(communicator.all_gather(data), expected)
+        assert communicator.all_gather_bytes(texts[communicator.rank]) == texts
 
-    spawn_over(3, work)
+    spawn_over(3, work, **options)
 
 
-@pytest.mark.parametrize("transport", ["grpc", "grpc+tcp"])
-def test_bytes_on_the_wire(transport: str) -> None:
+@pytest.mark.parametrize(("transport", "kind"), STREAMS)
+def test_bytes_on_the_wire(transport: str, kind: type[Any]) -> None:
     size, length = 3, 360  # chunks of 480 bytes: four segments of 25 floats and one of 20
 
     def work(communicator: Communicator) -> tuple[int, int, int]:
@@ -142,6 +159,7 @@ def test_bytes_on_the_wire(transport: str) -> None:
         communicator.all_reduce(np.ones(length, np.float32))
         after = (traffic.messages, traffic.payload_bytes, traffic.header_bytes)
         messages, payload_bytes, header_bytes = (b - a for a, b in zip(before, after))
+        assert isinstance(stream_of(communicator), kind)
         return messages, payload_bytes, header_bytes
 
     messages = 2 * (size - 1) * 5
@@ -182,6 +200,29 @@ def test_steps_keep_their_order(spawn_over: Spawn) -> None:
     assert spawn_over(3, work) == [[float(step) for step in range(100)]] * 3
 
 
+def test_a_rank_may_be_many_calls_ahead(spawn_over: Spawn) -> None:
+    count, is_ahead = 16, threading.Event()
+
+    def begun(communicator: Communicator) -> set[int]:
+        return {wait.tag.channel for wait in communicator.transport.mailbox.waits()}
+
+    def work(communicator: Communicator) -> list[float]:
+        channels = [communicator.duplicate(str(index)) for index in range(count)]
+        data = [np.full(9, float(index)) for index in range(count)]
+        if communicator.rank != 0:
+            assert is_ahead.wait(30)
+            sums = [channels[i].all_reduce(data[i]) for i in reversed(range(count))]
+            return [float(each[8]) for each in reversed(sums)]
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            results = [pool.submit(each.all_reduce, data[i]) for i, each in enumerate(channels)]
+            until(lambda: len(begun(communicator)) == count, "wait in every call")
+            is_ahead.set()
+            return [float(each.result()[8]) for each in results]
+
+    expected = [3.0 * index for index in range(count)]
+    assert spawn_over(3, work, segment_bytes=TINY_SEGMENT_BYTES) == [expected] * 3
+
+
 def test_no_rank_passes_a_barrier_before_all_arrive(spawn_over: Spawn) -> None:
     size, come = 4, [0] * 4
 
@@ -208,8 +249,23 @@ def test_no_rank_passes_a_barrier_before_all_arrive(spawn_over: Spawn) -> None:
             [lambda c: c.all_reduce(np.ones(2)), lambda c: c.broadcast(np.ones(2))],
             ["all_reduce(sum) float64[2]", "broadcast from rank 0 float64[2]"],
         ),
+        (
+            [
+                lambda c: c.all_reduce(np.ones(2), name="a"),
+                lambda c: c.all_reduce(np.ones(2), name="b"),
+            ],
+            ["all_reduce(sum) of 'a' float64[2]", "all_reduce(sum) of 'b' float64[2]"],
+        ),
+        (
+            [lambda c: c.all_reduce(np.ones(2)), lambda c: c.all_reduce(np.ones(2, np.int64))],
+            ["all_reduce(sum) float64[2]", "all_reduce(sum) int64[2]"],
+        ),
+        (
+            [lambda c: c.all_reduce(np.ones(2)), lambda c: c.all_reduce(np.ones(2), ReduceOp.MAX)],
+            ["all_reduce(sum) float64[2]", "all_reduce(max) float64[2]"],
+        ),
     ],
-    ids=["shapes", "kinds"],
+    ids=["shapes", "kinds", "names", "dtypes", "operators"],
 )
 def test_different_calls_are_named_by_all(spawn_over: Spawn, calls: Any, texts: Any) -> None:
     met = threading.Barrier(3)
@@ -249,7 +305,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(
     errors = [error for error in spawn_over(4, work, **options) if error is not None]
     assert len(errors) == 3
     for error in errors:
-        assert error.rank == 1
+        assert (error.rank, error.step) == (1, 1)
         assert "the second (" in str(error)
 
 
@@ -271,17 +327,49 @@ def test_an_error_of_one_rank_is_the_root_cause_of_all(spawn_over: Spawn) -> Non
         assert (error.rank, error.root_cause) == (2, "KeyError: 'flour'")
 
 
-def test_a_rank_that_has_left_is_named(spawn_over: Spawn) -> None:
+@pytest.mark.parametrize("call", [Communicator.broadcast, Communicator.all_reduce])
+def test_a_rank_that_has_left_is_named(spawn_over: Spawn, call: Any) -> None:
     def work(communicator: Communicator) -> None:
         communicator.barrier()
         if communicator.rank == 0:
             return
         with pytest.raises(PeerLostError) as caught:
-            communicator.broadcast(np.ones(3), name="weights")
+            call(communicator, np.ones(3), name="weights")
         communicator.abort(caught.value)
         assert caught.value.rank == 0
 
     spawn_over(3, work)
+
+
+def sign_other_bytes(writer: Any) -> None:
+    """Lets frames arrive with another bit than those that their checksums were computed of."""
+    header = writer.header
+
+    def header_of_other(tag: Tag, payload: Payload, is_last: bool = False) -> bytes:
+        return header(tag, bytes([byte ^ 1 for byte in payload[:1]]) + payload[1:], is_last)
+
+    writer.header = header_of_other
+
+
+@pytest.mark.parametrize(("transport", "kind"), STREAMS)
+def test_a_damaged_payload_is_refused(transport: str, kind: type[Any]) -> None:
+    met, data = threading.Barrier(3), np.ones(99_000)  # large enough for the ring of all ranks
+
+    def work(communicator: Communicator) -> str:
+        check(communicator.all_reduce(data), 3 * data)
+        met.wait(30)
+        stream = stream_of(communicator)
+        assert isinstance(stream, kind)
+        if communicator.rank == 1:
+            sign_other_bytes(stream._writer)
+        with pytest.raises(ProtocolError) as caught:
+            communicator.all_reduce(data)
+        met.wait(30)
+        assert (caught.value.rank, caught.value.step) == (1, 1)
+        return str(caught.value)
+
+    (text,) = {*Spawn(transport)(3, work, checksum=True)}
+    assert "expected the checksum" in text
 
 
 # --- processes --------------------------------------------------------------------------------

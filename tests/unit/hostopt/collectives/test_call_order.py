@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rings import Spawn
+from threads import in_threads
 
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.communicator import Communicator
@@ -20,7 +21,7 @@ from hostopt.gradients.reducer import Reducer
 from hostopt.transport import wait
 from hostopt.transport.signature import signature_of
 
-Call = Callable[[Communicator], Any]
+Call = Callable[..., Any]  # of a communicator
 
 
 @pytest.fixture(autouse=True)
@@ -57,74 +58,41 @@ def disagree(spawn: Spawn, calls: list[Call], texts: list[str], **options: Any) 
     assert len({*spawn(len(calls), work, **options)}) == 1
 
 
+def kind(
+    method: Call, text: str, name: str, *shape: int, dtype: str = "float32", **options: Any
+) -> tuple[Call, str]:
+    """A call with an array, and the text that describes it."""
+    described = f"{text} of '{name}' {dtype}{list(shape)}"
+    return lambda c: method(c, np.ones(shape, dtype), name=name, **options), described
+
+
+REDUCE = Communicator.all_reduce, "all_reduce(sum)"
+SCATTER = Communicator.reduce_scatter, "reduce_scatter(sum)"
+GATHER = Communicator.all_gather, "all_gather"
+BROADCAST = Communicator.broadcast, "broadcast from rank 0"
 KINDS: dict[str, tuple[Call, str]] = {
-    "reduce a": (lambda c: c.all_reduce(f32(2), name="a"), "all_reduce(sum) of 'a' float32[2]"),
-    "reduce b": (lambda c: c.all_reduce(f32(2), name="b"), "all_reduce(sum) of 'b' float32[2]"),
-    "reduce [2, 3]": (
-        lambda c: c.all_reduce(f32(2, 3), name="a"),
-        "all_reduce(sum) of 'a' float32[2, 3]",
-    ),
-    "reduce [3, 2]": (
-        lambda c: c.all_reduce(f32(3, 2), name="a"),
-        "all_reduce(sum) of 'a' float32[3, 2]",
-    ),
-    "reduce large": (
-        lambda c: c.all_reduce(f32(40_000), name="large"),
-        "all_reduce(sum) of 'large' float32[40000]",
-    ),
-    "reduce int32": (
-        lambda c: c.all_reduce(np.ones(2, np.int32), name="a"),
-        "all_reduce(sum) of 'a' int32[2]",
-    ),
-    "reduce max": (
-        lambda c: c.all_reduce(f32(2), ReduceOp.MAX, "a"),
-        "all_reduce(max) of 'a' float32[2]",
-    ),
-    "reduce none": (lambda c: c.all_reduce(f32(0), name="a"), "all_reduce(sum) of 'a' float32[0]"),
-    "reduce one": (lambda c: c.all_reduce(f32(1), name="a"), "all_reduce(sum) of 'a' float32[1]"),
-    "scatter none": (
-        lambda c: c.reduce_scatter(f32(0), name="a"),
-        "reduce_scatter(sum) of 'a' float32[0]",
-    ),
-    "scatter one": (
-        lambda c: c.reduce_scatter(f32(1), name="a"),
-        "reduce_scatter(sum) of 'a' float32[1]",
-    ),
-    "gather a": (lambda c: c.all_gather(f32(2), name="a"), "all_gather of 'a' float32[2]"),
-    "gather b": (lambda c: c.all_gather(f32(2), name="b"), "all_gather of 'b' float32[2]"),
-    "gather [2, 3]": (
-        lambda c: c.all_gather(f32(2, 3), name="a"),
-        "all_gather of 'a' float32[2, 3]",
-    ),
-    "gather [3, 2]": (
-        lambda c: c.all_gather(f32(3, 2), name="a"),
-        "all_gather of 'a' float32[3, 2]",
-    ),
-    "gather none": (lambda c: c.all_gather(f32(0), name="a"), "all_gather of 'a' float32[0]"),
-    "broadcast a": (
-        lambda c: c.broadcast(f32(2), name="a"),
-        "broadcast from rank 0 of 'a' float32[2]",
-    ),
-    "broadcast b": (
-        lambda c: c.broadcast(f32(2), name="b"),
-        "broadcast from rank 0 of 'b' float32[2]",
-    ),
-    "broadcast [2, 3]": (
-        lambda c: c.broadcast(f32(2, 3), name="a"),
-        "broadcast from rank 0 of 'a' float32[2, 3]",
-    ),
-    "broadcast [3, 2]": (
-        lambda c: c.broadcast(f32(3, 2), name="a"),
-        "broadcast from rank 0 of 'a' float32[3, 2]",
-    ),
-    "broadcast none": (
-        lambda c: c.broadcast(f32(0), name="a"),
-        "broadcast from rank 0 of 'a' float32[0]",
-    ),
-    "broadcast from 1": (
-        lambda c: c.broadcast(f32(2), 1, "a"),
-        "broadcast from rank 1 of 'a' float32[2]",
-    ),
+    "reduce a": kind(*REDUCE, "a", 2),
+    "reduce b": kind(*REDUCE, "b", 2),
+    "reduce [2, 3]": kind(*REDUCE, "a", 2, 3),
+    "reduce [3, 2]": kind(*REDUCE, "a", 3, 2),
+    "reduce large": kind(*REDUCE, "large", 40_000),
+    "reduce int32": kind(*REDUCE, "a", 2, dtype="int32"),
+    "reduce max": kind(REDUCE[0], "all_reduce(max)", "a", 2, op=ReduceOp.MAX),
+    "reduce none": kind(*REDUCE, "a", 0),
+    "reduce one": kind(*REDUCE, "a", 1),
+    "scatter none": kind(*SCATTER, "a", 0),
+    "scatter one": kind(*SCATTER, "a", 1),
+    "gather a": kind(*GATHER, "a", 2),
+    "gather b": kind(*GATHER, "b", 2),
+    "gather [2, 3]": kind(*GATHER, "a", 2, 3),
+    "gather [3, 2]": kind(*GATHER, "a", 3, 2),
+    "gather none": kind(*GATHER, "a", 0),
+    "broadcast a": kind(*BROADCAST, "a", 2),
+    "broadcast b": kind(*BROADCAST, "b", 2),
+    "broadcast [2, 3]": kind(*BROADCAST, "a", 2, 3),
+    "broadcast [3, 2]": kind(*BROADCAST, "a", 3, 2),
+    "broadcast none": kind(*BROADCAST, "a", 0),
+    "broadcast from 1": kind(BROADCAST[0], "broadcast from rank 1", "a", 2, root=1),
     "bytes a": (lambda c: c.all_gather_bytes(b"flour", "a"), "all_gather_bytes of 'a'"),
     "bytes b": (lambda c: c.all_gather_bytes(b"", "b"), "all_gather_bytes of 'b'"),
     "gather_bytes": (lambda c: c.gather_bytes(b"flour", "a"), "gather_bytes of 'a'"),
@@ -218,11 +186,7 @@ def test_named_duplicates_in_different_order(spawn: Spawn, size: int) -> None:
                 float(channel.all_gather(np.full(2, local))[0, 0]),
             ]
 
-        threads = [threading.Thread(target=use, args=(n, 10.0 ** "abc".index(n))) for n in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(use, names, (10.0 ** "abc".index(name) for name in names))
         return result
 
     expected = {

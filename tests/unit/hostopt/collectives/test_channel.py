@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
+from threads import in_threads
 
 from hostopt.collectives.channel import Channel
 from hostopt.options import Options
@@ -28,14 +27,7 @@ def test_calls_are_numbered_in_order(channel: Channel) -> None:
 
 def test_threads_get_different_numbers(channel: Channel) -> None:
     steps: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: steps.extend(channel.next_call().step for _ in range(500)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: steps.extend(channel.next_call().step for _ in range(500)), range(4))
     assert sorted(steps) == list(range(2000))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -51,6 +52,28 @@ def check_bits(
         )
 
 
+def results(
+    spawn: Spawn, size: int, cases: Iterable[Any], call: Callable[..., Any]
+) -> Iterator[tuple[Any, ...]]:
+    """Each case of a collective, and what it returns on all ranks.
+
+    Args:
+      spawn: runs the ranks.
+      size: number of ranks.
+      cases: the last two arguments of a case are length and dtype of the array.
+      call: makes the collective of a case, called with communicator, array and other arguments.
+    """
+    cases = [*cases]
+
+    def work(communicator: Communicator) -> list[Any]:
+        return [
+            call(communicator, whole_numbers(communicator.rank, *case[-2:]), *case[:-2])
+            for case in cases
+        ]
+
+    return zip(cases, zip(*spawn(size, work, segment_bytes=TINY_SEGMENT_BYTES)))
+
+
 # --- the collectives --------------------------------------------------------------------------
 
 
@@ -66,70 +89,32 @@ def test_all_reduce(spawn: Spawn, size: int) -> None:
         for length in LENGTHS
         for dtype in (FLOATING if op is ReduceOp.AVERAGE else ALL_DTYPES)
     ]
-
-    def work(communicator: Communicator) -> list[Any]:
-        return [
-            communicator.all_reduce(whole_numbers(communicator.rank, length, dtype), op)
-            for op, length, dtype in cases
-        ]
-
-    result = spawn(size, work, segment_bytes=TINY_SEGMENT_BYTES)
-    for (op, length, dtype), arrays in zip(cases, zip(*result)):
-        check_bits(arrays, REFERENCE[op](stacked(size, length, dtype)), dtype)
+    for (op, *kind), arrays in results(spawn, size, cases, Communicator.all_reduce):
+        check_bits(arrays, REFERENCE[op](stacked(size, *kind)), kind[1])
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_reduce_scatter(spawn: Spawn, size: int) -> None:
-    cases = [
-        (op, length, dtype)
-        for op in (ReduceOp.SUM, ReduceOp.AVERAGE)
-        for length in LENGTHS
-        for dtype in FLOATING
-    ]
-
-    def work(communicator: Communicator) -> list[Any]:
-        return [
-            communicator.reduce_scatter(whole_numbers(communicator.rank, length, dtype), op)
-            for op, length, dtype in cases
-        ]
-
-    result = spawn(size, work, segment_bytes=TINY_SEGMENT_BYTES)
-    for (op, length, dtype), arrays in zip(cases, zip(*result)):
-        expected = np.array_split(REFERENCE[op](stacked(size, length, dtype)), size)
+    cases = itertools.product([ReduceOp.SUM, ReduceOp.AVERAGE], LENGTHS, FLOATING)
+    for (op, *kind), arrays in results(spawn, size, cases, Communicator.reduce_scatter):
+        expected = np.array_split(REFERENCE[op](stacked(size, *kind)), size)
         for array, chunk in zip(arrays, expected):
-            check_bits([array], chunk, dtype)
+            check_bits([array], chunk, kind[1])
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_all_gather(spawn: Spawn, size: int) -> None:
-    cases = [(length, dtype) for length in (0, 1, 10) for dtype in ALL_DTYPES]
-
-    def work(communicator: Communicator) -> list[Any]:
-        return [communicator.all_gather(whole_numbers(communicator.rank, *c)) for c in cases]
-
-    result = spawn(size, work, segment_bytes=TINY_SEGMENT_BYTES)
-    for (length, dtype), arrays in zip(cases, zip(*result)):
-        check_bits(arrays, stacked(size, length, dtype), dtype)
+    cases = itertools.product([0, 1, 10], ALL_DTYPES)
+    for kind, arrays in results(spawn, size, cases, Communicator.all_gather):
+        check_bits(arrays, stacked(size, *kind), kind[1])
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_broadcast_from_every_root(spawn: Spawn, size: int) -> None:
-    cases = [
-        (root, length, dtype)
-        for root in range(size)
-        for length in (0, 1, 10)
-        for dtype in (np.dtype("i8"), np.dtype("?"), BFLOAT16)
-    ]
-
-    def work(communicator: Communicator) -> list[Any]:
-        return [
-            communicator.broadcast(whole_numbers(communicator.rank, length, dtype), root)
-            for root, length, dtype in cases
-        ]
-
-    result = spawn(size, work, segment_bytes=TINY_SEGMENT_BYTES)
-    for (root, length, dtype), arrays in zip(cases, zip(*result)):
-        check_bits(arrays, whole_numbers(root, length, dtype), dtype)
+    dtypes = [np.dtype("i8"), np.dtype("?"), BFLOAT16]
+    cases = itertools.product(range(size), [0, 1, 10], dtypes)
+    for (root, *kind), arrays in results(spawn, size, cases, Communicator.broadcast):
+        check_bits(arrays, whole_numbers(root, *kind), kind[1])
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timezone
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import trustme
-from callers import call
+from callers import beside_a_ring, call
 from certificates import HOST, OTHER_TOKEN, TOKEN, Certificates, write_tls_dir
 from cryptography import x509
 from harness import jobs_of
@@ -38,24 +39,19 @@ def test_a_recorded_call_of_another_incarnation_is_refused(
 ) -> None:
     monkeypatch.setenv("HOSTOPT_TOKEN", TOKEN)
 
-    def work(communicator: Communicator) -> Any:
-        communicator.barrier()
-        refused = None
-        if communicator.rank == 1:
-            transport = communicator.transport
-            address = transport.cluster.ring[0].address
-            former = dict(transport._authenticator.call_metadata(0, "77", method, b"{}"))
-            incarnation = transport._peers.incarnations[0]
-            # unchanged, with the present incarnation, and as another call of that incarnation
-            other = dict(transport._authenticator.call_metadata(0, incarnation, "Other", b"{}"))
-            replays = [former, {**former, "to": incarnation}, other]
-            refused = [call(address, method, b"{}", **replay).code() for replay in replays]
-        assert communicator.all_reduce(np.ones(3))[0] == 2
-        return refused
+    def refused(communicator: Communicator) -> Any:
+        transport = communicator.transport
+        address = transport.cluster.ring[0].address
+        former = dict(transport._authenticator.call_metadata(0, "77", method, b"{}"))
+        incarnation = transport._peers.incarnations[0]
+        # unchanged, with the present incarnation, and as another call of that incarnation
+        other = dict(transport._authenticator.call_metadata(0, incarnation, "Other", b"{}"))
+        replays = [former, {**former, "to": incarnation}, other]
+        return [call(address, method, b"{}", **replay).code() for replay in replays]
 
     code = grpc.StatusCode
-    _, refused = spawn_grpc(2, work)
-    assert refused == [code.UNAUTHENTICATED, code.PERMISSION_DENIED, code.PERMISSION_DENIED]
+    expected = [code.UNAUTHENTICATED, code.PERMISSION_DENIED, code.PERMISSION_DENIED]
+    assert beside_a_ring(spawn_grpc, refused) == expected
 
 
 def test_a_call_cannot_be_changed_or_reflected(
@@ -63,29 +59,18 @@ def test_a_call_cannot_be_changed_or_reflected(
 ) -> None:
     monkeypatch.setenv("HOSTOPT_TOKEN", TOKEN)
 
-    def work(communicator: Communicator) -> Any:
-        communicator.barrier()
-        refused = None
-        if communicator.rank == 1:
-            transport = communicator.transport
-            incarnation = transport._peers.incarnations[0]
-            own = transport.cluster.ring[1].address
-            message = dict(transport._authenticator.call_metadata(0, incarnation, "Status", b"{}"))
-            back = {
-                **message,
-                "rank": "0",
-                "from": incarnation,
-                "to": transport._peers.incarnation,
-            }
-            refused = [
-                call(transport.cluster.ring[0].address, "Status", b"{ }", **message).code(),
-                call(own, "Status", b"{}", **back).code(),
-            ]
-        assert communicator.all_reduce(np.ones(3))[0] == 2
-        return refused
+    def refused(communicator: Communicator) -> Any:
+        transport = communicator.transport
+        incarnation = transport._peers.incarnations[0]
+        own = transport.cluster.ring[1].address
+        message = dict(transport._authenticator.call_metadata(0, incarnation, "Status", b"{}"))
+        back = {"rank": "0", "from": incarnation, "to": transport._peers.incarnation}
+        return [
+            call(transport.cluster.ring[0].address, "Status", b"{ }", **message).code(),
+            call(own, "Status", b"{}", **{**message, **back}).code(),
+        ]
 
-    _, refused = spawn_grpc(2, work)
-    assert refused == [grpc.StatusCode.PERMISSION_DENIED] * 2
+    assert beside_a_ring(spawn_grpc, refused) == [grpc.StatusCode.PERMISSION_DENIED] * 2
 
 
 def test_frames_of_a_stranger_are_refused(
@@ -93,21 +78,15 @@ def test_frames_of_a_stranger_are_refused(
 ) -> None:
     monkeypatch.setenv("HOSTOPT_TOKEN", TOKEN)
 
-    def work(communicator: Communicator) -> Any:
-        communicator.barrier()
-        refused = None
-        if communicator.rank == 1:
-            transport = communicator.transport
-            incarnation = transport._peers.incarnations[2]
-            writer = FrameWriter(transport._peers.origin(1), True)
-            known = {"rank": "1", "from": transport._peers.incarnation, "to": incarnation}
-            address = transport.cluster.ring[2].address
-            refused = call(address, "Stream", writer.write(Tag(0, 9), b"flour"), **known).code()
-        assert communicator.all_reduce(np.ones(3))[0] == 3
-        return refused
+    def refused(communicator: Communicator) -> Any:
+        transport = communicator.transport
+        incarnation = transport._peers.incarnations[2]
+        writer = FrameWriter(transport._peers.origin(1), True)
+        known = {"rank": "1", "from": transport._peers.incarnation, "to": incarnation}
+        address = transport.cluster.ring[2].address
+        return call(address, "Stream", writer.write(Tag(0, 9), b"flour"), **known).code()
 
-    _, refused, _ = spawn_grpc(3, work)
-    assert refused is grpc.StatusCode.PERMISSION_DENIED
+    assert beside_a_ring(spawn_grpc, refused, 3) is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_a_client_without_certificate_cannot_connect(
@@ -115,23 +94,18 @@ def test_a_client_without_certificate_cannot_connect(
 ) -> None:
     ca = Path(certificates["good"], "ca.pem").read_bytes()
 
-    def work(communicator: Communicator) -> Any:
-        communicator.barrier()
-        codes = []
-        if communicator.rank == 1:
-            address = communicator.transport.cluster.ring[0].address
-            for channel in (
-                grpc.secure_channel(address, grpc.ssl_channel_credentials(ca)),
-                grpc.insecure_channel(address),
-            ):
-                with channel:
-                    status = channel.unary_unary("/hostopt.Ring/Status").future(b"", timeout=30)
-                    codes.append(status.exception().code())
-        assert communicator.all_reduce(np.ones(3))[0] == 2
-        return codes
+    def codes(communicator: Communicator) -> Iterator[Any]:
+        address = communicator.transport.cluster.ring[0].address
+        for channel in (
+            grpc.secure_channel(address, grpc.ssl_channel_credentials(ca)),
+            grpc.insecure_channel(address),
+        ):
+            with channel:
+                status = channel.unary_unary("/hostopt.Ring/Status").future(b"", timeout=30)
+                yield status.exception().code()
 
-    _, codes = spawn_grpc(2, work, tls_dir=certificates["good"])
-    assert codes == [grpc.StatusCode.UNAVAILABLE] * 2
+    result = beside_a_ring(spawn_grpc, lambda ring: [*codes(ring)], tls_dir=certificates["good"])
+    assert result == [grpc.StatusCode.UNAVAILABLE] * 2
 
 
 # --- unusable tokens and certificates ---------------------------------------------------------
@@ -214,6 +188,36 @@ def test_an_empty_or_missing_token(tmp_path: Path) -> None:
         read_token(options, {})
     with pytest.raises(ConfigError, match="HOSTOPT_TOKEN is empty"):
         read_token(Options(), {"HOSTOPT_TOKEN": ""})
+
+
+def test_a_token_in_a_pipe_without_a_writer_is_empty(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token", 0o600)
+    with pytest.raises(ConfigError, match="is empty, expected a token"):
+        read_token(Options(token_file=str(tmp_path / "token")), {})
+
+
+def test_a_token_may_come_through_a_pipe() -> None:
+    reader, writer = os.pipe()
+    try:
+        later = threading.Timer(0.1, lambda: (os.write(writer, b"secret"), os.close(writer)))
+        later.start()
+        assert read_token(Options(token_file=f"/dev/fd/{reader}"), {}) == b"secret"
+        later.join()
+    finally:
+        os.close(reader)
+
+
+def test_a_token_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").touch(mode=0o600)
+    os.truncate(tmp_path / "token", 1 << 40)
+    with pytest.raises(ConfigError, match=r"more than 1048576 bytes\. Give"):
+        read_token(Options(token_file=str(tmp_path / "token")), {})
+
+
+@pytest.mark.parametrize("path", ["/", "/etc/passwd/x", "/no/such", "x" * 5000])
+def test_a_token_that_cannot_be_read(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: .*\. Give a file"):
+        read_token(Options(token_file=path), {})
 
 
 def test_expiry_of_a_certificate(certificates: Certificates) -> None:

@@ -48,7 +48,7 @@ def test_a_call_with_the_same_token_is_accepted(token: str | None) -> None:
     assert reason is None
 
 
-@pytest.mark.parametrize(
+MISMATCHES = pytest.mark.parametrize(
     ("caller_token", "token", "reason"),
     [
         (None, TOKEN, "the caller has no token, and this rank has one"),
@@ -56,6 +56,9 @@ def test_a_call_with_the_same_token_is_accepted(token: str | None) -> None:
         (OTHER_TOKEN, TOKEN, "the caller has another token"),
     ],
 )
+
+
+@MISMATCHES
 def test_another_token_is_refused(
     caller_token: str | None, token: str | None, reason: str
 ) -> None:
@@ -159,14 +162,7 @@ def test_an_observer_with_the_same_token_is_accepted(token: str | None) -> None:
         assert not later.is_answer(peers.incarnation, b"{}", answer)
 
 
-@pytest.mark.parametrize(
-    ("caller_token", "token", "reason"),
-    [
-        (None, TOKEN, "the caller has no token, and this rank has one"),
-        (TOKEN, None, "the caller has a token, and this rank has none"),
-        (OTHER_TOKEN, TOKEN, "the caller has another token"),
-    ],
-)
+@MISMATCHES
 def test_an_observer_with_another_token_is_refused(
     caller_token: str | None, token: str | None, reason: str
 ) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from callers import call
+from callers import beside_a_ring, call, check_a_bad_frame
 from harness import deadline_s, jobs_of, reserved_addresses, task_of
 from ring_scripts import MEET
 from rings import NewRing, Spawn
 
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
-from hostopt.errors import ConfigError, PeerLostError, ProtocolError
+from hostopt.errors import ConfigError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.frame import FrameWriter, Origin
@@ -93,21 +93,18 @@ def test_a_stream_that_breaks_during_the_rendezvous_loses_no_message(
 
 
 def test_a_late_leave_message_does_not_affect_the_next_ring(spawn_grpc: Spawn) -> None:
-    def work(communicator: Communicator) -> None:
-        communicator.barrier()
-        if communicator.rank == 1:
-            channel = communicator.transport._client.channels[0]
-            leave = channel.unary_unary("/hostopt.Ring/Leave")
-            for note in ({}, {"error": {"kind": "PeerLostError", "message": "m", "facts": {}}}):
-                data = json.dumps({"sender": 1, "from": "x", "to": "former", **note}).encode()
+    def leave(communicator: Communicator) -> None:
+        channel = communicator.transport._client.channels[0]
+        method = channel.unary_unary("/hostopt.Ring/Leave")
 
-                async def call(data: bytes = data) -> bytes:
-                    return bytes(await leave(data, timeout=30))
+        async def send(data: bytes) -> None:
+            await method(data, timeout=30)
 
-                event_loop.run(call())
-        assert communicator.all_reduce(np.ones(3))[0] == 2
+        for note in ({}, {"error": {"kind": "PeerLostError", "message": "m", "facts": {}}}):
+            data = json.dumps({"sender": 1, "from": "x", "to": "former", **note}).encode()
+            event_loop.run(send(data))
 
-    spawn_grpc(2, work)
+    beside_a_ring(spawn_grpc, leave)
 
 
 def test_host_names_as_addresses(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,24 +206,10 @@ BAD_FRAMES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("kind", BAD_FRAMES)
 def test_a_bad_frame_aborts_the_ring(spawn_grpc: Spawn, kind: str) -> None:
-    def work(communicator: Communicator) -> Any:
-        communicator.barrier()  # or rank 0 would receive the bad frame during the rendezvous
+    async def put(peer: Any) -> None:
+        peer._frames.put_nowait(BAD_FRAMES[kind](peer._writer.write(Tag(0, 5), b"flour")))
 
-        async def send_bad_frame() -> None:
-            peer = communicator.transport._streams.to(0)
-            peer._frames.put_nowait(BAD_FRAMES[kind](peer._writer.write(Tag(0, 5), b"flour")))
-
-        if communicator.rank == 1:
-            event_loop.run(send_bad_frame())
-        with pytest.raises(ProtocolError, match="frame") as caught:
-            for _ in range(2):  # rank 1 may have what it needs for the first
-                communicator.all_reduce(np.ones(3))
-        return caught.value
-
-    for error in spawn_grpc(2, work, checksum=True):
-        assert error.rank == 1
-        assert "rank 1 (worker:0, " in str(error)
-        assert error.root_cause in str(error)
+    check_a_bad_frame(spawn_grpc, lambda ring: event_loop.run(put(ring.transport._streams.to(0))))
 
 
 @pytest.mark.parametrize(
@@ -245,23 +228,14 @@ def test_a_bad_frame_aborts_the_ring(spawn_grpc: Spawn, kind: str) -> None:
 def test_a_stream_of_a_stranger_does_not_affect_the_ring(
     spawn_grpc: Spawn, metadata: dict[str, str]
 ) -> None:
-    def work(communicator: Communicator) -> Any:
-        refused = None
-        communicator.barrier()
-        if communicator.rank == 1:
-            transport = communicator.transport
-            known = {
-                "to": transport._peers.incarnations[0],
-                "from": transport._peers.incarnation,
-            }
-            frame = FrameWriter(transport._peers.origin(1), True).write(Tag(0, 5), b"flour")
-            address = transport.cluster.ring[0].address
-            refused = call(address, "Stream", frame, b"garbage", **{**known, **metadata})
-        assert communicator.all_reduce(np.ones(3))[0] == 2
-        return refused
+    def refused(communicator: Communicator) -> Any:
+        transport = communicator.transport
+        known = {"to": transport._peers.incarnations[0], "from": transport._peers.incarnation}
+        frame = FrameWriter(transport._peers.origin(1), True).write(Tag(0, 5), b"flour")
+        address = transport.cluster.ring[0].address
+        return call(address, "Stream", frame, b"garbage", **{**known, **metadata})
 
-    _, refused = spawn_grpc(2, work)
-    assert isinstance(refused, grpc.RpcError)
+    assert isinstance(beside_a_ring(spawn_grpc, refused), grpc.RpcError)
 
 
 @pytest.mark.parametrize("method", ["Hello", "Leave", "Status"])
@@ -271,32 +245,23 @@ def test_a_stream_of_a_stranger_does_not_affect_the_ring(
 def test_a_call_of_a_stranger_does_not_affect_the_ring(
     spawn_grpc: Spawn, method: str, request_: bytes
 ) -> None:
-    def work(communicator: Communicator) -> None:
-        communicator.barrier()
-        if communicator.rank == 1:
-            address = communicator.transport.cluster.ring[0].address
-            with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
-                call = channel.unary_unary(f"/hostopt.Ring/{method}").future(request_, timeout=30)
-                assert (call.exception() is None) == (method == "Status")
-        assert communicator.all_reduce(np.ones(3))[0] == 2
+    def refused(communicator: Communicator) -> Any:
+        return call(communicator.transport.cluster.ring[0].address, method, request_)
 
-    spawn_grpc(2, work)
+    assert (beside_a_ring(spawn_grpc, refused) is None) == (method == "Status")
 
 
 def test_another_process_of_the_same_task_does_not_affect_the_ring(spawn_grpc: Spawn) -> None:
     # as on another host, where it can listen; its incarnation is unknown
-    def work(communicator: Communicator) -> None:
-        communicator.barrier()
-        if communicator.rank == 1:
-            transport = communicator.transport
-            hello = {**transport._rendezvous.messages.build(), "incarnation": "77"}
-            with grpc.insecure_channel(transport.cluster.ring[0].address) as channel:
-                call = channel.unary_unary("/hostopt.Ring/Hello")
-                answer = json.loads(call(json.dumps(hello).encode(), timeout=30))
-            assert answer["met"] == transport._peers.incarnation
-        assert communicator.all_reduce(np.ones(3))[0] == 2
+    def greet(communicator: Communicator) -> None:
+        transport = communicator.transport
+        hello = {**transport._rendezvous.messages.build(), "incarnation": "77"}
+        with grpc.insecure_channel(transport.cluster.ring[0].address) as channel:
+            call = channel.unary_unary("/hostopt.Ring/Hello")
+            answer = json.loads(call(json.dumps(hello).encode(), timeout=30))
+        assert answer["met"] == transport._peers.incarnation
 
-    spawn_grpc(2, work)
+    beside_a_ring(spawn_grpc, greet)
 
 
 def test_a_restart_is_detected_before_the_connection_breaks(

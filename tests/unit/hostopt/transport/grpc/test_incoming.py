@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from callers import check_a_bad_frame
 from rings import Spawn
 
 from hostopt.communicator import Communicator
-from hostopt.errors import ProtocolError
 from hostopt.transport import event_loop
 from hostopt.transport.frame import WIRE_VERSION, FrameWriter, Origin
 from hostopt.transport.message import Tag
@@ -30,29 +30,14 @@ BAD_FRAMES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def write(communicator: Communicator, peer: int, data: bytes) -> None:
-    """Writes bytes on the data connection to a peer, below all checks of the sender."""
-    stream: Any = communicator.transport._streams.to(peer)
-    event_loop.run(stream._socket.write([data]))
-
-
 @pytest.mark.parametrize("kind", BAD_FRAMES)
 def test_a_bad_frame_aborts_the_ring(spawn_tcp: Spawn, kind: str) -> None:
-    def work(communicator: Communicator) -> Any:
-        communicator.barrier()
-        if communicator.rank == 1:
-            stream: Any = communicator.transport._streams.to(0)
-            good = stream._writer.write(Tag(0, 5), b"flour")
-            write(communicator, 0, BAD_FRAMES[kind](good))
-        with pytest.raises(ProtocolError, match="frame") as caught:
-            for _ in range(2):  # rank 1 may have what it needs for the first
-                communicator.all_reduce(np.ones(3))
-        return caught.value
+    def send(communicator: Communicator) -> None:
+        stream: Any = communicator.transport._streams.to(0)
+        good = stream._writer.write(Tag(0, 5), b"flour")
+        event_loop.run(stream._socket.write([BAD_FRAMES[kind](good)]))
 
-    for error in spawn_tcp(2, work, checksum=True):
-        assert error.rank == 1
-        assert "rank 1 (worker:0, " in str(error)
-        assert error.root_cause in str(error)
+    check_a_bad_frame(spawn_tcp, send)
 
 
 def greeting(rank: int, from_: str, to: str) -> bytes:
