@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import one_weight
 import tensorflow as tf
 
 import estimator_ext
@@ -15,12 +16,10 @@ def data(input_context: tf.distribute.InputContext | None = None) -> tf.data.Dat
 
 
 def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
-    weight = tf.compat.v1.get_variable("weight", [1, 1])
-    loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
-    step = tf.compat.v1.train.get_global_step()
-    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
-    metrics = {"largest_loss": largest(loss)} if mode == tf.estimator.ModeKeys.EVAL else None
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, eval_metric_ops=metrics)
+    spec = one_weight.model_fn(features, labels, mode)
+    if mode != tf.estimator.ModeKeys.EVAL:
+        return spec
+    return spec._replace(eval_metric_ops={"largest_loss": largest(spec.loss)})
 
 
 def evaluate(

@@ -3,116 +3,52 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from option_table import ESTIMATOR_OPTIONS, Values, check_refusal, refusal_of
 
 import hostopt
-from hostopt.options import MAX_COUNT
+from hostopt.options import shown
 
-HUGE = 10**5000  # Python does not print it
-OTHERS: list[Any] = [None, "1", b"1", [1], {}, object(), np.array([1, 2]), 1j]
-NO_COUNTS: list[Any] = [0, -1, 1.0, True, float("nan"), MAX_COUNT + 1, HUGE, -HUGE, np.int64(2)]
-NO_SCALES: list[Any] = [0, -1, float("nan"), float("inf"), 1e308, 1e-300, True, HUGE, -HUGE]
-NO_DEVICES: list[Any] = [
-    *("", "x", "\0", "/device:CPU:99999999999", "/device:CPU:-1", "localhost", "/job:worker"),
-    *(3, b"/device:CPU:0", [], True),
-]
-NO_FLAGS: list[Any] = [0, 1, "false", np.True_, HUGE, *OTHERS]
-NO_WORDS: list[Any] = ["", "DATA", 1, True, HUGE, *OTHERS[1:]]
-
-
-def strategy(name: str, value: Any) -> Any:
-    import estimator_ext
-
-    return estimator_ext.HostOffloadStrategy(**{name: value})
-
-
-def run_config(name: str, value: Any) -> Any:
-    import estimator_ext
-
-    own = estimator_ext.HostOffloadStrategy()
-    return estimator_ext.RunConfig(train_distribute=own, **{name: value})
-
-
-def estimator(name: str, value: Any) -> Any:
-    import estimator_ext
-
-    return estimator_ext.Estimator(lambda features: None, model_dir="unused", **{name: value})
-
-
-def loss_scale(name: str, value: Any) -> Any:
-    import estimator_ext
-
-    return estimator_ext.LossScaleOptimizer(None, **{name: value})
-
-
-REFUSED: list[tuple[Callable[[str, Any], Any], str, list[Any]]] = [
-    (strategy, "accelerator", NO_DEVICES),
-    (strategy, "variables_on_host", NO_FLAGS),
-    (strategy, "sparse_as_dense", NO_FLAGS),
-    (strategy, "auto_shard", NO_WORDS),
-    (strategy, "collective_timeout_s", [99999999999, *OTHERS]),
-    (run_config, "accumulate_steps", [*NO_COUNTS, *OTHERS]),
-    (run_config, "iterations_per_loop", [*NO_COUNTS, *OTHERS]),
-    (run_config, "prefetch_depth", [*NO_COUNTS, *OTHERS[1:]]),
-    (run_config, "uneven_data", [None, *NO_WORDS]),
-    (run_config, "resume_data", [None, *NO_WORDS]),
-    (run_config, "strict", NO_FLAGS),
-    (run_config, "timeline", ["", "/", "a\0b", 3, True, b"x"]),
-    (estimator, "train_batch_size", [*NO_COUNTS, *OTHERS[1:]]),
-    (estimator, "eval_batch_size", [*NO_COUNTS, *OTHERS[1:]]),
-    (estimator, "predict_batch_size", [*NO_COUNTS, *OTHERS[1:]]),
-    (loss_scale, "scale", [*NO_SCALES, *OTHERS]),
-    (loss_scale, "growth_steps", [-1, 1.5, True, MAX_COUNT + 1, HUGE, *OTHERS]),
+OPTIONS = [
+    (kind, name, values)
+    for kind, options in ESTIMATOR_OPTIONS.items()
+    for name, values in options.items()
 ]
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "values"),
-    REFUSED,
-    ids=[f"{make.__name__}-{name}" for make, name, _ in REFUSED],
-)
-def test_an_option_refuses(make: Callable[[str, Any], Any], name: str, values: list[Any]) -> None:
-    for value in values:
-        with pytest.raises((hostopt.ConfigError, ValueError)) as caught:
-            make(name, value)
-        text = rf"(option )?{name} is .*, wanted .*\. (Give|Correct) .*"
-        assert re.fullmatch(text, str(caught.value), re.DOTALL), caught.value
-        assert len(str(caught.value)) < 500
+def make(kind: str, **option: Any) -> Any:
+    """Returns an object of a class of `estimator_ext` with one option."""
+    import estimator_ext
+
+    others: dict[str, Any] = {
+        "RunConfig": lambda: {"train_distribute": estimator_ext.HostOffloadStrategy()},
+        "Estimator": lambda: {"model_fn": lambda features: None, "model_dir": "unused"},
+        "LossScaleOptimizer": lambda: {"optimizer": None},
+    }
+    return getattr(estimator_ext, kind)(**others.get(kind, dict)(), **option)
 
 
-TAKEN: list[tuple[Callable[[str, Any], Any], str, list[Any]]] = [
-    (strategy, "accelerator", [None, "/device:CPU:0", "/cpu:0", "/device:GPU:1023"]),
-    (strategy, "variables_on_host", [True, False]),
-    (strategy, "sparse_as_dense", [True, False]),
-    (strategy, "auto_shard", [None, "data", "file", "off"]),
-    (run_config, "accumulate_steps", [1, MAX_COUNT]),
-    (run_config, "iterations_per_loop", [1, MAX_COUNT]),
-    (run_config, "prefetch_depth", [None, 1, MAX_COUNT]),
-    (run_config, "uneven_data", ["join", "stop"]),
-    (run_config, "resume_data", ["state", "skip"]),
-    (run_config, "strict", [True, False]),
-    (run_config, "timeline", [None, "trace.json", Path("trace.json")]),
-    (loss_scale, "scale", [2.0**-126, 3e38, 1, np.float32(2)]),
-    (loss_scale, "growth_steps", [0, MAX_COUNT, np.int64(2)]),
-]
+@pytest.mark.parametrize(("kind", "name", "values"), OPTIONS)
+def test_an_option_refuses(kind: str, name: str, values: Values) -> None:
+    for value in values.refused:
+        text = refusal_of(value, lambda v: make(kind, **{name: v}), ValueError)
+        given = f"(option )?{name} is {re.escape(shown(value))}"
+        check_refusal(text, given, values.wanted, "(Give|Correct)")
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "values"), TAKEN, ids=[f"{make.__name__}-{name}" for make, name, _ in TAKEN]
-)
-def test_an_option_accepts(make: Callable[[str, Any], Any], name: str, values: list[Any]) -> None:
-    for value in values:
-        make(name, value)
+@pytest.mark.parametrize(("kind", "name", "values"), OPTIONS)
+def test_an_option_accepts(kind: str, name: str, values: Values) -> None:
+    for value in values.accepted:
+        make(kind, **{name: value})
 
 
 @pytest.mark.parametrize("value", ["x", 3, [], {}, object(), True])
 def test_a_resolver_may_be_none(value: Any) -> None:
     with pytest.raises(hostopt.ConfigError, match=r"resolver is of type .*, wanted .*\. Give one"):
-        strategy("cluster_resolver", value)
+        make("HostOffloadStrategy", cluster_resolver=value)
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", {}, [None], [[]], np.array([1])])

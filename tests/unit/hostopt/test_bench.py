@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,3 +93,9 @@ def test_all_ranks_report_the_time_of_the_slowest() -> None:
     times = in_threads(3, measure)
     assert times[0] == times[1] == times[2]
     assert len(times[0][0]) == 3
+
+
+@pytest.mark.parametrize("path", ["/", "/no/such/directory/times.json"])
+def test_unwritable_bench_times_are_an_error(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"times cannot be written to .*\. Give another file"):
+        bench.save(Path(path), [])

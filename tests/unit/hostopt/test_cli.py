@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from harness import deadline_s, python
 from launcher import lines_of
 
 from hostopt import cli
@@ -67,13 +70,7 @@ def test_errors_of_the_launcher_have_an_exit_code_and_advice(
         ["run"],
         ["run", "-np", "2"],
         ["run", "-np", "2", "--"],
-        ["run", "-np", "0", "true"],
-        ["run", "-np", "two", "true"],
-        ["run", "-np", "1", "--evaluators", "-1", "true"],
         ["run", "true", "-np", "1"],
-        ["run", "-np", "2", "--max-restarts", "-1", "true"],
-        ["run", "-np", "2", "--max-restarts", "1", "--min-np", "3", "true"],
-        ["run", "-np", "2", "--max-restarts", "1", "--min-np", "0", "true"],
         ["run", "-np", "2", "--min-np", "1", "true"],
         ["walk"],
     ],
@@ -85,6 +82,54 @@ def test_usage_errors_exit_with_2(
         cli.main(arguments)
     assert exit_.value.code == 2
     assert "usage: hostopt" in capsys.readouterr().err
+
+
+NO_COUNTS = ["", "x", "nan", "inf", "1.5", "1e3", "-1", "1" * 5000, "99999999999999999999"]
+COMMANDS = {
+    "run -np {}": ["0", "1025", *NO_COUNTS],
+    "run -np 2 --evaluators {}": ["1025", *NO_COUNTS],
+    "run -np 2 --max-restarts {}": ["1000001", *NO_COUNTS],
+    "run -np 2 --max-restarts 1 --min-np {}": ["0", "3", "1025", *NO_COUNTS],
+    "bench -np {}": ["0", "1025", *NO_COUNTS],
+    "bench -np 2 --repetitions {}": ["0", "1000001", *NO_COUNTS],
+    "bench -np 2 --sizes {}": ["0", "1e300", "1e300GiB", "1e13", "6", "-4", "nan", "65GiB", ""],
+    "bench -np 2 --communication {}": ["", "nccl"],
+    "bench -np 2 --compression {}": ["", "int8"],
+    "doctor --timeout-s {}": [
+        *("0", "-1", "1e-300", "1e308", "1e999", "nan", "x", "", "99999999999"),
+    ],
+    "trace draw no-file -o no-picture --step {}": ["2147483648", *NO_COUNTS],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_refuses(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in COMMANDS[command]:
+        words = [word.format(value) for word in command.split()]
+        program = [] if words[0] != "run" else ["--", "true"]
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*words, *program])
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("usage: hostopt")
+        assert re.match(r"hostopt [a-z ]+: error: (argument )?-", error.splitlines()[-1])
+
+
+def test_too_many_tasks_for_the_file_limit_are_reported_in_one_line() -> None:
+    code = """
+        import resource, sys
+        from hostopt import cli
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        sys.exit(cli.main(["run", "-np", "64", "--", sys.executable, "-c", "input()"]))
+    """
+    result = subprocess.run(
+        python(code), check=False, capture_output=True, text=True, timeout=deadline_s(60)
+    )
+    assert result.returncode == ResourceError.exit_code
+    line = result.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"hostopt: the launcher: not all tasks could be started: .* Start fewer, or .*", line
+    )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from clocks import Clock, until_blocked
 from harness import until
 from rings import Spawn, failure
+from threads import in_threads
 
 from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.reduce_op import ReduceOp
@@ -50,12 +51,8 @@ def test_duplicates_do_not_mix(spawn: Spawn) -> None:
                 local = np.full(7, 10.0**number)
                 sums[number] = float(channels[number].all_reduce(local)[3])
 
-        threads = [threading.Thread(target=reduce, args=(number,)) for number in range(3)]
         # the ranks start them in different orders
-        for thread in threads if communicator.rank else reversed(threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(reduce, range(3) if communicator.rank else reversed(range(3)))
         return [sums[number] for number in range(3)]
 
     assert spawn(3, work, segment_bytes=16) == [[3.0, 30.0, 300.0]] * 3
@@ -74,15 +71,9 @@ def test_duplicates_are_matched_by_name_in_any_order(spawn: Spawn, size: int) ->
         def reduce(name: str, value: float) -> None:
             sums[name] = float(opened[name].all_reduce(np.full(5, value))[0])
 
-        threads = [
-            threading.Thread(target=reduce, args=(name, 10.0**number))
-            for number, name in enumerate(["a", "b", "c", "b again"])
-        ]
-        for thread in threads if communicator.rank else reversed(threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [sums[name] for name in ("a", "b", "c", "b again")]
+        calls = [("a", 1.0), ("b", 10.0), ("c", 100.0), ("b again", 1000.0)]
+        in_threads(lambda call: reduce(*call), calls if communicator.rank else reversed(calls))
+        return [sums[name] for name, _ in calls]
 
     assert spawn(size, work) == [[size * 10.0**number for number in range(4)]] * size
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from rings import Spawn
+from threads import in_threads
 
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
 from hostopt.communicator import Communicator
@@ -110,11 +111,7 @@ def test_names_in_any_order_from_several_threads(spawn: Spawn, size: int) -> Non
 
         done: list[str] = []
         shuffled = np.random.default_rng(named.rank).permutation(names)
-        threads = [threading.Thread(target=reduce, args=(str(name),)) for name in shuffled]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(reduce, map(str, shuffled))
         return named.joining.join()
 
     assert spawn(size, work) == [size - 1] * size

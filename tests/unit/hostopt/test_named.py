@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from rings import Spawn
+from threads import in_threads
 
 import hostopt.named_channel
 from hostopt import descriptors
@@ -151,11 +152,7 @@ def test_threads_call_in_another_order_on_each_rank(spawn: Spawn, size: int) -> 
             ]
 
         shuffled = random.Random(named.rank).sample(names, len(names))
-        threads = [threading.Thread(target=reduce, args=(name,)) for name in shuffled]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(reduce, shuffled)
         for name in names:
             for step, result in enumerate(results[name]):
                 each = [values(rank, (9,), np.dtype("f4"), step) for rank in range(size)]

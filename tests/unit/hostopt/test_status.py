@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
+from callers import beside_a_ring
 from rings import Spawn
 from statuses import DETAILS, Holder, waits
 
@@ -141,16 +141,13 @@ def test_observers_at_the_same_time_share_one_round(
     monkeypatch.setattr(Observation, "on_details", count)
     monkeypatch.setattr("hostopt.transport.grpc.limits.OBSERVE_EVERY_S", 1000.0)
 
-    def work(communicator: Communicator) -> None:
-        communicator.barrier()
-        if communicator.rank == 1:
-            address = communicator.transport.cluster.ring[0].address
-            for _ in range(20):
-                overview = observer.observe(address, Options())
-                assert len(overview["ranks"]) == 2
-        assert communicator.all_reduce(np.ones(3))[0] == 2
+    def observe(communicator: Communicator) -> None:
+        address = communicator.transport.cluster.ring[0].address
+        for _ in range(20):
+            overview = observer.observe(address, Options())
+            assert len(overview["ranks"]) == 2
 
-    spawn_grpc(2, work)
+    beside_a_ring(spawn_grpc, observe)
     assert asked == [1]
 
 

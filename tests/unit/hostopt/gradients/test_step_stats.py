@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
+from threads import in_threads
 
 from hostopt.gradients.step_stats import StepStats, StepTimes, merge, slowest_rank
 
@@ -89,11 +88,7 @@ def test_calls_from_several_threads() -> None:
             stats.ring(bucket, 0.0, 1.0)
             stats.waited(bucket, 0.0, 1.0)
 
-    threads = [threading.Thread(target=feed, args=(bucket,)) for bucket in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(feed, range(4))
     assert stats.last == StepTimes(steps - 1, 4000.0, 4000.0, 4000.0, 0.0, 1.0, steps * 4000.0)
 
 

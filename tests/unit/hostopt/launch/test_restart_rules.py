@@ -6,6 +6,7 @@ import json
 import random
 import signal
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from fake_launcher import FakeTask, World, silent
@@ -175,14 +176,17 @@ class Ranks(Tasks):
 # --- the machine ------------------------------------------------------------------------------
 
 
+RUNS: dict[str, st.SearchStrategy[Any]] = {
+    "sizes": st.tuples(*[st.integers(1, 4)] * 2),
+    "more": st.integers(0, 2),
+    "most": st.sampled_from([0, 1, 3, 10]),
+}
+
+
 class LauncherMachine(RuleBasedStateMachine):
     """Runs of the launcher, one after the other, with events at any time."""
 
-    @initialize(
-        sizes=st.tuples(*[st.integers(1, 4)] * 2),
-        more=st.integers(0, 2),
-        most=st.sampled_from([0, 1, 3, 10]),
-    )
+    @initialize(**RUNS)
     def begin(self, sizes: tuple[int, int], more: int, most: int) -> None:
         size, min_size = max(sizes), min(sizes)
         self.interrupts = 0
@@ -316,11 +320,7 @@ class LauncherMachine(RuleBasedStateMachine):
             self.world.resume()
 
     @precondition(lambda self: not self.has_next)
-    @rule(
-        sizes=st.tuples(*[st.integers(1, 4)] * 2),
-        more=st.integers(0, 2),
-        most=st.sampled_from([0, 1, 3, 10]),
-    )
+    @rule(**RUNS)
     def another_run(self, sizes: tuple[int, int], more: int, most: int) -> None:
         self._leave()
         self.begin(sizes, more, most)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,6 @@ from hostopt.collectives.hosts import Hosts
 from hostopt.tensorflow import objects
 
 v1 = tf.compat.v1
-
-
-@pytest.fixture
-def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 CALLS: list[Callable[[], Any]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,6 @@ import tf_keras
 import hostopt
 import hostopt.tensorflow as hvd
 from hostopt.tensorflow.local_sources import LocalSources, variables_of_layers
-
-
-@pytest.fixture
-def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 class TenRanks:

@@ -1,0 +1,40 @@
+"""The public names of all modules are those in `public_names.txt`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+
+from modules import FILES, tree_of
+
+import hostopt
+
+SNAPSHOT = Path(__file__).with_name("public_names.txt")
+INTERNAL = ("hostopt.transport", "hostopt.doctor")  # whose names are for other modules
+
+
+def declared(module: str) -> Iterator[str]:
+    """Names in `__all__` of a module, which is not imported."""
+    (value,) = [
+        node.value
+        for node in tree_of(module).body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        == "__all__"
+    ]
+    assert value is not None
+    return (f"{module}.{name}" for name in ast.literal_eval(value))
+
+
+def test_the_public_names_are_those_of_the_snapshot() -> None:
+    actual = sorted(name for file in FILES if file not in INTERNAL for name in declared(file))
+    listed = SNAPSHOT.read_text().splitlines()
+    changes = difflib.unified_diff(listed, actual, "listed", "declared", n=0, lineterm="")
+    difference = "\n".join(changes)
+    assert not difference, f"If this change is meant, edit {SNAPSHOT}:\n{difference}"
+
+
+def test_the_public_names_of_hostopt_exist() -> None:
+    assert all(hasattr(hostopt, name) for name in hostopt.__all__)
