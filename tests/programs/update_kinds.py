@@ -973,14 +973,14 @@ KINDS = [
         lambda model: model.variables[0].assign_sub(0.01 * reduced_in_replica(model))
     )),
     # programs that cannot be supported
-    Kind("mean of the batch", "refused: AssignSubVariableOp", without_gradient(
+    Kind("mean of the batch", "refused: AssignSubVariableOp; reduce it first", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * batch_mean(model))
     ), OF_DATA),
     Kind("branch of the batch", "refused: cond; let the branch depend on", in_branch, OF_BRANCH),
     Kind("constant of a branch", "refused: AssignSub; let the branch depend on", without_gradient(
         lambda model: model.variables[1].assign_sub(chosen_in_branch(model) * tf.ones(3, "double"))
     ), OF_BRANCH),
-    Kind("queue", "refused: AssignSubVariableOp", without_gradient(
+    Kind("queue", "refused: AssignSubVariableOp; reduce it first", without_gradient(
         lambda model: model.variables[0].assign_sub(0.01 * through_queue(model))
     ), OF_DATA),
     Kind("in a late hook", "late mismatch: weights", in_a_late_hook, OF_DATA),
@@ -989,7 +989,7 @@ KINDS = [
             0.01 * tf.transpose(model.x) @ (model.out - model.loss)
         )
     ), OF_DATA),
-    Kind("gradient times loss", "refused: AssignSubVariableOp", by_hand(
+    Kind("gradient times loss", "refused: AssignSubVariableOp; reduce it first", by_hand(
         lambda v, g: v.assign_sub(0.01 * g * v1.get_collection("loss")[0])
     ), "the loss is that of this rank"),
     Kind("rate of the loss", "refused: ResourceApplyGradientDescent", lambda model: (

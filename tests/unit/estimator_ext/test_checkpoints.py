@@ -181,6 +181,15 @@ def test_training_does_not_start_over_without_an_intact_checkpoint(tmp_path: Pat
         check_newest(str(tmp_path), restore_previous=True)
 
 
+def test_training_of_one_step_does_not_start_over_without_the_checkpoint_file(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, (0, 1))
+    (tmp_path / "checkpoint").unlink()
+    with pytest.raises(hostopt.CheckpointError, match=r"no file .*, but model.ckpt-1\."):
+        check_newest(str(tmp_path), restore_previous=False)
+
+
 def test_training_does_not_start_over_if_the_checkpoint_file_is_deleted(tmp_path: Path) -> None:
     save(tmp_path, (5, 10, 15, 20, 25))
     save_averages(tmp_path, 30)

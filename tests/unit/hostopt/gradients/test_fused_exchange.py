@@ -152,6 +152,21 @@ def test_only_gradients_are_weighted_by_rank(
         np.testing.assert_array_equal(values, [[3.0]])
 
 
+@pytest.mark.parametrize("name", ["kernel", "bias"])  # float64 and float32: two sums
+def test_a_gradient_of_any_dtype_that_is_not_finite_is_named(spawn: Spawn, name: str) -> None:
+    names = [value.spec.name for value in DENSE]
+
+    def run(communicator: Communicator) -> None:
+        exchange = FusedExchange(communicator.duplicate("exchange"), DENSE, TABLES)
+        dense, rows = values_of(communicator.rank, 0)
+        if communicator.rank == 1:
+            dense[names.index(name)].flat[2] = np.nan
+        with pytest.raises(NonFiniteGradientError, match=rf"rank 1 .*{name!r}"):
+            run_exchange(exchange, dense, rows)
+
+    spawn(2, run)
+
+
 def test_nonfinite_rows_are_reported_with_rank_and_variable(spawn: Spawn) -> None:
     def run(communicator: Communicator) -> Any:
         tables = [Table("good", (1,), FLOAT32, INT64), Table("bad", (1,), FLOAT32, INT64)]

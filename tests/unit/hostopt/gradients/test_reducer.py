@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -269,3 +271,34 @@ def test_an_error_of_the_ring_is_raised_by_a_wait_behind_an_unlaunched_bucket(
         reducer.close()
 
     spawn(2, work)
+
+
+def test_an_error_of_one_reducer_is_raised_by_all(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("no more flour")
+
+    def work(communicator: Communicator) -> int | None:
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
+        if communicator.rank == 1:
+            monkeypatch.setattr(reducer.communicator, "all_reduce_in_place", fail)
+        reducer.launch(0, gradients(communicator.rank, 0, BUCKETS[0]))
+        error = MemoryError if communicator.rank == 1 else PeerLostError
+        with pytest.raises(error, match="no more flour") as caught:
+            reducer.wait(0)
+        reducer.close()
+        return getattr(caught.value, "rank", None)
+
+    assert spawn(2, work) == [1, None]
+
+
+def test_a_closed_reducer_is_free() -> None:
+    communicator = Communicator(InprocTransport.connect(1)[0])
+    for _ in range(3):  # rings live longer than the graphs that reduce over them
+        reducer = Reducer(communicator, BUCKETS, NonFiniteCheck(communicator))
+        left = weakref.ref(reducer)
+        reducer.close()
+        del reducer
+        gc.collect()
+        assert left() is None

@@ -1,0 +1,53 @@
+"""GradientReduction over two ranks: called eagerly, and with compressors of the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from rings import Spawn
+
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.communicator import Communicator
+from hostopt.process_ring import ProcessRing
+from hostopt.tensorflow.compression import Compression
+from hostopt.tensorflow.gradient_reduction import GradientReduction
+
+
+class InQuarters:
+    """Sends numbers of quarters as integers."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tf.cast(tensor * 4, tf.int32), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        return tf.cast(tensor, context) / 4
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, InQuarters])
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_sums_over_the_ranks(spawn: Spawn, compression: Any, is_eager: bool) -> None:
+    values = np.array([[0.25, -3.0], [7.5, 2.0]], np.float32)  # of each rank
+
+    def work(communicator: Communicator) -> list[Any]:
+        ring = ProcessRing(communicator)
+        reduction = GradientReduction("g", ReduceOp.SUM, compression, ring=lambda: ring)
+        own, variable = values[communicator.rank], tf.Variable([0.0, 0.0])
+
+        def reduce() -> Any:
+            return reduction.reduce([None, tf.constant(own)], [variable, variable])
+
+        if is_eager:
+            return [None if each is None else each.numpy() for each in reduce()]
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            variable = tf.compat.v1.get_variable("v", [2], use_resource=True)
+            nothing, total = reduce()
+            return [nothing, session.run(total)]
+
+    for nothing, total in spawn(2, work):
+        assert nothing is None
+        np.testing.assert_array_equal(total, values.sum(0), strict=True)
