@@ -136,9 +136,10 @@ class Reducer(BucketReducer):
             while True:
                 self._reduce_next()
         except BaseException as error:
-            if self._error is None:
+            is_first = self._error is None
+            self._fail(error)  # before the abort, which would call it with less
+            if is_first:
                 self.communicator.abort(error)
-            self._fail(error)
 
     def _wait_for_progress(self, bucket: int) -> None:
         """Waits for a launch or the end of a reduction. The ring checks its own deadlines."""

@@ -129,15 +129,19 @@ class GrpcTransport(Transport):
     async def _serve(self, service: str) -> None:
         self._client.open()
         self._incoming.listen()
-        await self._server.start(
-            service,
-            self._incoming.on_stream,
-            self._observation.on_observe,
-            Hello=self._rendezvous.on_hello,
-            Status=self._on_status,
-            Details=self._observation.on_details,
-            Leave=self._departure.on_leave,
-        )
+        try:
+            await self._server.start(
+                service,
+                self._incoming.on_stream,
+                self._observation.on_observe,
+                Hello=self._rendezvous.on_hello,
+                Status=self._on_status,
+                Details=self._observation.on_details,
+                Leave=self._departure.on_leave,
+            )
+        except BaseException:
+            await self._incoming.stop(0)
+            raise
 
     async def _connect(self) -> None:
         await self._rendezvous.run()

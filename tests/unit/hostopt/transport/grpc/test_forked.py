@@ -20,10 +20,12 @@ def in_child(look: Callable[[], bool]) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            os._exit(0 if look() else 1)
+            os._exit(11 if look() else 10)
         finally:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (10, 11), f"the child ended with exit code {code}"
+    return code == 11
 
 
 def is_socket(end: socket.socket) -> bool:

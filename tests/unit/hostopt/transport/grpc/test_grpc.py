@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from callers import beside_a_ring, call, check_a_bad_frame
 from harness import deadline_s, jobs_of, reserved_addresses, task_of
@@ -122,7 +123,12 @@ def test_host_names_as_addresses(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPa
 # --- rendezvous -------------------------------------------------------------------------------
 
 
-def test_an_address_in_use_leaves_no_thread(processes: NewRing) -> None:
+def listening() -> set[Any]:
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def test_an_address_in_use_leaves_no_thread_and_no_port(processes: NewRing) -> None:
     address = processes(2).addresses[0]
     host, _, port = address.rpartition(":")
     cluster = Cluster.from_dict({"worker": [address, "127.0.0.1:1"]}, "worker", 0)
@@ -132,8 +138,10 @@ def test_an_address_in_use_leaves_no_thread(processes: NewRing) -> None:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind((host, int(port)))
         other.listen()
+        ports = listening()
         with pytest.raises(ConfigError, match="in use"):
             GrpcTransport(cluster, Options())
+        assert listening() == ports
     for thread in set(threading.enumerate()) - before:
         thread.join(deadline_s(10))
         assert not thread.is_alive(), thread
