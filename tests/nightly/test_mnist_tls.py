@@ -18,14 +18,10 @@ estimator_ext.install()
 MAIN = ROOT / "examples" / "mnist" / "main.py"
 
 
-def test_two_workers_over_mutual_tls(tmp_path: Path) -> None:
+def test_two_workers_over_mutual_tls(tmp_path: Path, ranks: Ranks) -> None:
     directory = write_tls_dir(tmp_path / "tls", trustme.CA())
-    ranks = Ranks(tmp_path)
     arguments = ["--steps", "300", "--model-dir", str(tmp_path / "model")]
     environ = {"HOSTOPT_TLS_DIR": str(directory), "HOSTOPT_COMMUNICATION": "grpc"}
-    try:
-        first, _ = ranks.run(str(MAIN), 2, arguments=arguments, environ=environ)
-    finally:
-        ranks.end()
+    first, _ = ranks.run(str(MAIN), 2, arguments=arguments, environ=environ)
     accuracy = re.search(r"test accuracy: ([0-9.]+)", first.output)
     assert float(accuracy[1]) > 0.9
