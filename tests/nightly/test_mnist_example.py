@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+import trustme
+from certificates import write_tls_dir
 from exports import operation_types
 from harness import ROOT, run_python
 from ranks import Ranks
@@ -73,3 +75,12 @@ def test_two_workers_by_hand(tmp_path: Path, ranks: Ranks) -> None:
     assert "test accuracy: " in first.output
     assert "test accuracy: " not in second.output
     assert "Loss for final step" in second.output
+
+
+def test_two_workers_over_mutual_tls(tmp_path: Path, ranks: Ranks) -> None:
+    directory = write_tls_dir(tmp_path / "tls", trustme.CA())
+    arguments = ["--steps", "300", "--model-dir", str(tmp_path / "model")]
+    environ = {"HOSTOPT_TLS_DIR": str(directory), "HOSTOPT_COMMUNICATION": "grpc"}
+    first, _ = ranks.run(str(MAIN), 2, arguments=arguments, environ=environ)
+    accuracy = re.search(r"test accuracy: ([0-9.]+)", first.output)
+    assert float(accuracy[1]) > 0.9
