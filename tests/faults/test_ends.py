@@ -302,8 +302,7 @@ def test_a_parent_that_ignores_sigchld(
     child = f"open({str(tmp_path / 'attempts')!r}, 'a').write('x'); raise SystemExit({code})"
     before = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
     process = started_by(before, "-np", "1", "--max-restarts", "1", "--", *python(child))
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == code, err
+    process.ended_with(code)
     assert (tmp_path / "attempts").read_text() == "x" * attempts
 
 
@@ -313,8 +312,7 @@ def test_a_parent_that_blocks_signals(started_by: Any, tmp_path: Path) -> None:
     process = started_by(before, "-np", "1", "--", *python(child))
     until((tmp_path / "ready").exists, "start of the rank")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 143, err
+    process.ended_with(143)
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
@@ -325,8 +323,7 @@ def test_closed_standard_descriptors(
     child = "import sys; print('x' * 9); print('y' * 9, file=sys.stderr); sys.exit(7)"
     before = "; ".join(f"os.close({fd})" for fd in closed)
     process = started_by(before, "-np", "2", "--", *python(child))
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 7, err
+    out, err = process.ended_with(7)
     assert ("[chief:0] xxxxxxxxx" in out) == (1 not in closed)
     assert ("[chief:0] yyyyyyyyy" in err) == (2 not in closed)
     assert "SIG" not in err

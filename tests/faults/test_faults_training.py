@@ -60,8 +60,7 @@ def nothing_left(ranks: Ranks) -> Iterator[None]:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, np.ndarray]]:
     """Reads the checkpoints of two ranks without a fault."""
     directory = tmp_path_factory.mktemp("unbroken")
-    ranks = Ranks(directory)
-    try:
+    with Ranks(directory) as ranks:
         for rank in ranks.run(
             "train_with_fault.py", 2, arguments=settings(directory), environ=SHORT
         ):
@@ -70,8 +69,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, np
         result = checkpoints(directory)
         assert sorted(result)[-1] == STEPS
         return result
-    finally:
-        ranks.end()
 
 
 def start(
@@ -105,12 +102,9 @@ FAULTS = [
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """The last checkpoint of a longer run of two ranks without a fault."""
     directory = tmp_path_factory.mktemp("whole")
-    ranks = Ranks(directory)
-    try:
+    with Ranks(directory) as ranks:
         ranks.run("train_with_fault.py", 2, arguments=settings(directory, steps=LAST))
         return checkpoints(directory)[LAST]
-    finally:
-        ranks.end()
 
 
 @pytest.mark.parametrize(("point", "action", "victim", "communication"), FAULTS)

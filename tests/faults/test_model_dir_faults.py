@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from harness import reserved_addresses
 from one_weight import model_fn
 from ranks import Ranks, caught
 
@@ -377,8 +376,7 @@ CELLS: list[tuple[str, dict[str, Any], str, str | None]] = [
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     """Errors of chief and worker for each cell, from one pair of processes."""
     logs = tmp_path_factory.mktemp("logs")
-    ranks = Ranks(logs)
-    with tempfile.TemporaryDirectory() as model_dir, reserved_addresses(2) as addresses:
+    with tempfile.TemporaryDirectory() as model_dir, Ranks(logs) as ranks:
         os.chmod(model_dir, 0o755)
         settings = {
             "model_dir": model_dir,
@@ -388,14 +386,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
             "shuffled": True,
             "cells": [{"name": name, **cell} for name, cell, _, _ in CELLS],
         }
-        try:
-            started = ranks.start(
-                "break_model_dir.py", {"worker": addresses}, arguments=[json.dumps(settings)]
-            )
-            for rank in started:
-                assert rank.wait(360) == 0, rank.output
-        finally:
-            ranks.end()
+        arguments = [json.dumps(settings)]
+        started = ranks.run("break_model_dir.py", 2, limit_s=360, arguments=arguments)
         yield [list(zip(*map(caught, started))), Path(model_dir)]
 
 

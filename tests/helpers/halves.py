@@ -66,18 +66,14 @@ class Halves:
         """Starts the processes and waits for them; returns True if one failed."""
         directory = self._directory / str(size)
         settings = {"directory": str(directory), "names": list(names), "steps": steps}
-        ranks = Ranks(directory)
-        with reserved_addresses(size) as addresses:
-            try:
-                started = ranks.start(
-                    program,
-                    {"worker": addresses},
-                    arguments=[json.dumps(settings)],
-                    environ={**self._environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                )
-                codes = [rank.wait(LIMIT_S) for rank in started]
-            finally:
-                ranks.end()
+        with Ranks(directory) as ranks, reserved_addresses(size) as addresses:
+            started = ranks.start(
+                program,
+                {"worker": addresses},
+                arguments=[json.dumps(settings)],
+                environ={**self._environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            codes = [rank.wait(LIMIT_S) for rank in started]
         outputs = [rank.output for rank in started]
         self._outputs[size].update((name, outputs) for name in names)
         return any(codes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -125,6 +126,59 @@ class Process(subprocess.Popen):
           Its standard output and error.
         """
         return super().communicate(input, None if timeout is None else deadline_s(timeout))
+
+    def ended_with(self, code: int = 0, limit_s: float = 30.0) -> tuple[Any, Any]:
+        """Waits for its end, with that exit code; returns its standard output and error."""
+        out, err = self.communicate(timeout=limit_s)
+        assert self.returncode == code, f"{self.returncode}:\n{out}{err}"
+        return out, err
+
+
+def start_python(
+    *arguments: object, ranks: int = 0, without: str = "", cwd: Path | None = None, **environ: str
+) -> Process:
+    """Starts Python, or several ranks of it that `hostopt run` starts.
+
+    Args:
+      *arguments: those of Python.
+      ranks: number of ranks; 0 starts Python itself.
+      without: regular expression of the names of variables that it does not inherit.
+      cwd: its working directory.
+      **environ: additional environment variables.
+    """
+    inherited = {k: v for k, v in os.environ.items() if not (without and re.match(without, k))}
+    command = [sys.executable, *map(str, arguments)]
+    if ranks:
+        command = [sys.executable, "-m", "hostopt.cli", "run", "-np", str(ranks), "--", *command]
+    return Process(
+        command,
+        cwd=cwd,
+        env={**inherited, **QUIET, "PYTHONPATH": str(ROOT), **environ},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_python(
+    *arguments: object, code: int | None = 0, limit_s: float = 200.0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs what `start_python` starts with the same options, to the end.
+
+    Args:
+      *arguments: those of Python.
+      code: exit code that it must have; None for any.
+      limit_s: seconds in which it must end, on an idle machine.
+      **options: those of `start_python`.
+    """
+    with start_python(*arguments, **options) as process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        finally:
+            process.kill()
+    assert code in (None, process.returncode), f"{process.returncode}:\n{out}{err}"
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def python(code: str) -> list[str]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import QUIET, ROOT, deadline_s
+from harness import ROOT
 from ranks import Ranks
 
 ALONE, SHARDED, BROADCAST, DISTRIBUTED = range(4)
@@ -23,21 +20,6 @@ def run(ranks: Ranks, lab: str, size: int, *arguments: object) -> list[str]:
     """Runs main.py of a lab; returns the output of each rank."""
     main = str(EXAMPLES / lab / "main.py")
     return [rank.output for rank in ranks.run(main, size, arguments=[*map(str, arguments)])]
-
-
-def run_python(*arguments: object, cwd: Path | None = None) -> str:
-    """Runs Python in a process; returns its standard output."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        cwd=cwd,
-        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"},
-        text=True,
-        timeout=deadline_s(100),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def assert_is_picture(file: Path) -> None:

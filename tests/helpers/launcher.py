@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from harness import ROOT, Process, python, until
 
@@ -73,6 +74,12 @@ class Launcher:
         )
         self.started.append(process)
         return process
+
+    def ended(
+        self, *arguments: str, code: int = 0, limit_s: float = 30.0, **options: Any
+    ) -> tuple[str, str]:
+        """Runs a launcher, which must end with that code; returns its output and errors."""
+        return self.run(*arguments, **options).ended_with(code, limit_s)
 
     def pids(self, name: str, count: int) -> list[int]:
         """Waits until `count` processes have noted `name`, and returns their pids."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from collections.abc import Sequence
@@ -10,23 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import PROGRAMS, reserved_addresses
+from local_steps import batch
 from ranks import Rank, Ranks
 
 Model = dict[str, np.ndarray]
 
 
 TRAINED = ("weights", "bias")
-
-
-def batch(rank: int, step: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the batch of the program."""
-    path = PROGRAMS / "local_steps.py"
-    spec = importlib.util.spec_from_file_location("local_steps_program", path)
-    if not hasattr(batch, "module"):
-        batch.module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(batch.module)
-    return batch.module.batch(rank, step, rows)
 
 
 def gradients(model: Model, x: np.ndarray, y: np.ndarray) -> Model:
@@ -183,7 +172,4 @@ def assert_close(models: list[Model], expected: Model, tolerance: float = 1e-10)
 
 def failure(training: Training, codes: list[int], **settings: Any) -> list[Rank]:
     arguments = [training.arguments({"failing": settings})]
-    with reserved_addresses(2) as addresses:
-        ranks = training.ranks.start("local_steps.py", {"worker": addresses}, arguments=arguments)
-        assert [rank.wait() for rank in ranks] == codes, [rank.output for rank in ranks]
-    return ranks
+    return training.ranks.run("local_steps.py", 2, codes=codes, arguments=arguments)

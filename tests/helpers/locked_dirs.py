@@ -16,7 +16,7 @@ def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat()
 
 
-class InTheMiddle(tf.estimator.SessionRunHook):
+class InTheMiddle(tf.compat.v1.train.SessionRunHook):
     """Calls a function once, after a step."""
 
     def __init__(self, fn: Any) -> None:

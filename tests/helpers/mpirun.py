@@ -46,6 +46,7 @@ def run(
     *command: object,
     options: Any = (),
     limit_s: float = 90.0,
+    code: int | None = 0,
     **env: str,
 ) -> Any:
     """Starts a command with the mpirun of a launcher, and returns its result.
@@ -56,9 +57,10 @@ def run(
       *command: the command.
       options: options of mpirun.
       limit_s: seconds in which it must end, on an idle machine.
+      code: exit code that it must have; None for any.
       **env: additional environment variables.
     """
-    return subprocess.run(
+    result = subprocess.run(
         command_of(launcher, size, *command, options=options),
         env=environ_of(launcher, **env),
         capture_output=True,
@@ -66,3 +68,5 @@ def run(
         text=True,
         timeout=deadline_s(limit_s),
     )
+    assert code in (None, result.returncode), f"{result.returncode}: {result.stderr[-3000:]}"
+    return result

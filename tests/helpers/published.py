@@ -25,6 +25,7 @@ def run(
     program: Sequence[str],
     options: Sequence[str] = (),
     is_cluster: bool | None = None,
+    code: int = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program with `python -m estimator_ext`, and saves the variables of each rank.
 
@@ -34,6 +35,7 @@ def run(
       program: a script, or "-m" and a module, with its arguments.
       options: options of `python -m estimator_ext`.
       is_cluster: runs the program under the launcher; None does so for several ranks.
+      code: exit code that it must have.
 
     Returns:
       The completed process, with the output of all ranks.
@@ -44,7 +46,7 @@ def run(
         launcher = []
     runner = [sys.executable, "-m", "estimator_ext", *options, SAVES_VARIABLES]
     path = [str(ROOT), str(PROGRAMS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
+    ran = subprocess.run(
         [*launcher, *runner, *program],
         check=False,
         env={
@@ -59,6 +61,8 @@ def run(
         text=True,
         timeout=LIMIT_S,
     )
+    assert ran.returncode == code, ran.stdout[-6000:]
+    return ran
 
 
 def copy_first_checkpoints(source: Path, target: Path) -> None:

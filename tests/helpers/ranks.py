@@ -103,13 +103,39 @@ class Ranks:
             self.started.append(Rank(name, process, log))
         return self.started[begin:]
 
-    def run(self, program: str, size: int, **options: Any) -> list[Rank]:
-        """Runs `program` on `size` workers, and waits until all of them have succeeded."""
+    def run(
+        self,
+        program: str,
+        size: int,
+        *,
+        codes: Sequence[int] = (0,),
+        limit_s: float = 100.0,
+        **options: Any,
+    ) -> list[Rank]:
+        """Runs `program` on workers, and waits until all of them have ended.
+
+        Args:
+          program: file below tests/programs, or an absolute path.
+          size: number of workers.
+          codes: exit code of each, or one that all of them must have.
+          limit_s: seconds in which each must end, on an idle machine.
+          **options: those of `start`.
+
+        Returns:
+          The workers.
+        """
         with reserved_addresses(size) as addresses:
             ranks = self.start(program, {"worker": addresses}, **options)
-            for rank in ranks:
-                assert rank.wait() == 0, f"{rank.name}:\n{rank.output}"
+            found = [rank.wait(limit_s) for rank in ranks]
+        outputs = "\n".join(f"{rank.name}:\n{rank.output}" for rank in ranks)
+        assert found == list(codes) * (1 if len(codes) > 1 else size), f"{found}\n{outputs}"
         return ranks
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     def end(self) -> None:
         """Kills remaining processes; a test that passes leaves none."""

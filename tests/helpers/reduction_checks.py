@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import numpy as np
-import tensorflow as tf
 from halves import Halves
 from programs.step_reductions import Case
+from summaries import summaries
 
 STEPS = 4
 TOLERANCE = 1e-9
@@ -26,9 +26,7 @@ def check_equal(trained: Halves, case: Case) -> None:
 
 def losses(trained: Halves, size: int, name: str) -> list[float]:
     """Returns the summaries of the chief, step by step."""
-    (path,) = trained.model_dir(size, name).glob("events.*")
-    events = tf.compat.v1.train.summary_iterator(str(path))
-    return [v.simple_value for e in events for v in e.summary.value if v.tag == "loss"]
+    return [value for _, _, value in summaries(trained.model_dir(size, name), "loss")]
 
 
 def check_refused(trained: Halves, case: Case) -> None:

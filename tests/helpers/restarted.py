@@ -37,14 +37,13 @@ def final(directory: Path) -> dict[str, np.ndarray]:
 def run(launcher: Launcher, directory: Path, *options: str, slot: int, **chosen: Any) -> str:
     """Trains under the launcher; a slot is killed in the fourth step of each attempt."""
     fault = {"point": "between-updates", "step": 3, "action": "kill", "slot": slot}
-    process = launcher.run(
+    _, errors = launcher.ended(
         *options,
         "--",
         sys.executable,
         str(PROGRAMS / "train_with_fault.py"),
         arguments(directory, fault=fault, **chosen),
+        limit_s=150,
         **QUIET,
     )
-    _, errors = process.communicate(timeout=150)
-    assert process.returncode == 0, errors
     return errors

@@ -41,8 +41,7 @@ class Served:
 
     def output(self, process: Process, code: int = 0) -> str:
         """Returns the output of a training that has started, and ends with a code."""
-        out, err = process.communicate(timeout=150)
-        assert process.returncode == code, out + err
+        out, err = process.ended_with(code, 150)
         return str(out + err)
 
     def batches(self, task: str) -> list[list[int]]:

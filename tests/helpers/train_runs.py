@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from harness import reserved_addresses
 from ranks import Rank, Ranks
+from summaries import summaries
 
 
 def settings(tmp_path: Path, **chosen: Any) -> list[str]:
@@ -21,15 +21,9 @@ def final(tmp_path: Path, rank: int = 0, optimizer: str = "adam") -> dict[str, n
     return dict(np.load(tmp_path / f"{optimizer}-{rank}.npz"))
 
 
-def evaluated_steps(eval_dir: Path) -> list[int]:
-    """Returns the steps for which an evaluation wrote an accuracy."""
-    return [
-        event.step
-        for path in sorted(eval_dir.glob("events.*"))
-        for event in tf.compat.v1.train.summary_iterator(str(path))
-        for value in event.summary.value
-        if value.tag == "acc"
-    ]
+def evaluated_steps(eval_dir: Path, tag: str = "acc") -> list[int]:
+    """Returns the steps for which an evaluation wrote an accuracy, once for each writer."""
+    return [step for step, _, _ in summaries(eval_dir, tag)]
 
 
 def with_an_evaluator(tmp_path: Path, ranks: Ranks, chosen: dict[str, Any]) -> list[Rank]:

@@ -53,8 +53,7 @@ def end(launcher: Launcher) -> None:
 
 def result(process: Process, code: int) -> tuple[str, list[str]]:
     """Returns standard output, and the lines of standard error."""
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == code, out + err
+    out, err = process.ended_with(code)
     return out, err.splitlines()
 
 

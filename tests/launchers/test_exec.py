@@ -32,7 +32,6 @@ def launcher(request: pytest.FixtureRequest) -> str:
 def test_all_ranks_are_found(launcher: str, way: str, size: int) -> None:
     command = [*HOSTOPT, "exec", "--", *PROGRAM] if way == "exec" else PROGRAM
     result = run(launcher, size, *command)
-    assert result.returncode == 0, result.stderr
     found = reports(result)
     assert [each["rank"] for each in found] == list(range(size))
     assert all(each["ranks"] == list(range(size)) for each in found)
@@ -69,28 +68,27 @@ def test_two_runs_at_the_same_time_do_not_mix(launcher: str, tmp_path: Path) -> 
 
 
 def test_the_exit_code_of_a_rank(launcher: str) -> None:
-    result = run(launcher, 2, *HOSTOPT, "exec", *PROGRAM, "7")
-    assert result.returncode == 7, result.stderr
+    run(launcher, 2, *HOSTOPT, "exec", *PROGRAM, "7", code=7)
 
 
 def test_one_process_needs_no_cluster(launcher: str) -> None:
     code = "import hostopt; print('size', hostopt.connect().size)"
-    result = run(launcher, 1, *HOSTOPT, "exec", "--", sys.executable, "-c", code)
+    result = run(launcher, 1, *HOSTOPT, "exec", "--", sys.executable, "-c", code, code=None)
     assert "size 1" in result.stdout, result.stderr
 
 
 def test_a_tf_config_for_all_processes_is_refused(launcher: str) -> None:
     cluster = {"worker": ["127.0.0.1:1111", "127.0.0.1:1112"]}
     config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
-    result = run(launcher, 2, *HOSTOPT, "exec", "--", "true", TF_CONFIG=json.dumps(config))
-    assert result.returncode == 78
+    result = run(
+        launcher, 2, *HOSTOPT, "exec", "--", "true", TF_CONFIG=json.dumps(config), code=78
+    )
     assert "TF_CONFIG names rank 0 of 2 ranks, but" in result.stderr
 
 
 @pytest.mark.parametrize("missing", ["no-such-command", "missing.py"])
 def test_a_missing_command(launcher: str, missing: str) -> None:
-    result = run(launcher, 2, *HOSTOPT, "exec", "--", missing)
-    assert result.returncode == 2
+    result = run(launcher, 2, *HOSTOPT, "exec", "--", missing, code=2)
     assert missing in result.stderr
 
 
@@ -107,5 +105,4 @@ def test_mnist_trains_with_an_evaluator(launcher: str, tmp_path: Path) -> None:
     example = [sys.executable, str(ROOT / "examples/mnist/main.py")]
     arguments = ["--model-dir", str(tmp_path / "model"), "--steps", "30"]
     result = run(launcher, 3, *HOSTOPT, "exec", "--evaluators", "1", "--", *example, *arguments)
-    assert result.returncode == 0, result.stderr[-3000:]
     assert "accuracy" in result.stdout + result.stderr

@@ -75,9 +75,7 @@ def test_a_task_that_ignores_sigterm_is_killed(launcher: Launcher) -> None:
         note("ready")
         while True: time.sleep(1)
     """)
-    process = launcher.run("-np", "2", *python(code), grace_s=0.1, kill_s=0.5)
-    _, err = process.communicate(timeout=15)
-    assert process.returncode == 3, err
+    _, err = launcher.ended("-np", "2", *python(code), grace_s=0.1, kill_s=0.5, code=3, limit_s=15)
     assert launcher.pids("terminated", 1) == launcher.pids("ready", 1)
     assert "sending SIGKILL to worker:0" in err
 
@@ -136,8 +134,7 @@ def test_a_signal_reaches_every_process_of_every_task(
     )
     ready = launcher.pids("ready", 3)
     process.send_signal(signum)
-    _, err = process.communicate(timeout=15)
-    assert process.returncode == 128 + signum, err
+    process.ended_with(128 + signum, limit_s=15)
     assert sorted(launcher.pids("stopped", 3)) == sorted(ready)
 
 
@@ -222,8 +219,7 @@ def test_an_ignored_signal_stays_ignored(launcher: Launcher) -> None:
     launcher.pids("ready", 1)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=10)
-    assert process.returncode == 143, err
+    out, err = process.ended_with(143, limit_s=10)
     assert lines_of(out, "chief:0") == ["SIG_IGN"]
     assert "SIGHUP" not in err
 

@@ -40,20 +40,26 @@ def test_what_is_hidden_is_in_the_log(launcher: Launcher, tmp_path: Path) -> Non
 
 def test_each_attempt_has_a_log(launcher: Launcher, tmp_path: Path) -> None:
     code = "import os; print('slot', os.environ['HOSTOPT_SLOT']); os.abort()"
-    process = launcher.run(
-        "-np", "1", "--max-restarts", "1", "--log-dir", str(tmp_path), *python(code)
+    launcher.ended(
+        "-np",
+        "1",
+        "--max-restarts",
+        "1",
+        "--log-dir",
+        str(tmp_path),
+        *python(code),
+        code=134,
+        limit_s=20,
     )
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 134, err
     for attempt in (1, 2):
         assert "slot 0" in (tmp_path / f"chief-0.attempt-{attempt}.log").read_text()
 
 
 def test_a_directory_of_logs_that_cannot_be_made(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    process = launcher.run("-np", "1", "--log-dir", str(tmp_path / "file" / "logs"), "true")
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 78, err
+    _, err = launcher.ended(
+        "-np", "1", "--log-dir", str(tmp_path / "file" / "logs"), "true", code=78, limit_s=20
+    )
     assert re.match(r"hostopt: the directory '.*/file/logs' of logs cannot be made: ", err)
     assert err.endswith("Choose another --log-dir\n")
 
@@ -71,9 +77,9 @@ def test_hidden_lines_of_a_program_that_fails_can_be_found(
     launcher: Launcher, tmp_path: Path, code: int
 ) -> None:
     program = f"import sys; print('INFO:the reason', file=sys.stderr); sys.exit({code})"
-    process = launcher.run("-np", "1", *python(program), TMPDIR=str(tmp_path))
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == code
+    _, err = launcher.ended(
+        "-np", "1", *python(program), TMPDIR=str(tmp_path), code=code, limit_s=20
+    )
     if not code:
         assert err == "" and [*tmp_path.glob("hostopt-*")] == []
         return

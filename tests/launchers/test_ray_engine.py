@@ -79,9 +79,7 @@ def test_tasks_run_on_three_nodes_with_an_evaluator(launcher: Launcher, nodes: N
             print("evaluated")
     """)
     options = (*nodes.options, "-np", "3", "--evaluators", "1", "--verbose")
-    process = launcher.run(*options, *command, ONLY_THE_LAUNCHER="x")
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
+    out, err = launcher.ended(*options, *command, ONLY_THE_LAUNCHER="x", limit_s=LIMIT_S)
     tasks = ("chief:0", "worker:0", "worker:1", "evaluator:0")
     lines = {task: lines_of(out, task) for task in tasks}
     assert len({lines[task][0] for task in tasks}) == 4  # nodes
@@ -110,18 +108,25 @@ def test_exit_codes_and_causes(
 ) -> None:
     nodes.have(2)
     then = f"import hostopt\nif slot == 1:\n    {action}\nwait_for('never')"
-    process = launcher.run(*nodes.options, "-np", "2", *by_plan(then), grace_s=0.1, kill_s=0.5)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == code, err
+    _, err = launcher.ended(
+        *nodes.options,
+        "-np",
+        "2",
+        *by_plan(then),
+        grace_s=0.1,
+        kill_s=0.5,
+        code=code,
+        limit_s=LIMIT_S,
+    )
     assert cause in err
     assert f"worker:0: exit code {code}" in err
 
 
 def test_a_script_that_the_nodes_lack(launcher: Launcher, nodes: Nodes, tmp_path: Path) -> None:
     nodes.have(1)
-    process = launcher.run(*nodes.options, "-np", "1", "no-such-program.py")
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2
+    _, err = launcher.ended(
+        *nodes.options, "-np", "1", "no-such-program.py", code=2, limit_s=LIMIT_S
+    )
     assert "no such script: 'no-such-program.py'" in err
 
 
@@ -129,9 +134,7 @@ def test_logs_are_files_of_the_launcher(launcher: Launcher, nodes: Nodes, tmp_pa
     nodes.have(1)
     command = python("print('to the log'); import sys; print('too', file=sys.stderr)")
     logs = ("--log-dir", str(tmp_path / "logs"))
-    process = launcher.run(*nodes.options, "-np", "1", *logs, *command)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
+    launcher.ended(*nodes.options, "-np", "1", *logs, *command, limit_s=LIMIT_S)
     log = (tmp_path / "logs" / "chief-0.attempt-1.log").read_text()
     assert sorted(log.splitlines()) == ["to the log", "too"]
 
@@ -158,8 +161,7 @@ def test_signals_reach_the_tasks(launcher: Launcher, nodes: Nodes, signum: int) 
     process = launcher.run(*nodes.options, "-np", "2", *by_plan(FOREVER))
     pids = launcher.pids("ready", 2)
     process.send_signal(signum)
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signum, err
+    out, _ = process.ended_with(128 + signum, limit_s=LIMIT_S)
     assert lines_of(out, "chief:0") == lines_of(out, "worker:0") == [f"got {signum}"]
     assert all(map(is_gone, (*pids, *launcher.pids("child", 2))))
 
@@ -183,9 +185,9 @@ def test_a_stopped_task_is_killed(launcher: Launcher, nodes: Nodes, stopped: str
         if slot == 0: wait_for("ready", 2 if {stopped} == os.getppid() else 1)
         sys.exit(200) if slot == 0 else time.sleep(600)
     """)
-    process = launcher.run(*nodes.options, "-np", "2", *command, grace_s=0.1, kill_s=0.2)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 200, err
+    _, err = launcher.ended(
+        *nodes.options, "-np", "2", *command, grace_s=0.1, kill_s=0.2, code=200, limit_s=LIMIT_S
+    )
     assert "root cause: worker:0 did not exit in time" in err
 
 
@@ -197,8 +199,7 @@ def test_a_signal_ends_a_run_that_waits_for_nodes(
     process = launcher.run(*nodes.options, "-np", "2", *python("pass"))
     until(lambda: "waiting for room for 2 x CPU=1" in _read_line(process.stderr), "wait", LIMIT_S)
     process.send_signal(signum)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == code
+    _, err = process.ended_with(code, limit_s=LIMIT_S)
     assert "Traceback" not in err
 
 
@@ -211,9 +212,9 @@ def _read_line(stream: Any) -> str:
 
 def test_too_few_nodes(launcher: Launcher, nodes: Nodes) -> None:
     nodes.have(1)
-    process = launcher.run(*nodes.options, "-np", "2", *NO_WAIT, *python("pass"))
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 203, err
+    _, err = launcher.ended(
+        *nodes.options, "-np", "2", *NO_WAIT, *python("pass"), code=203, limit_s=LIMIT_S
+    )
     assert "no room for 2 x CPU=1 (2 nodes, with CPU=1 free in total) within 1 s" in err
 
 
@@ -226,9 +227,7 @@ def test_a_slot_moves_to_a_spare_node(launcher: Launcher, nodes: Nodes) -> None:
         print("size", size)
     """)
     options = ("-np", "2", "--max-restarts", "1")
-    process = launcher.run(*nodes.options, *options, *command, grace_s=0.1)
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
+    out, err = launcher.ended(*nodes.options, *options, *command, grace_s=0.1, limit_s=LIMIT_S)
     assert re.search(r"worker:0: node [\d.]+ \(\w{8}\) lost this task: .*node", err), err
     # in files, as the last line of a task may be lost with its node
     first, second = (note.stem for note in launcher.notes.glob("raylet *"))
@@ -246,9 +245,7 @@ def test_an_evaluator_moves_to_a_spare_node(launcher: Launcher, nodes: Nodes) ->
         wait_for("again")
     """)
     options = ("-np", "1", "--evaluators", "1", "--max-restarts", "1")
-    process = launcher.run(*nodes.options, *options, *command)
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
+    out, err = launcher.ended(*nodes.options, *options, *command, limit_s=LIMIT_S)
     assert re.search(r"evaluator:0: node [\d.]+ \(\w{8}\) lost this task", err), err
     assert lines_of(out, "evaluator:0") != lines_of(out, "chief:0")
 
@@ -271,8 +268,7 @@ def test_a_ring_goes_on_without_a_node_and_takes_one_that_joins(
     launcher.pids("alone", 1)
     nodes.have(2)
     (launcher.notes / "joined.0").touch()
-    out, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
+    out, err = process.ended_with(limit_s=LIMIT_S)
     assert "going on with 1 of 2 places: there is no room for slot 1" in err
     assert "attempt 2 of 0 size 1" in lines_of(out, "chief:0")
     assert "attempt 3 of 0 size 2" in lines_of(out, "chief:0")
@@ -308,14 +304,13 @@ def test_training_goes_on_without_a_dead_node(
 ) -> None:
     nodes.have(3)
     fault = {"point": "between-updates", "step": 5, "action": "kill-node", "slot": 2}
-    process = launcher.run(
+    _, err = launcher.ended(
         *(*nodes.options, "-np", "3", "--min-np", "2", "--max-restarts", "2", *NO_WAIT, "--"),
         *(sys.executable, str(PROGRAMS / "train_with_fault.py")),
         arguments(tmp_path / "elastic", fault=fault),
+        limit_s=200,
         **QUIET,
     )
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
     saved = re.search(r"model.ckpt-(\d+) was saved by 3 ranks, and now there are 2", err)
     assert saved, err
     assert re.search(r"hostopt: steps: +0 to 9", err)  # the summary
@@ -344,8 +339,7 @@ def test_a_signal_to_the_launcher_saves_a_checkpoint(
     checkpoints = (tmp_path / "adam").glob
     until(lambda: any(checkpoints("model.ckpt-[1-9]*.index")), "checkpoint of a step", 120.0)
     process.terminate()
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 143, err
+    _, err = process.ended_with(143, limit_s=LIMIT_S)
     saved = re.search(r"hostopt: model_dir: .*, saved at (\d+)", err)
     assert saved, err
     assert (tmp_path / "adam" / f"model.ckpt-{saved[1]}.index").exists()

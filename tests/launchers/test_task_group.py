@@ -49,9 +49,7 @@ def attempts(launcher: Launcher, slot: int) -> int:
 
 def test_a_ring_is_restarted_until_it_succeeds(launcher: Launcher) -> None:
     command = by_plan({1: [200, -signal.SIGKILL, 76]})
-    process = launcher.run("-np", "2", "--max-restarts", "9", *command)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
+    out, err = launcher.ended("-np", "2", "--max-restarts", "9", *command)
     assert lines_of(out, "chief:0") == [f"attempt {i} of slot 0 with 2" for i in (1, 2, 3, 4)]
     assert lines_of(out, "worker:0") == [f"attempt {i} of slot 1 with 2" for i in (1, 2, 3, 4)]
     assert re.findall(r"root cause: (.*); restarting in ([\d.]+) s", err) == [
@@ -63,18 +61,14 @@ def test_a_ring_is_restarted_until_it_succeeds(launcher: Launcher) -> None:
 
 def test_each_attempt_has_new_ports(launcher: Launcher) -> None:
     then = "print(config['cluster']); sys.exit(200 if attempt == 1 else 0)"
-    process = launcher.run("-np", "1", "--max-restarts", "1", *by_plan({}, then))
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
+    out, _ = launcher.ended("-np", "1", "--max-restarts", "1", *by_plan({}, then))
     first, second = (line for line in lines_of(out, "chief:0") if "chief" in line)
     assert first != second
 
 
 def test_the_last_attempt_determines_the_root_cause(launcher: Launcher) -> None:
     command = by_plan({0: [200] * 9, 1: [-signal.SIGKILL] * 9, 2: [200] * 9})
-    process = launcher.run("-np", "3", "--max-restarts", "2", *command)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGKILL
+    _, err = launcher.ended("-np", "3", "--max-restarts", "2", *command, code=128 + signal.SIGKILL)
     last = "attempt 3 of 3 failed; root cause: worker:0: exit code 137 (SIGKILL); giving up"
     assert f"hostopt: {last}" in err.splitlines()
     assert [attempts(launcher, slot) for slot in range(3)] == [3, 3, 3]
@@ -91,9 +85,7 @@ def test_a_permanent_failure_is_final_even_if_seen_second(launcher: Launcher) ->
         while os.path.exists("/proc/" + supervisor.stem.partition("-")[2]): time.sleep(0.01)
         sys.exit(65)
     """
-    process = launcher.run("-np", "2", "--max-restarts", "5", *by_plan({}, then))
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 65, err
+    _, err = launcher.ended("-np", "2", "--max-restarts", "5", *by_plan({}, then), code=65)
     assert "chief:0 failed first: exit code 200" in err
     assert "worker:0: exit code 65 (CollectiveMismatchError); a restart would fail" in err
     assert attempts(launcher, 0) == 1
@@ -106,9 +98,7 @@ def test_a_frozen_rank_is_named_and_the_ring_restarted(launcher: Launcher) -> No
             sys.exit(200)
     """
     command = by_plan({1: [-signal.SIGSTOP]}, then)
-    process = launcher.run("-np", "2", "--max-restarts", "1", *command, grace_s=0.1, kill_s=0.2)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
+    _, err = launcher.ended("-np", "2", "--max-restarts", "1", *command, grace_s=0.1, kill_s=0.2)
     assert "root cause: worker:0 did not exit in time" in err
 
 
@@ -117,9 +107,7 @@ def test_a_slot_that_fails_repeatedly_is_left_out_and_rejoins(
 ) -> None:
     killed = -signal.SIGKILL
     command = by_plan({1: [killed, killed], 2: [0, 0, 200]})
-    process = launcher.run("-np", "3", "--max-restarts", "5", "--min-np", "2", *command)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
+    out, err = launcher.ended("-np", "3", "--max-restarts", "5", "--min-np", "2", *command)
     assert lines_of(out, "worker:0") == [
         "attempt 1 of slot 1 with 3",
         "attempt 2 of slot 1 with 3",
@@ -136,16 +124,14 @@ def test_a_slot_that_fails_repeatedly_is_left_out_and_rejoins(
 
 def test_the_first_slot_in_use_is_the_chief(launcher: Launcher) -> None:
     command = by_plan({0: [-signal.SIGSEGV, -signal.SIGSEGV]})
-    process = launcher.run("-np", "2", "--max-restarts", "5", "--min-np", "1", *command)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
+    out, _ = launcher.ended("-np", "2", "--max-restarts", "5", "--min-np", "1", *command)
     assert lines_of(out, "chief:0")[-1] == "attempt 3 of slot 1 with 1"
 
 
 def test_the_ring_keeps_its_size_without_min_np(launcher: Launcher) -> None:
-    process = launcher.run("-np", "2", "--max-restarts", "3", *by_plan({1: [200 - 5] * 9}))
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 195, err
+    out, _ = launcher.ended(
+        "-np", "2", "--max-restarts", "3", *by_plan({1: [200 - 5] * 9}), code=195
+    )
     assert len(lines_of(out, "worker:0")) == 4
 
 
@@ -173,11 +159,9 @@ def test_an_evaluator_keeps_running_while_the_ring_restarts(launcher: Launcher) 
             if attempt < 3:
                 sys.exit(200)
     """
-    process = launcher.run(
+    out, _ = launcher.ended(
         "-np", "1", "--evaluators", "1", "--max-restarts", "2", *by_plan({}, then), grace_s=0.0
     )
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
     assert lines_of(out, "evaluator:0") == ["has seen both restarts"]
     assert len(launcher.pids("evaluator", 1)) == 1
 
@@ -193,11 +177,9 @@ def test_a_killed_evaluator_restarts_at_its_address(launcher: Launcher) -> None:
         else:
             while evaluators() < 3: time.sleep(0.01)
     """
-    process = launcher.run(
+    out, err = launcher.ended(
         "-np", "1", "--evaluators", "1", "--max-restarts", "2", *by_plan({}, then)
     )
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
     assert len(lines_of(out, "evaluator:0")) == 3
     assert len(set(lines_of(out, "evaluator:0"))) == 1
     assert len(lines_of(out, "chief:0")) == 1  # training continued
@@ -212,11 +194,17 @@ def test_an_evaluator_ends_when_the_ring_gives_up(launcher: Launcher) -> None:
         while not list(pathlib.Path(os.environ["NOTES"]).glob("evaluator.*")): time.sleep(0.01)
         sys.exit(201)
     """
-    process = launcher.run(
-        "-np", "1", "--evaluators", "1", "--max-restarts", "1", *by_plan({}, then), grace_s=0.0
+    launcher.ended(
+        "-np",
+        "1",
+        "--evaluators",
+        "1",
+        "--max-restarts",
+        "1",
+        *by_plan({}, then),
+        grace_s=0.0,
+        code=201,
     )
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 201, err
     assert len(launcher.pids("evaluator", 1)) == 1
 
 
@@ -248,8 +236,7 @@ def test_after_a_signal_ranks_have_time_to_save_and_are_not_restarted(
     process = launcher.run(*command, grace_s=0.0, kill_s=0.0, preemption_s=preemption_s)
     launcher.pids("ready", 2)
     process.send_signal(signum)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 128 + signum, err
+    _, err = process.ended_with(128 + signum)
     assert len(launcher.pids("saved", 2)) == 2
     assert [attempts(launcher, slot) for slot in (0, 1)] == [1, 1]
     assert "sending" not in err
@@ -264,8 +251,7 @@ def test_a_task_that_does_not_end_after_a_signal_is_killed(launcher: Launcher) -
     process = launcher.run("-np", "2", "--max-restarts", "3", *by_plan({}, then), preemption_s=0.5)
     launcher.pids("ready", 2)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 143, err
+    _, err = process.ended_with(143)
     assert "sending SIGKILL to chief:0, worker:0" in err
 
 
@@ -274,8 +260,7 @@ def test_a_checkpoint_that_cannot_be_saved_after_a_signal_is_an_error(launcher: 
     process = launcher.run("-np", "2", "--max-restarts", "3", *by_plan({}, then))
     launcher.pids("ready", 2)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 74, err
+    _, err = process.ended_with(74)
     assert "root cause: chief:0: exit code 74 (CheckpointError)" in err
 
 
@@ -292,11 +277,7 @@ def test_a_preempted_rank_leaves_the_others_time_to_save_and_all_restart(
             note("saved")
             sys.exit(143)
     """
-    process = launcher.run(
-        "-np", "2", "--max-restarts", "3", *by_plan({}, then), grace_s=0.0, kill_s=0.0
-    )
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
+    launcher.ended("-np", "2", "--max-restarts", "3", *by_plan({}, then), grace_s=0.0, kill_s=0.0)
     assert len(launcher.pids("saved", 1)) == 1
     assert [attempts(launcher, slot) for slot in (0, 1)] == [2, 2]
 

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from typing import Any
-
 import numpy as np
-import tensorflow as tf
-from harness import QUIET, ROOT
-
-v1 = tf.compat.v1
-
-
-CYCLE: list[Any] = []
-CYCLE.append(CYCLE)
-
+from harness import run_python
 
 CLUSTERS = """
 import tensorflow as tf
@@ -46,11 +33,7 @@ for split in (False, True):
 
 def test_overlap_splits_a_cluster_of_xla() -> None:
     flags = "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit --tf_xla_min_cluster_size=2"
-    env = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT), "TF_XLA_FLAGS": flags}
-    done = subprocess.run(
-        [sys.executable, "-c", CLUSTERS], check=False, capture_output=True, text=True, env=env
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", CLUSTERS, TF_XLA_FLAGS=flags)
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("CLUSTERS")]
     (one, *values), (several, *others) = lines
     assert int(one) >= 1 and int(several) >= int(one) + 2, lines  # forward and backward

@@ -14,9 +14,16 @@ MODES = ["eager", "function", "graph"]
 def start(ranks: Ranks, fault: str, mode: str, **environ: str) -> list[Rank]:
     environ = {"HOSTOPT_COLLECTIVE_TIMEOUT_S": "60", **environ}
     with reserved_addresses(2) as addresses:
-        return ranks.start(
-            "api_faults.py", {"worker": addresses}, arguments=[fault, mode], environ=environ
-        )
+        jobs = {"worker": addresses}
+        return ranks.start("api_faults.py", jobs, arguments=[fault, mode], environ=environ)
+
+
+def check_failed(started: list[Rank], *texts: str) -> None:
+    """Checks that all ranks fail, and name the ranks and these texts."""
+    for rank in started:
+        assert rank.wait() != 0, rank.output
+        for text in ["rank 0", "rank 1", *texts]:
+            assert text in rank.output, rank.output
 
 
 DIFFERENCES = {
@@ -39,25 +46,22 @@ DIFFERENCES = {
 def test_calls_that_differ_name_both_ranks_and_values(
     ranks: Ranks, fault: str, communication: str, mode: str
 ) -> None:
-    for rank in start(ranks, fault, mode, HOSTOPT_COMMUNICATION=communication):
-        assert rank.wait() != 0, rank.output
-        for text in ["RAISED", "rank 0", "rank 1", "'x'", *DIFFERENCES[fault]]:
-            assert text in rank.output, rank.output
+    started = start(ranks, fault, mode, HOSTOPT_COMMUNICATION=communication)
+    check_failed(started, "RAISED", "'x'", *DIFFERENCES[fault])
 
 
-@pytest.mark.parametrize("fault", ["gradients", "variables"])
-def test_variables_that_differ_name_both_ranks_and_shapes(ranks: Ranks, fault: str) -> None:
-    for rank in start(ranks, fault, "eager"):
-        assert rank.wait() != 0, rank.output
-        for text in ["rank 0", "rank 1", "[2, 3]", "[3, 3]"]:
-            assert text in rank.output, rank.output
-
-
-def test_gradients_that_ranks_divide_in_different_ways(ranks: Ranks) -> None:
-    for rank in start(ranks, "op of gradients", "eager"):
-        assert rank.wait() != 0, rank.output
-        for text in ["CollectiveMismatchError", "rank 0", "rank 1", "op=average", "op=sum"]:
-            assert text in rank.output, rank.output
+@pytest.mark.parametrize(
+    ("fault", "texts"),
+    [
+        ("gradients", ["[2, 3]", "[3, 3]"]),
+        ("variables", ["[2, 3]", "[3, 3]"]),
+        ("op of gradients", ["CollectiveMismatchError", "op=average", "op=sum"]),
+    ],
+)
+def test_variables_that_differ_name_both_ranks_and_values(
+    ranks: Ranks, fault: str, texts: list[str]
+) -> None:
+    check_failed(start(ranks, fault, "eager"), *texts)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-from harness import QUIET, ROOT, Process
+from harness import run_python, start_python
 
 BEGIN = """
 import os, sys
@@ -16,22 +14,6 @@ from estimator_ext.atomic_files import write_atomically
 write_atomically()
 path = sys.argv[1]
 """
-
-
-def start(code: str, path: Path) -> Process:
-    return Process(
-        [sys.executable, "-c", BEGIN + code, str(path)],
-        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(code: str, path: Path) -> None:
-    process = start(code, path)
-    output = process.communicate(timeout=60)[1]
-    assert process.returncode == 0, output
 
 
 def test_concurrent_writers_and_readers_see_complete_files(tmp_path: Path) -> None:
@@ -43,9 +25,9 @@ for _ in range(40):
     found = sum(1 for _ in tf.compat.v1.io.tf_record_iterator(path))
     assert found == 300, found
 """
-    processes = [start(code, tmp_path / "records") for _ in range(3)]
-    outputs = [process.communicate(timeout=100)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    processes = [start_python("-c", BEGIN + code, tmp_path / "records") for _ in range(3)]
+    for process in processes:
+        process.ended_with(0, 100)
     assert os.listdir(tmp_path) == ["records"]
 
 
@@ -99,5 +81,5 @@ for make in (tf.io.TFRecordWriter, lambda name: tf.io.gfile.GFile(name, "w").wri
     raise AssertionError("no error")
 """
     (tmp_path / "text").write_text("old")
-    run(code, tmp_path)
+    run_python("-c", BEGIN + code, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["dropped", "link", "records", "text"]

@@ -31,7 +31,6 @@ class Trainings:
         self._directory = directory
         self._size = size
         self._settings = {"model_dir": str(directory / "model"), **settings}
-        self._ranks = Ranks(directory)
         self._count = 0
         directory.mkdir(exist_ok=True)
 
@@ -39,16 +38,11 @@ class Trainings:
         """Trains; checks the exit code of rank 0, and returns the ranks."""
         self._count += 1
         chosen = {**self._settings, **settings, "records": str(self._records())}
-        with reserved_addresses(self._size) as addresses:
-            arguments = [json.dumps(chosen)]
-            jobs = {"worker": addresses}
-            try:
-                started = self._ranks.start("generator_input.py", jobs, arguments=arguments)
-                codes = [rank.wait() for rank in started]
-            finally:
-                self._ranks.end()
-        output = "\n".join(rank.output for rank in started)
-        assert codes[0] == code, output
+        with reserved_addresses(self._size) as addresses, Ranks(self._directory) as ranks:
+            jobs, arguments = {"worker": addresses}, [json.dumps(chosen)]
+            started = ranks.start("generator_input.py", jobs, arguments=arguments)
+            codes = [rank.wait() for rank in started]
+        assert codes[0] == code, "\n".join(rank.output for rank in started)
         return started
 
     def _records(self) -> Path:

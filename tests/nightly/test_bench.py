@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from harness import ROOT, Process, reserved_addresses
+from harness import reserved_addresses, run_python, start_python
 
 from hostopt import bench
 
-
-def bench_command(*arguments: str, **environ: str) -> Process:
-    return Process(
-        [sys.executable, "-m", "hostopt.cli", "bench", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+BENCH = ("-m", "hostopt.cli", "bench")
 
 
 def test_local_ranks_print_one_table(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     arguments = ["-np", "3", "--sizes", "12", "96KiB", "--repetitions", "2", "--json", str(path)]
-    process = bench_command(*arguments, "--communication", "grpc")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    lines = out.splitlines()
+    lines = run_python(*BENCH, *arguments, "--communication", "grpc").stdout.splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| 12 B", "| 96 KiB"]
     timings = bench.load(path)
     assert [timing.size_bytes for timing in timings] == [12, 96 << 10]
@@ -47,8 +33,7 @@ def test_each_rank_can_be_started_by_hand(tmp_path: Path) -> None:
             for index in range(2)
         ]
         arguments = ["--sizes", "1KiB", "--repetitions", "1", "--compression", "none"]
-        ranks = [bench_command(*arguments, TF_CONFIG=json.dumps(task)) for task in tasks]
-        outputs = [rank.communicate(timeout=60) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+        ranks = [start_python(*BENCH, *arguments, TF_CONFIG=json.dumps(task)) for task in tasks]
+        outputs = [rank.ended_with(0, 60) for rank in ranks]
     assert "| 1 KiB |" in outputs[0][0]
     assert outputs[1][0] == ""

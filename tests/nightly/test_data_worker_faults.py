@@ -21,13 +21,22 @@ def steps(served: Served) -> int:
     return min(len(served.batches(task)) for task in ("chief-0", "worker-0"))
 
 
+def await_steps(served: Served) -> None:
+    until(lambda: steps(served) >= 5, "5 steps", 100)
+
+
+def kill(served: Served, task: str) -> None:
+    """Kills a process of the launcher after 5 steps."""
+    await_steps(served)
+    (pid,) = served.launcher.pids(f"started-{task}", 1)
+    os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_killed_data_worker_is_restarted_and_the_epoch_ends(served: Served, index: int) -> None:
     arguments = ("-np", "2", "--data-workers", "2", "--max-restarts", "1")
     process = served.start(*arguments, count=1200, step_s=0.1)
-    until(lambda: steps(served) >= 5, "5 steps", 100)
-    (pid,) = served.launcher.pids(f"started-data-{index}", 1)
-    os.kill(pid, signal.SIGKILL)
+    kill(served, f"data-{index}")
     output = served.output(process)
     assert f"data:{index}: exit code 137 (SIGKILL); restarting it in" in output
     assert "elements that it had taken, and those in its shuffle buffers, are lost" in output
@@ -41,9 +50,7 @@ def test_without_a_restart_left_the_ranks_end_and_the_data_worker_is_named(
     served: Served,
 ) -> None:
     process = served.start("-np", "2", "--data-workers", "2", epochs=0, step_s=0.1)
-    until(lambda: steps(served) >= 5, "5 steps", 100)
-    (pid,) = served.launcher.pids("started-data-1", 1)
-    os.kill(pid, signal.SIGKILL)
+    kill(served, "data-1")
     output = served.output(process, 128 + signal.SIGKILL)
     assert "root cause: data:1: exit code 137 (SIGKILL)" in output
     assert output.splitlines()[-1].endswith(
@@ -59,7 +66,7 @@ def test_a_data_worker_that_always_fails_ends_the_run(served: Served) -> None:
 
 def test_a_signal_saves_the_ranks_before_the_data_workers_end(served: Served) -> None:
     process = served.start("-np", "2", "--data-workers", "2", epochs=0, step_s=0.1)
-    until(lambda: steps(served) >= 5, "5 steps", 100)
+    await_steps(served)
     process.send_signal(signal.SIGTERM)
     output = served.output(process, 128 + signal.SIGTERM)
     (saved,) = served.directory.glob("model/model.ckpt-[1-9]*.index")
@@ -70,9 +77,7 @@ def test_the_data_workers_serve_the_next_attempt_of_the_ranks(served: Served) ->
     arguments = ("-np", "2", "--data-workers", "1", "--max-restarts", "1")
     config = {"save_checkpoints_steps": 2}
     process = served.start(*arguments, count=200, step_s=0.1, config=config)
-    until(lambda: steps(served) >= 5, "5 steps", 100)
-    (pid,) = served.launcher.pids("started-worker-0", 1)
-    os.kill(pid, signal.SIGKILL)
+    kill(served, "worker-0")
     output = served.output(process)
     assert "restarting in" in output
     assert "the data are read from the beginning" in output
@@ -109,7 +114,7 @@ def test_data_workers_end_after_the_chief(started: Any, tmp_path: Path) -> None:
 
 def test_a_signal_to_all_processes_saves_a_checkpoint(started: Any, tmp_path: Path) -> None:
     processes = started(epochs=0, step_s=0.1)
-    until(lambda: steps(Served(tmp_path)) >= 5, "5 steps", 100)
+    await_steps(Served(tmp_path))
     for rank in processes:
         rank.signal(signal.SIGTERM)
     for rank in processes:
@@ -121,7 +126,7 @@ def test_a_dispatcher_without_a_journal_that_comes_back_ends_the_ranks(
     started: Any, tmp_path: Path
 ) -> None:
     chief, worker, first, second = started(epochs=0, step_s=0.1)
-    until(lambda: steps(Served(tmp_path)) >= 5, "5 steps", 100)
+    await_steps(Served(tmp_path))
     first.signal(signal.SIGKILL)
     first.wait()
     (again,) = started(tasks=[("data", 0)], epochs=0)
@@ -134,7 +139,7 @@ def test_a_dispatcher_without_a_journal_that_comes_back_ends_the_ranks(
 def test_a_data_worker_that_stays_away_is_named_on_all_ranks(started: Any, signum: Any) -> None:
     environ = {"HOSTOPT_RENDEZVOUS_TIMEOUT_S": "40"}
     chief, worker, first, second = started(epochs=0, step_s=0.1, environ=environ)
-    until(lambda: steps(Served(chief.log.parent)) >= 5, "5 steps", 100)
+    await_steps(Served(chief.log.parent))
     first.signal(signum)
     for rank in (chief, worker):
         assert rank.wait() == 200, rank.output

@@ -44,11 +44,8 @@ class Ends:
         self.directory = directory
         runs = [{**chosen, "model_dir": str(directory / name)} for name, chosen in RUNS.items()]
         common = {"optimizers": ["adam"], "steps": 6, "desync_check_steps": 1, "catch": True}
-        ranks = Ranks(directory)
-        try:
+        with Ranks(directory) as ranks:
             started = ranks.run("train.py", 2, arguments=[json.dumps({**common, "runs": runs})])
-        finally:
-            ranks.end()
         self._ends = [caught(rank) for rank in started]
 
     def of(self, name: str) -> list[dict[str, Any] | None]:

@@ -95,13 +95,10 @@ def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def served_by(size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    ranks = Ranks(tmp_path_factory.mktemp("servers"))
-    try:
+    with Ranks(tmp_path_factory.mktemp("servers")) as ranks:
         (process,) = ranks.start("data_servers.py", {"data": ["unused"]}, arguments=[str(size)])
         process.wait_for_output("serves at ")
         yield Servers(size, process.output.rpartition("serves at ")[2].split()[0])
-    finally:
-        ranks.end()
 
 
 def records(path: Path, **options: Any) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import trustme
 from certificates import write_tls_dir
 from doctors import examine_alone, install, texts, tf_config
@@ -20,6 +19,7 @@ from harness import (
     deadline_s,
     listens,
     reserved_addresses,
+    start_python,
 )
 from rings import NewRing
 
@@ -31,14 +31,7 @@ DOCTOR = [sys.executable, "-m", "hostopt.cli", "doctor"]
 
 
 def start(*arguments: str, **environ: str) -> Process:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HOSTOPT_", "TF_"))}
-    return Process(
-        [sys.executable, "-m", "hostopt.cli", *arguments],
-        env={**clean, "PYTHONPATH": str(ROOT), **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return start_python("-m", "hostopt.cli", *arguments, without="HOSTOPT_|TF_", **environ)
 
 
 def start_all(
@@ -59,17 +52,15 @@ def start_all(
 
 def test_findings_of_a_healthy_machine(tmp_path: Path) -> None:
     doctor = start("doctor", "--model-dir", str(tmp_path), TF_USE_LEGACY_KERAS="1")
-    out, err = doctor.communicate(timeout=60)
-    assert (doctor.returncode, err) == (0, "")
+    out, err = doctor.ended_with(0, 60)
+    assert err == ""
     assert {line.split()[0] for line in out.splitlines()} <= {OK, NOTE}
     assert f"numpy {importlib.metadata.version('numpy')}" in out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_finding_exits_with_the_code_of_a_config_error() -> None:
-    doctor = start("doctor", HOSTOPT_BUKET_MB="3")
-    out, _ = doctor.communicate(timeout=60)
-    assert doctor.returncode == ConfigError.exit_code
+    out, _ = start("doctor", HOSTOPT_BUKET_MB="3").ended_with(ConfigError.exit_code, 60)
     assert "WRONG hostopt does not read HOSTOPT_BUKET_MB" in out
 
 
@@ -78,8 +69,7 @@ def test_a_wrong_finding_exits_with_the_code_of_a_config_error() -> None:
 
 def test_checks_between_connected_doctors(tmp_path: Path) -> None:
     doctor = start("run", "-np", "3", "--", *DOCTOR, "--model-dir", str(tmp_path / "model"))
-    out, err = doctor.communicate(timeout=60)
-    assert doctor.returncode == 0, out + err
+    out, _ = doctor.ended_with(0, 60)
     for task in ("chief:0", "worker:0", "worker:1"):
         lines = re.findall(rf"^\[{task}\] (.*)$", out, re.MULTILINE)
         assert {line.split()[0] for line in lines} <= {OK, NOTE}
@@ -110,6 +100,9 @@ def test_connected_doctors_name_differences(tmp_path: Path) -> None:
     assert re.search("^note  model_dir is not shared: rank 1 cannot see rank 0's", chief[1], re.M)
 
 
+CONNECTED = "^ok    all 2 ranks are connected, with the same options$"
+
+
 def test_several_evaluators_connect_to_each_other() -> None:
     with reserved_addresses(3) as addresses:
         config = {"cluster": {"chief": addresses[:1], "evaluator": addresses[1:]}}
@@ -120,34 +113,36 @@ def test_several_evaluators_connect_to_each_other() -> None:
         result = start_all(addresses, *doctors)
     for code, output in result:
         assert code == 0
-        assert "ok    all 2 ranks are connected, with the same options" in output
+        assert re.search(CONNECTED, output, re.MULTILINE)
 
 
-def test_doctors_with_different_options_do_not_connect() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "finding"),
+    [
+        (
+            {},
+            {"HOSTOPT_COMPRESSION": "fp16"},
+            "^WRONG rank 0 .* has compression None, rank 1 .*'fp16'",
+        ),
+        ({"HOSTOPT_TOKEN": "one"}, {"HOSTOPT_TOKEN": "another"}, "^WRONG .*token"),
+        ({"HOSTOPT_TLS_DIR": "tls"}, {"HOSTOPT_TLS_DIR": "tls"}, CONNECTED),
+    ],
+    ids=["other options", "another token", "TLS"],
+)
+def test_doctors_connect_with_equal_options_and_secrets(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: dict[str, str],
+    second: dict[str, str],
+    finding: str,
+) -> None:
+    write_tls_dir(tmp_path / "tls", trustme.CA())
+    monkeypatch.chdir(tmp_path)
     with reserved_addresses(2) as addresses:
-        result = start_all(addresses, {}, {"HOSTOPT_COMPRESSION": "fp16"})
+        result = start_all(addresses, first, second)
     for code, output in result:
-        assert code == ConfigError.exit_code
-        assert re.search(
-            "^WRONG rank 0 .* has compression None, rank 1 .*'fp16'", output, re.MULTILINE
-        )
-
-
-def test_a_doctor_with_another_token_is_refused() -> None:
-    with reserved_addresses(2) as addresses:
-        result = start_all(addresses, {"HOSTOPT_TOKEN": "one"}, {"HOSTOPT_TOKEN": "another"})
-    for code, output in result:
-        assert code == ConfigError.exit_code
-        assert re.search("^WRONG .*token", output, re.MULTILINE)
-
-
-def test_doctors_connect_over_tls(tmp_path: Path) -> None:
-    environ = {"HOSTOPT_TLS_DIR": str(write_tls_dir(tmp_path / "tls", trustme.CA()))}
-    with reserved_addresses(2) as addresses:
-        result = start_all(addresses, environ, environ)
-    for code, output in result:
-        assert code == 0
-        assert "ok    all 2 ranks are connected, with the same options" in output
+        assert code == (0 if finding == CONNECTED else ConfigError.exit_code)
+        assert re.search(finding, output, re.MULTILINE)
 
 
 def test_a_doctor_reports_the_loss_of_its_peer(processes: NewRing) -> None:

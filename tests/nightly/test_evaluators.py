@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from harness import reserved_addresses
 from ranks import Rank, Ranks
+from train_runs import evaluated_steps
 
 import estimator_ext
 
@@ -44,17 +44,6 @@ def result_of(rank: Rank) -> Any:
     return json.loads(line[len("RESULT") :])
 
 
-def evaluated_steps(eval_dir: Path) -> list[int]:
-    """Returns the steps for which an evaluation wrote an accuracy, once for each writer."""
-    return [
-        event.step
-        for path in eval_dir.glob("events.*")
-        for event in tf.compat.v1.train.summary_iterator(str(path))
-        for value in event.summary.value
-        if value.tag == "accuracy"
-    ]
-
-
 def test_three_evaluators_compute_the_metrics_of_one(tmp_path: Path, started: Any) -> None:
     chief, *evaluators = started(3)
     for rank in (chief, *evaluators):
@@ -69,7 +58,7 @@ def test_three_evaluators_compute_the_metrics_of_one(tmp_path: Path, started: An
             tolerance = 0 if name in COUNTS else 1e-6
             np.testing.assert_allclose(metrics[name], value, 0, tolerance, err_msg=name)
     # a single writer
-    assert evaluated_steps(tmp_path / "model" / "eval").count(20) == 1
+    assert evaluated_steps(tmp_path / "model" / "eval", "accuracy").count(20) == 1
     assert len(list((tmp_path / "model" / "eval").glob("events.*"))) == 1
 
 
@@ -81,7 +70,7 @@ def test_each_evaluator_has_a_different_eval_spec(tmp_path: Path, started: Any) 
         assert np.sum(metrics["confusion"]) == count
     assert chief.wait() == 0, chief.output
     for name in ("few", "all"):
-        assert evaluated_steps(tmp_path / "model" / f"eval_{name}")[-1] == 20
+        assert evaluated_steps(tmp_path / "model" / f"eval_{name}", "accuracy")[-1] == 20
 
 
 def test_a_killed_evaluator_ends_the_others_but_not_the_training(started: Any) -> None:
@@ -93,9 +82,3 @@ def test_a_killed_evaluator_ends_the_others_but_not_the_training(started: Any) -
         assert "PeerLostError" in rank.output
         assert "rank 1 (evaluator:1, 127.0.0.1:" in rank.output
     assert chief.wait() == 0, chief.output
-
-
-# -- refused -------------------------------------------------------------------------------
-
-
-# -- which metrics can be summed -----------------------------------------------------------

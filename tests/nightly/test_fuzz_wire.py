@@ -49,6 +49,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 MOST_BYTES = 1 << 16
 CLUSTER = Cluster.from_dict(jobs_of([f"127.0.0.1:{port}" for port in (1, 2, 3)]), "chief", 0)
+PAIR = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
 ERROR = {"kind": "PeerLostError", "message": "gone", "facts": {"rank": 1, "task": "worker:0"}}
 TAG = [0, 5, 0, 1, 2, 3, 77]
 NOTES: dict[str, dict[str, Any]] = {
@@ -181,22 +182,27 @@ GOOD = (b"HO", 4, 1, *TAG, 5, 8, 9, 0)
 CHANGES = st.tuples(st.integers(1, 13), st.sampled_from([0, 1, 3, 5, 8, 9, 255]))
 
 
-@more
-@given(
-    st.lists(CHANGES, max_size=2).map(dict),
-    st.binary(max_size=9) | st.just(b"flour"),
-    st.booleans(),
-)
-def test_frame_with_correct_checksum_is_read_or_refused(
-    changes: dict[int, int], payload: bytes, whole: bool
-) -> None:
+@st.composite
+def frames(draw: st.DrawFn) -> tuple[list[Any], bytes, bytes]:
+    """Fields, header and payload of a frame, whose checksum is that of the header or of all."""
+    changes = dict(draw(st.lists(CHANGES, max_size=2)))
+    payload = draw(st.binary(max_size=9) | st.just(b"flour"))
     fields = [changes.get(place, value) for place, value in enumerate(GOOD)]
     begin = FRAME.pack(*fields)
-    crc = zlib.crc32(begin + payload if whole else begin)
+    crc = zlib.crc32(begin + payload if draw(st.booleans()) else begin)
+    return fields, begin + struct.pack("<I", crc), payload
+
+
+@more
+@given(frames())
+def test_frame_with_correct_checksum_is_read_or_refused(
+    frame: tuple[list[Any], bytes, bytes],
+) -> None:
+    fields, header, payload = frame
     reader = FrameReader(Origin(8, 9))
     with contextlib.suppress(ProtocolError):
-        result = reader.read(begin + struct.pack("<I", crc) + payload)
-        assert len(begin) + 4 == HEADER_BYTES
+        result = reader.read(header + payload)
+        assert len(header) == HEADER_BYTES
         assert (fields[1], *fields[10:13]) == (4, len(payload), 8, 9)
         assert result is None or result == (Tag(*fields[3:10]), payload)
 
@@ -209,8 +215,7 @@ GREETING_CHANGES = st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 3, 4, 7, 
 
 
 def security_of(token: str) -> Security:
-    cluster = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
-    return Security(cluster, Options(), {"HOSTOPT_TOKEN": token} if token else {})
+    return Security(PAIR, Options(), {"HOSTOPT_TOKEN": token} if token else {})
 
 
 @more
@@ -243,25 +248,18 @@ def test_a_greeting_is_accepted_or_refused(
 
 
 @more
-@given(
-    st.lists(CHANGES, max_size=2).map(dict),
-    st.binary(max_size=9) | st.just(b"flour"),
-    st.booleans(),
-)
+@given(frames())
 def test_a_frame_on_a_socket_touches_only_its_own_buffer(
-    changes: dict[int, int], payload: bytes, whole: bool
+    frame: tuple[list[Any], bytes, bytes],
 ) -> None:
-    fields = [changes.get(place, value) for place, value in enumerate(GOOD)]
-    begin = FRAME.pack(*fields)
-    crc = zlib.crc32(begin + payload if whole else begin)
-    cluster = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
-    mailbox, into = Mailbox(cluster, Options(), print, print), bytearray(5)
+    fields, header, payload = frame
+    mailbox, into = Mailbox(PAIR, Options(), print, print), bytearray(5)
 
     async def receive() -> None:
         caller, called = data_sockets()
         receiver = FrameReceiver(called, FrameReader(Origin(8, 9)), mailbox, 1, MOST_BYTES)
         with mailbox.destinations.offer(1, Tag(*TAG), memoryview(into)):
-            await caller.write([begin, struct.pack("<I", crc), payload])
+            await caller.write([header, payload])
             caller.close()
             try:
                 await receiver.run()

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import PROGRAMS
-from keras_programs import HAS_KERAS_3, python
+from harness import PROGRAMS, run_python
+from keras_ranks import HAS_KERAS_3
 
 KERAS_2, KERAS_3 = "hostopt.tensorflow.keras", "hostopt.keras"
 MODULES = [KERAS_2, KERAS_3] if HAS_KERAS_3 else [KERAS_2]
@@ -15,8 +15,7 @@ MODULES = [KERAS_2, KERAS_3] if HAS_KERAS_3 else [KERAS_2]
 
 def run_checks(program: str, *arguments: str) -> set[str]:
     """Runs a program of checks on two ranks, and returns the names of those that both passed."""
-    done = python(str(PROGRAMS / program), *arguments, ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python(PROGRAMS / program, *arguments, ranks=2)
     lines = re.findall(r"^\[(\S+)\] (?:passed|equal): (.*)$", done.stdout, re.MULTILINE)
     by_rank = [{name for task, name in lines if task == rank} for rank in ("chief:0", "worker:0")]
     assert by_rank[0] == by_rank[1]
@@ -47,7 +46,7 @@ def test_callbacks_and_loss_scales(module: str) -> None:
 def test_another_keras_is_refused() -> None:
     # other backends are not installed
     code = "import keras; keras.backend.backend = lambda: 'jax'; import hostopt.keras"
-    done = python("-c", code)
+    done = run_python("-c", code, code=None)
     assert done.returncode != 0
     if HAS_KERAS_3:
         assert "Set KERAS_BACKEND=tensorflow in the environment" in done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import run_python
 from lab_runs import (
     ALONE,
     BROADCAST,
@@ -18,10 +19,10 @@ from lab_runs import (
     assert_is_picture,
     assert_ways_send_less_and_less,
     run,
-    run_python,
 )
 from ranks import Ranks
 
+DRAWS = {"MPLBACKEND": "Agg"}
 NOTEBOOK = EXAMPLES / "linear_regression" / "lab.ipynb"
 WORKERS = 2  # three would only take longer
 # far above rounding errors, far below the distance of workers that are not synchronized
@@ -44,7 +45,7 @@ def notebook() -> tuple[str, str]:
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     program = "\n\n".join([*code, "print(output, alone, sep=chr(10))"])
     program = program.replace("WORKERS = 3", f"WORKERS = {WORKERS}")
-    lines = run_python("-c", program, cwd=NOTEBOOK.parent).splitlines()
+    lines = run_python("-c", program, cwd=NOTEBOOK.parent, **DRAWS).stdout.splitlines()
     return lines[-2], lines[-1]
 
 
@@ -99,7 +100,7 @@ def test_keras_mnist_learns_the_digits(ranks: Ranks, tmp_path: Path) -> None:
 
     picture = tmp_path / "runs.png"
     file = tmp_path / "history.json"
-    run_python(EXAMPLES / "keras_mnist" / "plot.py", file, file, "--output", picture)
+    run_python(EXAMPLES / "keras_mnist" / "plot.py", file, file, "--output", picture, **DRAWS)
     assert_is_picture(picture)
 
 

@@ -135,9 +135,7 @@ def test_the_complete_error_is_shown_without_a_directory(
     """
     script = tmp_path / "main.py"
     script.write_text(textwrap.dedent(code))
-    process = launcher.run("-np", "2", "--", str(script))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    _, err = launcher.ended("-np", "2", "--", str(script), code=1, limit_s=60)
     assert "[worker:0] During handling of the above exception" in err
     assert "[chief:0] Traceback" in err
     assert err.splitlines()[-1] == "hostopt: worker:0: ValueError: of rank 1"

@@ -58,12 +58,8 @@ def test_a_killed_training_resumes_exactly(training: Training, name: str, at: in
     settings = BROKEN[name]
     expected = training.run(2, expected=settings)["expected"]
     arguments = [training.arguments({"broken": {**settings, "kill": [1, at]}})]
-    with reserved_addresses(2) as addresses:
-        chief, worker = training.ranks.start(
-            "local_steps.py", {"worker": addresses}, arguments=arguments
-        )
-        assert worker.wait() == -9
-        assert chief.wait() == hostopt.errors.PeerLostError.exit_code
+    codes = [hostopt.errors.PeerLostError.exit_code, -9]
+    training.ranks.run("local_steps.py", 2, codes=codes, arguments=arguments)
     saved = tf.train.latest_checkpoint(str(training.directory / "broken" / "model"))
     assert {"whole": 10, "fragments": 7, "uneven": 10}[name] <= int(saved.rpartition("-")[2]) <= at
     models = training.run(2, broken=settings)["broken"]
@@ -127,17 +123,12 @@ def test_a_variable_that_one_rank_changes(training: Training) -> None:
 
 
 def test_ranks_with_different_options(training: Training) -> None:
-    directory = training.directory
     arguments = {
         f"worker:{rank}": [training.arguments({"x": {"strategy": {"sync_every": 5 + rank}}})]
         for rank in range(2)
     }
-    with reserved_addresses(2) as addresses:
-        ranks = training.ranks.start(
-            "local_steps.py", {"worker": addresses}, task_arguments=arguments
-        )
-        codes = [rank.wait() for rank in ranks]
-    assert codes == [hostopt.errors.CollectiveMismatchError.exit_code] * 2, directory
+    codes = [hostopt.errors.CollectiveMismatchError.exit_code]
+    ranks = training.ranks.run("local_steps.py", 2, codes=codes, task_arguments=arguments)
     assert "'sync_every': rank 0 has 5, rank 1 has 6" in ranks[1].output
 
 

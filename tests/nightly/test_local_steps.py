@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import QUIET, deadline_s, python
+from harness import run_python
 from local_training import (
     INNER,
     OUTER,
@@ -89,15 +87,14 @@ def training(ranks: Ranks, tmp_path: Path) -> Training:
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Training, Any]]:
     """Trainings with each pair of optimizers."""
     directory = tmp_path_factory.mktemp("pairs")
-    ranks = Ranks(directory)
     trainings = {
         f"{inner}, {outer}": {"inner": inner, "outer": outer, "strategy": {"sync_every": 6}}
         for inner in INNER
         for outer in OUTER
     }
-    training = Training(ranks, directory)
-    yield training, training.run(2, **trainings)
-    ranks.end()
+    with Ranks(directory) as ranks:
+        training = Training(ranks, directory)
+        yield training, training.run(2, **trainings)
 
 
 @pytest.mark.parametrize("outer", OUTER)
@@ -201,10 +198,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], Model]] = {
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Training, Any]]:
     directory = tmp_path_factory.mktemp("variants")
-    ranks = Ranks(directory)
-    training = Training(ranks, directory)
-    yield training, training.run(2, **{name: settings for name, (settings, _) in VARIANTS.items()})
-    ranks.end()
+    settings = {name: settings for name, (settings, _) in VARIANTS.items()}
+    with Ranks(directory) as ranks:
+        training = Training(ranks, directory)
+        yield training, training.run(2, **settings)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -296,9 +293,5 @@ def test_ftrl_with_averaged_slots(training: Training) -> None:
 def test_an_option_that_is_refused_ends_a_program_with_its_exit_code(tmp_path: Path) -> None:
     code = "import estimator_ext; estimator_ext.HostOffloadStrategy(sync_every=2, sync_delay=2)"
     report = tmp_path / "report"
-    environ = {**os.environ, **QUIET, "HOSTOPT_ERROR_FILE": str(report)}
-    process = subprocess.run(
-        python(code), env=environ, timeout=deadline_s(50), capture_output=True, check=False
-    )
-    assert process.returncode == hostopt.ConfigError.exit_code
+    run_python("-c", code, code=hostopt.ConfigError.exit_code, HOSTOPT_ERROR_FILE=str(report))
     assert "sync_delay is 2, wanted at most 1" in report.read_text()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from rule_models import BATCH, FEATURES, Losses, X, data, make_estimator, model_fn
+from summaries import summaries
 
 import estimator_ext
 import hostopt
@@ -164,7 +165,7 @@ def test_hooks_between_loops(tmp_path: Path) -> None:
     estimator.train(data(100), hooks=[stop], saving_listeners=[Listener()])
     assert saved == [0, 8, 16, 20]
     assert len(summaries(tmp_path, "global_step/sec")) == 2  # after 12 and 20 steps
-    sizes = summaries(tmp_path, "size")
+    sizes = [size for _, _, size in summaries(tmp_path, "size")]
     assert len(sizes) == 5
     for loop, size in enumerate(sizes):  # of the last batch of the loop
         batch = X[BATCH * (4 * loop + 3) :][:BATCH]
@@ -180,12 +181,6 @@ def test_loops_in_train_and_evaluate(tmp_path: Path) -> None:
     )
     assert result["global_step"] == 20
     assert len(summaries(tmp_path / "eval", "mean")) == 3  # after 8, 16 and 20 steps
-
-
-def summaries(directory: Path, tag: str) -> list[float]:
-    (path,) = directory.glob("events.*")
-    events = tf.compat.v1.train.summary_iterator(str(path))
-    return [value.simple_value for e in events for value in e.summary.value if value.tag == tag]
 
 
 def test_a_hook_that_fetches_a_tensor_of_a_loop(tmp_path: Path) -> None:

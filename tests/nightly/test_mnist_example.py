@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+import trustme
+from certificates import write_tls_dir
 from exports import operation_types
-from harness import QUIET, ROOT, deadline_s
+from harness import ROOT, run_python
 from ranks import Ranks
 
 import estimator_ext
@@ -27,24 +28,10 @@ MAIN = ROOT / "examples" / "mnist" / "main.py"
 def test_chief_worker_and_evaluators_by_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in QUIET.items():
-        monkeypatch.setenv(name, value)
     model_dir = tmp_path / "model"
-    command = [sys.executable, "-m", "hostopt.cli", "run", "-np", "2", "--evaluators", "2"]
-    command += [
-        "--verbose",
-        "--",
-        sys.executable,
-        str(MAIN),
-        "--steps",
-        "400",
-        "--model-dir",
-        str(model_dir),
-    ]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=deadline_s(280)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ("-np", 2, "--evaluators", 2, "--verbose", "--", sys.executable, MAIN)
+    arguments = ("--steps", 400, "--model-dir", model_dir)
+    done = run_python("-m", "hostopt.cli", "run", *options, *arguments, limit_s=280)
     accuracy = re.search(r"^\[chief:0\] test accuracy: ([0-9.]+)$", done.stdout, re.MULTILINE)
     assert float(accuracy[1]) > 0.9
     for role in ("chief:0", "worker:0", "evaluator:0", "evaluator:1"):
@@ -82,13 +69,18 @@ def check_export(model_dir: Path, directory: Path) -> None:
     assert not any("PyFunc" in kind for kind in operation_types(export))
 
 
-def test_two_workers_by_hand(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
+def test_two_workers_by_hand(tmp_path: Path, ranks: Ranks) -> None:
     arguments = ["--steps", "60", "--model-dir", str(tmp_path / "model")]
-    try:
-        first, second = ranks.run(str(MAIN), 2, arguments=arguments)
-    finally:
-        ranks.end()
+    first, second = ranks.run(str(MAIN), 2, arguments=arguments)
     assert "test accuracy: " in first.output
     assert "test accuracy: " not in second.output
     assert "Loss for final step" in second.output
+
+
+def test_two_workers_over_mutual_tls(tmp_path: Path, ranks: Ranks) -> None:
+    directory = write_tls_dir(tmp_path / "tls", trustme.CA())
+    arguments = ["--steps", "300", "--model-dir", str(tmp_path / "model")]
+    environ = {"HOSTOPT_TLS_DIR": str(directory), "HOSTOPT_COMMUNICATION": "grpc"}
+    first, _ = ranks.run(str(MAIN), 2, arguments=arguments, environ=environ)
+    accuracy = re.search(r"test accuracy: ([0-9.]+)", first.output)
+    assert float(accuracy[1]) > 0.9

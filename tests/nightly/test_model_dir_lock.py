@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
-from harness import ROOT, Process, deadline_s, python, reserved_addresses
+from harness import Process, run_python
 from locked_dirs import InTheMiddle, data, estimator_in, wait
 from ranks import Ranks
 from rings import Spawn
+from statuses import Holder
 
 import estimator_ext
 import hostopt
@@ -28,29 +28,11 @@ from hostopt.collectives import hosts
 estimator_ext.install()
 
 
-HOLD = """
-import sys
-from hostopt import lock_file
-assert lock_file.acquire(sys.argv[1])
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Process]:
     """A process that holds the lock of tmp_path."""
-    process = Process(
-        [*python(HOLD), str(tmp_path.resolve() / "hostopt-training.lock")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
+    with Holder(tmp_path, []) as holder:
+        yield holder.process
 
 
 def test_a_second_run_is_refused_on_all_ranks_and_the_first_continues(
@@ -62,21 +44,16 @@ def test_a_second_run_is_refused_on_all_ranks_and_the_first_continues(
     def start_another() -> None:
         before = sorted(path.name for path in model.rglob("*"))
         settings = {"model_dir": str(tmp_path / "model"), "optimizers": ["adam"]}
-        with reserved_addresses(2) as addresses:
-            started = ranks.start(
-                "train.py", {"worker": addresses}, arguments=[json.dumps(settings)]
-            )
-            result.extend((rank.wait(60), rank.output) for rank in started)
+        result.extend(ranks.run("train.py", 2, codes=[78], arguments=[json.dumps(settings)]))
         assert sorted(path.name for path in model.rglob("*")) == before
 
     assert not is_training(str(model))
     estimator_in(model).train(data, [InTheMiddle(start_another)], max_steps=3)
-    for code, output in result:
-        assert code == 78, output
-        assert f"ConfigError: model_dir {model.resolve()} is in use: process {os.getpid()} on" in (
-            output
-        )
-        assert "Wait until it has ended, or end it, or give this run another model_dir" in output
+    in_use = f"ConfigError: model_dir {model.resolve()} is in use: process {os.getpid()} on"
+    cure = "Wait until it has ended, or end it, or give this run another model_dir"
+    for rank in result:
+        assert in_use in rank.output
+        assert cure in rank.output
     assert len(result) == 2
     assert tf.train.load_variable(str(model), "global_step") == 3
     assert not is_training(str(model))
@@ -116,16 +93,8 @@ estimator_ext.Estimator(lambda features, labels: None, sys.argv[1]).train(print,
 def test_a_program_without_a_strategy_exits_with_the_code_of_the_error(
     tmp_path: Path, holder: Any
 ) -> None:
-    result = subprocess.run(
-        [*python(ALONE), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=deadline_s(60),
-        check=False,
-    )
+    result = run_python("-c", ALONE, tmp_path, code=78, limit_s=60)
     assert f"in use: process {holder.pid} on host " in result.stderr
-    assert result.returncode == 78, result.stderr
 
 
 def test_a_refused_run_leaves_model_dir_unchanged(
@@ -134,12 +103,9 @@ def test_a_refused_run_leaves_model_dir_unchanged(
     (tmp_path / "hostopt-training-ended.json").write_text("{}")
     before = {path.name for path in tmp_path.iterdir()}
     settings = json.dumps({"model_dir": str(tmp_path), "images": 300, "metric": "accuracy"})
-    with reserved_addresses(2) as addresses:
-        jobs = {"chief": addresses[:1], "worker": addresses[1:]}
-        started = ranks.start("evaluate.py", jobs, arguments=[settings])
-        for rank in started:
-            assert rank.wait(60) == 78, rank.output
-            assert f"ConfigError: model_dir {tmp_path.resolve()} is in use: pro" in rank.output
+    started = ranks.run("evaluate.py", 2, codes=[78], arguments=[settings])
+    for rank in started:
+        assert f"ConfigError: model_dir {tmp_path.resolve()} is in use: pro" in rank.output
     after = {path.name for path in tmp_path.iterdir()} - {rank.log.name for rank in started}
     assert after == before
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import reserved_addresses
 from ranks import Rank, Ranks
 
 _GROUP_S = 250
@@ -88,16 +87,11 @@ class Trainings:
                 settings.append({**chosen, **dirs})
             common: dict[str, Any] = {"optimizers": ["adam"], "runs": settings}
             common["communication"] = "auto" if where == "one" else where
-            ranks = Ranks(directory / where)
-            try:
-                with reserved_addresses(size) as addresses:
-                    self.ranks[where] = ranks.start(
-                        "train.py", {"worker": addresses}, arguments=[json.dumps(common)]
-                    )
-                    for rank in self.ranks[where]:
-                        rank.wait(_GROUP_S)
-            finally:
-                ranks.end()
+            arguments = [json.dumps(common)]
+            with Ranks(directory / where) as ranks:
+                self.ranks[where] = ranks.run(
+                    "train.py", size, codes=[79], limit_s=_GROUP_S, arguments=arguments
+                )
 
     def variables(self, where: str, name: str) -> list[dict[str, np.ndarray]]:
         """Returns the final variables of each rank, by optimizer and name."""

@@ -35,19 +35,15 @@ class Step:
         return {d for d in (HOST, ACCELERATOR) for type_, _ in self.ran(d) if type_ == kind}
 
 
-def traced(tmp_path: Path, **settings: object) -> Step:
+def traced(ranks: Ranks, tmp_path: Path, **settings: object) -> Step:
     options = {"model_dir": str(tmp_path / "m"), "dump_dir": str(tmp_path), "trace": True}
     options |= {"optimizers": ["adam"], "steps": 5, "dtype": "float32", **settings}
-    ranks = Ranks(tmp_path)
-    try:
-        ranks.run("train.py", 2, arguments=[json.dumps(options)])
-    finally:
-        ranks.end()
+    ranks.run("train.py", 2, arguments=[json.dumps(options)])
     return Step(tmp_path / "trace-0.json")
 
 
-def test_accelerator_computes_and_host_updates(tmp_path: Path) -> None:
-    step = traced(tmp_path)
+def test_accelerator_computes_and_host_updates(tmp_path: Path, ranks: Ranks) -> None:
+    step = traced(ranks, tmp_path)
     on_accelerator = {kind for kind, _ in step.ran(ACCELERATOR)}
     on_host = {kind for kind, _ in step.ran(HOST)}
     assert on_accelerator & FORWARD
@@ -58,16 +54,15 @@ def test_accelerator_computes_and_host_updates(tmp_path: Path) -> None:
     assert {device[-5:] for device in step.variables.values()} == {HOST}
     gradients = [name for kind, name in step.ran(ACCELERATOR) if name.startswith("gradients")]
     assert gradients
-
-
-def test_an_optimizer_with_slots_adds_no_variable_to_the_accelerator(tmp_path: Path) -> None:
-    step = traced(tmp_path)
+    # an optimizer with slots adds no variable to the accelerator
     assert any(name.endswith("/Adam_1") for name in step.variables)
     assert not any("VarHandleOp" in kind for kind, _ in step.ran(ACCELERATOR))
 
 
-def test_variables_on_the_accelerator_are_still_reduced_on_the_host(tmp_path: Path) -> None:
-    step = traced(tmp_path, variables_on_host=False)
+def test_variables_on_the_accelerator_are_still_reduced_on_the_host(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    step = traced(ranks, tmp_path, variables_on_host=False)
     assert step.devices_of("DatasetToSingleElement") == {HOST}
     assert step.devices_of("ResourceApplyAdam") == {ACCELERATOR}
     kernels = {n: d for n, d in step.variables.items() if "kernel" in n}

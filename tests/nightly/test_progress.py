@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import tensorflow as tf
 from harness import PROGRAMS, QUIET, ROOT
 from launcher import Launcher
+from summaries import summaries
 
 import estimator_ext
 from estimator_ext.progress import ProgressHook
@@ -28,9 +28,7 @@ def test_a_training_with_an_evaluator(launcher: Launcher, tmp_path: Path) -> Non
     model_dir, logs = tmp_path / "model", tmp_path / "logs"
     options = ("-np", "2", "--evaluators", "1", "--log-dir", str(logs))
     arguments = ("--steps", "300", "--model-dir", str(model_dir))
-    process = launcher.run(*options, "--", sys.executable, str(main), *arguments)
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
+    out, err = launcher.ended(*options, "--", sys.executable, str(main), *arguments, limit_s=200)
     assert len((out + err).splitlines()) <= 25
     summary = summary_of(err)
     assert summary["steps"].startswith("0 to 300, loss ")
@@ -51,12 +49,7 @@ def test_a_training_with_an_evaluator(launcher: Launcher, tmp_path: Path) -> Non
     shown = re.search(r"^accuracy ([0-9.]+) at step 300", summary["evaluation"])
     assert printed and shown and float(shown[1]) == pytest.approx(float(printed[1]), abs=1e-4)
     assert "loss = " not in err and "loss = " in (logs / "chief-0.attempt-1.log").read_text()
-    tags = {
-        value.tag
-        for path in model_dir.glob("events.*")
-        for event in tf.compat.v1.train.summary_iterator(str(path))
-        for value in event.summary.value
-    }
+    tags = {tag for _, tag, _ in summaries(model_dir)}
     assert {"step_ms/input", "step_ms/update", "step_ms/save"} <= tags
 
 
@@ -69,9 +62,9 @@ def test_a_training_that_is_restarted(launcher: Launcher, tmp_path: Path) -> Non
         "fault": {"point": "between-updates", "step": 5, "action": "kill", "slot": 1},
     }
     program = (str(PROGRAMS / "train_with_fault.py"), json.dumps(settings))
-    process = launcher.run("-np", "2", "--max-restarts", "3", "--", *program, **QUIET)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
+    _, err = launcher.ended(
+        "-np", "2", "--max-restarts", "3", "--", *program, limit_s=200, **QUIET
+    )
     summary = summary_of(err)
     assert summary["steps"].startswith("0 to 9")
     assert re.fullmatch(r"0:\d\d, attempt 2 resumed at 4", summary["time"])
@@ -79,9 +72,7 @@ def test_a_training_that_is_restarted(launcher: Launcher, tmp_path: Path) -> Non
 
 def test_steps_are_counted_over_several_calls_of_train(launcher: Launcher, tmp_path: Path) -> None:
     program = (str(PROGRAMS / "several_trainings.py"), str(tmp_path))
-    process = launcher.run("-np", "2", "--", *program, **QUIET)
-    _, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
+    _, err = launcher.ended("-np", "2", "--", *program, limit_s=100, **QUIET)
     summary = summary_of(err)
     assert summary["steps"].startswith("0 to 7, loss ")
     assert summary["evaluation"] == "loss 3 at step 7; best 2 at step 3"
@@ -90,9 +81,7 @@ def test_steps_are_counted_over_several_calls_of_train(launcher: Launcher, tmp_p
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_input_that_is_too_slow_is_named(launcher: Launcher, tmp_path: Path, size: int) -> None:
     program = (str(PROGRAMS / "slow_input.py"), str(tmp_path))
-    process = launcher.run("-np", str(size), "--", *program, **QUIET)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
+    out, err = launcher.ended("-np", str(size), "--", *program, limit_s=100, **QUIET)
     assert out == ""
     summary = summary_of(err)
     assert summary["in %"].endswith("  input-bound")

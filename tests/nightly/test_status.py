@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from certificates import TOKEN, Certificates, environ_of
-from harness import DEADLINE_S, PROGRAMS, QUIET, ROOT, deadline_s, until
+from harness import DEADLINE_S, PROGRAMS, QUIET, ROOT, run_python, until
 from launcher import Launcher
 from rings import NewRing, RankProcess, RankProcesses
 from statuses import Holder
@@ -24,15 +23,8 @@ from hostopt.transport.grpc import observer
 
 def run_status(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in a new process, with a deadline."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("HOSTOPT_")}
-    return subprocess.run(
-        [sys.executable, "-m", "hostopt.cli", "status", *map(str, arguments)],
-        env={**inherited, "PYTHONPATH": str(ROOT), **environ},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=deadline_s(DEADLINE_S),
-    )
+    command = ("-m", "hostopt.cli", "status", *arguments)
+    return run_python(*command, code=None, limit_s=DEADLINE_S, without="HOSTOPT_", **environ)
 
 
 # --- rings of processes -----------------------------------------------------------------------

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorflow as tf
 from ranks import Ranks
+from summaries import summaries
 
 import estimator_ext
 from hostopt.cli import main
@@ -35,12 +35,9 @@ def settings(tmp_path: Path, **chosen: Any) -> list[str]:
 def scalars(model_dir: Path) -> dict[int, dict[str, float]]:
     """Returns the summaries about communication, by step."""
     result: dict[int, dict[str, float]] = {}
-    for path in model_dir.glob("events.*"):
-        for event in tf.compat.v1.train.summary_iterator(str(path)):
-            for value in event.summary.value:
-                if value.tag.startswith("hostopt/"):
-                    name = value.tag.partition("/")[2]
-                    result.setdefault(event.step, {})[name] = value.simple_value
+    for step, tag, value in summaries(model_dir):
+        if tag.startswith("hostopt/"):
+            result.setdefault(step, {})[tag.partition("/")[2]] = value
     return result
 
 

@@ -20,23 +20,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("canned")
     logs = directory / "logs"
     logs.mkdir()
-    ranks = Ranks(logs)
-
-    def run(kind: str, name: str, size: int = 1, after: str = "start") -> None:
-        if name != "start":
-            shutil.copytree(directory / after, directory / name)
-        ranks.run("canned.py", size, arguments=[kind, str(directory / name)])
-
-    try:
-        run("start", "start")
-        run("stock", "stock")
-        run("ranks", "one", 1)
-        run("ranks", "two", 2)
-        run("local", "local", 2)
-        run("later", "stock after stock", after="stock")
-        run("later", "stock after two", after="two")
-    finally:
-        ranks.end()
+    runs = [
+        ("start", "start", 1, None),
+        ("stock", "stock", 1, "start"),
+        ("ranks", "one", 1, "start"),
+        ("ranks", "two", 2, "start"),
+        ("local", "local", 2, "start"),
+        ("later", "stock after stock", 1, "stock"),
+        ("later", "stock after two", 1, "two"),
+    ]
+    with Ranks(logs) as ranks:
+        for kind, name, size, after in runs:
+            if after:
+                shutil.copytree(directory / after, directory / name)
+            ranks.run("canned.py", size, arguments=[kind, str(directory / name)])
     return directory
 
 

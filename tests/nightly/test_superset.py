@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from summaries import summaries
 
 import estimator_ext
 
@@ -116,14 +117,8 @@ def make_model_fn(events: list[str], start: float) -> Any:
 
 def tags(directory: Path) -> set[tuple[str, int]]:
     """Returns the summaries that were written, with their steps, without speeds and times."""
-    return {
-        (value.tag, event.step)
-        for path in directory.glob("events.*")
-        for event in tf.compat.v1.train.summary_iterator(str(path))
-        for value in event.summary.value
-        if value.tag != "global_step/sec"
-        and not value.tag.startswith(("checkpoint_path", "step_ms/"))
-    }
+    times = ("global_step/sec", "checkpoint_path", "step_ms/")
+    return {(tag, step) for step, tag, _ in summaries(directory) if not tag.startswith(times)}
 
 
 def exercise(kind: str, directory: Path) -> dict[str, Any]:

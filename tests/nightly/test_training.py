@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import deadline_s, reserved_addresses
+from harness import run_python
 from ranks import Ranks
 from train_runs import evaluated_steps, final, settings, with_an_evaluator
 
@@ -69,35 +67,22 @@ def test_steps_count_from_the_restored_step(tmp_path: Path, ranks: Ranks) -> Non
 
 
 def test_different_dtypes_are_found_before_the_first_step(tmp_path: Path, ranks: Ranks) -> None:
-    with reserved_addresses(2) as addresses:
-        started = ranks.start(
-            "train.py",
-            {"worker": addresses},
-            arguments=settings(tmp_path, optimizers=["adam"]),
-            task_arguments={"worker:1": [json.dumps({"dtype": "float32"})]},
-        )
-        for rank in started:
-            assert rank.wait() == 65, rank.output
-            assert "rank 0 has [5, 8] float64, rank 1 has [5, 8] float32" in rank.output
+    arguments = settings(tmp_path, optimizers=["adam"])
+    other = {"worker:1": [json.dumps({"dtype": "float32"})]}
+    for rank in ranks.run("train.py", 2, codes=[65], arguments=arguments, task_arguments=other):
+        assert "rank 0 has [5, 8] float64, rank 1 has [5, 8] float32" in rank.output
 
 
 @pytest.mark.parametrize("model", ["mlp", "averages"])
 def test_input_tensors_that_end_early_on_one_rank_end_the_training_of_all(
     tmp_path: Path, ranks: Ranks, model: str
 ) -> None:
-    with reserved_addresses(2) as addresses:
-        started = ranks.start(
-            "train.py",
-            {"worker": addresses},
-            arguments=settings(
-                tmp_path, optimizers=["adam"], steps=50, as_tensors=True, model=model
-            ),
-            task_arguments={"worker:1": [json.dumps({"batches": 9})]},
-        )
-        for rank in started:
-            assert rank.wait() == 200, rank.output
-            assert "rank 1" in rank.output
-            assert "Give all ranks the same number of steps" in rank.output
+    chosen = {"optimizers": ["adam"], "steps": 50, "as_tensors": True, "model": model}
+    arguments = settings(tmp_path, **chosen)
+    other = {"worker:1": [json.dumps({"batches": 9})]}
+    for rank in ranks.run("train.py", 2, codes=[200], arguments=arguments, task_arguments=other):
+        assert "rank 1" in rank.output
+        assert "Give all ranks the same number of steps" in rank.output
 
 
 def test_a_checkpoint_that_is_deleted_before_the_evaluator_reads_it(tmp_path: Path) -> None:
@@ -129,13 +114,7 @@ train_spec = tf.estimator.TrainSpec(data, max_steps=9)
 eval_spec = tf.estimator.EvalSpec(data_while_the_chief_deletes, start_delay_secs=0)
 print("RESULT", CheckpointEvaluation(estimator, train_spec, eval_spec).run())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=deadline_s(100),
-    )
+    done = run_python("-c", code, code=None, limit_s=100)
     assert "RESULT (None, [])" in done.stdout, done.stderr
     assert f"cannot read {tmp_path}/model.ckpt-3.index" in done.stderr
     assert "raise keep_checkpoint_max" in done.stderr

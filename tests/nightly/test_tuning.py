@@ -6,17 +6,18 @@ import json
 import re
 from pathlib import Path
 
-from trials import hostopt
+from harness import run_python
 
 from hostopt import tuning
 from hostopt.options import Options
 
+BENCH = ("-m", "hostopt.cli", "bench", "-np", "2", "--suggest")
 CHOICE = r"HOSTOPT_COMMUNICATION=(\S+) HOSTOPT_SEGMENT_BYTES=(\d+) HOSTOPT_BUCKET_MB=([\d.]+)"
 
 
 def test_bench_suggests_options_that_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "trials.json"
-    run = hostopt("bench", "-np", "2", "--suggest", "--communication", "grpc", "--json", str(path))
+    run = run_python(*BENCH, "--communication", "grpc", "--json", path)
     *table, _, variables = run.stdout.splitlines()
     trials = tuning.load(path)
     assert "\n".join(table) == tuning.format_table(trials)
@@ -28,7 +29,7 @@ def test_bench_suggests_options_that_can_be_set(tmp_path: Path) -> None:
 
 def test_shared_memory_has_no_segments_to_try(tmp_path: Path) -> None:
     path = tmp_path / "trials.json"
-    run = hostopt("bench", "-np", "2", "--suggest", "--communication", "shm", "--json", str(path))
+    run = run_python(*BENCH, "--communication", "shm", "--json", path)
     assert [each.communication for each in tuning.load(path)] == ["shm"]
     assert run.stderr.count("hostopt: trial of ") == 1  # by one rank only
 
@@ -43,7 +44,9 @@ with hostopt.connect() as communicator:
     print("chosen", json.dumps(chosen), flush=True)
 """
     (tmp_path / "main.py").write_text(program)
-    run = hostopt("run", "-np", "3", "--autotune", "--", str(tmp_path / "main.py"))
+    run = run_python(
+        "-m", "hostopt.cli", "run", "-np", 3, "--autotune", "--", tmp_path / "main.py"
+    )
     chosen = re.findall("chosen (.*)", run.stdout)
     assert len(chosen) == 3
     assert len(set(chosen)) == 1

@@ -7,12 +7,12 @@ once an error ends both processes.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
-from harness import reserved_addresses
 from ranks import Ranks, caught
 
 BUILDING = ["model_fn", "host_call"]  # while the graph is built; all others in the third step
@@ -51,11 +51,8 @@ class Ends:
             model_dir = str(directory / f"{place}-{kind}-{rank}")
             runs.append({"model_dir": model_dir, "rank_settings": {str(rank): settings}})
         common = {"optimizers": ["adam"], "steps": 6, "checkpoint_steps": 2, "catch": True}
-        ranks = Ranks(directory)
-        try:
+        with Ranks(directory) as ranks:
             started = ranks.run("train.py", 2, arguments=[json.dumps({**common, "runs": runs})])
-        finally:
-            ranks.end()
         self._ends = [caught(rank) for rank in started]
         self._directory = directory
 
@@ -100,15 +97,13 @@ def test_an_error_that_looks_like_the_end_of_the_data_ends_both_processes(
 ) -> None:
     chosen = {"model_dir": str(tmp_path), "optimizers": ["adam"]}
     settings = {"raise_in": "host_call op", "raise_kind": "StopIteration"}
-    with reserved_addresses(2) as addresses:
-        started = ranks.start(
-            "train.py",
-            {"worker": addresses},
-            arguments=[json.dumps(chosen)],
-            task_arguments={"worker:1": [json.dumps(settings)]},
-        )
-        assert started[1].wait() == 1, started[1].output
-        assert started[0].wait() == 200, started[0].output
-    assert "StopIteration: raised in host_call op" in started[1].output
-    assert f"rank 1 (worker:1, {addresses[1]}) stopped with an error" in started[0].output
-    assert "raised in host_call op" in started[0].output
+    first, second = ranks.run(
+        "train.py",
+        2,
+        codes=[200, 1],
+        arguments=[json.dumps(chosen)],
+        task_arguments={"worker:1": [json.dumps(settings)]},
+    )
+    assert "StopIteration: raised in host_call op" in second.output
+    assert re.search(r"rank 1 \(worker:1, 127.0.0.1:\d+\) stopped with an error", first.output)
+    assert "raised in host_call op" in first.output

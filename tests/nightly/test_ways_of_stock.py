@@ -150,9 +150,8 @@ def test_a_hook_that_requests_a_stop_on_one_rank_stops_all(
 def test_the_stock_function_trains_with_the_stock_strategy(tmp_path: Path, ranks: Ranks) -> None:
     """Requires a TensorFlow with the integration of strategies and Estimator."""
     with reserved_addresses(2) as addresses:
-        started = ranks.start(
-            "mirrored.py", {"worker": addresses}, arguments=[str(tmp_path / "model")]
-        )
+        arguments = [str(tmp_path / "model")]
+        started = ranks.start("mirrored.py", {"worker": addresses}, arguments=arguments)
         codes = [rank.wait() for rank in started]
     for rank, code in zip(started, codes):
         if knows_estimator():

@@ -12,13 +12,13 @@ import json
 import os
 import resource
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
+import arguments
 import train
+from session_hooks import BeforeStep
 
 NOBODY = 65534
 STEP = 2  # the fault occurs before this step; the next checkpoint is written after it
@@ -118,19 +118,6 @@ HAPPENINGS: dict[str, Callable[[Path, Undo], None]] = {
 }
 
 
-class Break(tf.estimator.SessionRunHook):
-    """Calls a function before a step."""
-
-    def __init__(self, happen: Callable[[], None]) -> None:
-        self._happen = happen
-        self._steps = 0
-
-    def before_run(self, run_context: Any) -> None:
-        self._steps += 1
-        if self._steps == STEP + 1:
-            self._happen()
-
-
 def run(cell: dict, settings: dict) -> None:
     is_first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
     directory = Path(settings["model_dir"]) / settings["optimizers"][0]
@@ -143,7 +130,12 @@ def run(cell: dict, settings: dict) -> None:
         original = train.train
 
         def train_with_hook(estimator: Any, input_fn: Any, hooks: list, settings: dict) -> None:
-            original(estimator, input_fn, [*hooks, Break(lambda: happen("at_step"))], settings)
+            original(
+                estimator,
+                input_fn,
+                [*hooks, BeforeStep(STEP + 1, lambda _: happen("at_step"))],
+                settings,
+            )
 
         train.train = train_with_hook
         undo.callback(setattr, train, "train", original)
@@ -152,9 +144,7 @@ def run(cell: dict, settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    chosen: dict = {}
-    for argument in sys.argv[1:]:
-        chosen.update(json.loads(argument))
+    chosen = arguments.chosen()
     for cell in chosen.pop("cells"):
         model_dir = str(Path(chosen["model_dir"]) / cell["name"])
         settings = {**chosen, **cell.get("settings", {}), "model_dir": model_dir}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,8 @@ def train_all(models: dict[str, Callable[[Training], None]]) -> None:
         outcome = {"steps": training.outcome.steps, "error": error}
         path = training.directory / f"{name}-{training.rank}.json"
         path.write_text(json.dumps(outcome))
+
+
+def train_table(train: Callable[[Any, Training], None], rows: Sequence[Any]) -> None:
+    """Trains a model for each row of a table, which has a name, as `train_all` does."""
+    train_all({row.name: functools.partial(train, row) for row in rows})

@@ -27,21 +27,16 @@ def write_line(text: str) -> None:
 
 
 def train_estimator(rank: int, other_ended: Any) -> None:
+    from one_weight import model_fn
+
     import estimator_ext
 
     estimator_ext.install()
     strategy = estimator_ext.HostOffloadStrategy()
 
     def input_fn() -> tf.data.Dataset:
-        features = np.full([4, 3], rank + 1, np.float32)
+        features = np.full([4, 1], rank + 1, np.float32)
         return tf.data.Dataset.from_tensors((features, np.ones([4, 1], np.float32))).repeat()
-
-    def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
-        weight = tf.compat.v1.get_variable("weight", [3, 1])
-        loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
-        step = tf.compat.v1.train.get_global_step()
-        train_op = tf.compat.v1.train.GradientDescentOptimizer(0.01).minimize(loss, step)
-        return estimator_ext.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
     class Show(tf.compat.v1.train.SessionRunHook):
         def end(self, session: tf.compat.v1.Session) -> None:

@@ -7,10 +7,11 @@ another order, except eagerly in one thread.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,15 @@ hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 
 
-@dataclass
+@dataclasses.dataclass
 class Case:
     """One call and its results.
 
     Args:
       name: name of the call.
       inputs: the arrays of this rank.
-      call: makes the call with tensors.
-      expected: the results, computed with numpy.
+      call: makes the call with tensors and its name.
+      expected: the results, computed with numpy; one of them needs no list.
       gradient: gradient of the sum of the results, weighted with 1, 2, 3, ..., with respect to
         the first input; None is not compared.
     """
@@ -40,7 +41,7 @@ class Case:
     name: str
     inputs: list[np.ndarray]
     call: Callable[..., Any]
-    expected: list[np.ndarray]
+    expected: Any
     gradient: np.ndarray | None = None
 
 
@@ -59,111 +60,59 @@ def total(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def cases() -> list[Case]:
-    return [case for dtype in DTYPES for case in [*reductions(dtype), *movements(dtype)]]
+    return [
+        dataclasses.replace(case, name=f"{case.name} {dtype.name}")
+        for dtype in DTYPES
+        for case in [*reductions(dtype), *movements(dtype)]
+    ]
 
 
 def reductions(dtype: tf.DType) -> list[Case]:
-    name, numpy, size = dtype.name, dtype.as_numpy_dtype, numpy_of(SIZE, dtype)
+    numpy, size = dtype.as_numpy_dtype, numpy_of(SIZE, dtype)
     all_ = [values(rank, (3, 2), dtype) for rank in range(SIZE)]
-    local, ones = all_[RANK], weights(all_[0])
-    is_floating = dtype.is_floating
-    every = hvd.global_process_set
+    local, ones, stacked, sum_ = all_[RANK], weights(all_[0]), np.stack(all_), total(all_)
+    slots = np.array([RANK, 0, RANK])
+    part, first_part = (np.array_split(each, SIZE)[RANK] for each in (sum_, sum_[:, 0]))
+    by_part = np.concatenate([weights(part) for part in np.array_split(all_[0], SIZE)])
+    product = np.prod(stacked, 0, dtype=numpy)
     result = [
-        Case(
-            f"sum {name}",
-            [local],
-            lambda x: [hvd.allreduce(x, op=hvd.Sum, name=f"sum {name}")],
-            [total(all_)],
-            ones * size,
-        ),
-        Case(
-            f"min {name}",
-            [local],
-            lambda x: [hvd.allreduce(x, op=hvd.Min, name=f"min {name}")],
-            [np.min(np.stack(all_), 0)],
-        ),
-        Case(
-            f"max {name}",
-            [local],
-            lambda x: [hvd.allreduce(x, op=hvd.Max, name=f"max {name}")],
-            [np.max(np.stack(all_), 0)],
-        ),
-        Case(
-            f"product {name}",
-            [local],
-            lambda x: [hvd.allreduce(x, op=hvd.Product, name=f"product {name}")],
-            [np.prod(np.stack(all_), 0, dtype=numpy)],
-        ),
-        Case(
-            f"grouped {name}",
-            [local, local[0]],
-            lambda x, y: hvd.grouped_allreduce([x, y], op=hvd.Sum, name=f"grouped {name}"),
-            [total(all_), total(all_)[0]],
-            ones * size,
-        ),
-        Case(
-            f"reducescatter {name}",
-            [local],
-            lambda x: [
-                hvd.reducescatter(
-                    x, "", hvd.Compression.none, hvd.Sum, f"reducescatter {name}", every
-                )
-            ],
-            [np.array_split(total(all_), SIZE)[RANK]],
-            np.concatenate([weights(part) for part in np.array_split(all_[0], SIZE)]),
-        ),
-        Case(
-            f"grouped_reducescatter {name}",
-            [local, local[:, 0]],
-            lambda x, y: hvd.grouped_reducescatter(
-                [x, y], op=hvd.Sum, name=f"grouped_reducescatter {name}"
-            ),
-            [
-                np.array_split(total(all_), SIZE)[RANK],
-                np.array_split(total(all_)[:, 0], SIZE)[RANK],
-            ],
-        ),
+        Case("sum", [local], partial(hvd.allreduce, op=hvd.Sum), sum_, ones * size),
+        Case("min", [local], partial(hvd.allreduce, op=hvd.Min), np.min(stacked, 0)),
+        Case("max", [local], partial(hvd.allreduce, op=hvd.Max), np.max(stacked, 0)),
+        Case("product", [local], partial(hvd.allreduce, op=hvd.Product), product),
+        Case("grouped", [local, local[0]], grouped_sum, [sum_, sum_[0]], ones * size),
+        Case("reducescatter", [local], scattered_sum, part, by_part),
+        Case("grouped_reducescatter", [local, local[:, 0]], grouped_scatter, [part, first_part]),
     ]
-    if is_floating:
+    if dtype.is_floating:
+        scaled = {"op": hvd.Sum, "prescale_factor": 2.0, "postscale_factor": 0.5}
         result += [
-            Case(
-                f"average {name}",
-                [local],
-                lambda x: [hvd.allreduce(x, average=True, name=f"average {name}")],
-                [total(all_) / size],
-                ones,
-            ),
-            Case(
-                f"scaled {name}",
-                [local],
-                lambda x: [
-                    hvd.allreduce(
-                        x,
-                        op=hvd.Sum,
-                        prescale_factor=2.0,
-                        postscale_factor=0.5,
-                        name=f"scaled {name}",
-                    )
-                ],
-                [total(all_)],
-                ones * size,
-            ),
-            Case(
-                f"rows {name}",
-                [local, np.array([RANK, 0, RANK])],
-                lambda x, i: [
-                    tf.convert_to_tensor(
-                        hvd.allreduce(
-                            tf.IndexedSlices(x, i, tf.constant([SIZE, 2], tf.int64)),
-                            op=hvd.Sum,
-                            name=f"rows {name}",
-                        )
-                    )
-                ],
-                [dense_rows(all_)],
-            ),
+            Case("average", [local], partial(hvd.allreduce, average=True), sum_ / size, ones),
+            Case("scaled", [local], partial(hvd.allreduce, **scaled), sum_, ones * size),
+            Case("rows", [local, slots], sum_of_rows, dense_rows(all_)),
         ]
     return result
+
+
+def grouped_sum(*tensors: tf.Tensor, name: str) -> list[tf.Tensor]:
+    return hvd.grouped_allreduce(list(tensors), op=hvd.Sum, name=name)
+
+
+def scattered_sum(x: tf.Tensor, name: str) -> tf.Tensor:
+    return hvd.reducescatter(x, "", hvd.Compression.none, hvd.Sum, name, hvd.global_process_set)
+
+
+def grouped_scatter(*tensors: tf.Tensor, name: str) -> list[tf.Tensor]:
+    return hvd.grouped_reducescatter(list(tensors), op=hvd.Sum, name=name)
+
+
+def grouped_gather(*tensors: tf.Tensor, name: str) -> list[tf.Tensor]:
+    return hvd.grouped_allgather(list(tensors), name=name)
+
+
+def sum_of_rows(x: tf.Tensor, i: tf.Tensor, name: str) -> tf.Tensor:
+    rows = tf.IndexedSlices(x, i, tf.constant([SIZE, 2], tf.int64))
+    return tf.convert_to_tensor(hvd.allreduce(rows, op=hvd.Sum, name=name))
 
 
 def dense_rows(all_: list[np.ndarray]) -> np.ndarray:
@@ -180,7 +129,7 @@ def numpy_of(number: float, dtype: tf.DType) -> Any:
 
 
 def movements(dtype: tf.DType) -> list[Case]:
-    name, root = dtype.name, SIZE - 1
+    root = SIZE - 1
     size = numpy_of(SIZE, dtype)
     # ranks differ in the number of rows
     rows = [values(rank, (rank + 1, 2), dtype) for rank in range(SIZE)]
@@ -195,42 +144,26 @@ def movements(dtype: tf.DType) -> list[Case]:
     ]
     received = [parts[rank][RANK] for rank in range(SIZE)]
     is_root = numpy_of(root == RANK, dtype)
+    own = weights(joined)[starts[RANK] : starts[RANK + 1]]
+    exchanged = np.stack([sent[rank][RANK] for rank in range(SIZE)])
+    of_one_rank = np.stack([weights(sent[0])[RANK]] * SIZE)
+    lengths = np.array([len(each) for each in received], np.int32)
+    split = partial(hvd.alltoall, splits=counts[RANK])
+    pieces = [np.concatenate(received), lengths]
+    at_root = weights(same[0]) * size * is_root
     return [
+        Case("allgather", [rows[RANK]], hvd.allgather, joined, own * size),
         Case(
-            f"allgather {name}",
-            [rows[RANK]],
-            lambda x: [hvd.allgather(x, name=f"allgather {name}")],
-            [joined],
-            weights(joined)[starts[RANK] : starts[RANK + 1]] * size,
-        ),
-        Case(
-            f"grouped_allgather {name}",
+            "grouped_allgather",
             [rows[RANK], same[RANK]],
-            lambda x, y: hvd.grouped_allgather([x, y], name=f"grouped_allgather {name}"),
+            grouped_gather,
             [joined, np.concatenate(same)],
         ),
         Case(
-            f"broadcast {name}",
-            [same[RANK]],
-            lambda x: [hvd.broadcast(x, root, name=f"broadcast {name}")],
-            [same[root]],
-            weights(same[0]) * size * is_root,
+            "broadcast", [same[RANK]], partial(hvd.broadcast, root_rank=root), same[root], at_root
         ),
-        Case(
-            f"alltoall {name}",
-            [sent[RANK]],
-            lambda x: [hvd.alltoall(x, name=f"alltoall {name}")],
-            [np.stack([sent[rank][RANK] for rank in range(SIZE)])],
-            np.stack([weights(sent[0])[RANK]] * SIZE),
-        ),
-        Case(
-            f"alltoall with splits {name}",
-            [np.concatenate(parts[RANK])],
-            lambda x: list(
-                hvd.alltoall(x, splits=counts[RANK], name=f"alltoall with splits {name}")
-            ),
-            [np.concatenate(received), np.array([len(each) for each in received], np.int32)],
-        ),
+        Case("alltoall", [sent[RANK]], hvd.alltoall, exchanged, of_one_rank),
+        Case("alltoall with splits", [np.concatenate(parts[RANK])], split, pieces),
     ]
 
 
@@ -243,9 +176,10 @@ def make(case: Case, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the results of a case, and the gradient if there is one."""
     with tf.GradientTape() as tape:
         tape.watch(inputs[0])
-        results = case.call(*inputs)
+        results = case.call(*inputs, name=case.name)
+        results = [*results] if isinstance(case.expected, list) else [results]
         if not differentiable(case):
-            return list(results)
+            return results
         loss = tf.add_n([tf.reduce_sum(each * weights_of(each)) for each in results[:1]])
     return [*results, tape.gradient(loss, inputs[0])]
 
@@ -256,7 +190,7 @@ def weights_of(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def compare(case: Case, results: list[Any]) -> None:
-    expected = list(case.expected)
+    expected = [*case.expected] if isinstance(case.expected, list) else [case.expected]
     if differentiable(case):
         expected.append(case.gradient)
     assert len(results) == len(expected), case.name

@@ -3,23 +3,13 @@
 The argument "single" trains on the whole batch without strategy.
 """
 
-import contextlib
 import json
-import sys
 
 import tensorflow as tf
+from one_or_two import DATA, RANK, SCOPE, SINGLE, STRATEGY, X, Y, refusal
 
 import estimator_ext
 
-SINGLE = "single" in sys.argv
-STRATEGY = None if SINGLE else estimator_ext.HostOffloadStrategy()
-SCOPE = contextlib.nullcontext if STRATEGY is None else STRATEGY.scope
-SIZE = 1 if STRATEGY is None else STRATEGY.num_replicas_in_sync
-RANK = 0 if STRATEGY is None else STRATEGY.cluster.rank
-
-X = tf.random.stateless_normal([64, 5], [1, 2])
-Y = tf.reduce_sum(X, axis=1, keepdims=True) ** 2
-DATA = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
 keras = tf.keras
 
 
@@ -307,14 +297,6 @@ def assignments():
     variable.scatter_add(tf.IndexedSlices(tf.constant([1.0]), tf.constant([1])))
     tf.function(variable.assign_add)(tf.constant([0.5, 0.5]))
     return [variable.numpy().tolist(), refusal(lambda: variable.assign([0.0, RANK]))]
-
-
-def refusal(function):
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
 
 
 def skipped_updates():

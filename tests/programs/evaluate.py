@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import arguments
 import numpy as np
 import tensorflow as tf
+from session_hooks import AfterStep
 
 import estimator_ext
 
@@ -108,12 +110,10 @@ def make_model_fn(settings: dict) -> Callable[..., Any]:
     return model_fn
 
 
-class StopHere(tf.estimator.SessionRunHook):
+def stop_here(run_context: Any) -> None:
     """Announces a completed batch, and blocks until a test kills this process."""
-
-    def after_run(self, run_context: object, run_values: object) -> None:
-        print("stopped here", flush=True)
-        threading.Event().wait()
+    print("stopped here", flush=True)
+    threading.Event().wait()
 
 
 def end(how: str) -> None:
@@ -127,18 +127,6 @@ def end(how: str) -> None:
         if each.startswith("exit"):
             sys.exit(int(each[4:]))
         os.kill(os.getpid(), getattr(signal, each))
-
-
-class EndHere(tf.estimator.SessionRunHook):
-    """Ends this process after a batch, or continues if that did not end it."""
-
-    def __init__(self, how: str) -> None:
-        self._how = how
-
-    def after_run(self, run_context: object, run_values: object) -> None:
-        how, self._how = self._how, ""
-        if how:
-            end(how)
 
 
 class MeasureAlone(tf.estimator.Exporter):
@@ -160,12 +148,12 @@ class MeasureAlone(tf.estimator.Exporter):
         return estimator.evaluate(self._input_fn, checkpoint_path=checkpoint_path, name=self.name)
 
 
-def eval_specs(settings: dict, images: np.ndarray, labels: np.ndarray, end_here: EndHere) -> Any:
+def eval_specs(settings: dict, images: np.ndarray, labels: np.ndarray, end_here: AfterStep) -> Any:
     common = {
         "steps": None,
         "start_delay_secs": 0,
         "throttle_secs": 1,
-        "hooks": [StopHere()] if settings["stop"] else [end_here],
+        "hooks": [AfterStep(1, stop_here)] if settings["stop"] else [end_here],
     }
     if settings["specs"] == "slices":
         input_fn = slices_of(images, labels)
@@ -184,7 +172,8 @@ def main(settings: dict) -> None:
         end(settings["end"])
     config = estimator_ext.RunConfig(train_distribute=estimator_ext.HostOffloadStrategy())
     estimator = estimator_ext.Estimator(make_model_fn(settings), settings["model_dir"], config)
-    end_here = EndHere(settings["end"])  # acts once, in training or in evaluation
+    # acts once, in training or in evaluation, or never
+    end_here = AfterStep(1 if settings["end"] else 0, lambda _: end(settings["end"]))
     result = estimator_ext.train_and_evaluate(
         estimator,
         tf.estimator.TrainSpec(lambda: batches(images, labels), max_steps=STEPS, hooks=[end_here]),
@@ -194,8 +183,6 @@ def main(settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    chosen: dict = {}
-    for argument in sys.argv[1:]:
-        chosen.update(json.loads(argument))
+    chosen = arguments.chosen()
     assert not set(chosen) - set(SETTINGS), chosen
     main({**SETTINGS, **chosen})

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from session_hooks import BeforeStep
 
 import estimator_ext
 
@@ -147,16 +148,8 @@ def model_fn(features: tf.Tensor, labels: Any, mode: str) -> Any:
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
-class Kill(tf.compat.v1.train.SessionRunHook):
-    """Kills this process before a step."""
-
-    def __init__(self) -> None:
-        self._runs = 0
-
-    def before_run(self, run_context: Any) -> None:
-        if settings["kill"] == [RANK, self._runs]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._runs += 1
+def kill(run_context: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -166,10 +159,11 @@ def main() -> None:
         train_distribute=strategy, **{**fields, **settings["run_config"]}
     )
     estimator = estimator_ext.Estimator(model_fn, settings["model_dir"], config)
+    rank, step = settings["kill"] or (None, 0)
     for _ in range(settings["trains"]):
         estimator.train(
             PIPELINES[settings["pipeline"]],
-            hooks=[Kill()],
+            hooks=[BeforeStep(step + 1, kill)] if rank == RANK else [],
             steps=settings["steps"],
             max_steps=settings["max_steps"],
         )

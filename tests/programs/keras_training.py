@@ -3,24 +3,16 @@
 Arguments: the directory of checkpoints, and "single" to train on the whole batch without strategy.
 """
 
-import contextlib
 import json
 import os
 import sys
 
+import one_or_two
 import tensorflow as tf
+from one_or_two import DATA, RANK, SCOPE, SINGLE, STRATEGY, refusal
 
-import estimator_ext
-
-DIRECTORY, SINGLE = sys.argv[1], "single" in sys.argv
-STRATEGY = None if SINGLE else estimator_ext.HostOffloadStrategy()
-SCOPE = contextlib.nullcontext if STRATEGY is None else STRATEGY.scope
-RANK = 0 if STRATEGY is None else STRATEGY.cluster.rank
-CHIEF = RANK == 0
-
-X = tf.random.stateless_normal([64, 5], [1, 2]).numpy()
-Y = X.sum(axis=1, keepdims=True) ** 2
-DATA = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+DIRECTORY = sys.argv[1]
+X, Y = one_or_two.X.numpy(), one_or_two.Y.numpy()
 keras = tf.keras
 
 
@@ -101,14 +93,6 @@ def checkpoints():
         "means": means.tolist(),
         "restored": bool(same),
     }
-
-
-def refusal(function):
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
 
 
 def on_batches():

@@ -53,41 +53,34 @@ def keras_input_fn(epochs=None):
 
 def kinds(model_dir):
     estimator = tf.estimator
-    config = {
-        name: estimator.RunConfig(f"{model_dir}/{name}", tf_random_seed=1)
-        for name in (
-            "linear",
-            "deep",
-            "both",
-            "baseline",
-            "regressor",
-            "layers",
-            "metrics",
-            "local",
-        )
-    }
-    config["local"] = config["local"].replace(
-        train_distribute=tf.distribute.MirroredStrategy(["/cpu:0"])
-    )
-    linear = estimator.LinearClassifier(COLUMNS, config=config["linear"])
+
+    def config(name, **options):
+        return estimator.RunConfig(f"{model_dir}/{name}", tf_random_seed=1, **options)
+
+    linear = estimator.LinearClassifier(COLUMNS, config=config("linear"))
     yield "linear", linear, input_fn
-    yield "deep", estimator.DNNClassifier([8], COLUMNS, config=config["deep"]), input_fn
+    yield "deep", estimator.DNNClassifier([8], COLUMNS, config=config("deep")), input_fn
     both = estimator.DNNLinearCombinedClassifier(
         linear_feature_columns=COLUMNS,
         dnn_feature_columns=COLUMNS,
         dnn_hidden_units=[8],
-        config=config["both"],
+        config=config("both"),
     )
     yield "both", both, input_fn
-    yield "baseline", estimator.BaselineClassifier(config=config["baseline"]), input_fn
-    yield "regressor", estimator.DNNRegressor([8], COLUMNS, config=config["regressor"]), input_fn
-    yield "layers", estimator.Estimator(model_fn, config=config["layers"]), input_fn
+    yield "baseline", estimator.BaselineClassifier(config=config("baseline")), input_fn
+    yield "regressor", estimator.DNNRegressor([8], COLUMNS, config=config("regressor")), input_fn
+    yield "layers", estimator.Estimator(model_fn, config=config("layers")), input_fn
     with_metrics = estimator.add_metrics(
-        estimator.Estimator(model_fn, config=config["metrics"]),
+        estimator.Estimator(model_fn, config=config("metrics")),
         lambda predictions, labels: {"mean": tf.metrics.mean(predictions["class_ids"])},
     )
     yield "metrics", with_metrics, input_fn
-    yield "local", estimator.Estimator(model_fn, config=config["local"]), data_input_fn
+    mirrored = tf.distribute.MirroredStrategy(["/cpu:0"])
+    yield (
+        "local",
+        estimator.Estimator(model_fn, config=config("local", train_distribute=mirrored)),
+        data_input_fn,
+    )
     # this one starts with the weights of linear, which has been trained
     warm = estimator.LinearClassifier(
         COLUMNS, f"{model_dir}/warm", warm_start_from=linear.model_dir

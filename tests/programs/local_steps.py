@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from session_hooks import AfterStep, Dump
 
 import estimator_ext
 from estimator_ext.sync_on_read import assign
@@ -107,32 +108,6 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: dict[str
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
-class Dump(tf.estimator.SessionRunHook):
-    """Writes all variables of this rank at the end."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def begin(self) -> None:
-        self._variables = {v.op.name: v for v in tf.compat.v1.global_variables()}
-
-    def end(self, session: tf.compat.v1.Session) -> None:
-        np.savez(self._path, **session.run(self._variables))
-
-
-class At(tf.estimator.SessionRunHook):
-    """Calls a function after a step."""
-
-    def __init__(self, step: int, call: Any) -> None:
-        self._step = step
-        self._call = call
-
-    def after_run(self, run_context: Any, run_values: Any) -> None:
-        self._step -= 1
-        if self._step == 0:
-            self._call(run_context)
-
-
 def change_frozen(context: Any) -> None:
     frozen = next(v for v in tf.compat.v1.global_variables() if v.op.name == "frozen")
     assign(context.session, [frozen], [np.ones(2)])
@@ -160,17 +135,17 @@ def run(chosen: dict[str, Any]) -> None:
     )
     rank = strategy.cluster.rank or 0
     hooks: list[Any] = [Dump(Path(settings["dump_dir"]) / f"variables-{rank}.npz")]
-    if (settings["ask"] or [-1])[0] == rank:
-        hooks.append(At(settings["ask"][1], lambda context: context.request_stop()))
-    if (settings["change"] or [-1])[0] == rank:
-        hooks.append(At(settings["change"][1], change_frozen))
-    if (settings["stuck"] or [-1])[0] == rank:
-        hooks.append(At(settings["stuck"][1], lambda _: threading.Event().wait(1000)))
-    if (settings["busy"] or [-1])[0] == rank:
-        hooks.append(At(settings["busy"][1], lambda _: wait_for_failure(strategy)))
-    if (settings["kill"] or [-1])[0] == rank:
-        number = signal.Signals[settings["signal"]]
-        hooks.append(At(settings["kill"][1], lambda _: os.kill(os.getpid(), number)))
+    number = signal.Signals[settings["signal"]]
+    calls = {
+        "ask": lambda context: context.request_stop(),
+        "change": change_frozen,
+        "stuck": lambda _: threading.Event().wait(1000),
+        "busy": lambda _: wait_for_failure(strategy),
+        "kill": lambda _: os.kill(os.getpid(), number),
+    }
+    for name, call in calls.items():
+        if settings[name] and settings[name][0] == rank:
+            hooks.append(AfterStep(settings[name][1], call))
     config = estimator_ext.RunConfig(
         train_distribute=strategy,
         save_checkpoints_steps=settings["checkpoint_steps"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import tensorflow as tf
+from one_weight import model_fn
 
 import estimator_ext
 
@@ -13,14 +14,6 @@ estimator_ext.install()
 
 def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(([[1.0]], [[2.0]])).repeat()
-
-
-def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> tf.estimator.EstimatorSpec:
-    weight = tf.compat.v1.get_variable("w", [1, 1])
-    loss = tf.reduce_mean((features @ weight - labels) ** 2)
-    step = tf.compat.v1.train.get_global_step()
-    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
 def main(model_dir: str) -> None:

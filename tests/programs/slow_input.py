@@ -1,4 +1,4 @@
-"""Trains one weight on batches that take much longer to make than to learn from."""
+"""Trains a model on batches that take much longer to make than to learn from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from one_weight import model_fn
 
 import estimator_ext
 
@@ -19,21 +20,12 @@ STEPS = 20
 def batches() -> Iterator[Any]:
     while True:
         time.sleep(0.05)  # what this input costs
-        yield [[1.0]] * 8
+        yield [[1.0]] * 8, [[1.0]] * 8
 
 
 def input_fn() -> tf.data.Dataset:
-    return tf.data.Dataset.from_generator(
-        batches, output_signature=tf.TensorSpec([8, 1], tf.float32)
-    )
-
-
-def model_fn(features: tf.Tensor, mode: str) -> Any:
-    weight = tf.compat.v1.get_variable("weight", [1, 1])
-    loss = tf.reduce_mean(tf.square(tf.matmul(features, weight)))
-    optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
-    train_op = optimizer.minimize(loss, tf.compat.v1.train.get_global_step())
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    batch = tf.TensorSpec([8, 1], tf.float32)
+    return tf.data.Dataset.from_generator(batches, output_signature=(batch, batch))
 
 
 strategy = estimator_ext.HostOffloadStrategy()

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from programs import by_name
+from programs.update_kinds import BATCHES, GLOBAL_BATCH, RATE, gradient_descent
 
 import estimator_ext
 
 v1 = tf.compat.v1
 train = tf.compat.v1.train
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
-GLOBAL_BATCH, BATCHES = 12, 4
-RATE = 0.05
 RANDOM = np.random.RandomState(0)
 DATA = {
     "x": RANDOM.standard_normal((BATCHES, GLOBAL_BATCH, 5)),
@@ -79,10 +78,6 @@ class Model:
         initial = np.zeros(value.shape.as_list(), value.dtype.as_numpy_dtype)
         kept = v1.get_variable(name, initializer=initial, trainable=False)
         return kept.assign(value, read_value=False)
-
-
-def gradient_descent() -> train.Optimizer:
-    return train.GradientDescentOptimizer(RATE)
 
 
 def all_reduce(op: Any, value: Any) -> Any:
@@ -415,23 +410,17 @@ def changed_by_a_hook(model: Model) -> Any:
     return spec(model.loss, model.minimize(), training_hooks=[RunsByItself(run)])
 
 
+TWO = {"accumulate_steps": 2}
+ENDLESS, DIFFERS, MAY_DIFFER = "Make the data endless", "differs by rank", "may differ by rank"
+SKIPPED_BY_SOME, SKIPPED_BY_ALL = skipping(lambda _, skips: skips), skipping(chosen_by_all)
+LOOP_OF_DATA = reduced_in_a_loop(count_of_data)
+
 CASES = [
     Case("number of examples", number_of_examples, uneven),
     Case("infinite", infinite),
-    Case("accumulated", accumulated, micro_batches, fields={"accumulate_steps": 2}),
-    Case(
-        "accumulated beside gradients",
-        accumulated_beside_gradients,
-        micro_batches,
-        fields={"accumulate_steps": 2},
-    ),
-    Case(
-        "accumulated, data that end",
-        accumulated,
-        micro_batches_that_end,
-        refused="Make the data endless",
-        fields={"accumulate_steps": 2},
-    ),
+    Case("accumulated", accumulated, micro_batches, fields=TWO),
+    Case("accumulated beside gradients", accumulated_beside_gradients, micro_batches, fields=TWO),
+    Case("accumulated, data that end", accumulated, micro_batches_that_end, ENDLESS, TWO),
     Case("sparse", sparse),
     *(Case(f"through a sum, {how}", through_a_sum(how)) for how in REDUCE),
     *(Case(f"through a mean, {how}", through_a_mean(how)) for how in REDUCE),
@@ -443,24 +432,21 @@ CASES = [
     Case("through a gradient", through_a_gradient, refused="Differentiate before reducing"),
     *(Case(f"constant of a rank, {how}", constant_of_a_rank(how)) for how in REDUCE),
     Case("attribute of a rank", attribute_of_a_rank),
-    Case("skipped by some", skipping(lambda _, skips: skips), refused="differs by rank"),
-    Case("skipped by all", skipping(chosen_by_all)),
     Case("loop", reduced_in_a_loop(lambda _: tf.constant(3))),
-    Case("loop of data", reduced_in_a_loop(count_of_data), refused="may differ by rank"),
-    Case(
-        "skipped by some, control flow v1",
-        with_control_flow_v1(skipping(lambda _, skips: skips)),
-        refused="differs by rank",
-    ),
-    Case("skipped by all, control flow v1", with_control_flow_v1(skipping(chosen_by_all))),
     Case("loop, control flow v1", with_control_flow_v1(reduced_in_a_loop(lambda _: 3))),
-    Case(
-        "loop of data, control flow v1",
-        with_control_flow_v1(reduced_in_a_loop(count_of_data)),
-        refused="may differ by rank",
+    *(
+        Case(f"{name}{ending}", wrap(build), refused=refused)
+        for name, build, refused in (
+            ("skipped by some", SKIPPED_BY_SOME, DIFFERS),
+            ("skipped by all", SKIPPED_BY_ALL, ""),
+            ("loop of data", LOOP_OF_DATA, MAY_DIFFER),
+            ("used within a loop", used_within_a_loop, ""),
+        )
+        for ending, wrap in (
+            ("", lambda build: build),
+            (", control flow v1", with_control_flow_v1),
+        )
     ),
-    Case("used within a loop", used_within_a_loop),
-    Case("used within a loop, control flow v1", with_control_flow_v1(used_within_a_loop)),
     Case("reduced loss", reduced_loss),
     Case("posted loss", posted_loss),
     Case("loss after the step", loss_after_the_step),
@@ -494,6 +480,4 @@ def train_case(case: Case, training: by_name.Training) -> None:
 
 
 if __name__ == "__main__":
-    by_name.train_all(
-        {case.name: lambda training, case=case: train_case(case, training) for case in CASES}
-    )
+    by_name.train_table(train_case, CASES)

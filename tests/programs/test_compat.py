@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
-from harness import ROOT
+from harness import PROGRAMS, ROOT, run_python
 
 import estimator_ext
 from estimator_ext._tf_estimator._loading import knows_estimator
 
-PROGRAM = ROOT / "tests" / "programs" / "written_for_2_15.py"
+PROGRAM = PROGRAMS / "written_for_2_15.py"
 CHECKPOINTS = sorted((ROOT / "tests" / "data" / "checkpoints").iterdir())
 # Tests that docs/compatibility.md lists as impossible if TensorFlow itself has Estimator.
 without_estimator = pytest.mark.skipif(
@@ -25,23 +24,21 @@ without_estimator = pytest.mark.skipif(
 )
 
 
-def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs Python with these arguments; TF_USE_LEGACY_KERAS is not set unless the test sets it."""
-    base = {k: v for k, v in os.environ.items() if k != "TF_USE_LEGACY_KERAS"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**base, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python(*arguments, without="TF_USE_LEGACY_KERAS", **options)
 
 
 def run(code: str, **environment: str) -> str:
     """Runs code, which must succeed, and returns its output."""
-    ended = start("-c", code, **environment)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return start("-c", code, **environment).stdout
+
+
+def refusal_of(code: str, **environment: str) -> str:
+    """Runs code, which must fail, and returns its errors."""
+    ended = start("-c", code, code=None, **environment)
+    assert ended.returncode != 0
+    return ended.stderr
 
 
 # -- whole programs ------------------------------------------------------------------------
@@ -58,8 +55,7 @@ def test_a_program_written_for_2_15(tmp_path: Path, line: str) -> None:
     assert "estimator_ext" not in text
     program = tmp_path / "program.py"
     program.write_text(text.replace("\nFEATURES", f"\n{line}\nFEATURES", 1))
-    ended = start(str(program), str(tmp_path))
-    assert ended.returncode == 0, ended.stderr
+    ended = start(program, tmp_path)
     (text,) = [line[7:] for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     result = json.loads(text)
     # the output of the unchanged program on TensorFlow 2.15.1
@@ -76,16 +72,13 @@ def test_a_program_written_for_2_15(tmp_path: Path, line: str) -> None:
 def test_a_checkpoint_is_restored_and_trained_on(checkpoint: Path, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(checkpoint, directory)
-    program = ROOT / "tests" / "programs" / "checkpoints.py"
-    ended = start(str(program), "restore", str(directory))
-    assert ended.returncode == 0, ended.stderr
+    ended = start(PROGRAMS / "checkpoints.py", "restore", directory)
     assert "RESTORED custom" in ended.stdout
     assert "RESTORED canned" in ended.stdout
 
 
 def test_estimators_of_every_kind(tmp_path: Path) -> None:
-    ended = start(str(ROOT / "tests" / "programs" / "kinds.py"), str(tmp_path))
-    assert ended.returncode == 0, ended.stderr
+    ended = start(PROGRAMS / "kinds.py", tmp_path)
     losses = json.loads(ended.stdout.splitlines()[-1])
     assert len(losses) == 10
     for name, (before, after) in losses.items():
@@ -223,19 +216,17 @@ for file in distribution("tensorflow_estimator").files:
 @pytest.mark.parametrize("version", ["2.14.1", "2.22.0", "3.0.0"])
 def test_an_older_or_newer_tensorflow_is_refused_with_the_reason(version: str) -> None:
     code = f"import tensorflow as tf; tf.__version__ = '{version}'; import estimator_ext"
-    ended = start("-c", code)
-    assert ended.returncode != 0
-    assert f"ConfigError: TensorFlow {version} is installed, wanted 2.15 to 2.21" in ended.stderr
-    assert "pip install 'tensorflow>=2.15,<2.22'" in ended.stderr
+    errors = refusal_of(code)
+    assert f"ConfigError: TensorFlow {version} is installed, wanted 2.15 to 2.21" in errors
+    assert "pip install 'tensorflow>=2.15,<2.22'" in errors
 
 
 @without_estimator
 def test_a_tf_keras_of_another_version_is_refused() -> None:
     code = "import tensorflow as tf; tf.__version__ = '2.15.9'; import estimator_ext"
-    ended = start("-c", code)
-    assert ended.returncode != 0
-    assert f"ConfigError: tf_keras is {tf.__version__[:4]}" in ended.stderr
-    assert "wanted 2.15 for TensorFlow 2.15.9. Run pip install 'tf_keras==2.15.*'" in ended.stderr
+    errors = refusal_of(code)
+    assert f"ConfigError: tf_keras is {tf.__version__[:4]}" in errors
+    assert "wanted 2.15 for TensorFlow 2.15.9. Run pip install 'tf_keras==2.15.*'" in errors
 
 
 def test_a_missing_tensorflow_estimator_is_refused() -> None:
@@ -250,9 +241,8 @@ def of_all_but_one(name):
 metadata.version = of_all_but_one
 import estimator_ext
 """
-    ended = start("-c", code)
-    assert ended.returncode != 0
-    assert "ConfigError: tensorflow_estimator is missing, wanted 2.15" in ended.stderr
+    errors = refusal_of(code)
+    assert "ConfigError: tensorflow_estimator is missing, wanted 2.15" in errors
 
 
 @without_estimator
@@ -273,7 +263,7 @@ import estimator_ext
 print("imported")
 estimator_ext.install()
 """
-    ended = start("-c", code)
+    ended = start("-c", code, code=None)
     assert "imported" in ended.stdout  # with a warning, as a model_fn may not need Keras
     warning, _, error = ended.stderr.partition("Traceback")
     assert re.search(rf"WARNING:tensorflow:.*{named}\b.* is Keras 3 in this process", warning)
@@ -304,10 +294,9 @@ estimator = tf.estimator.Estimator(lambda features: None, config=config)
 spec = tf.estimator.TrainSpec(lambda: None, 1), tf.estimator.EvalSpec(lambda: None)
 tf.estimator.train_and_evaluate(estimator, *spec)
 """
-    ended = start("-c", code, **({} if remote else {"TF_CONFIG": config}))
-    assert ended.returncode != 0
-    assert "tf.estimator.Estimator cannot work with MirroredStrategy on a cluster" in ended.stderr
-    assert "estimator_ext.HostOffloadStrategy" in ended.stderr
+    errors = refusal_of(code, **({} if remote else {"TF_CONFIG": config}))
+    assert "tf.estimator.Estimator cannot work with MirroredStrategy on a cluster" in errors
+    assert "estimator_ext.HostOffloadStrategy" in errors
 
 
 @without_estimator
@@ -328,15 +317,13 @@ tf.estimator.train_and_evaluate(Untrained(lambda features: None), *spec)
     for more, warned in ({}, True), ({"ps": ["127.0.0.1:2"]}, False):
         config = {"cluster": {**cluster, **more}, "task": {"type": "chief", "index": 0}}
         ended = start("-c", code, TF_CONFIG=json.dumps(config))
-        assert ended.returncode == 0, ended.stderr
         assert (warning in ended.stderr) == warned
 
 
 @without_estimator
 def test_keras_3_chosen_by_the_user_is_refused() -> None:
-    ended = start("-c", "import estimator_ext as e; e.install()", TF_USE_LEGACY_KERAS="0")
-    assert ended.returncode != 0
-    assert "TF_USE_LEGACY_KERAS is 0 in the environment: set it to 1" in ended.stderr
+    errors = refusal_of("import estimator_ext as e; e.install()", TF_USE_LEGACY_KERAS="0")
+    assert "TF_USE_LEGACY_KERAS is 0 in the environment: set it to 1" in errors
 
 
 @without_estimator

@@ -39,8 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("data")
     make_data(directory)
     program = ["-m", "bert.create_pretraining_data"]
-    ran = run(directory, 1, [*program, f"--flagfile={directory}/create_pretraining_data.flags"])
-    assert ran.returncode == 0, ran.stdout[-6000:]
+    run(directory, 1, [*program, f"--flagfile={directory}/create_pretraining_data.flags"])
     return directory
 
 
@@ -56,10 +55,7 @@ def test_two_ranks_train_evaluate_and_predict_as_one(
             copy_first_checkpoints(tmp_path / "1", directory)
         flags = [f"--flagfile={data}/{name}.flags", f"--output_dir={model_dir}", LENGTHS[name]]
         # in a cluster also for one rank, so that both have the same learning rates
-        ran = run(
-            directory, size, [*PROGRAMS[name], *flags], OPTIONS.get(name, ()), is_cluster=True
-        )
-        assert ran.returncode == 0, ran.stdout[-6000:]
+        run(directory, size, [*PROGRAMS[name], *flags], OPTIONS.get(name, ()), is_cluster=True)
         assert tf.train.load_variable(str(model_dir), "global_step") == STEPS
         outputs.append(results(name, model_dir))
     check_ranks_equal(tmp_path / "2")

@@ -60,7 +60,6 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         if size > 1:
             copy_first_checkpoints(results.of(1) / "model", directory / "model")
         ran = run(directory, size, arguments(name, directory, size))
-        assert ran.returncode == 0, ran.stdout[-6000:]
         results.outputs[size] = ran.stdout
     return results
 
@@ -98,7 +97,6 @@ def test_models_are_evaluated_exported_and_predict(program: Trained, size: int) 
 
 def test_adanet_trains_in_one_process(tmp_path: Path) -> None:
     ran = run(tmp_path, 1, arguments("adanet", tmp_path, 1))
-    assert ran.returncode == 0, ran.stdout[-6000:]
     model_dir = str(tmp_path / "model")
     assert tf.train.load_variable(model_dir, "global_step") == STEPS
     assert tf.train.load_variable(model_dir, "current_iteration") == 1
@@ -108,7 +106,6 @@ def test_adanet_trains_in_one_process(tmp_path: Path) -> None:
 
 def test_adanet_is_refused_on_ranks(tmp_path: Path) -> None:
     """The chief of AdaNet prepares each iteration alone, in a training without the other ranks."""
-    ran = run(tmp_path, 2, arguments("adanet", tmp_path, 2))
-    assert ran.returncode == 78, ran.stdout[-6000:]
+    ran = run(tmp_path, 2, arguments("adanet", tmp_path, 2), code=78)
     assert "Traceback" not in ran.stdout
     assert "AutoEnsembleEstimator overrides the method `train`" in ran.stdout

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import PROGRAMS, QUIET, ROOT, deadline_s
+from harness import PROGRAMS, run_python
 from runner import PROGRAM, check_like_one_process, run
 
 KINDS = [
@@ -37,21 +34,17 @@ def test_two_ranks_train_like_one_process(tmp_path: Path, kind: str) -> None:
 def test_each_rank_reads_all_data_without_auto_shard(tmp_path: Path) -> None:
     model_dirs = [str(tmp_path / name) for name in ("off", "one")]
     options = ["--batch-size", "8", "--kind", "custom"]
-    ran = run(2, "--auto-shard", "off", PROGRAM, *options, "--model-dir", model_dirs[0])
-    assert ran.returncode == 0, ran.stderr
-    ran = run(1, PROGRAM, *options, "--model-dir", model_dirs[1])
-    assert ran.returncode == 0, ran.stderr
+    run(2, "--auto-shard", "off", PROGRAM, *options, "--model-dir", model_dirs[0])
+    run(1, PROGRAM, *options, "--model-dir", model_dirs[1])
     both = [tf.train.load_variable(each, "w") for each in model_dirs]
     np.testing.assert_allclose(both[0], both[1], rtol=1e-5)
 
 
 def test_an_estimator_that_trains_by_itself_trains_in_one_process(tmp_path: Path) -> None:
     options = ["--batch-size", "8", "--kind", "trains by itself", "--model-dir"]
-    ran = run(1, PROGRAM, *options, str(tmp_path / "1"))
-    assert ran.returncode == 0, ran.stderr
+    run(1, PROGRAM, *options, str(tmp_path / "1"))
     assert tf.train.load_variable(str(tmp_path / "1"), "global_step") == 6
-    ran = run(2, PROGRAM, *options, str(tmp_path / "2"))
-    assert ran.returncode == 78, ran.stderr
+    ran = run(2, PROGRAM, *options, str(tmp_path / "2"), code=78)
     assert "Traceback" not in ran.stderr
     assert (
         "TrainsByItself overrides the method `train`, which does not support ranks" in ran.stderr
@@ -60,8 +53,7 @@ def test_an_estimator_that_trains_by_itself_trains_in_one_process(tmp_path: Path
 
 def test_a_module_with_its_arguments(tmp_path: Path) -> None:
     options = ["--batch-size", "8", "--kind", "custom", "--model-dir", str(tmp_path / "model")]
-    ran = run(1, "-m", "unedited", *options, directory=PROGRAMS)
-    assert ran.returncode == 0, ran.stderr
+    run(1, "-m", "unedited", *options, cwd=PROGRAMS)
     assert tf.train.load_variable(str(tmp_path / "model"), "global_step") == 6
 
 
@@ -101,18 +93,15 @@ def test_names_without_a_replacement_end_with_one_line(
     tmp_path: Path, kind: str, use: str, text: str
 ) -> None:
     options = ["--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path), "--use", use]
-    ran = run(1, PROGRAM, *options)
-    assert ran.returncode == 78
+    ran = run(1, PROGRAM, *options, code=78)
     assert "Traceback" not in ran.stderr
     assert text in ran.stderr.splitlines()[-1]
 
 
 def test_a_strategy_of_one_process_is_refused_on_two(tmp_path: Path) -> None:
     options = ["--batch-size", "8", "--kind", "mirrored", "--model-dir"]
-    ran = run(1, PROGRAM, *options, str(tmp_path / "1"))
-    assert ran.returncode == 0, ran.stderr
-    ran = run(2, PROGRAM, *options, str(tmp_path / "2"))
-    assert ran.returncode == 78
+    run(1, PROGRAM, *options, str(tmp_path / "1"))
+    ran = run(2, PROGRAM, *options, str(tmp_path / "2"), code=78)
     assert "trains with MirroredStrategy, which supports one process" in ran.stderr + ran.stdout
     assert "Traceback" not in ran.stderr + ran.stdout
 
@@ -120,9 +109,8 @@ def test_a_strategy_of_one_process_is_refused_on_two(tmp_path: Path) -> None:
 def test_a_program_without_estimators_is_refused_on_two(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import sys\nprint('ran')\nsys.exit(0)\n")
-    assert run(1, str(program)).returncode == 0
-    ran = run(2, str(program))
-    assert ran.returncode == 78
+    run(1, str(program))
+    ran = run(2, str(program), code=78)
     assert "the program created no estimator: each of 2 processes ran" in ran.stdout + ran.stderr
 
 
@@ -142,8 +130,7 @@ print("ORDER", list({str(n) for n in range(30)}), random.random(), np.random.ran
     for task in ({"type": "chief", "index": 0}, {"type": "worker", "index": 0}):
         cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
         environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-        ran = run(1, str(program), environ=environ)
-        assert ran.returncode == 0, ran.stderr
+        ran = run(1, str(program), **environ)
         outputs.append([line for line in ran.stdout.splitlines() if "ORDER" in line])
     assert outputs[0] == outputs[1] != []
 
@@ -157,17 +144,14 @@ print("ORDER", list({str(n) for n in range(30)}), random.random(), np.random.ran
 )
 def test_data_that_cannot_be_sharded_are_refused(tmp_path: Path, kind: str, text: str) -> None:
     options = [PROGRAM, "--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path)]
-    ran = run(2, *options)
-    assert ran.returncode == 78
+    ran = run(2, *options, code=78)
     assert text in ran.stderr + ran.stdout
-    ran = run(2, "--auto-shard", "off", *options)
-    assert ran.returncode == 0, ran.stderr
+    run(2, "--auto-shard", "off", *options)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--auto-shard", "data"], ["-m"]])
 def test_a_missing_program_is_a_usage_error(arguments: list[str]) -> None:
-    ran = run(1, *arguments)
-    assert ran.returncode == 2
+    ran = run(1, *arguments, code=2)
     assert "no program to run: give a SCRIPT, or -m and a MODULE" in ran.stderr
 
 
@@ -190,18 +174,9 @@ assert data.map_and_batch is tf.compat.v1.data.experimental.map_and_batch
 assert lookup.index_table_from_tensor and metrics
 assert cluster_resolver.TPUClusterResolver
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", script],
-        check=False,
-        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=deadline_s(60),
-    )
-    assert ran.returncode == 0, ran.stderr
+    run_python("-c", script)
 
 
 def test_a_program_that_does_not_exist_is_a_usage_error() -> None:
-    ran = run(1, "nowhere.py", "--option")
-    assert ran.returncode == 2
+    ran = run(1, "nowhere.py", "--option", code=2)
     assert "'nowhere.py' does not exist: give the path of a program" in ran.stderr

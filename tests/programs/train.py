@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import arguments
 import numpy as np
 import tensorflow as tf
+from session_hooks import AfterStep, BeforeStep, Dump
 
 import estimator_ext
 import hostopt
@@ -70,16 +72,13 @@ SETTINGS = {
 GLOBAL_BATCH, BATCHES, VOCABULARY = 12, 7, 20
 
 
-class Dump(tf.estimator.SessionRunHook):
-    """Writes all variables of this rank at the end, and the loss of each step."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._losses: list[float] = []
+class DumpWithLosses(Dump):
+    """Writes the loss of each step, too."""
 
     def begin(self) -> None:
-        self._variables = {v.op.name: v for v in tf.compat.v1.global_variables()}
+        super().begin()
         self._loss = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.LOSSES)[-1]
+        self._losses: list[float] = []
 
     def before_run(self, run_context: object) -> tf.estimator.SessionRunArgs:
         return tf.estimator.SessionRunArgs(self._loss)
@@ -115,68 +114,35 @@ class Trace(tf.estimator.SessionRunHook):
             Path(self._path).write_text(json.dumps(record))
 
 
-class StopHere(tf.estimator.SessionRunHook):
-    """Announces a completed step, and blocks before the next one until a test kills this rank."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def before_run(self, run_context: object) -> None:
-        self._step -= 1
-        if self._step == 0:
-            print("stopped here", flush=True)
-            threading.Event().wait()
+def stop_here(run_context: object) -> None:
+    """Announces a completed step, and blocks until a test kills this rank."""
+    print("stopped here", flush=True)
+    threading.Event().wait()
 
 
-class AwaitEvaluation(tf.estimator.SessionRunHook):
-    """Waits after a step until an evaluator has reported an accuracy."""
-
-    def __init__(self, step: int, eval_dir: Path) -> None:
-        self._step = step
-        self._eval_dir = eval_dir
-
-    def before_run(self, run_context: object) -> None:
-        self._step -= 1
-        if self._step == -1:
-            deadline_s = time.monotonic() + 60
-            while not self._reported():
-                assert time.monotonic() < deadline_s, "no evaluation during training"
-                threading.Event().wait(0.2)
-            print("evaluated during training", flush=True)
-
-    def _reported(self) -> bool:
-        with contextlib.suppress(tf.errors.DataLossError):  # an incomplete record
-            for path in self._eval_dir.glob("events.*"):
-                for event in tf.compat.v1.train.summary_iterator(str(path)):
-                    if any(value.tag == "acc" for value in event.summary.value):
-                        return True
-        return False
+def await_evaluation(eval_dir: Path) -> None:
+    """Waits until an evaluator has reported an accuracy."""
+    deadline_s = time.monotonic() + 60
+    while not has_accuracy(eval_dir):
+        assert time.monotonic() < deadline_s, "no evaluation during training"
+        threading.Event().wait(0.2)
+    print("evaluated during training", flush=True)
 
 
-class AskToStop(tf.estimator.SessionRunHook):
-    """Requests a stop after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def after_run(self, run_context: object, run_values: object) -> None:
-        self._step -= 1
-        if self._step == 0:
-            run_context.request_stop()
+def has_accuracy(eval_dir: Path) -> bool:
+    with contextlib.suppress(tf.errors.DataLossError):  # an incomplete record
+        for path in eval_dir.glob("events.*"):
+            for event in tf.compat.v1.train.summary_iterator(str(path)):
+                if any(value.tag == "acc" for value in event.summary.value):
+                    return True
+    return False
 
 
-class ChangeKernel(tf.estimator.SessionRunHook):
-    """Changes a variable on this rank only, before a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def before_run(self, run_context: object) -> None:
-        self._step -= 1
-        if self._step == 0:
-            kernel = tf.compat.v1.trainable_variables()[0]
-            value = run_context.session.run(kernel)
-            assign(run_context.session, [kernel], [value + 1])
+def change_kernel(run_context: object) -> None:
+    """Changes a variable on this rank only."""
+    kernel = tf.compat.v1.trainable_variables()[0]
+    value = run_context.session.run(kernel)
+    assign(run_context.session, [kernel], [value + 1])
 
 
 class RaiseInHook(tf.estimator.SessionRunHook):
@@ -472,7 +438,7 @@ def train_all(strategy, settings: dict) -> None:
         hooks = []
         if settings["dump_dir"]:
             dump = Path(settings["dump_dir"])
-            hooks.append(Dump(str(dump / f"{name}-{strategy.cluster.rank}.npz")))
+            hooks.append(DumpWithLosses(dump / f"{name}-{strategy.cluster.rank}.npz"))
             if settings["trace"]:
                 hooks.append(Trace(str(dump / f"trace-{strategy.cluster.rank}.json")))
         if settings["early_stopping"]:
@@ -486,16 +452,16 @@ def train_all(strategy, settings: dict) -> None:
                 )
             )
         if settings["asking"] is not None and settings["asking"] == strategy.cluster.rank:
-            hooks.append(AskToStop(5))
+            hooks.append(AfterStep(5, lambda context: context.request_stop()))
         if settings["raise_in"].startswith("hook"):
             hooks.append(RaiseInHook(settings))
         if settings["change_at"]:
-            hooks.append(ChangeKernel(settings["change_at"]))
+            hooks.append(BeforeStep(settings["change_at"], change_kernel))
         if settings["stop_at"]:
-            hooks.append(StopHere(settings["stop_at"]))
+            hooks.append(BeforeStep(settings["stop_at"], stop_here))
         if settings["evaluated_at"] and strategy.cluster.is_chief:
-            eval_dir = Path(estimator.eval_dir())
-            hooks.append(AwaitEvaluation(settings["evaluated_at"], eval_dir))
+            wait = functools.partial(await_evaluation, Path(estimator.eval_dir()))
+            hooks.append(BeforeStep(settings["evaluated_at"] + 1, lambda _, wait=wait: wait()))
         train(estimator, make_input_fn(settings), hooks, settings)
 
 
@@ -526,9 +492,7 @@ def report(training: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    chosen: dict = {}
-    for argument in sys.argv[1:]:
-        chosen.update(json.loads(argument))
+    chosen = arguments.chosen()
     task = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]
     index = os.environ.get("HOSTOPT_SLOT", str(task["index"]))  # `hostopt run` has a chief, too
     for run in chosen.pop("runs", [{}]):  # one after the other, each with its settings

@@ -8,15 +8,14 @@ SIGTERM to the end, and "interrupted_again_s" the time from the second SIGINT to
 from __future__ import annotations
 
 import functools
-import json
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import arguments
 import numpy as np
 import tensorflow as tf
 import train
@@ -169,9 +168,7 @@ BREAK = {
 }
 
 if __name__ == "__main__":
-    chosen: dict = {}
-    for argument in sys.argv[1:]:
-        chosen.update(json.loads(argument))
+    chosen = arguments.chosen()
     for name in ("GRACE_S", "INTERRUPTED_AGAIN_S"):
         setattr(signals, name, chosen.pop(name.lower(), getattr(signals, name)))
     fault = chosen.pop("fault", None)

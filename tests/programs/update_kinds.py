@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from programs import by_name
+from programs import by_name, session_hooks
 
 import estimator_ext
 
@@ -142,11 +142,15 @@ class Own(train.Optimizer):
         return tf.group(*updates, global_step.assign_add(1))
 
 
+def clipped(pairs: Iterable[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable]]:
+    gradients, variables = zip(*pairs)
+    gradients, _ = tf.clip_by_global_norm(gradients, NORM)
+    return list(zip(gradients, variables))
+
+
 class ClipsAndCallsSuper(train.GradientDescentOptimizer):
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
-        gradients, variables = zip(*grads_and_vars)
-        gradients, _ = tf.clip_by_global_norm(gradients, NORM)
-        return super().apply_gradients(zip(gradients, variables), global_step, name)
+        return super().apply_gradients(clipped(grads_and_vars), global_step, name)
 
 
 class ScalesAndCallsSuper(train.GradientDescentOptimizer):
@@ -178,16 +182,12 @@ class Wrapper(train.Optimizer):
 
 class Clipping(Wrapper):
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None):
-        gradients, variables = zip(*grads_and_vars)
-        gradients, _ = tf.clip_by_global_norm(gradients, NORM)
-        return self.inner.apply_gradients(zip(gradients, variables), global_step, name)
+        return self.inner.apply_gradients(clipped(grads_and_vars), global_step, name)
 
 
 class ClippingInCompute(Wrapper):
     def compute_gradients(self, loss: tf.Tensor, *args: Any, **kwargs: Any):
-        pairs = self.inner.compute_gradients(loss, *args, **kwargs)
-        gradients, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], NORM)
-        return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
+        return clipped(self.inner.compute_gradients(loss, *args, **kwargs))
 
 
 class MovingAverage(Wrapper):
@@ -232,8 +232,8 @@ def gradient_descent() -> train.Optimizer:
 # -- builders --------------------------------------------------------------------------------
 
 
-def minimize(make: Callable[[], train.Optimizer]) -> Callable[[Model], Any]:
-    return lambda model: make().minimize(model.loss, model.step)
+def minimize(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Model], Any]:
+    return lambda model: make(*args, **kwargs).minimize(model.loss, model.step)
 
 
 def apply(
@@ -242,8 +242,11 @@ def apply(
     return lambda model: make().apply_gradients(gradients(model), model.step)
 
 
-def keras(make: Callable[[], Any]) -> Callable[[Model], Any]:
-    return lambda model: model.counted(make().get_updates(model.loss, model.variables))
+def keras(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Model], Any]:
+    def build(model: Model) -> Any:
+        return model.counted(make(*args, **kwargs).get_updates(model.loss, model.variables))
+
+    return build
 
 
 def keras_apply(model: Model) -> Any:
@@ -270,11 +273,6 @@ def without_gradient(update: Callable[[Model], Any]) -> Callable[[Model], Any]:
 
 def computed(model: Model) -> list[tuple[Any, tf.Variable]]:
     return gradient_descent().compute_gradients(model.loss, model.variables)
-
-
-def clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable]]:
-    gradients, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], NORM)
-    return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
 
 
 def with_rows_clipped(pairs: list[tuple[Any, tf.Variable]]) -> list[tuple[Any, tf.Variable]]:
@@ -378,39 +376,24 @@ def two_optimizers(model: Model) -> Any:
     return tf.group(first, train.AdamOptimizer(RATE).minimize(other, var_list=[bias]))
 
 
-def accumulated(model: Model) -> Any:
-    """Accumulates gradients, and applies and clears them every second step."""
-    sums = [model.zeros_like(v, "sum") for v in model.variables]
-    added = [s.assign_add(g) for s, g in zip(sums, model.gradients())]
-    step = tf.identity(model.step)
+def accumulated(compute: Any, apply: Any) -> Callable[[Model], Any]:
+    """Accumulates gradients, and applies and clears them every second step, in a branch."""
 
-    def update() -> tf.Operation:
-        values = [s.read_value() for s in sums]
-        with tf.control_dependencies(subtract(list(zip(values, model.variables)))):
-            return tf.group([s.assign(tf.zeros_like(s)) for s in sums])
+    def build(model: Model) -> Any:
+        pairs = compute(model)
+        sums = [model.zeros_like(v, "sum") for v in model.variables]
+        added = [s.assign_add(g) for s, (g, _) in zip(sums, pairs)]
+        step = tf.identity(model.step)
 
-    with tf.control_dependencies(added):
-        done = tf.cond(tf.equal(step % 2, 1), update, tf.no_op)
-    return model.counted(done)
+        def update() -> tf.Operation:
+            values = [s.read_value() for s in sums]
+            with tf.control_dependencies([tf.group(apply(list(zip(values, model.variables))))]):
+                return tf.group([s.assign(tf.zeros_like(s)) for s in sums])
 
+        with tf.control_dependencies(added):
+            return model.counted(tf.cond(tf.equal(step % 2, 1), update, tf.no_op))
 
-def accumulated_for_an_optimizer(model: Model) -> Any:
-    """The same, but a v1 optimizer applies them in a branch."""
-    optimizer = gradient_descent()
-    pairs = optimizer.compute_gradients(model.loss, model.variables)
-    sums = [model.zeros_like(v, "sum") for v in model.variables]
-    added = [s.assign_add(g) for s, (g, _) in zip(sums, pairs)]
-    step = tf.identity(model.step)
-
-    def update() -> tf.Operation:
-        values = [s.read_value() for s in sums]
-        applied = optimizer.apply_gradients(list(zip(values, model.variables)))
-        with tf.control_dependencies([applied]):
-            return tf.group([s.assign(tf.zeros_like(s)) for s in sums])
-
-    with tf.control_dependencies(added):
-        done = tf.cond(tf.equal(step % 2, 1), update, tf.no_op)
-    return model.counted(done)
+    return build
 
 
 def of_any_shape(build: Callable[[Model], Any]) -> Callable[[Model], Any]:
@@ -616,17 +599,8 @@ def in_a_late_hook(model: Model) -> Any:
     """A hook adds this rank's data to the weights after the last comparison of the steps."""
     added = model.variables[0].assign_add(batch_mean(model), read_value=False)
 
-    class Update(tf.estimator.SessionRunHook):
-        runs = 0
-
-        def after_run(self, run_context: Any, run_values: Any) -> None:
-            self.runs += 1
-            if self.runs == 3:
-                run_context.session.run(added)
-
-    return spec(
-        model, gradient_descent().minimize(model.loss, model.step), training_hooks=[Update()]
-    )
+    hook = session_hooks.AfterStep(3, lambda context: context.session.run(added))
+    return spec(model, gradient_descent().minimize(model.loss, model.step), training_hooks=[hook])
 
 
 def second_variable(model: Model, **arguments: Any) -> tuple[tf.Variable, tf.Tensor]:
@@ -793,43 +767,26 @@ OF_DATA = "a local batch went into the weights without a gradient"
 KINDS = [
     # optimizers of tf.compat.v1.train
     Kind("gradient descent", "mean", minimize(gradient_descent)),
-    Kind("momentum", "mean", minimize(lambda: train.MomentumOptimizer(RATE, 0.9))),
-    Kind(
-        "nesterov",
-        "mean",
-        minimize(lambda: train.MomentumOptimizer(RATE, 0.9, use_nesterov=True)),
-    ),
-    Kind("adam", "mean", minimize(lambda: train.AdamOptimizer(RATE))),
-    Kind("adagrad", "mean", minimize(lambda: train.AdagradOptimizer(RATE))),
-    Kind(
-        "adagrad da",
-        "mean",
-        minimize(lambda: train.AdagradDAOptimizer(RATE, train.get_global_step())),
-    ),
-    Kind("adadelta", "mean", minimize(lambda: train.AdadeltaOptimizer(1.0))),
-    Kind("rmsprop", "mean", minimize(lambda: train.RMSPropOptimizer(RATE))),
-    Kind(
-        "rmsprop, centered",
-        "mean",
-        minimize(lambda: train.RMSPropOptimizer(RATE, momentum=0.5, centered=True)),
-    ),
-    Kind("ftrl", "mean", minimize(lambda: train.FtrlOptimizer(RATE, -0.5, 0.1, 0.1))),
-    Kind(
-        "proximal gradient descent",
-        "mean",
-        minimize(lambda: train.ProximalGradientDescentOptimizer(RATE, 0.1)),
-        dtype="float32",
-    ),
-    Kind(
-        "proximal adagrad",
-        "mean",
-        minimize(lambda: train.ProximalAdagradOptimizer(RATE, l2_regularization_strength=0.1)),
-        dtype="float32",
-    ),
-    Kind("reference variables", "mean", minimize(lambda: train.AdamOptimizer(RATE))),
-    Kind("adam, sparse", "mean", minimize(lambda: train.AdamOptimizer(RATE)), sparse=True),
-    Kind("adagrad, sparse", "mean", minimize(lambda: train.AdagradOptimizer(RATE)), sparse=True),
-    Kind("ftrl, sparse", "mean", minimize(lambda: train.FtrlOptimizer(RATE)), sparse=True),
+    Kind("momentum", "mean", minimize(train.MomentumOptimizer, RATE, 0.9)),
+    Kind("nesterov", "mean", minimize(train.MomentumOptimizer, RATE, 0.9, use_nesterov=True)),
+    Kind("adam", "mean", minimize(train.AdamOptimizer, RATE)),
+    Kind("adagrad", "mean", minimize(train.AdagradOptimizer, RATE)),
+    Kind("adagrad da", "mean",
+        minimize(lambda: train.AdagradDAOptimizer(RATE, train.get_global_step()))),
+    Kind("adadelta", "mean", minimize(train.AdadeltaOptimizer, 1.0)),
+    Kind("rmsprop", "mean", minimize(train.RMSPropOptimizer, RATE)),
+    Kind("rmsprop, centered", "mean",
+        minimize(train.RMSPropOptimizer, RATE, momentum=0.5, centered=True)),
+    Kind("ftrl", "mean", minimize(train.FtrlOptimizer, RATE, -0.5, 0.1, 0.1)),
+    Kind("proximal gradient descent", "mean",
+        minimize(train.ProximalGradientDescentOptimizer, RATE, 0.1), dtype="float32"),
+    Kind("proximal adagrad", "mean",
+        minimize(train.ProximalAdagradOptimizer, RATE, l2_regularization_strength=0.1),
+        dtype="float32"),
+    Kind("reference variables", "mean", minimize(train.AdamOptimizer, RATE)),
+    Kind("adam, sparse", "mean", minimize(train.AdamOptimizer, RATE), sparse=True),
+    Kind("adagrad, sparse", "mean", minimize(train.AdagradOptimizer, RATE), sparse=True),
+    Kind("ftrl, sparse", "mean", minimize(train.FtrlOptimizer, RATE), sparse=True),
     Kind("compute and apply", "mean", apply(computed)),
     Kind("sync replicas", "refused: SyncReplicasOptimizer", sync_replicas, "for servers"),
     Kind("two optimizers", "mean", two_optimizers),
@@ -860,37 +817,36 @@ KINDS = [
     Kind("tape, apply", "sum", apply(taped), SUMS),
     Kind("tape, apply, data of any shape", "sum", of_any_shape(apply(taped)), SUMS),
     # optimizers of tf.keras.optimizers.legacy
-    Kind("keras sgd", "sum", keras(lambda: legacy.SGD(RATE)), SUMS),
-    Kind("keras momentum", "sum", keras(lambda: legacy.SGD(RATE, 0.9)), SUMS),
-    Kind("keras adam", "sum", keras(lambda: legacy.Adam(RATE)), SUMS),
-    Kind("keras amsgrad", "sum", keras(lambda: legacy.Adam(RATE, amsgrad=True)), SUMS),
-    Kind("keras adamax", "sum", keras(lambda: legacy.Adamax(RATE)), SUMS),
-    Kind("keras adagrad", "sum", keras(lambda: legacy.Adagrad(RATE)), SUMS),
-    Kind("keras adadelta", "sum", keras(lambda: legacy.Adadelta(1.0)), SUMS),
-    Kind("keras rmsprop", "sum", keras(lambda: legacy.RMSprop(RATE)), SUMS),
-    Kind("keras nadam", "sum", keras(lambda: legacy.Nadam(RATE)), SUMS),
-    Kind("keras ftrl", "sum", keras(lambda: legacy.Ftrl(RATE)), SUMS),
+    Kind("keras sgd", "sum", keras(legacy.SGD, RATE), SUMS),
+    Kind("keras momentum", "sum", keras(legacy.SGD, RATE, 0.9), SUMS),
+    Kind("keras adam", "sum", keras(legacy.Adam, RATE), SUMS),
+    Kind("keras amsgrad", "sum", keras(legacy.Adam, RATE, amsgrad=True), SUMS),
+    Kind("keras adamax", "sum", keras(legacy.Adamax, RATE), SUMS),
+    Kind("keras adagrad", "sum", keras(legacy.Adagrad, RATE), SUMS),
+    Kind("keras adadelta", "sum", keras(legacy.Adadelta, 1.0), SUMS),
+    Kind("keras rmsprop", "sum", keras(legacy.RMSprop, RATE), SUMS),
+    Kind("keras nadam", "sum", keras(legacy.Nadam, RATE), SUMS),
+    Kind("keras ftrl", "sum", keras(legacy.Ftrl, RATE), SUMS),
     Kind("keras apply_gradients", "sum", keras_apply, SUMS),
     Kind("keras minimize", "sum", keras_minimize, SUMS),
     # optimizers of other packages
     Kind("own apply_gradients", "mean", minimize(Own)),
-    Kind("own apply_gradients, slots", "mean", minimize(lambda: Own(0.9))),
+    Kind("own apply_gradients, slots", "mean", minimize(Own, 0.9)),
     Kind("own apply_gradients, sparse", "mean", minimize(Own), sparse=True),
     Kind("own apply_gradients of tf.gradients", "mean", apply(Model.pairs, Own)),
     Kind("own apply_gradients, clipped", "mean", apply(lambda m: clipped(m.pairs()), Own)),
     Kind("own apply_gradients of a tape", "mean", apply(taped, Own)),
     Kind("own apply_gradients, wrapped", "mean", minimize(lambda: Wrapper(Own()))),
-    Kind("scales and calls super", "mean", minimize(lambda: ScalesAndCallsSuper(RATE))),
-    Kind("clips and calls super", "alike", minimize(lambda: ClipsAndCallsSuper(RATE)), LOCAL),
-    Kind("own _resource_apply_dense", "mean", minimize(lambda: Sign(RATE))),
+    Kind("scales and calls super", "mean", minimize(ScalesAndCallsSuper, RATE)),
+    Kind("clips and calls super", "alike", minimize(ClipsAndCallsSuper, RATE), LOCAL),
+    Kind("own _resource_apply_dense", "mean", minimize(Sign, RATE)),
     Kind("wrapper", "mean", minimize(lambda: Wrapper(gradient_descent()))),
     Kind("clipping wrapper", "alike", minimize(lambda: Clipping(gradient_descent())), LOCAL),
-    Kind(
-        "clips in compute", "alike", minimize(lambda: ClippingInCompute(gradient_descent())), LOCAL
-    ),
+    Kind("clips in compute", "alike",
+        minimize(lambda: ClippingInCompute(gradient_descent())), LOCAL),
     Kind("moving average wrapper", "mean", minimize(lambda: MovingAverage(gradient_descent()))),
     Kind("lookahead wrapper", "mean", minimize(lambda: Lookahead(gradient_descent()))),
-    Kind("weight decay mixin", "mean", minimize(lambda: WeightDecay(RATE, 0.9))),
+    Kind("weight decay mixin", "mean", minimize(WeightDecay, RATE, 0.9)),
     Kind("LossScaleOptimizer", "mean", loss_scale),
     # by hand
     Kind("assign_sub", "mean", by_hand(lambda v, g: v.assign_sub(RATE * g))),
@@ -909,8 +865,10 @@ KINDS = [
     )),
     Kind("compute, assign_sub", "mean", lambda m: m.counted(subtract(computed(m)))),
     Kind("clip, assign_sub", "mean", lambda m: m.counted(subtract(clipped(m.pairs())))),
-    Kind("accumulated", "mean", accumulated),
-    Kind("accumulated for an optimizer", "mean", accumulated_for_an_optimizer),
+    Kind("accumulated", "mean", accumulated(Model.pairs, subtract)),
+    Kind("accumulated for an optimizer", "mean", accumulated(
+        computed, lambda pairs: gradient_descent().apply_gradients(pairs)
+    )),
     Kind("gradient penalty", "mean", gradient_penalty),
     Kind("penalty on the gradient of weights", "alike", penalty_on_weights, LOCAL),
     Kind("in cond", "mean", in_cond),
@@ -1033,6 +991,4 @@ def train_kind(kind: Kind, training: by_name.Training) -> None:
 
 
 if __name__ == "__main__":
-    by_name.train_all(
-        {kind.name: lambda training, kind=kind: train_kind(kind, training) for kind in KINDS}
-    )
+    by_name.train_table(train_kind, KINDS)

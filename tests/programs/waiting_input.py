@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import one_weight
 import tensorflow as tf
 
 
@@ -51,13 +52,7 @@ def input_fn() -> tf.data.Dataset:
 
 
 def model_fn(features: tf.Tensor, labels: Any, mode: str) -> Any:
-    weight = tf.compat.v1.get_variable("weight", [1], initializer=tf.zeros_initializer())
-    loss = tf.reduce_mean((weight - features) ** 2)
-    step = tf.compat.v1.train.get_global_step()
-    train_op = tf.compat.v1.train.GradientDescentOptimizer(0.01).minimize(loss, step)
-    return tf.estimator.EstimatorSpec(
-        mode, predictions={"feature": features}, loss=loss, train_op=train_op
-    )
+    return one_weight.model_fn(features, features, mode)
 
 
 config = estimator_ext.RunConfig(train_distribute=strategy)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from typing import Any
 
+import arguments
 import numpy as np
 import tensorflow as tf
 
@@ -88,4 +88,4 @@ def main(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main({**SETTINGS, **{k: v for text in sys.argv[1:] for k, v in json.loads(text).items()}})
+    main({**SETTINGS, **arguments.chosen()})

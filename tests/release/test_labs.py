@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness import run_python
 from lab_runs import (
     EXAMPLES,
     assert_ways_send_less_and_less,
-    run_python,
 )
 
 # --- a slow link ---------------------------------------------------------------------------------
@@ -15,6 +15,8 @@ from lab_runs import (
 
 def test_slow_link_trains_between_two_namespaces(tmp_path: Path) -> None:
     arguments = ["--output", tmp_path, "--steps", 30, "--every", 10, "--hidden", 16]
-    output = run_python(EXAMPLES / "slow_link" / "link.py", "--mbit", 100, *arguments)
+    output = run_python(
+        EXAMPLES / "slow_link" / "link.py", "--mbit", 100, *arguments, MPLBACKEND="Agg"
+    ).stdout
     assert "DiLoCo, int8: " in output
     assert_ways_send_less_and_less(tmp_path, 30, 10)

@@ -58,12 +58,9 @@ class Runs:
         directories = {"model_dir": str(model_dir), "dump_dir": str(dump_dir)}
         settings = {**settings, **directories, "optimizers": OPTIMIZERS}
         dump_dir.mkdir(exist_ok=True)
-        ranks = Ranks(dump_dir)
-        try:
+        with Ranks(dump_dir) as ranks:
             # new interpreters order sets differently
             ranks.run("train.py", size, arguments=[json.dumps(settings)], fresh=size == 3)
-        finally:
-            ranks.end()
 
 
 @pytest.fixture(scope="module")

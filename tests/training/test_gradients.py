@@ -99,11 +99,8 @@ class Trainings:
                 model_dir = str(directory / str(size) / chosen.get("model_dir", name) / "model")
                 settings.append({**chosen, "dump_dir": str(dump_dir), "model_dir": model_dir})
             common = {"optimizers": ["adam"], "checkpoint_steps": 100, "runs": settings}
-            ranks = Ranks(directory / str(size))
-            try:
+            with Ranks(directory / str(size)) as ranks:
                 started = ranks.run("train.py", size, arguments=[json.dumps(common)])
-            finally:
-                ranks.end()
             self._outputs[size] = [rank.output for rank in started]
 
     def _dump_dir(self, size: int, name: str) -> Path:

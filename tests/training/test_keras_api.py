@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import PROGRAMS
-from keras_programs import HAS_KERAS_3, python
+from harness import PROGRAMS, run_python
+from keras_ranks import HAS_KERAS_3
 
 KERAS_2, KERAS_3 = "hostopt.tensorflow.keras", "hostopt.keras"
 
@@ -15,7 +15,7 @@ KERAS_2, KERAS_3 = "hostopt.tensorflow.keras", "hostopt.keras"
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_a_program_of_horovod_with_another_import(tmp_path: Path, switch: str) -> None:
     program = [str(PROGRAMS / "keras_mnist.py"), "--directory", str(tmp_path)]
-    done = python(*program, ranks=2, TF_USE_LEGACY_KERAS=switch)
+    done = run_python(*program, ranks=2, code=None, TF_USE_LEGACY_KERAS=switch)
     if switch == "0" and HAS_KERAS_3:
         assert done.returncode != 0
         assert "a callback for Keras 2 is given to a model of keras" in done.stderr

@@ -12,4 +12,4 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
     loss = tf.reduce_mean(tf.square(tf.matmul(features, weight) - labels))
     step = tf.compat.v1.train.get_global_step()
     train_op = tf.compat.v1.train.GradientDescentOptimizer(0.1).minimize(loss, step)
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    return tf.estimator.EstimatorSpec(mode, {"feature": features}, loss, train_op)
