@@ -10,15 +10,11 @@ import tensorflow as tf
 
 import estimator_ext
 
+estimator_ext.install()
+
 BATCH, FEATURES = 4, 3
-
-
 MODES = tf.estimator.ModeKeys
-
-
 X = np.random.RandomState(0).standard_normal((400, FEATURES))
-
-
 Y = X.sum(-1, keepdims=True) + 1.0
 
 
