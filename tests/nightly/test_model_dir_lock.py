@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from harness import Process, run_python
-from locked_dirs import InTheMiddle, data, estimator_in, wait
+from locked_dirs import data, estimator_in, wait
 from ranks import Ranks
 from rings import Spawn
+from session_hooks import AfterStep
 from statuses import Holder
 
 import estimator_ext
@@ -48,7 +49,7 @@ def test_a_second_run_is_refused_on_all_ranks_and_the_first_continues(
         assert sorted(path.name for path in model.rglob("*")) == before
 
     assert not is_training(str(model))
-    estimator_in(model).train(data, [InTheMiddle(start_another)], max_steps=3)
+    estimator_in(model).train(data, [AfterStep(1, lambda _: start_another())], max_steps=3)
     in_use = f"ConfigError: model_dir {model.resolve()} is in use: process {os.getpid()} on"
     cure = "Wait until it has ended, or end it, or give this run another model_dir"
     for rank in result:
@@ -68,7 +69,7 @@ def test_a_run_that_lost_its_model_dir_saves_nothing_there(
         request.getfixturevalue("holder")
 
     with pytest.raises(hostopt.ConfigError, match=r"is in use: process \d+ on host .* trains"):
-        estimator_in(tmp_path).train(data, [InTheMiddle(start_over)], max_steps=3)
+        estimator_in(tmp_path).train(data, [AfterStep(1, lambda _: start_over())], max_steps=3)
     assert not list(tmp_path.glob("*ckpt*"))
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
-from locked_dirs import InTheMiddle, data, estimator_in, wait
+from locked_dirs import data, estimator_in, wait
+from session_hooks import AfterStep
 
 import estimator_ext
 import hostopt
@@ -31,7 +32,7 @@ def test_a_process_may_train_and_evaluate_in_its_locked_directory(tmp_path: Path
         assert measured["global_step"] == 1
 
     for steps in (2, 4):
-        hooks = [InTheMiddle(train_and_evaluate_inside)] if steps == 2 else []
+        hooks = [AfterStep(1, lambda _: train_and_evaluate_inside())] if steps == 2 else []
         estimator_in(tmp_path).train(data, hooks, max_steps=steps)
         assert not is_training(str(tmp_path))
 
@@ -45,7 +46,9 @@ def test_a_run_whose_model_dir_is_deleted(tmp_path: Path, emptied: bool) -> None
 
     refused = pytest.raises(hostopt.CheckpointError, match=r"cannot save .*No su")
     with contextlib.nullcontext() if emptied else refused:
-        estimator_in(tmp_path / "model").train(data, [InTheMiddle(delete)], max_steps=3)
+        estimator_in(tmp_path / "model").train(
+            data, [AfterStep(1, lambda _: delete())], max_steps=3
+        )
     assert (tmp_path / "model" / "model.ckpt-3.index").exists() == emptied
 
 
