@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,20 +121,25 @@ def test_training_resumes_from_the_newest_intact_checkpoint(
 def test_ranks_wait_while_rank_0_reads_the_newest_checkpoint(
     spawn_grpc: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    timeout_s = deadline_s(1.0)
+    has_waited = threading.Event()
+
     def check_slowly(model_dir: str, restore_previous: bool) -> None:
-        time.sleep(3.0)  # three times the timeout of the other rank
+        assert has_waited.wait(10 * timeout_s)
         raise hostopt.CheckpointError("it is damaged")
 
     monkeypatch.setattr(checkpoint_reading, "check_newest", check_slowly)
 
     def check_and_return_error(communicator: hostopt.Communicator) -> str:
+        if communicator.rank == 1:
+            threading.Timer(1.5 * timeout_s, has_waited.set).start()
         try:
             checkpoint_reading.check_on_rank_0(communicator, str(tmp_path), restore_previous=False)
         except hostopt.CheckpointError as error:
             return str(error)
         return "read"
 
-    message = spawn_grpc(2, check_and_return_error, collective_timeout_s=deadline_s(1.0))
+    message = spawn_grpc(2, check_and_return_error, collective_timeout_s=timeout_s)
     assert message == ["it is damaged", "read"]
 
 
