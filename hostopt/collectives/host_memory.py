@@ -84,6 +84,10 @@ class HostMemory:
         hierarchical = self.hierarchical(nbytes, name or self._channel.name)
         return None if hierarchical is None else hierarchical.shared_memory
 
+    def refuse(self, reason: str) -> None:
+        """See `Channel.refuse`: the next call that opens memory is refused."""
+        self._channel.refuse(reason)
+
     def allocate(self, nbytes: int) -> memoryview | None:
         """Allocates memory that the ranks of each host share.
 
