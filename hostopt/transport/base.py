@@ -15,7 +15,6 @@ import collections
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Sequence
 
 from hostopt.cluster import Cluster
@@ -23,7 +22,7 @@ from hostopt.errors import ConfigError, HostOptError, error_to_dict
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
-from hostopt.transport import event_loop
+from hostopt.transport import deadlock, event_loop
 from hostopt.transport.call_log import CallLog
 from hostopt.transport.deadlock import DeadlockWatch, refusal
 from hostopt.transport.mailbox import Mailbox
@@ -209,10 +208,10 @@ class Transport(abc.ABC):
 
         Returns:
           `status`, whether this rank has "sent" the message, its last "call" on that channel, why
-          it has "refused" the call of the message, and the processor time "cpu_s" of its process.
+          it has "refused" the call of the message, and `busy_s` of its process.
         """
-        sent, cpu_s = self.recorder.has_sent(waiting, tag), time.process_time()
-        return {**self.status(), "sent": sent, **self.call_log.about(tag), "cpu_s": cpu_s}
+        sent, busy_s = self.recorder.has_sent(waiting, tag), deadlock.busy_s()
+        return {**self.status(), "sent": sent, **self.call_log.about(tag), "busy_s": busy_s}
 
     async def _request_any_status(
         self, rank: int, waiting: int, tag: Sequence[int]

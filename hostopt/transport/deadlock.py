@@ -8,8 +8,11 @@ has computed anything since the last look, or if they last longer than a stall t
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import time
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
 from hostopt.cluster import Cluster
@@ -23,8 +26,17 @@ _RequestStatus = Callable[[int, int, Sequence[int]], Awaitable[Optional[dict[str
 
 _FROM_S = 1.9  # of a wait: the looks are at 2 s, 4 s, and so on
 _MAX_WAITS = 64  # in a look, each of which is a question to another rank
-_MAX_LOAD = 0.3  # of a core, of a process that only waits: it polls
+_MAX_LOAD = 0.3  # threads of a process that only waits: it polls
 _SHOWN_RANKS = 4
+
+
+def busy_s() -> float:
+    """Returns how long the threads of this process have run or waited for a core, in seconds."""
+    ready_ns = 0
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
+            ready_ns += int(Path(path).read_text().split()[1])
+    return time.process_time() + ready_ns / 1e9
 
 
 class Look(NamedTuple):
@@ -32,12 +44,12 @@ class Look(NamedTuple):
 
     Args:
       waits: the waits of each rank, the longest first.
-      cpu_s: processor time of each rank's process so far.
+      busy_s: result of `busy_s` on each rank.
       time_s: when this rank looked, on the monotonic clock.
     """
 
     waits: dict[int, list[dict[str, Any]]]
-    cpu_s: dict[int, float]
+    busy_s: dict[int, float]
     time_s: float
 
     def proves(self, earlier: Look | None, long_s: float) -> bool:
@@ -52,7 +64,7 @@ class Look(NamedTuple):
         if earlier is None or self._tags() != earlier._tags():
             return False
         most_s = _MAX_LOAD * (self.time_s - earlier.time_s)
-        return all(self.cpu_s[rank] - earlier.cpu_s[rank] <= most_s for rank in self.waits)
+        return all(self.busy_s[rank] - earlier.busy_s[rank] <= most_s for rank in self.waits)
 
     def error(self, cluster: Cluster) -> CollectiveMismatchError:
         """Returns the error that names the call in which each rank waits."""
@@ -116,12 +128,12 @@ class DeadlockWatch:
     async def _waits(self, tag: Sequence[int], request_status: _RequestStatus) -> Look | None:
         """Returns all waits; None if a rank waits for nothing, or if one of the waits will end."""
         waits: dict[int, list[dict[str, Any]]] = {}
-        cpu_s = {}
+        busy_s = {}
         for rank in range(self._size):
             status = await request_status(rank, rank, tag)
             if status is None or status["error"] or status["sends"] or not status["waits"]:
                 return None
-            waits[rank], cpu_s[rank] = status["waits"], status["cpu_s"]
+            waits[rank], busy_s[rank] = status["waits"], status["busy_s"]
         if sum(map(len, waits.values())) > _MAX_WAITS:
             return None
         is_missing = False
@@ -137,7 +149,7 @@ class DeadlockWatch:
                     is_missing = True
                 elif not any(own["tag"][:3] == wait["tag"][:3] for own in waits[wait["peer"]]):
                     return None  # the peer is in the call, and waits for nothing
-        return Look(waits, cpu_s, time.monotonic()) if is_missing else None
+        return Look(waits, busy_s, time.monotonic()) if is_missing else None
 
 
 def refusal(cluster: Cluster, peer: int, reason: str) -> CollectiveMismatchError:

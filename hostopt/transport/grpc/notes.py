@@ -27,7 +27,7 @@ STATUS_FOR_MESSAGE = {
     "sent": bool,
     "call": Or({"step": int, "bucket": int, "signature": str, "checksum": int}, None),
     "refused": Or(str, None),
-    "cpu_s": float,
+    "busy_s": float,
 }
 DETAILS = {
     "step": Or(int, None),
@@ -88,7 +88,7 @@ def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -
 
     Returns:
       The status of the peer and its incarnation: see `stall.build_status`. With `for_message`
-      also "sent", "call", "refused" and "cpu_s": see `Transport.status_for`.
+      also "sent", "call", "refused" and "busy_s": see `Transport.status_for`.
 
     Raises:
       ValueError: the answer is malformed, or names a rank that does not exist.

@@ -23,7 +23,7 @@ class Ranks:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.cpu_s = [1.0, 1.0]
+        self.busy_s = [1.0, 1.0]
         self.sent = False
         self.waits = [[self.wait(1, "flour", FLOUR)], [self.wait(0, "bread", BREAD)]]
         self.calls: list[dict[int, int]] = [{7: 3}, {7: 2, 8: 0}]  # last step by rank and channel
@@ -36,7 +36,7 @@ class Ranks:
         step = self.calls[rank].get(tag[0])
         call = None if step is None else {"step": step, "bucket": 0}
         common = {"error": None, "sends": [], "waits": self.waits[rank]}
-        return {**common, "sent": self.sent, "call": call, "cpu_s": self.cpu_s[rank]}
+        return {**common, "sent": self.sent, "call": call, "busy_s": self.busy_s[rank]}
 
     def looks(self) -> list[bool]:
         """Looks twice, 2 s apart; returns if each look finds that the ranks cannot continue."""
@@ -64,7 +64,7 @@ def test_a_rank_that_computes_may_make_the_call_of_the_other(ranks: Ranks) -> No
         error = event_loop.run(ranks.watch.look(CLUSTER, FLOUR, ranks.request))
         found.append(error is not None)
         ranks.clock.advance(2.0)
-        ranks.cpu_s[1] += 1.0
+        ranks.busy_s[1] += 1.0
     assert found == [False, False, False]
     for waits in ranks.waits:
         waits[0]["for_s"] = LONG_S
