@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework.variable_pb2 import VariableDef
 from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops, iterator_ops
@@ -33,6 +35,7 @@ from tensorflow.python.ops import (
     gradients_util,
     resource_variable_ops,
 )
+from tensorflow.python.training import saver
 
 __all__: list[str] = []
 
@@ -61,6 +64,30 @@ deserialize_iterator = gen_dataset_ops.deserialize_iterator
 FileIO = file_io.FileIO
 WritableFile = file_io._pywrap_file_io.WritableFile
 update_checkpoint_state = checkpoint_management.update_checkpoint_state_internal
+keys_by_name = saver.object_graph_key_mapping  # of a checkpoint that was saved by object
+
+
+def saved_as(variable: tf.Variable) -> tuple[str, tf.TensorShape]:
+    """Returns name and shape of a variable in checkpoints; of a partition, those of the whole."""
+    part = variable._get_save_slice_info()
+    if part is None:
+        return variable.op.name, variable.shape
+    return part.full_name, tf.TensorShape(part.full_shape)
+
+
+def partitions(variables: Iterable[tf.Variable]) -> Counter[str]:
+    """Returns the number of partitions of each variable with a partitioner, by its name."""
+    parts = (variable._get_save_slice_info() for variable in variables)
+    return Counter(part.full_name for part in parts if part is not None)
+
+
+def saved_partitions(meta_graph: bytes) -> Counter[str]:
+    """Returns `partitions` of the graph whose ``.meta`` file is given."""
+    graph = tf.compat.v1.MetaGraphDef.FromString(meta_graph)
+    kept = graph.collection_def[tf.compat.v1.GraphKeys.GLOBAL_VARIABLES].bytes_list.value
+    parts = (VariableDef.FromString(each).save_slice_info_def for each in kept)
+    return Counter(part.full_name for part in parts if part.full_name)
+
 
 # -- gradients -----------------------------------------------------------------------------
 
@@ -69,6 +96,7 @@ gradients_module = gradients_util  # for its private `_GradientsHelper`
 could_possibly_record = record.could_possibly_record
 record_operation = record.record_operation
 variable_accessed = resource_variable_ops.variable_accessed
+ResourceVariable = resource_variable_ops.ResourceVariable
 
 
 def loss_is_scaled() -> bool:

@@ -1,4 +1,4 @@
-"""Reads of variables whose values are cached on the accelerator for a step.
+"""Reads of variables: those cached on the accelerator for a step, and those that do not read.
 
 TensorFlow returns the same cached tensor for each read. That tensor is older than any
 GradientTape, so the tape would not know it as the value of the variable, and the gradient would be
@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext._tf_private import (
+    ResourceVariable,
     control_dependencies_of,
     could_possibly_record,
     record_operation,
@@ -50,3 +51,20 @@ def read_where_needed(variable: Any, always_cached: bool) -> None:
         return result
 
     variable.value = value
+
+
+class _TrueVariable(ResourceVariable):
+    """A variable that is true, as a reference variable of TensorFlow 1 is, without being read."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def true_in_version_1(variable: Any) -> Any:
+    """Makes `average if average else variable` choose in TensorFlow 1 as it does without ranks.
+
+    A strategy always creates resource variables, whose truth is that of their value.
+    """
+    if not tf.compat.v1.resource_variables_enabled() and type(variable) is ResourceVariable:
+        variable.__class__ = _TrueVariable
+    return variable

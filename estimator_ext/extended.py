@@ -23,7 +23,7 @@ from estimator_ext._tf_private import (
     scaled_loss,
     set_initializer,
 )
-from estimator_ext.cached_reads import read_where_needed
+from estimator_ext.cached_reads import read_where_needed, true_in_version_1
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.sync_on_read import is_sync_on_read
 from hostopt.tensorflow import ops
@@ -108,9 +108,7 @@ class HostOffloadExtended(_RankExtended):
     Args:
       strategy: the strategy that users hold.
       device: the accelerator.
-      variables_on_host: False keeps variables on the accelerator.
-      sparse_as_dense: True makes sparse gradients dense.
-      auto_shard: the option of the strategy.
+      variables_on_host, sparse_as_dense, auto_shard: options of the strategy.
       cluster_resolver: the resolver that the user gave, or None.
     """
 
@@ -152,6 +150,8 @@ class HostOffloadExtended(_RankExtended):
         try:
             # an error reaches the other ranks first: reducers that close may wait for a peer
             with strategy.propagate_errors(), strategy.scope(), scaled_loss(strategy):
+                # the strategy's getter drops partitioners, which the other graphs do not
+                tf.compat.v1.get_variable_scope().set_custom_getter(None)
                 yield reduction
         finally:
             default.model_knows_size = False
@@ -176,7 +176,7 @@ class HostOffloadExtended(_RankExtended):
     # -- variables -------------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = self._place_variable(next_creator, **kwargs)
+        variable = true_in_version_1(self._place_variable(next_creator, **kwargs))
         if self.reduction is self._default_reduction and self._size > 1:
             # only the initializer takes rank 0's value: TensorFlow also uses initial_value
             name = f"the initial value of {variable.op.name!r}"

@@ -20,7 +20,12 @@ import hostopt
 from estimator_ext import _tf_estimator, training_graph
 from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.batch_size import BatchSizes
-from estimator_ext.checkpoint_reading import check_on_rank_0, check_shared
+from estimator_ext.checkpoint_reading import (
+    check_on_rank_0,
+    check_partitions,
+    check_shared,
+    read_step,
+)
 from estimator_ext.checkpoint_saving import add_saver
 from estimator_ext.data_worker import check_is_no_data_worker, serve_if_data_worker
 from estimator_ext.early_stopping import config_for
@@ -294,6 +299,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         )
         if self._is_strict:
             check_spec(spec, mode)
+        if number_of_workers(self._train_distribution) > 1 and mode != ModeKeys.TRAIN:
+            check_partitions(tf.train.latest_checkpoint(self._model_dir))
         return run_on_host(spec, mode, self._iterations)
 
     def _in_mode(self, mode: str) -> HostOffloadEstimator:
@@ -325,7 +332,7 @@ def _io_errors_of(strategy: Any, directory: str) -> contextlib.AbstractContextMa
 def _first_step(communicator: hostopt.Communicator, model_dir: str) -> int:
     """global_step of rank 0's newest checkpoint, on all ranks."""
     path = tf.train.latest_checkpoint(model_dir) if communicator.rank == 0 else None
-    step = np.array(tf.train.load_variable(path, "global_step") if path else 0, np.int64)
+    step = np.array(read_step(path) if path else 0, np.int64)
     return int(communicator.broadcast(step, name="the step to start from"))
 
 

@@ -253,6 +253,24 @@ def test_each_flipped_bit_that_changes_a_value_is_detected(tmp_path: Path) -> No
     check(path)
 
 
+def test_slots_of_single_partitions_are_no_damage(tmp_path: Path) -> None:
+    """TensorFlow saves them as incomplete variables if the optimizer is in a variable scope."""
+    path = str(tmp_path / "model.ckpt-1")
+    tf.raw_ops.SaveV2(
+        prefix=path,
+        tensor_names=["kernel/t_1/Adagrad"],
+        shape_and_slices=["4 2,2"],  # elements 2 and 3 of 4
+        tensors=[tf.constant([1.0, 2.0])],
+    )
+    check(path)
+
+
+def test_a_checkpoint_of_objects_without_a_step_is_refused(tmp_path: Path) -> None:
+    path = tf.train.Checkpoint(kernel=tf.Variable(1.0)).save(str(tmp_path / "model.ckpt"))
+    with pytest.raises(hostopt.CheckpointError, match="has no global_step, so training"):
+        checkpoint_reading.read_step(path)
+
+
 # -- writing -------------------------------------------------------------------------------
 
 
