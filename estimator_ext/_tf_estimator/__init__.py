@@ -11,6 +11,7 @@ estimator_v2 = load("api._v2.estimator")
 estimator_v1 = load("api._v1.estimator")
 _training = load("training")
 
+BestExporter = estimator_v2.BestExporter
 Estimator = estimator_v2.Estimator
 EstimatorSpec = estimator_v2.EstimatorSpec
 EvalSpec = estimator_v2.EvalSpec
