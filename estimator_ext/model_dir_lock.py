@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.file_errors import cannot_save
+from estimator_ext.file_errors import cannot_save, is_local
 from hostopt import lock_file
 from hostopt.connect import exit_with_error_code
 from hostopt.tf_config import RING_JOBS, read_tf_config
@@ -122,13 +122,13 @@ def is_training(model_dir: str) -> bool:
     Args:
       model_dir: the directory.
     """
-    return _is_local(model_dir) and lock_file.is_held(_path(model_dir))
+    return is_local(model_dir) and lock_file.is_held(_path(model_dir))
 
 
 def _acquire(path: str, until_s: float) -> bool:
     """True if this process holds the lock, or locks are not supported; False to retry."""
     model_dir = os.path.dirname(path)
-    if not _is_local(path):
+    if not is_local(path):
         _warn_once(model_dir, "it is not a local path")
         return True
     try:
@@ -160,12 +160,8 @@ def _in_use(model_dir: str, holder: lock_file.Holder | None) -> hostopt.ConfigEr
 
 
 def _path(model_dir: str) -> str:
-    directory = os.path.realpath(model_dir) if _is_local(model_dir) else model_dir
+    directory = os.path.realpath(model_dir) if is_local(model_dir) else model_dir
     return os.path.join(directory, lock_file.TRAINING)
-
-
-def _is_local(path: str) -> bool:
-    return "://" not in path
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import types
 from collections.abc import Callable, Iterator
@@ -31,6 +32,9 @@ _log = tf.get_logger()
 
 _AutoShard = tf.data.experimental.AutoShardPolicy
 POLICIES = {"data": _AutoShard.DATA, "file": _AutoShard.FILE, "off": _AutoShard.OFF}
+_FEW_FILES = re.compile(  # message of TensorFlow
+    r"only has (\d+) file\(s\), which is not enough for the required (\d+) shards"
+)
 _ALL = (
     "Let input_fn shard them by input_context.num_input_pipelines and input_pipeline_id; or, if "
     "each rank is to read all that it returns, give the HostOffloadStrategy auto_shard='off' "
@@ -118,6 +122,26 @@ def _sharded(data: tf.data.Dataset, context: tf.distribute.InputContext, policy:
     if rank == 0:
         _log.info("TensorFlow divides the data among %d ranks (auto_shard=%r)", size, policy)
     return data
+
+
+@contextlib.contextmanager
+def few_files_refused() -> Iterator[None]:
+    """Scope that raises TensorFlow's error for fewer files than ranks as `ConfigError`.
+
+    Raises:
+      hostopt.ConfigError: auto_shard is "file", and a rank has no file.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        found = _FEW_FILES.search(str(error))
+        if found is None:
+            raise
+        raise hostopt.ConfigError(
+            f"the data have {found[1]} files for {found[2]} ranks, wanted at least one for each "
+            "(auto_shard='file'). Use auto_shard='data' (python -m estimator_ext --auto-shard "
+            "data), or more files"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from estimator_ext.data_service import data_service
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.input_kinds import log_limits
 from estimator_ext.input_state import KINDS
-from estimator_ext.sharding import dividing
+from estimator_ext.sharding import dividing, few_files_refused
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.uneven_data import (
     MODES,
@@ -68,7 +68,7 @@ def build_input(
       config: configuration of the Estimator.
       call_input_fn: calls input_fn with an input context.
       is_sharded: True if input_fn itself shards the data, because it takes an input context.
-      stack: receives the scope in which the data workers are watched.
+      stack: receives the scopes in which the data workers are watched and errors are explained.
 
     Returns:
       Features, labels and hooks.
@@ -77,6 +77,7 @@ def build_input(
     counter = _new_counter(communicator, getattr(config, "resume_data", KINDS[0]))
     service = stack.enter_context(data_service(strategy, config))
     if service is None:
+        stack.enter_context(few_files_refused())
         data = _share_of_rank(strategy, call_input_fn, is_sharded)
     else:  # its workers divide the data
         data = call_input_fn(tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync))

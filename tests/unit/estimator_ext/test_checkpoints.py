@@ -19,7 +19,7 @@ import hostopt
 from estimator_ext import checkpoint_reading, input_state_file
 from estimator_ext.checkpoint_reading import check, check_newest, is_intact
 from estimator_ext.checkpoint_saving import checked_saver
-from estimator_ext.file_errors import translate_io_errors
+from estimator_ext.file_errors import absolute, cannot_save, translate_io_errors
 
 estimator_ext.install()
 
@@ -354,6 +354,16 @@ def test_errors_of_files_outside_model_dir_are_unchanged(text: str, is_of_model_
     expected = hostopt.CheckpointError if is_of_model_dir else tf.errors.PermissionDeniedError
     with pytest.raises(expected), translate_io_errors("out"):
         raise tf.errors.PermissionDeniedError(None, None, text)
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [("/model/c-5", "Free disk space, or allow"), ("s3://model/c-5", "Check its quota and its")],
+)
+def test_the_remedy_is_that_of_the_file_system(path: str, remedy: str) -> None:
+    error = tf.errors.PermissionDeniedError(None, None, "denied")
+    assert f". {remedy}" in str(cannot_save(path, error, 1))
+    assert absolute(path) == path  # no directory of this machine is put before a URL
 
 
 # -- resumed trainings ---------------------------------------------------------------------
