@@ -34,10 +34,13 @@ _PHRASES = re.compile(
     r"|\d+ successful operations\.|\d+ derived errors ignored\.",
     re.DOTALL,
 )
-# Packages whose frames are left out of the printed traceback.
-_LIBRARIES = (
-    *("hostopt", "estimator_ext", "tensorflow", "tensorflow_estimator", "keras", "tf_keras"),
-    *("contextlib", "runpy"),
+# Packages and modules whose frames are left out of the printed traceback.
+_PACKAGES = ("hostopt", "estimator_ext", "tensorflow", "tensorflow_estimator", "keras", "tf_keras")
+_LIBRARIES = (*_PACKAGES, "contextlib", "runpy")
+_ROOT = re.escape(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LIBRARY_ENTRY = re.compile(
+    rf'  File "(?:[^"\n]*/(?:site|dist)-packages|{_ROOT})/(?:{"|".join(_PACKAGES)})/[^\n]*\n'
+    r"(?:    [^\n]*\n)?"
 )
 _NODE = re.compile(r"^Node: ('[^'\n]*')$", re.MULTILINE)
 _PYTHON_FUNCTION_ERROR = "UnknownError"  # TensorFlow's type for exceptions in Python functions
@@ -91,7 +94,8 @@ def summary_of(error: BaseException, description: str, details_path: str) -> str
     text = _OTHER_ROOTS.sub("", _ORIGINAL.sub("\n", "".join(trace.format())))
     first = _DEFINED_AT.search(text)
     if first is not None:
-        text = text[: first.end()] + _DEFINED_AT.sub("", text[first.end() :])
+        defined_at = _LIBRARY_ENTRY.sub("", first[0])
+        text = text[: first.start()] + defined_at + _DEFINED_AT.sub("", text[first.end() :])
     last = f"hostopt: {description} ends with this error [full traceback: {details_path}]"
     return f"{text.rstrip()}\n{last}\n"
 
