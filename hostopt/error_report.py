@@ -100,9 +100,7 @@ def summary_of(error: BaseException, description: str, details_path: str) -> str
     return f"{text.rstrip()}\n{last}\n"
 
 
-def _shorten(
-    trace: traceback.TracebackException | None, error: BaseException | None
-) -> None:
+def _shorten(trace: traceback.TracebackException | None, error: BaseException | None) -> None:
     """Removes frames of libraries and the implicit context of each error, not its cause."""
     while trace is not None and error is not None:
         trace.__context__ = None
