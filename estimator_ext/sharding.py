@@ -138,8 +138,8 @@ def few_files_refused() -> Iterator[None]:
         if found is None:
             raise
         raise hostopt.ConfigError(
-            f"the data have {found[1]} files for {found[2]} ranks, wanted at least one for each "
-            "(auto_shard='file'). Use auto_shard='data' (python -m estimator_ext --auto-shard "
+            f"the number of files is {found[1]}, wanted at least one for each of the {found[2]} "
+            "ranks, as auto_shard is 'file'. Use 'data' (python -m estimator_ext --auto-shard "
             "data), or more files"
         ) from error
 

@@ -35,11 +35,11 @@ _PHRASES = re.compile(
     re.DOTALL,
 )
 # Packages and modules whose frames are left out of the printed traceback.
-_PACKAGES = ("hostopt", "estimator_ext", "tensorflow", "tensorflow_estimator", "keras", "tf_keras")
-_LIBRARIES = (*_PACKAGES, "contextlib", "runpy")
+_PACKAGES = r"(?:hostopt|estimator_ext|tensorflow\w*|keras|tf_keras)"
+_LIBRARY = re.compile(rf"(?:{_PACKAGES}|contextlib|runpy)(?:\.|$)")
 _ROOT = re.escape(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LIBRARY_ENTRY = re.compile(
-    rf'  File "(?:[^"\n]*/(?:site|dist)-packages|{_ROOT})/(?:{"|".join(_PACKAGES)})/[^\n]*\n'
+    rf'  File "(?:[^"\n]*/(?:site|dist)-packages|{_ROOT})/{_PACKAGES}/[^\n]*\n'
     r"(?:    [^\n]*\n)?"
 )
 _NODE = re.compile(r"^Node: ('[^'\n]*')$", re.MULTILINE)
@@ -113,7 +113,7 @@ def _shorten(trace: traceback.TracebackException | None, error: BaseException | 
 def _is_of_library(frame: types.FrameType) -> bool:
     names = frame.f_globals
     name = names.get("__package__") or names.get("__name__") or ""
-    return str(name).partition(".")[0] in _LIBRARIES
+    return _LIBRARY.match(str(name)) is not None
 
 
 def write_details(directory: str, rank: int, error: BaseException) -> str | None:

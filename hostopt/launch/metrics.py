@@ -64,7 +64,7 @@ def served(monitor: Monitor, port: int) -> Iterator[int]:
     except OSError as error:
         descriptors.check(error)
         raise ConfigError(
-            f"port {port} of {_HOST} cannot be used for metrics: {os.strerror(error.errno)}. "
+            f"port {port} of {_HOST} cannot be used for metrics: {os.strerror(error.errno or 0)}. "
             "Choose another --metrics-port, or 0 for any free one"
         ) from error
     port = listener.getsockname()[1]
