@@ -39,8 +39,8 @@ _PACKAGES = r"(?:hostopt|estimator_ext|tensorflow\w*|keras|tf_keras)"
 _LIBRARY = re.compile(rf"(?:{_PACKAGES}|contextlib|runpy)(?:\.|$)")
 _ROOT = re.escape(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LIBRARY_ENTRY = re.compile(
-    rf'  File "(?:[^"\n]*/(?:site|dist)-packages|{_ROOT})/{_PACKAGES}/[^\n]*\n'
-    r"(?:    [^\n]*\n)?"
+    rf'[ \t]+File "(?:(?:[^"\n]*/(?:site|dist)-packages|{_ROOT})/{_PACKAGES}/'
+    r'|[^"\n]*/contextlib\.py"|<frozen runpy>")[^\n]*\n(?:[ \t]+(?!File ")[^\s][^\n]*\n)?'
 )
 _NODE = re.compile(r"^Node: ('[^'\n]*')$", re.MULTILINE)
 _PYTHON_FUNCTION_ERROR = "UnknownError"  # TensorFlow's type for exceptions in Python functions
