@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops, iterator_ops
@@ -23,7 +24,7 @@ from tensorflow.python.distribute import (
     values,
 )
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
-from tensorflow.python.eager import record
+from tensorflow.python.eager import context, record
 from tensorflow.python.framework import ops
 from tensorflow.python.lib.io import file_io
 from tensorflow.python.ops import (
@@ -165,6 +166,17 @@ def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
                 replace_input(consumer, index, new)
 
 
+def set_attribute(op: tf.Operation, name: str, value: bytes) -> None:
+    """Changes an attribute of an existing operation.
+
+    Args:
+      op: the operation.
+      name: name of an attribute that is a string.
+      value: the new value.
+    """
+    op._set_attr(name, attr_value_pb2.AttrValue(s=value))
+
+
 def set_initializer(variable: tf.Variable, initializer: tf.Operation) -> None:
     """Replaces the initializer of a variable.
 
@@ -186,3 +198,71 @@ def options_in_graph() -> Iterator[None]:
 def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:
     """Returns the tensor that stands for a dataset in its graph."""
     return dataset._variant_tensor
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the datasets that a dataset transforms, without wrappers of TensorFlow 1."""
+    return [without_wrapper(each) for each in dataset._inputs()]
+
+
+def without_wrapper(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the dataset of TensorFlow 2 within one of TensorFlow 1."""
+    while isinstance(dataset, DatasetV1Adapter):
+        dataset = dataset._dataset
+    return dataset
+
+
+def scalars_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
+    """Returns the integers that a transformation was called with, such as seeds, by name."""
+    return {
+        name.lstrip("_"): value
+        for name, value in sorted(vars(dataset).items())
+        if tf.is_tensor(value) and value.dtype in (tf.int32, tf.int64) and value.shape.rank == 0
+    }
+
+
+def function_graphs(dataset: tf.data.Dataset) -> list[tf.Graph]:
+    """Returns the graphs of the functions that a transformation calls."""
+    functions = [each.function for each in dataset._functions()]
+    return [each.graph for each in functions if hasattr(each, "graph")]  # not of legacy functions
+
+
+def generator_state(dataset: tf.data.Dataset) -> Any:
+    """Returns what calls the generator of a `from_generator`; None for other transformations.
+
+    Its attribute `_generator` is the generator, and may be replaced.
+    """
+    for each in dataset._functions():
+        begins = _captured(each._func, "get_iterator_id_fn")
+        if begins is not None:
+            return _captured(begins, "generator_state")
+    return None
+
+
+def _captured(function: Any, name: str) -> Any:
+    """Returns a variable of the function around a function; None if it uses no such variable."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return function.__closure__[names.index(name)].cell_contents if name in names else None
+
+
+# -- seeds ---------------------------------------------------------------------------------
+
+
+def current_seed() -> int | None:
+    """Returns the seed of `tf.random.set_seed`, in the default graph or eagerly."""
+    return _owner_of_seed()._seed
+
+
+@contextlib.contextmanager
+def seed_hidden() -> Iterator[None]:
+    """Scope in which new random operations have no seed but their own."""
+    owner = _owner_of_seed()
+    seed, owner._seed = owner._seed, None
+    try:
+        yield
+    finally:
+        owner._seed = seed
+
+
+def _owner_of_seed() -> Any:
+    return context.context() if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -22,12 +22,14 @@ from estimator_ext._tf_private import (
     is_compiled_by_xla,
     select_replica,
 )
+from estimator_ext.common_seed import CommonSeed
 from estimator_ext.extended import HostOffloadExtended, ReplicaContext
 from estimator_ext.function_gradients import FunctionGradients
 from estimator_ext.function_input import (
     check_endless,
     check_lengths,
     check_no_data_workers,
+    in_one_order,
     with_policy,
 )
 from estimator_ext.mirrored_variables import (
@@ -48,6 +50,7 @@ class _Replica(HostOffloadExtended):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._seed = CommonSeed(self._strategy.cluster)
         self._ring: ProcessRing | None = None
         self._runs = threading.local()
 
@@ -103,7 +106,8 @@ class _Replica(HostOffloadExtended):
             return super()._call_for_each_replica(fn, args, kwargs)
         was_running, self._runs.now = self.is_running, True
         try:
-            with tf.device(self._step_device), FunctionReplicaContext(self._strategy):
+            replica = FunctionReplicaContext(self._strategy)
+            with tf.device(self._step_device), self._seed.hidden(), replica:
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         finally:
             self._runs.now = was_running
@@ -120,6 +124,7 @@ class _Replica(HostOffloadExtended):
         if _in_functions() and not self._is_alone:
             check_lengths(self.ring(), dataset)
             dataset = with_policy(dataset, self.auto_shard)
+            dataset = in_one_order(self.ring(), dataset, self._seed)
         return super()._experimental_distribute_dataset(dataset, options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:

@@ -78,7 +78,7 @@ def build_input(
     counter = _new_counter(communicator, getattr(config, "resume_data", KINDS[0]))
     service = stack.enter_context(data_service(strategy, config))
     if service is None:
-        data = _share_of_rank(strategy, call_input_fn, is_sharded)
+        data = _share_of_rank(strategy, config, call_input_fn, is_sharded)
     else:  # its workers divide the data
         data = call_input_fn(tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync))
     if communicator.rank == 0:
@@ -126,13 +126,15 @@ def _features_and_labels(batch: Any) -> tuple[Any, Any]:
 
 def _share_of_rank(
     strategy: HostOffloadStrategy,
+    config: Any,
     call_input_fn: Callable[[tf.distribute.InputContext], Any],
     is_sharded: bool,
 ) -> Any:
     communicator, context = strategy.communicator, strategy.extended.input_context()
     if communicator.size == 1 or is_sharded:
         return call_input_fn(context)
-    with dividing(communicator, context, strategy.extended.auto_shard) as divide:
+    policy = strategy.extended.auto_shard
+    with dividing(communicator, context, policy, config.session_config) as divide:
         return divide(call_input_fn(context))
 
 

@@ -1,0 +1,50 @@
+"""Samples of a batch, and their checksum: they show whether two batches are the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+__all__: list[str] = []
+
+_LENGTHS = {tf.string: 16}  # number of elements of a tensor in a sample, by dtype
+_NUMBERS = 4096
+_NOT_SAMPLED = (tf.variant, tf.resource)
+
+
+def samples_of(batch: Any) -> list[tf.Tensor]:
+    """Returns the beginning of each tensor of a batch.
+
+    Args:
+      batch: tensors in any structure; sparse and ragged ones count as their parts.
+
+    Returns:
+      Tensors of shape [samples]. Datasets, tables and the like have none.
+    """
+    tensors = filter(tf.is_tensor, tf.nest.flatten(batch, expand_composites=True))
+    return [
+        tf.reshape(each, [-1])[: _LENGTHS.get(each.dtype, _NUMBERS)]
+        for each in tensors
+        if each.dtype not in _NOT_SAMPLED
+    ]
+
+
+def checksum(samples: Iterable[Any]) -> int:
+    """Returns a CRC-32.
+
+    Args:
+      samples: arrays of numbers, or of strings.
+    """
+    value = 0
+    for array in map(np.asarray, samples):
+        data = array.tobytes()
+        if array.dtype == object:
+            data = b"\0".join(
+                each if isinstance(each, bytes) else str(each).encode() for each in array.flat
+            )
+        value = zlib.crc32(data, value)
+    return value
