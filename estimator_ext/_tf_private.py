@@ -227,6 +227,19 @@ def function_graphs(dataset: tf.data.Dataset) -> list[tf.Graph]:
     return [each.graph for each in functions if hasattr(each, "graph")]  # not of legacy functions
 
 
+def loses_order(dataset: tf.data.Dataset) -> bool:
+    """Returns True if a transformation was called eagerly with deterministic=False."""
+    known = getattr(dataset, "_deterministic", None)
+    if known is not None:
+        return bool(known == "false")
+    try:
+        text = gen_dataset_ops.dataset_to_graph_v2(variant_tensor(dataset), 1)  # ignore states
+    except tf.errors.OpError:  # it holds too much, or what cannot be written
+        return False
+    nodes = tf.compat.v1.GraphDef.FromString(text.numpy()).node
+    return any(node.attr["deterministic"].s == b"false" for node in nodes)
+
+
 def generator_state(dataset: tf.data.Dataset) -> Any:
     """Returns what calls the generator of a `from_generator`; None for other transformations.
 

@@ -18,6 +18,7 @@ from estimator_ext._tf_private import (
     function_graphs,
     generator_state,
     inputs_of,
+    loses_order,
     replace_input,
     scalars_of,
     set_attribute,
@@ -194,7 +195,7 @@ def _lost_eagerly(dataset: tf.data.Dataset) -> str:
             f"a dataset has no seed ({kind}), as it was made before the strategy. Make it after "
             "the HostOffloadStrategy, or call tf.random.set_seed before"
         )
-    if kind.startswith("Parallel") and _is_sloppy(dataset):
+    if kind.startswith("Parallel") and loses_order(dataset):
         return (
             f"a dataset has deterministic=False ({kind}), which loses the order. Leave it out, or "
             "let each rank read its files with auto_shard='file'"
@@ -216,15 +217,3 @@ def _chosen_at_random(dataset: tf.data.Dataset, nodes: Sequence[Any]) -> str:
             "may be chosen later. Leave num_parallel_calls out there"
         )
     return ""
-
-
-def _is_sloppy(dataset: tf.data.Dataset) -> bool:
-    """Returns True if a transformation was called eagerly with deterministic=False."""
-    try:
-        text = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=variant_tensor(dataset), external_state_policy=1
-        )
-    except tf.errors.OpError:  # it holds too much, or what cannot be written
-        return False
-    graph = tf.compat.v1.GraphDef.FromString(text.numpy())
-    return any(node.attr["deterministic"].s == b"false" for node in graph.node)
