@@ -21,7 +21,7 @@ import hostopt
 from estimator_ext._tf_private import options_in_graph, variant_tensor
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.peeked_generator import COUNT, LIMIT_S, peek
-from estimator_ext.pipeline import Pipeline, kind_of
+from estimator_ext.pipeline import Pipeline, kind_of, without_seed
 from estimator_ext.samples import checksum, samples_of
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error
 
@@ -73,6 +73,7 @@ class OrderCheck:
         if not problem:
             read = _read_in_graph if pipeline.in_graph else _read_eagerly
             numbers, first = read(pipeline, config)
+            problem = _without_seed(dict(numbers))
         self._watch(pipeline)
         seed = secrets.randbits(31)
         reports = self._gather({"problem": problem, "numbers": numbers, "first": first, "seed": seed})
@@ -139,6 +140,13 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
         for index, (a, b) in enumerate(zip(checksums, others)):
             if a != b:
                 return f"element {index} of {name} is not that of rank 0"
+    return ""
+
+
+def _without_seed(numbers: dict[str, int]) -> str:
+    for name, value in numbers.items():
+        if name.endswith(": seed") and value == numbers[f"{name}2"] == 0:
+            return without_seed(name.partition(" ")[0])
     return ""
 
 

@@ -121,10 +121,11 @@ class _Replica(HostOffloadExtended):
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         check_no_data_workers(self._strategy.cluster)
-        if _in_functions() and not self._is_alone:
-            check_lengths(self.ring(), dataset)
-            dataset = with_policy(dataset, self.auto_shard)
-            dataset = in_one_order(self.ring(), dataset, self._seed)
+        if not self._is_alone:
+            if _in_functions():
+                check_lengths(self.ring(), dataset)
+                dataset = with_policy(dataset, self.auto_shard)
+            dataset = in_one_order(self._strategy.communicator, dataset, self._seed)
         return super()._experimental_distribute_dataset(dataset, options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import variant_tensor
+from estimator_ext._tf_private import options_in_graph, variant_tensor
 from estimator_ext.common_seed import CommonSeed
 from estimator_ext.data_order import OrderCheck
 from estimator_ext.errors import UnsupportedError
@@ -39,13 +40,13 @@ def with_policy(dataset: Any, policy: str | None) -> Any:
     return dataset.with_options(options)
 
 
-def in_one_order(ring: ProcessRing, dataset: Any, seed: CommonSeed) -> Any:
+def in_one_order(communicator: hostopt.Communicator, dataset: Any, seed: CommonSeed) -> Any:
     """Checks that all ranks have the same data in the same order, if they are sharded by position.
 
     Collective: all ranks must call it.
 
     Args:
-      ring: the ring.
+      communicator: the ring.
       dataset: the dataset of this rank, with its policy.
       seed: the seed of the ranks, which is renewed for the next dataset.
 
@@ -55,16 +56,16 @@ def in_one_order(ring: ProcessRing, dataset: Any, seed: CommonSeed) -> Any:
     Raises:
       UnsupportedError: the orders of the ranks differ.
     """
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy in (_POLICY.OFF, _POLICY.FILE) or hasattr(variant_tensor(dataset), "graph"):
-        return dataset  # what a function has created cannot be read
-    check: OrderCheck = ring.keep(
-        "the order of the data",
-        lambda: OrderCheck(ring.communicator.duplicate("the order of the data"), _SAME_ORDER),
-    )
-    with tf.init_scope():
+    with options_in_graph():
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+    graph = getattr(variant_tensor(dataset), "graph", None)
+    # what a function has created cannot be read
+    if policy in (_POLICY.OFF, _POLICY.FILE) or (graph is not None and graph.building_function):
+        return dataset
+    with tf.init_scope() if graph is None else contextlib.nullcontext():
         if policy == _POLICY.AUTO and reads_files(dataset):  # each rank reads its part of them
             return dataset
+        check = OrderCheck(communicator.duplicate("the order of the data"), _SAME_ORDER)
         dataset, number = check.in_one_order(dataset)
         seed.renew(number)
     return dataset

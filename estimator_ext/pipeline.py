@@ -129,11 +129,12 @@ class Pipeline:
 
     def problem(self) -> str:
         """Returns what gives the ranks different orders, and what to do; "" if nothing is known."""
-        found = [_lost_in_function(self._nodes[id(each)]) for each in self.all]
-        if not self.in_graph:  # in a graph it can be mended
-            found += [_lost_eagerly(each) for each in self.all]
-            chosen = _before(self.points)
-            found += [_chosen_at_random(each, self._nodes[id(each)]) for each in chosen]
+        chosen = _before(self.points)
+        found = [_loses_order_in_function(self._nodes[id(each)]) for each in self.all]
+        found += [_chooses_without_seed(self._nodes[id(each)]) for each in chosen]
+        if not self.in_graph:  # in a graph it is made deterministic
+            found += [_loses_order(each) for each in self.all]
+            found += [_chooses_in_parallel(each, self._nodes[id(each)]) for each in chosen]
         return next(filter(None, found), "")
 
 
@@ -178,7 +179,7 @@ def _is_random(node: Any) -> bool:
     return "seed" in node.attr and "seed2" in node.attr
 
 
-def _lost_in_function(nodes: Sequence[Any]) -> str:
+def _loses_order_in_function(nodes: Sequence[Any]) -> str:
     for node in nodes:
         if node.attr["deterministic"].s == b"false":
             return (
@@ -188,13 +189,8 @@ def _lost_in_function(nodes: Sequence[Any]) -> str:
     return ""
 
 
-def _lost_eagerly(dataset: tf.data.Dataset) -> str:
-    kind, scalars = kind_of(dataset), scalars_of(dataset)
-    if _SHUFFLES.fullmatch(kind) and all(int(scalars[name]) == 0 for name in ("seed", "seed2")):
-        return (
-            f"a dataset has no seed ({kind}), as it was made before the strategy. Make it after "
-            "the HostOffloadStrategy, or call tf.random.set_seed before"
-        )
+def _loses_order(dataset: tf.data.Dataset) -> str:
+    kind = kind_of(dataset)
     if kind.startswith("Parallel") and loses_order(dataset):
         return (
             f"a dataset has deterministic=False ({kind}), which loses the order. Leave it out, or "
@@ -203,17 +199,30 @@ def _lost_eagerly(dataset: tf.data.Dataset) -> str:
     return ""
 
 
-def _chosen_at_random(dataset: tf.data.Dataset, nodes: Sequence[Any]) -> str:
-    """Describes random numbers by which a later transformation may choose elements."""
-    random = [node for node in nodes if _is_random(node)]
-    if any(node.attr["seed"].i == node.attr["seed2"].i == 0 for node in random):
-        return (
-            f"a dataset draws random numbers without a seed ({random[0].op}), as it was made "
-            "before the strategy. Make it after the HostOffloadStrategy"
-        )
-    if random and kind_of(dataset).startswith("Parallel"):
-        return (
-            f"parallel calls of a dataset draw random numbers ({random[0].op}), by which elements "
-            "may be chosen later. Leave num_parallel_calls out there"
-        )
+def _chooses_without_seed(nodes: Sequence[Any]) -> str:
+    for node in filter(_is_random, nodes):
+        if node.attr["seed"].i == node.attr["seed2"].i == 0:
+            return without_seed(node.op)
     return ""
+
+
+def _chooses_in_parallel(dataset: tf.data.Dataset, nodes: Sequence[Any]) -> str:
+    if kind_of(dataset).startswith("Parallel"):
+        for node in filter(_is_random, nodes):
+            return (
+                f"parallel calls of a dataset draw random numbers ({node.op}), by which elements "
+                "may be chosen later. Leave num_parallel_calls out there"
+            )
+    return ""
+
+
+def without_seed(kind: str) -> str:
+    """Describes random numbers that differ between ranks.
+
+    Args:
+      kind: of the transformation or the operation that draws them.
+    """
+    return (
+        f"a dataset has no seed ({kind}). Make it after the HostOffloadStrategy, which sets one, "
+        "or call tf.random.set_seed before"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,3 +181,41 @@ assert cluster_resolver.TPUClusterResolver
 def test_a_program_that_does_not_exist_is_a_usage_error() -> None:
     ran = run(1, "nowhere.py", "--option", code=2)
     assert "'nowhere.py' does not exist: give the path of a program" in ran.stderr
+
+
+def seen_by_ranks(ran: Any) -> list[int]:
+    """Returns the elements that the ranks of data_orders.py have trained with."""
+    lines = [line for line in ran.stdout.splitlines() if "SEEN " in line]
+    return [each for line in lines for each in json.loads(line.partition("SEEN ")[2])]
+
+
+@pytest.mark.parametrize("kind", ["interleave", "no seed"])
+def test_each_element_is_trained_once(tmp_path: Path, kind: str) -> None:
+    ran = run(2, str(PROGRAMS / "data_orders.py"), kind, str(tmp_path))
+    assert sorted(seen_by_ranks(ran)) == list(range(64))
+
+
+def test_elements_that_are_chosen_at_random_are_those_of_one_process(tmp_path: Path) -> None:
+    ran = run(2, str(PROGRAMS / "data_orders.py"), "filter", str(tmp_path))
+    seen = seen_by_ranks(ran)
+    assert len(seen) == 64
+    assert max(seen.count(each) for each in seen) <= 4  # as often as the data have it
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("generator of NumPy", "element 0 of TensorSlice is not that of rank 0"),
+        ("generator of Python", "element 0 of TensorSlice is not that of rank 0"),
+        ("from_generator", "element 0 of from_generator() is not that of rank 0"),
+        ("seed", "the dataset has"),
+        ("global seed", "the dataset has"),
+        ("iterator", "element 0 of TensorSlice is not that of rank 0"),
+        ("queue", "element 0 of rows is not that of rank 0"),
+    ],
+)
+def test_other_orders_of_the_ranks_are_refused(tmp_path: Path, kind: str, text: str) -> None:
+    ran = run(2, str(PROGRAMS / "data_orders.py"), kind, str(tmp_path), code=78)
+    output = ran.stdout + ran.stderr
+    assert text in output
+    assert "SEEN" not in output
