@@ -7,6 +7,7 @@ a private attribute of a graph, an operation or a tensor.
 from __future__ import annotations
 
 import contextlib
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -264,6 +265,13 @@ def _captured(function: Any, name: str) -> Any:
 def current_seed() -> int | None:
     """Returns the seed of `tf.random.set_seed`, in the default graph or eagerly."""
     return _owner_of_seed()._seed
+
+
+def set_eager_seed(seed: int) -> None:
+    """Does what `tf.random.set_seed` does eagerly, but keeps compiled operations."""
+    owner = context.context()
+    owner._seed = seed
+    owner._rng = random.Random(seed)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ __all__: list[str] = []
 _log = tf.get_logger()
 
 _END = -1  # instead of a checksum
-Gather = Callable[[bytes, str], list[bytes]]
 
 
 class OrderCheck:
@@ -44,6 +43,7 @@ class OrderCheck:
     def __init__(self, communicator: hostopt.Communicator, remedy: str) -> None:
         self._communicator = communicator
         self._remedy = remedy
+        self._of_generators: list[hostopt.Communicator] = []
 
     def in_one_order(
         self, dataset: tf.data.Dataset, config: tf.compat.v1.ConfigProto | None = None
@@ -75,8 +75,8 @@ class OrderCheck:
             numbers, first = read(pipeline, config)
             problem = _without_seed(dict(numbers))
         self._watch(pipeline)
-        seed = secrets.randbits(31)
-        reports = self._gather({"problem": problem, "numbers": numbers, "first": first, "seed": seed})
+        report = {"problem": problem, "numbers": numbers, "first": first}
+        reports = _gather(self._communicator, {**report, "seed": secrets.randbits(31)})
         self._check(reports)
         return _kept_in_order(dataset), reports[0]["seed"]
 
@@ -93,36 +93,38 @@ class OrderCheck:
         """
         samples = [np.asarray(each[:COUNT]) for each in columns]
         report = {"problem": "", "numbers": [], "first": [["rows", [checksum(samples)]]]}
-        self._check(self._gather(report))
+        self._check(_gather(self._communicator, report))
 
     def _watch(self, pipeline: Pipeline) -> None:
         """Has generators compare their first elements when they are read."""
         for index, state in enumerate(pipeline.generators):
-            communicator = self._communicator.duplicate(f"generator {index}")
+            if index == len(self._of_generators):
+                channel = self._communicator.duplicate(f"elements of generator {index}")
+                self._of_generators.append(channel)
+            channel = self._of_generators[index]
 
-            def compare(checksums: list[int], to: hostopt.Communicator = communicator) -> None:
+            def compare(checksums: list[int], channel: hostopt.Communicator = channel) -> None:
                 first = [["from_generator()", checksums]]
-                report = {"problem": "", "numbers": [], "first": first}
-                texts = to.all_gather_bytes(json.dumps(report).encode(), "elements of a generator")
-                self._check([json.loads(each) for each in texts])
+                self._check(_gather(channel, {"problem": "", "numbers": [], "first": first}))
 
-            peek(state).compare_next(abort_on_error(communicator, compare))
-
-    def _gather(self, report: dict[str, Any]) -> list[dict[str, Any]]:
-        text = json.dumps(report).encode()
-        return [
-            json.loads(each)
-            for each in self._communicator.all_gather_bytes(text, "the order of the data")
-        ]
+            peek(state).compare_next(abort_on_error(channel, compare))
 
     def _check(self, reports: Sequence[dict[str, Any]]) -> None:
         for rank, report in enumerate(reports):
-            difference = report["problem"] or _difference(reports[0], report)
-            if difference:
+            found = report["problem"]
+            if not found and (difference := _difference(reports[0], report)):
+                found = f"{difference}. {self._remedy}"
+            if found:
                 raise UnsupportedError(
-                    f"each rank would take its shard of other data, or of another order: on rank "
-                    f"{rank} {difference}. {self._remedy}"
+                    f"the ranks would take shards of other data, or of another order: on rank "
+                    f"{rank} {found}"
                 )
+
+
+def _gather(channel: hostopt.Communicator, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the reports of all ranks."""
+    texts = channel.all_gather_bytes(json.dumps(report).encode(), "the order of the data")
+    return [json.loads(each) for each in texts]
 
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
@@ -171,7 +173,7 @@ def _read_eagerly(pipeline: Pipeline, config: None) -> tuple[Numbers, First]:
     first: First = []
     with tf.device(HOST_DEVICE):
         for point in pipeline.readable():
-            elements = (tuple(each.numpy() for each in element) for element in _sampled(point))
+            elements = ([each.numpy() for each in samples_of(element)] for element in point)
             first.append((kind_of(point), _checksums(elements)))
     return numbers, first
 

@@ -23,9 +23,11 @@ from estimator_ext._tf_private import (
     select_replica,
 )
 from estimator_ext.common_seed import CommonSeed
+from estimator_ext.data_order import OrderCheck
 from estimator_ext.extended import HostOffloadExtended, ReplicaContext
 from estimator_ext.function_gradients import FunctionGradients
 from estimator_ext.function_input import (
+    SAME_ORDER,
     check_endless,
     check_lengths,
     check_no_data_workers,
@@ -52,6 +54,7 @@ class _Replica(HostOffloadExtended):
         super().__init__(*args)
         self._seed = CommonSeed(self._strategy.cluster)
         self._ring: ProcessRing | None = None
+        self._order: OrderCheck | None = None
         self._runs = threading.local()
 
     def ring(self) -> ProcessRing:
@@ -63,6 +66,7 @@ class _Replica(HostOffloadExtended):
     def close_reducers(self) -> None:
         """Ends the threads of all reducers."""
         super().close_reducers()
+        self._order = None
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -125,8 +129,14 @@ class _Replica(HostOffloadExtended):
             if _in_functions():
                 check_lengths(self.ring(), dataset)
                 dataset = with_policy(dataset, self.auto_shard)
-            dataset = in_one_order(self._strategy.communicator, dataset, self._seed)
+            dataset = in_one_order(self._order_check(), dataset, self._seed)
         return super()._experimental_distribute_dataset(dataset, options)
+
+    def _order_check(self) -> OrderCheck:
+        if self._order is None:
+            channel = self._strategy.communicator.duplicate("the order of the data")
+            self._order = OrderCheck(channel, SAME_ORDER)
+        return self._order
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         def checked(context: tf.distribute.InputContext) -> Any:

@@ -20,7 +20,7 @@ from hostopt.process_ring import ProcessRing
 __all__: list[str] = []
 
 _POLICY = tf.data.experimental.AutoShardPolicy
-_SAME_ORDER = (
+SAME_ORDER = (
     "Give its shuffles, generators and random numbers seeds that are the same on all ranks; or "
     "let each rank read everything in its own order with AutoShardPolicy.OFF"
 )
@@ -40,13 +40,13 @@ def with_policy(dataset: Any, policy: str | None) -> Any:
     return dataset.with_options(options)
 
 
-def in_one_order(communicator: hostopt.Communicator, dataset: Any, seed: CommonSeed) -> Any:
+def in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
     """Checks that all ranks have the same data in the same order, if they are sharded by position.
 
     Collective: all ranks must call it.
 
     Args:
-      communicator: the ring.
+      check: compares the ranks.
       dataset: the dataset of this rank, with its policy.
       seed: the seed of the ranks, which is renewed for the next dataset.
 
@@ -65,7 +65,6 @@ def in_one_order(communicator: hostopt.Communicator, dataset: Any, seed: CommonS
     with tf.init_scope() if graph is None else contextlib.nullcontext():
         if policy == _POLICY.AUTO and reads_files(dataset):  # each rank reads its part of them
             return dataset
-        check = OrderCheck(communicator.duplicate("the order of the data"), _SAME_ORDER)
         dataset, number = check.in_one_order(dataset)
         seed.renew(number)
     return dataset
