@@ -9,7 +9,7 @@ the sources: the points of a pipeline.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -61,8 +61,8 @@ class Pipeline:
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self.dataset = dataset
         self.all = _before([without_wrapper(dataset)])
-        kept = _before([without_wrapper(dataset)], only=_KEEPING)
-        self.points = [each for each in kept if kind_of(each) not in _KEEPING]
+        kept = _before([without_wrapper(dataset)], _keeps_positions)
+        self.points = [each for each in kept if not _keeps_positions(each)]
         self.generators = [state for state in map(generator_state, self.all) if state is not None]
         self._nodes = {id(each): list(_nodes_of(each)) for each in self.all}
 
@@ -152,17 +152,25 @@ def kind_of(dataset: tf.data.Dataset) -> str:
     return match[1] if match else type(dataset).__name__
 
 
+def _keeps_positions(dataset: tf.data.Dataset) -> bool:
+    if kind_of(dataset) == "Unbatch":  # into parts of the same number
+        specs = tf.nest.flatten([each.element_spec for each in inputs_of(dataset)])
+        return all(each.shape.rank and each.shape.as_list()[0] is not None for each in specs)
+    return kind_of(dataset) in _KEEPING
+
+
 def _before(
-    datasets: Sequence[tf.data.Dataset], only: set[str] | None = None
+    datasets: Sequence[tf.data.Dataset],
+    passes: Callable[[tf.data.Dataset], bool] = lambda _: True,
 ) -> list[tf.data.Dataset]:
-    """Returns datasets and all that they transform; beyond kinds in `only`, if it is given."""
+    """Returns datasets and all that they transform, up to those at which `passes` is False."""
     found: dict[int, tf.data.Dataset] = {}
     todo = list(reversed(datasets))
     while todo:
         each = todo.pop()
         if id(each) not in found:
             found[id(each)] = each
-            if only is None or kind_of(each) in only:
+            if passes(each):
                 todo += reversed(inputs_of(each))
     return list(found.values())
 

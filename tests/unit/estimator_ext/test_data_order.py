@@ -133,6 +133,16 @@ def noisy(x: Any) -> Any:
 
 
 SAME_ORDERS: dict[str, Make] = {
+    "files in other directories": lambda rank: (
+        slices([f"/{rank}/{name}" for name in "abc"]).map(tf.strings.length)
+    ),
+    "unbatched noise": lambda rank: (
+        data.range(8)
+        .batch(4, drop_remainder=True)
+        .map(lambda x: (x, tf.random.uniform([4], seed=rank)))
+        .unbatch()
+        .map(lambda x, _: x)
+    ),
     "files": lambda _: texts(Path(FILES)).interleave(lines, num_parallel_calls=2).shuffle(9),
     "endless": lambda _: data.range(64).shuffle(64).repeat().batch(4).take(40),
     "empty": lambda _: data.range(0),
