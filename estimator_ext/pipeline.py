@@ -2,8 +2,8 @@
 
 Most transformations keep the positions of elements, whatever their values are: after `map` and
 `batch`, batch 3 has the same elements on all ranks if they were in the same order before. Others,
-such as `filter` or `flat_map`, choose by values. So the order is known at the last of these, and at
-the sources: the points of a pipeline.
+such as `filter` or `flat_map`, choose by values. So the order is known at the last of these, and
+at the sources: the points of a pipeline.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _SHUFFLES = re.compile("Shuffle|ShuffleAndRepeat|Random")
 # Write files, keep elements, or take those of a job.
 _READ_ONCE = re.compile("Cache|DataService|LegacySnapshot|Save|Snapshot")
 _READ_ONCE_EAGERLY = re.compile(f"{_READ_ONCE.pattern}|{_SHUFFLES.pattern}")
-_READERS = re.compile(r"_?(ArrayRecord|FixedLengthRecord|RecordIO|SSTable|TextLine|TFRecord)Dataset")
+_READERS = re.compile(
+    r"_?(ArrayRecord|FixedLengthRecord|RecordIO|SSTable|TextLine|TFRecord)Dataset"
+)
 _NAME = re.compile(r"_?(\w+?)Dataset(?:V\d+)?")
 
 
@@ -74,7 +76,9 @@ class Pipeline:
     @property
     def reads_tables(self) -> bool:
         """True if a function reads a lookup table, which has to be initialized."""
-        return any(node.op.startswith("Lookup") for nodes in self._nodes.values() for node in nodes)
+        return any(
+            node.op.startswith("Lookup") for nodes in self._nodes.values() for node in nodes
+        )
 
     def readable(self) -> list[tf.data.Dataset]:
         """Returns the points that may be read once more, and else the sources before them.
@@ -128,7 +132,7 @@ class Pipeline:
         return changed
 
     def problem(self) -> str:
-        """Returns what gives the ranks different orders, and what to do; "" if nothing is known."""
+        """Returns what gives the ranks different orders, and what to do; "" if nothing does."""
         chosen = _before(self.points)
         found = [_loses_order_in_function(self._nodes[id(each)]) for each in self.all]
         found += [_chooses_without_seed(self._nodes[id(each)]) for each in chosen]
@@ -155,7 +159,8 @@ def kind_of(dataset: tf.data.Dataset) -> str:
 def _keeps_positions(dataset: tf.data.Dataset) -> bool:
     if kind_of(dataset) == "Unbatch":  # into parts of the same number
         specs = tf.nest.flatten([each.element_spec for each in inputs_of(dataset)])
-        return all(each.shape.rank and each.shape.as_list()[0] is not None for each in specs)
+        shapes = [getattr(each, "shape", tf.TensorShape(None)) for each in specs]
+        return all(shape.rank and shape.as_list()[0] is not None for shape in shapes)
     return kind_of(dataset) in _KEEPING
 
 

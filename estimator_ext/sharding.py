@@ -38,8 +38,8 @@ _ALL = (
     "(python -m estimator_ext --auto-shard off)"
 )
 _SAME_ORDER = (
-    "Give its shuffles, generators and random numbers seeds that are the same on all ranks; or let "
-    "each rank read its files (--auto-shard file), or everything in its own order (off)"
+    "Give its shuffles, generators and random numbers seeds that are the same on all ranks; or "
+    "let each rank read its files (auto_shard='file'), or everything in its own order ('off')"
 )
 
 

@@ -32,7 +32,7 @@ FIXED: dict[str, tuple[Callable[[], Any], int]] = {
         lambda: data.range(4).repeat().apply(tf.data.experimental.map_and_batch(lambda x: x, 3)),
         3,
     ),
-    "padded": (lambda: data.range(9).map(lambda x: tf.range(x)).repeat().padded_batch(2), 2),
+    "padded": (lambda: data.range(9).map(tf.range).repeat().padded_batch(2), 2),
     "scalars": (lambda: data.range(4), 1),
     "dictionary": (lambda: slices({"x": ROWS, "y": ROWS[:, 0]}).repeat().batch(4), 4),
     "sparse": (
