@@ -34,6 +34,11 @@ def generate():
     yield from np.random.default_rng().permutation(ROWS)
 
 
+def queue():
+    rows = {"x": np.random.default_rng().permutation(ROWS)}
+    return v1.estimator.inputs.numpy_input_fn(rows, batch_size=BATCH, shuffle=False)()
+
+
 def seeded_by_time():
     tf.random.set_seed(time.time_ns() % 2**31)
     return data.range(ROWS).shuffle(ROWS)
@@ -65,9 +70,7 @@ KINDS = {
     "iterator": lambda: v1.data.make_one_shot_iterator(
         data.from_tensor_slices(np.random.default_rng().permutation(ROWS)).batch(BATCH)
     ).get_next(),
-    "queue": lambda: v1.estimator.inputs.numpy_input_fn(
-        {"x": np.random.default_rng().permutation(ROWS)}, batch_size=BATCH, shuffle=False
-    )(),
+    "queue": queue,
 }
 
 
