@@ -25,7 +25,7 @@ _log = tf.get_logger()
 
 
 class Needs(NamedTuple):
-    """What the batches of the ranks need, so that each example counts once.
+    """Needs of the batches of the ranks, so that each example counts once.
 
     Args:
       weights: True for weights, as batches may differ in length between ranks or steps.
