@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -37,36 +37,51 @@ def length_of(batch: Any) -> tf.Tensor:
     return tf.reduce_prod(tf.shape(first, tf.int64)[:1])
 
 
-def fixed_length(data: Any, config: tf.compat.v1.ConfigProto) -> int:
-    """Finds the number of examples that each batch has.
+class Lengths(NamedTuple):
+    """The length of data and of their batches.
+
+    Args:
+      endless: True if the data never end; False for what is no dataset.
+      batch: number of examples in each batch; UNKNOWN if batches may differ, as the last one of
+        an epoch does.
+    """
+
+    endless: bool
+    batch: int
+
+
+def lengths_of(data: Any, config: tf.compat.v1.ConfigProto) -> Lengths:
+    """Finds lengths before data are read.
 
     Args:
       data: the result of input_fn, in a graph.
-      config: configuration of a session that reads the length of a dataset.
+      config: configuration of a session that asks a dataset.
 
     Returns:
-      The number; UNKNOWN if batches may differ, as the last one of an epoch does.
+      The lengths.
     """
-    is_dataset = isinstance(data, tf.data.Dataset)
-    tensors = tf.nest.flatten(data.element_spec if is_dataset else data)
-    shape = tf.TensorShape(getattr(tensors[0], "shape", None) if tensors else [])
-    if shape.rank == 0:
-        return 1
-    length = shape.as_list()[0] if shape.rank else None
-    if length is not None:
-        return int(length)
-    return _length_of_batches(data, config) if is_dataset else UNKNOWN
-
-
-def _length_of_batches(data: tf.data.Dataset, config: tf.compat.v1.ConfigProto) -> int:
-    op = variant_tensor(data).op
+    if not isinstance(data, tf.data.Dataset):
+        return Lengths(False, _static_length(data))
+    static, op = _static_length(data.element_spec), variant_tensor(data).op
     while kind_of(op) in _PASSING:
         op = op.inputs[0].op
-    if kind_of(op) not in _BATCHES:
-        return UNKNOWN
-    (size,) = (tensor for name, tensor, _ in arguments(op) if name == "batch_size")
-    examples = tf.raw_ops.DatasetCardinality(input_dataset=op.inputs[0])
+    asked = [tf.raw_ops.DatasetCardinality(input_dataset=variant_tensor(data))]
+    if static == UNKNOWN and kind_of(op) in _BATCHES:
+        asked += [tensor for name, tensor, _ in arguments(op) if name == "batch_size"]
+        asked.append(tf.raw_ops.DatasetCardinality(input_dataset=op.inputs[0]))
     with tf.compat.v1.Session(config=config) as session:
-        size, examples = session.run([size, examples])
-    is_full = examples == tf.data.INFINITE_CARDINALITY or (examples >= 0 and examples % size == 0)
-    return int(size) if is_full else UNKNOWN
+        batches, *of_batch = session.run(asked)
+    if of_batch:
+        size, examples = of_batch
+        if examples == tf.data.INFINITE_CARDINALITY or (examples >= 0 and examples % size == 0):
+            static = int(size)
+    return Lengths(bool(batches == tf.data.INFINITE_CARDINALITY), static)
+
+
+def _static_length(structure: Any) -> int:
+    tensors = tf.nest.flatten(structure)
+    shape = tf.TensorShape(getattr(tensors[0], "shape", None) if tensors else [])
+    if shape.rank is None:
+        return UNKNOWN
+    length = shape.as_list()[0] if shape.rank else 1
+    return UNKNOWN if length is None else int(length)

@@ -22,7 +22,7 @@ from estimator_ext._tf_private import options_in_graph, variant_tensor
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.peeked_generator import COUNT, LIMIT_S, peek
 from estimator_ext.pipeline import Pipeline, kind_of, without_seed
-from estimator_ext.samples import checksum, samples_of
+from estimator_ext.samples import checksum, sample_of, samples_of
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error
 
 __all__: list[str] = []
@@ -181,21 +181,54 @@ def _read_eagerly(pipeline: Pipeline, config: None) -> tuple[Numbers, First]:
 def _read_in_graph(
     pipeline: Pipeline, config: tf.compat.v1.ConfigProto | None
 ) -> tuple[Numbers, First]:
-    """Reads in a session of its own, so that the session of the training finds all elements."""
-    scalars, points = pipeline.scalars(), pipeline.readable()
+    """Reads in a session of its own, if at all, so that the training finds all elements."""
+    numbers = {name: _static_value(value) for name, value in pipeline.scalars()}
+    first = [(kind_of(point), _static_checksums(point)) for point in pipeline.readable()]
+    if None in numbers.values() or any(checksums is None for _, checksums in first):
+        _read_in_session(pipeline, config, numbers, first)
+    known = [(name, value) for name, value in numbers.items() if value is not None]
+    return known, [(name, checksums or []) for name, checksums in first]
+
+
+def _read_in_session(
+    pipeline: Pipeline,
+    config: tf.compat.v1.ConfigProto | None,
+    numbers: dict[str, int | None],
+    first: list[tuple[str, list[int] | None]],
+) -> None:
+    """Reads the numbers and checksums that are None."""
+    scalars = {name: value for name, value in pipeline.scalars() if numbers[name] is None}
+    points = {
+        index: point for index, point in enumerate(pipeline.readable()) if first[index][1] is None
+    }
     with tf.name_scope("data_order"), tf.control_dependencies(None), tf.device(HOST_DEVICE):
-        iterators = [_iterator(_sampled(point)) for point in points]
+        iterators = [_iterator(_sampled(point)) for point in points.values()]
         tables = [tf.compat.v1.tables_initializer()] if pipeline.reads_tables else []
-    numbers: Numbers = []
-    first: First = []
     with tf.compat.v1.Session(config=config) as session, _logged_errors():
         session.run(tables)
-        values = session.run([value for _, value in scalars])
-        numbers += [(name, int(value)) for (name, _), value in zip(scalars, values)]
-        for point, (begin, following) in zip(points, iterators):
+        values = session.run(scalars)
+        numbers.update((name, int(value)) for name, value in values.items())
+        for (index, point), (begin, following) in zip(points.items(), iterators):
             session.run(begin)
-            first.append((kind_of(point), _checksums(_run(session, following))))
-    return numbers, first
+            first[index] = kind_of(point), _checksums(_run(session, following))
+
+
+def _static_value(tensor: tf.Tensor) -> int | None:
+    if tensor.op.type == "SelectV2":  # tf.data replaces seeds that are 0
+        tensor = tensor.op.inputs[2]
+    value = tf.get_static_value(tensor)
+    return None if value is None else int(value)
+
+
+def _static_checksums(point: tf.data.Dataset) -> list[int] | None:
+    """Returns checksums of constants, which a session would copy as a whole."""
+    if kind_of(point) not in ("Tensor", "TensorSlice"):
+        return None
+    values = [tf.get_static_value(tensor) for tensor in variant_tensor(point).op.inputs]
+    if any(value is None for value in values):
+        return None
+    rows = zip(*values) if kind_of(point) == "TensorSlice" else iter([values])
+    return _checksums([sample_of(value) for value in row] for row in rows)
 
 
 def _run(session: tf.compat.v1.Session, following: list[tf.Tensor]) -> Iterator[Any]:

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 __all__: list[str] = []
 
-_LENGTHS = {tf.string: 16}  # number of elements of a tensor in a sample, by dtype
-_NUMBERS = 4096
+_TEXTS, _NUMBERS = 16, 4096  # in a sample of a tensor
 _NOT_SAMPLED = (tf.variant, tf.resource)
 
 
@@ -27,10 +26,16 @@ def samples_of(batch: Any) -> list[tf.Tensor]:
     """
     tensors = filter(tf.is_tensor, tf.nest.flatten(batch, expand_composites=True))
     return [
-        tf.reshape(each, [-1])[: _LENGTHS.get(each.dtype, _NUMBERS)]
+        tf.reshape(each, [-1])[: _TEXTS if each.dtype == tf.string else _NUMBERS]
         for each in tensors
         if each.dtype not in _NOT_SAMPLED
     ]
+
+
+def sample_of(array: Any) -> np.ndarray[Any, Any]:
+    """Returns what `samples_of` returns for a tensor of this value."""
+    values = np.asarray(array)
+    return values.reshape(-1)[: _TEXTS if values.dtype.kind in "OSU" else _NUMBERS]
 
 
 def checksum(samples: Iterable[Any]) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.batch_lengths import UNKNOWN, fixed_length, length_of
+from estimator_ext.batch_lengths import UNKNOWN, length_of, lengths_of
 from estimator_ext.errors import UnsupportedError
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
@@ -54,8 +54,8 @@ def needs_of(
     """
     specs = tf.nest.flatten(data.element_spec) if _is_dataset(data) else [None]
     can = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
-    ends = not can or _may_end(data, config)
-    local = np.array([can, ends, fixed_length(data, config)])
+    endless, length = lengths_of(data, config)
+    local = np.array([can, not endless, length])
     can, ends, lengths = communicator.all_gather(local, "the kinds of the ranks' data").T
     join = bool(can.all() and ends.any())
     return Needs(join or UNKNOWN in lengths or len({*lengths}) > 1, join)
@@ -71,19 +71,13 @@ def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
     Raises:
       UnsupportedError: they may end.
     """
-    if _is_dataset(dataset) and _may_end(dataset, config):
+    if _is_dataset(dataset) and not lengths_of(dataset, config).endless:
         raise UnsupportedError(
             "the dataset of input_fn may end, and has sparse or ragged elements, or some of "
             "unknown rank. Data workers give ranks different numbers of batches, and a rank "
             "without data cannot repeat such a batch: return dense tensors (padded_batch), "
             "repeat() the data and set max_steps, or set RunConfig.data_service='off'"
         )
-
-
-def _may_end(dataset: tf.data.Dataset, config: tf.compat.v1.ConfigProto) -> bool:
-    with tf.compat.v1.Session(config=config) as session:
-        length = session.run(tf.data.experimental.cardinality(dataset))
-    return bool(length != tf.data.experimental.INFINITE_CARDINALITY)
 
 
 def repeat_last_batch(dataset: tf.data.Dataset) -> tf.data.Dataset:

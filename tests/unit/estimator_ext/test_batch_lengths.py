@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipelines import data, slices
 from rings import Spawn
 
-from estimator_ext.batch_lengths import UNKNOWN, fixed_length, length_of
+from estimator_ext.batch_lengths import UNKNOWN, length_of, lengths_of
 from estimator_ext.uneven_data import Needs, needs_of, repeat_last_batch
 
 v1 = tf.compat.v1
@@ -52,7 +52,7 @@ FIXED: dict[str, tuple[Callable[[], Any], int]] = {
 def test_fixed_lengths(name: str) -> None:
     make, length = FIXED[name]
     with tf.Graph().as_default():
-        assert fixed_length(make(), CONFIG) == length
+        assert lengths_of(make(), CONFIG).batch == length
 
 
 @pytest.mark.parametrize(
