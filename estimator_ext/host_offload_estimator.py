@@ -46,7 +46,7 @@ from estimator_ext.run_config import (
 from estimator_ext.session_close import SessionCloseHook
 from estimator_ext.spec import stock_spec
 from estimator_ext.strategy import HostOffloadStrategy
-from estimator_ext.validation import check_data, check_params, check_spec
+from estimator_ext.validation import check_data, check_is_on_ranks, check_params, check_spec
 
 __all__: list[str] = []
 
@@ -60,6 +60,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
     """
 
     _evaluators: Evaluators | None = None  # several evaluators that share the data
+    _is_on_ranks = False  # the graph of the training is built for all ranks
 
     @property
     def config(self) -> Any:
@@ -137,19 +138,18 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             if max_steps is not None and _first_step(communicator, self._model_dir) >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self
-            trainer = self if strategy.cluster.is_chief else self._without_files()
+            trainer = self if strategy.cluster.is_chief else _without_files(self)
+            trainer._is_on_ranks = False
             arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
             _tf_estimator.Estimator.train(trainer, *arguments)
+            check_is_on_ranks(trainer)
             communicator.finish()
             preemption.share(communicator)
         return self
 
-    def _without_files(self) -> HostOffloadEstimator:
-        """Returns a copy that neither restores nor writes files, for all ranks but rank 0."""
-        trainer = copy.copy(self)
-        trainer._model_dir = None
-        trainer._warm_start_settings = None
-        return trainer
+    def _train_model_default(self, *arguments: Any) -> Any:
+        check_is_on_ranks(self)
+        return super()._train_model_default(*arguments)
 
     def _train_model_distributed(
         self, input_fn: Callable[..., Any], hooks: Any, saving_listeners: Any
@@ -158,6 +158,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         if not isinstance(strategy, HostOffloadStrategy):
             return super()._train_model_distributed(input_fn, hooks, saving_listeners)
         config = self.config
+        self._is_on_ranks = True
         functions = training_graph.ModelFunctions(
             lambda context: self._call_input_fn(input_fn, ModeKeys.TRAIN, context),
             "input_context" in _tf_estimator.fn_args(input_fn),
@@ -180,6 +181,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         global_step_tensor: Any,
         saving_listeners: Any,
     ) -> Any:
+        check_is_on_ranks(self)
         trainer = self
         if self._model_dir is None:  # a rank without files: its session restores and saves nothing
             trainer = copy.copy(self)
@@ -301,6 +303,14 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         estimator = copy.copy(self)
         estimator._params = self._batch_sizes.add_to(self._params, mode)
         return estimator
+
+
+def _without_files(estimator: HostOffloadEstimator) -> HostOffloadEstimator:
+    """Returns a copy that neither restores nor writes files, for all ranks but rank 0."""
+    trainer = copy.copy(estimator)
+    trainer._model_dir = None
+    trainer._warm_start_settings = None
+    return trainer
 
 
 @contextlib.contextmanager
