@@ -88,7 +88,8 @@ def write_atomically(rank: int = 0) -> None:
 def _draft(path: Any) -> _Draft | None:
     """Returns the draft of a file; None if the file itself is to be written.
 
-    That is a device or a directory, and a file in a directory that takes no other one.
+    That is a device, a directory, a file that must not be written, and one in a directory that
+    takes no other file.
     """
     path = tf.compat.as_str(os.fspath(path))
     if "://" in path:
@@ -98,7 +99,7 @@ def _draft(path: Any) -> _Draft | None:
         found = os.stat(path)
     except OSError:
         return _Draft(path)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(found.st_mode) or not os.access(path, os.W_OK):
         return None
     is_kept = found.st_nlink > 1 or found.st_uid != os.geteuid()
     with contextlib.suppress(OSError):
