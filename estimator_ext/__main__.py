@@ -126,7 +126,7 @@ def _is_in_tensorflow_1(name: str) -> bool:
 
 def _strategy_of_tensorflow_1(argument: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the program creates a strategy with {argument}, as in TensorFlow 1. Remove the strategy: "
+        f"the program creates a strategy with {argument}, as in TensorFlow 1. Remove it: its "
         "estimators train on the ranks that `hostopt run -np N` starts"
     )
 

@@ -21,6 +21,8 @@ from estimator_ext.atomic_files import write_atomically
 from estimator_ext.compat import install, use_v1_api
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator import adopt
+from estimator_ext.host_offload_estimator import HostOffloadEstimator
+from estimator_ext.model_dir_lock import training_without_ring
 from estimator_ext.run_config import adopt_cluster
 from estimator_ext.spawned_children import call_in_children
 from estimator_ext.strategy import HostOffloadStrategy
@@ -208,6 +210,7 @@ def _adopt_configurations(ranks: Ranks) -> None:
 def _adopt_estimators(ranks: Ranks) -> None:
     """Makes every estimator train on the ranks, unless its configuration has another strategy.
 
+    Without a cluster an estimator is the stock one, but locks its model_dir while it trains.
     The stock `train_and_evaluate` and `tpu` are replaced by those of this package.
     """
     stock = _tf_estimator.estimator_v1.Estimator  # tf.estimator.Estimator is a subclass
@@ -230,7 +233,17 @@ def _adopt_estimators(ranks: Ranks) -> None:
         if strategy is not None and config.train_distribute is strategy:
             adopt(self)
 
+    train = stock.train
+
+    @functools.wraps(train)
+    def train_locked(self: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(self, HostOffloadEstimator):  # which does so itself
+            return train(self, *arguments, **options)
+        with training_without_ring(self._model_dir, self._config):
+            return train(self, *arguments, **options)
+
     stock.__init__ = init_on_ranks
+    stock.train = train_locked
     for api in (_tf_estimator.estimator_v1, _tf_estimator.estimator_v2):
         api.train_and_evaluate = _train_and_evaluate
     _tf_estimator.estimator_v1.tpu = tpu

@@ -270,9 +270,10 @@ def test_programs_that_set_tf_config_themselves_train_together(tmp_path: Path) -
 def test_a_cluster_is_not_left_without_tf_config(tmp_path: Path) -> None:
     with reserved_addresses(2) as addresses:
         use = ["--use", "__import__('os').environ.pop('TF_CONFIG')"]
+        jobs = jobs_of(addresses)
         check_two_processes(
             tmp_path,
-            *((use, {"TF_CONFIG": tf_config_of(jobs_of(addresses), task_of(i))}) for i in range(2)),
+            *((use, {"TF_CONFIG": tf_config_of(jobs, task_of(i))}) for i in range(2)),
         )
 
 
