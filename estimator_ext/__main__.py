@@ -66,8 +66,10 @@ def _fix_order_of_sets(argv: Sequence[str]) -> None:
 
 
 def _check_used(ranks: Ranks) -> None:
+    if ranks.are_used:
+        return
     strategy = ranks.join()  # the program may have set TF_CONFIG, and never asked for it
-    if strategy is not None and strategy.cluster.size > 1 and not ranks.are_used:
+    if strategy is not None and strategy.cluster.size > 1:
         raise UnsupportedError(
             f"the program created no estimator: each of {strategy.cluster.size} processes ran it "
             "independently. Run it in one process"

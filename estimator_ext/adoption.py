@@ -271,8 +271,8 @@ def _train_and_evaluate(estimator: Any, train_spec: Any, eval_spec: Any) -> Any:
     if not isinstance(strategy, HostOffloadStrategy):
         return _tf_estimator.train_and_evaluate(estimator, train_spec, eval_spec)
     metrics, exports = train_and_evaluate(estimator, train_spec, eval_spec)
-    is_rank = strategy.cluster.rank is not None
-    if metrics is None and is_rank and isinstance(eval_spec, _tf_estimator.EvalSpec):
+    is_unmodified = isinstance(strategy, StrategyOfRanks) and strategy.cluster.rank is not None
+    if metrics is None and is_unmodified and isinstance(eval_spec, _tf_estimator.EvalSpec):
         metrics = _MetricsWhenRead(estimator, eval_spec)
     return metrics, exports
 
