@@ -246,9 +246,7 @@ def check_two_processes(directory: Path, *ranks: Any) -> None:
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "variables", [variables_of_mpirun, variables_of_srun, variables_by_hand]
-)
+@pytest.mark.parametrize("variables", [variables_of_mpirun, variables_of_srun, variables_by_hand])
 def test_a_launcher_without_hostopt_exec(tmp_path: Path, variables: Any) -> None:
     with reserved_addresses(1) as (address,):
         check_two_processes(tmp_path, *(([], variables(rank, address)) for rank in range(2)))
@@ -308,9 +306,7 @@ def test_a_strategy_for_several_workers_is_replaced(tmp_path: Path) -> None:
         ("has its own loop", "HasItsOwnLoop._train_model"),
     ],
 )
-def test_a_training_of_each_rank_alone_is_refused(
-    tmp_path: Path, kind: str, method: str
-) -> None:
+def test_a_training_of_each_rank_alone_is_refused(tmp_path: Path, kind: str, method: str) -> None:
     options = [PROGRAM, "--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path)]
     ran = run(2, *options, code=78)
     assert method in ran.stderr + ran.stdout

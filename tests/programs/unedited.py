@@ -187,7 +187,7 @@ def value_of_dimension():
 
 
 def contrib_in_a_dataset():
-    tf.data.Dataset.range(1).map(lambda x: tf.contrib.crf.decode(x))
+    tf.data.Dataset.range(1).map(lambda x: tf.contrib.crf.decode(x, x))
 
 
 def main():
