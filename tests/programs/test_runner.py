@@ -104,7 +104,7 @@ def test_a_module_with_its_arguments(tmp_path: Path) -> None:
         ),
         (
             "custom",
-            "tf.compat.v1.distribute.MirroredStrategy(num_gpus=8)",
+            "strategy_of_version_1()",
             "the program creates a strategy with num_gpus, as in TensorFlow 1.",
         ),
         (

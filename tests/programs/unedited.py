@@ -186,6 +186,10 @@ def value_of_dimension():
     return tf.zeros([2]).shape[0].value
 
 
+def strategy_of_version_1():
+    tf.distribute.MirroredStrategy(num_gpus=8)
+
+
 def contrib_in_a_dataset():
     tf.data.Dataset.range(1).map(lambda x: tf.contrib.crf.decode(x, x))
 
