@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from harness import (
     PROGRAMS,
+    ROOT,
     jobs_of,
     reserved_addresses,
     run_python,
@@ -340,3 +341,31 @@ if __name__ == "__main__":
     )
     ran = run(1, *options, str(program), limit_s=60.0)
     assert ran.stdout.count("POOL [2, 3]") == 2
+
+
+def test_a_spawned_child_trains_as_the_rank_that_starts_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import multiprocessing
+import sys
+import unedited
+
+def train():
+    estimator = unedited.make_estimator("custom", sys.argv[1], 8)
+    estimator.train(lambda: unedited.make_input_fn(8), max_steps=unedited.STEPS)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=train)
+    child.start()
+    child.join()
+    unedited.make_estimator("custom", sys.argv[1], 8)
+    sys.exit(child.exitcode)
+"""
+    )
+    paths = {"PYTHONPATH": f"{ROOT}:{PROGRAMS}"}
+    run(2, str(program), str(tmp_path / "2"), **paths)
+    options = ["--kind", "custom", "--batch-size", "16", "--model-dir", str(tmp_path / "1")]
+    run(1, PROGRAM, *options)
+    trained = [tf.train.load_variable(str(tmp_path / each), "w") for each in "12"]
+    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-5, atol=1e-7)
