@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         _use_common_seeds(cluster, argv)
         write_atomically()
     if cluster.task is not None:
-        train_on_ranks(StrategyOfRanks(options.auto_shard), estimators.append)
+        train_on_ranks(StrategyOfRanks(options.auto_shard, options.loss), estimators.append)
     try:
         _run(options)
     except SystemExit as ended:
@@ -136,7 +136,8 @@ def _exit(error: hostopt.ConfigError) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m estimator_ext",
-        usage="python -m estimator_ext [--v1] [--auto-shard POLICY] SCRIPT|-m MODULE [args ...]",
+        usage="python -m estimator_ext [--v1] [--auto-shard POLICY] [--loss KIND] "
+        "SCRIPT|-m MODULE [args ...]",
         description="Run an unmodified program that was written for tf.estimator. In a cluster "
         "(hostopt run, or TF_CONFIG) its estimators train on all ranks.",
         allow_abbrev=False,
@@ -147,6 +148,12 @@ def _parser() -> argparse.ArgumentParser:
         default="data",
         help="how TensorFlow shards datasets over the ranks if input_fn has no argument "
         "input_context (default: data)",
+    )
+    parser.add_argument(
+        "--loss",
+        choices=("mean", "sum"),
+        default="",
+        help="what the losses are over the examples of a batch, if their graphs do not show it",
     )
     parser.add_argument(
         "--v1",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -84,6 +85,48 @@ def scaled_loss(strategy: tf.distribute.Strategy) -> Any:
     return strategy._scale_loss_for_estimator_enabled()
 
 
+# Functions that divide a loss by the number of ranks, for which they ask the strategy.
+_KERAS = "scale_loss_for_distribution"
+_ESTIMATOR = "tensorflow_estimator.python.estimator"
+DIVIDE_LOSSES = {
+    ("tensorflow.python.training.optimizer", "_scale_loss"),
+    ("tensorflow.python.ops.nn_impl_distribute", "compute_average_loss"),
+    ("tensorflow.python.ops.nn_impl_distribute", "scale_regularization_loss"),
+    ("tensorflow.python.keras.utils.losses_utils", _KERAS),
+    ("tf_keras.src.utils.losses_utils", _KERAS),
+    ("keras.src.utils.losses_utils", _KERAS),
+    ("keras.src.losses.loss", _KERAS),
+    ("keras.src.losses.loss", f"un{_KERAS}"),
+    (f"{_ESTIMATOR}.head.base_head", "create_estimator_spec_train_op"),
+    (f"{_ESTIMATOR}.canned.baseline", "train_op_fn"),
+    (f"{_ESTIMATOR}.canned.dnn_linear_combined", "_train_op_fn"),
+}
+_LIBRARIES = {
+    "tensorflow",
+    "keras",
+    "tf_keras",
+    "tensorflow_estimator",
+    "hostopt",
+    "estimator_ext",
+}
+
+
+def caller_of(frame: FrameType) -> tuple[tuple[str, str], str, bool]:
+    """Returns who asks a strategy, or a replica context, for its number of ranks.
+
+    Args:
+      frame: the frame that reads `num_replicas_in_sync` of the strategy.
+
+    Returns:
+      Module and name of the function, the place of the call, and True if it is in a library.
+    """
+    if frame.f_code.co_name == "num_replicas_in_sync" and frame.f_back:  # that of a context
+        frame = frame.f_back
+    module = str(frame.f_globals.get("__name__", ""))
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return (module, frame.f_code.co_name), place, module.partition(".")[0] in _LIBRARIES
+
+
 # -- variables of a strategy in functions and eagerly --------------------------------------
 
 DistributedVariable = values.DistributedVariable
@@ -114,6 +157,13 @@ def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
       The control-flow context; None outside branches and loops.
     """
     return builder._get_control_flow_context()
+
+
+def outermost(graph: tf.Graph) -> tf.Graph:
+    """Returns the graph around all functions within which a graph is built."""
+    while getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    return graph
 
 
 def is_compiled_by_xla(graph: tf.Graph) -> bool:

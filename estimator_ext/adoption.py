@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext import _tf_estimator, tpu
+from estimator_ext._tf_private import DIVIDE_LOSSES, caller_of
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator import adopt
 from estimator_ext.strategy import HostOffloadStrategy
@@ -18,8 +19,8 @@ from estimator_ext.training import train_and_evaluate
 
 __all__: list[str] = []
 
-# Libraries that read the number of ranks; this does not show that the model uses it.
-_FRAMEWORKS = ("tensorflow.", "keras.", "tf_keras.", "hostopt", "estimator_ext")
+_log = tf.get_logger()
+
 _APIS = (tf.distribute, tf.compat.v1.distribute)
 # Strategies within one process; two processes would train two models.
 _SINGLE_PROCESS = tuple(
@@ -37,24 +38,41 @@ _PARAMETER_SERVERS = tuple(api.experimental.ParameterServerStrategy for api in _
 class StrategyOfRanks(HostOffloadStrategy):
     """A strategy for programs that were written for a single process.
 
-    Gradients are reduced as soon as backward computes them, to the values of a single process. If
-    the model reads the number of ranks, optimizers reduce as under any strategy. Heads of canned
-    estimators do so, to divide their loss by it.
+    Gradients are reduced to those of one process, which is what functions of TensorFlow and Keras
+    get that divide a loss by the number of ranks. If the program itself reads this number,
+    optimizers reduce as under any strategy.
 
     Args:
       auto_shard: as for `HostOffloadStrategy`.
+      loss_is: "mean" or "sum" if the user says what the losses are; if empty, their graphs do.
     """
 
-    def __init__(self, auto_shard: str) -> None:
+    def __init__(self, auto_shard: str, loss_is: str = "") -> None:
         super().__init__(auto_shard=auto_shard)
         self.extended.reduces_at_backward = True
+        self.extended.loss_is = loss_is
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of ranks."""
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith(_FRAMEWORKS):
-            self.extended.reduction.model_knows_size = True
-        return int(self.extended._num_replicas_in_sync)
+        """Number of ranks; 1 for a function that divides a loss by it."""
+        size, reduction = int(self.extended._num_replicas_in_sync), self.extended.reduction
+        function, place, is_library = caller_of(sys._getframe(1))
+        if size == 1 or reduction.model_knows_size:
+            return size
+        if function in DIVIDE_LOSSES and reduction.follows_gradients:
+            reduction.has_divided = True
+            return 1
+        if is_library:
+            return size
+        if reduction.has_divided:
+            raise UnsupportedError(
+                f"the program reads num_replicas_in_sync in {place}, after a loss was computed as "
+                "in one process. Read it before the loss, or not at all"
+            )
+        reduction.model_knows_size = place
+        text = "the program reads the number of %d ranks in %s: optimizers reduce gradients as "
+        _log.info(text + "under any strategy", size, place)
+        return size
 
 
 def refuse_parameter_servers() -> None:
@@ -112,11 +130,11 @@ def _on_ranks(config: Any, strategy: HostOffloadStrategy) -> Any:
         return config  # the stock class raises the error
     if config.train_distribute is None:
         config._train_distribute = strategy
-    chosen = config.train_distribute
-    if isinstance(chosen, _SINGLE_PROCESS) and strategy.num_replicas_in_sync > 1:
+    chosen, size = config.train_distribute, strategy.cluster.size
+    if isinstance(chosen, _SINGLE_PROCESS) and size > 1:
         raise UnsupportedError(
             f"the program trains with {type(chosen).__name__}, which supports one process, in a "
-            f"cluster of {strategy.num_replicas_in_sync} ranks. Remove it: the ranks have a "
+            f"cluster of {size} ranks. Remove it: the ranks have a "
             "HostOffloadStrategy"
         )
     return config

@@ -125,7 +125,7 @@ class HostOffloadExtended(_RankExtended):
     ) -> None:
         super().__init__(strategy, device)
         self.auto_shard = auto_shard
-        self.reduces_at_backward = False  # see `GradientReduction`
+        self.reduces_at_backward, self.loss_is = False, ""  # see `GradientReduction`
         self._variables_on_host = variables_on_host
         self._sparse_as_dense = sparse_as_dense
         self._cluster_resolver = cluster_resolver  # read by tf.distribute.Strategy
@@ -154,7 +154,7 @@ class HostOffloadExtended(_RankExtended):
             with strategy.propagate_errors(), strategy.scope(), scaled_loss(strategy):
                 yield reduction
         finally:
-            default.model_knows_size = False
+            default.model_knows_size = ""
             self.reduction = default
             reduction.close()
 

@@ -8,7 +8,8 @@ The static number of rows of a sparse gradient is hidden, because a reduction ch
 
 An optimizer of `tf.compat.v1.train` scales its loss unless the last loss function of the graph was
 a sum. In a `MarkedGraph` only loss functions on which the loss depends count. DeepCTR, for
-example, computes metrics with loss functions.
+example, computes metrics with loss functions. In a program that does not know of ranks the
+optimizer does not scale, and the graph of each loss says if it is a mean or a sum (`loss_kind`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import Optimizer, gradients_module, is_reference
+from estimator_ext._tf_private import (
+    Optimizer,
+    control_flow_context,
+    gradients_module,
+    is_reference,
+    outermost,
+)
 from estimator_ext.graph import data_before, walk
+from estimator_ext.loss_kind import LossKind, Penalties, kind_of
+from estimator_ext.loss_reader import Known
 from estimator_ext.operation_kinds import OF_THIS_RANK
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.sparse import parts_of, set_shape_of, values_of
@@ -45,7 +54,7 @@ class Mark:
       name: name of the variable, or of the gradient if the source is not a variable.
       row_shape: shape of one row of a sparse gradient; unused for a dense one.
       is_scaled: True if an optimizer has divided the target by the number of ranks.
-      is_sum: True if the target is a loss function's sum over the examples.
+      loss: the kind of the target.
     """
 
     gradient: Any
@@ -53,7 +62,7 @@ class Mark:
     name: str
     row_shape: tf.TensorShape
     is_scaled: bool
-    is_sum: bool
+    loss: LossKind
 
 
 class MarkedGraph(tf.Graph):
@@ -67,6 +76,8 @@ class MarkedGraph(tf.Graph):
         self.marks: dict[tf.Operation, Mark] = {}
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
+        self._known: Known | None = None
+        self._penalties = Penalties()
 
     @property
     def _is_loss_scaled_by_optimizer(self) -> bool:
@@ -98,13 +109,51 @@ class MarkedGraph(tf.Graph):
         """
         self._reduction = self._reduction_of([loss]) or self._reduction
 
-    def is_sum(self, targets: Sequence[Any]) -> bool:
-        """Returns True if the last loss function before the targets was a sum.
+    @property
+    def reads_losses(self) -> bool:
+        """True if the graph of a loss says if it is a mean or a sum."""
+        return self._known is not None
+
+    def read_losses(self, data: Collection[tf.Operation], size: int, said: str = "") -> None:
+        """Reads the graphs of losses from now on, in a program that does not know of ranks.
+
+        Args:
+          data: operations of this rank's input.
+          size: number of ranks.
+          said: "mean" or "sum" if the user says what the losses are, else empty.
+        """
+        self._known = Known(data, self._reductions, self.marks, size, said)
+
+    def loss_kind(
+        self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True
+    ) -> LossKind:
+        """Returns the kind of a loss.
 
         Args:
           targets: tensors that are differentiated.
+          weights: tensors that multiply their elements, such as gradients of a later part.
+          can_divide: True if operations may still be added before the backward pass.
         """
-        return self._reduction_of(targets) == _SUM
+        if self._known is None:
+            is_sum = self._reduction_of([*targets, *weights]) == _SUM
+            return LossKind(is_sum, "of its last loss function")
+        tensors = [each.op for each in weights if isinstance(each, tf.Tensor)]
+        before = walk(tensors, lambda op: [] if op in self.marks else data_before(op))
+        passed_on = [self.marks[op].loss for op in before if op in self.marks]
+        if passed_on:
+            return passed_on[0]
+        kind = kind_of(targets, self._known, can_divide)
+        self._penalties.prepare(kind)
+        return kind
+
+    def divide_penalties(self, kind: LossKind) -> None:
+        """Divides the penalties of a loss, which each rank adds to its sum, by the ranks.
+
+        Args:
+          kind: the kind of the loss.
+        """
+        if self._known is not None:
+            self._penalties.divide(kind, self._known.size)
 
     def _reduction_of(self, targets: Sequence[Any]) -> str | None:
         """Returns the last reduction before the targets; "none" only if there is no other.
@@ -160,17 +209,42 @@ class MarkedGraph(tf.Graph):
         )
 
 
+def marked_graph() -> MarkedGraph | None:
+    """Returns the graph around the default one that stores gradients; None if there is none."""
+    graph = outermost(tf.compat.v1.get_default_graph())
+    return graph if isinstance(graph, MarkedGraph) else None
+
+
 def marks_of_graph() -> dict[tf.Operation, Mark]:
-    """Returns the gradients of the default graph, empty if it is not a `MarkedGraph`.
+    """Returns the gradients of the default graph, empty if it is not in a `MarkedGraph`.
 
     Returns:
       Marks by operation; a sparse gradient has two operations, for values and indices.
     """
+    graph = marked_graph()
+    return {} if graph is None else graph.marks
+
+
+def mark_of(gradient: Any) -> Mark | None:
+    """Returns the mark of a gradient that comes straight from backward, in this branch or loop.
+
+    Args:
+      gradient: a tensor or a sparse gradient.
+
+    Returns:
+      None for any other value.
+    """
+    op, marks = values_of(gradient).op, marks_of_graph()
+    while op.type == "Identity" and op not in marks:
+        op = op.inputs[0].op
     graph = tf.compat.v1.get_default_graph()
-    return graph.marks if isinstance(graph, MarkedGraph) else {}
+    is_here = op.graph is graph and control_flow_context(op) is control_flow_context(graph)
+    return marks.get(op) if is_here else None
 
 
-def _marked(graph: MarkedGraph, gradient: Any, source: Any, is_scaled: bool, is_sum: bool) -> Any:
+def _marked(
+    graph: MarkedGraph, gradient: Any, source: Any, is_scaled: bool, loss: LossKind
+) -> Any:
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):  # None, or a composite tensor
         return gradient
     if not isinstance(source, (tf.Tensor, tf.Variable)):
@@ -189,10 +263,10 @@ def _marked(graph: MarkedGraph, gradient: Any, source: Any, is_scaled: bool, is_
             if source.dtype != tf.resource:
                 set_shape_of(gradient, source.shape)
     if isinstance(source, tf.Variable):
-        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled, is_sum)
+        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled, loss)
     else:
         name = values_of(gradient).op.name
-        mark = Mark(gradient, source, name, row_shape, is_scaled, is_sum)
+        mark = Mark(gradient, source, name, row_shape, is_scaled, loss)
     graph.marks.update({part.op: mark for part in parts_of(gradient)})
     return gradient
 
@@ -203,10 +277,15 @@ def _hiding_rows(tensor: tf.Tensor, row_shape: Any) -> tf.Tensor:
 
 
 def _marking_graph() -> MarkedGraph | None:
-    if tf.executing_eagerly():
+    """Returns the graph that stores the gradients which are computed now.
+
+    Those in functions are stored only if losses are read, as they are not reduced elsewhere.
+    """
+    graph = None if tf.executing_eagerly() else marked_graph()
+    if graph is None or not graph.marks_gradients:
         return None
-    graph = tf.compat.v1.get_default_graph()
-    return graph if isinstance(graph, MarkedGraph) and graph.marks_gradients else None
+    is_inside = tf.compat.v1.get_default_graph() is not graph
+    return None if is_inside and not graph.reads_losses else graph
 
 
 def _has_factor_of_all(op: tf.Operation) -> bool:
@@ -220,13 +299,16 @@ def _has_factor_of_all(op: tf.Operation) -> bool:
 def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(helper)
     def gradients(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
-        results, graph = helper(ys, xs, *args, **kwargs), _marking_graph()
-        if graph is None:
-            return results
-        targets = tf.nest.flatten([ys, args[:1], kwargs.get("grad_ys")])
-        is_scaled, is_sum = graph.is_scaled(targets), graph.is_sum(targets)
+        graph = _marking_graph()
+        if graph is None or kwargs.get("src_graph") is not None:  # of a branch or a loop
+            return helper(ys, xs, *args, **kwargs)
+        targets = tf.nest.flatten(ys)
+        weights = tf.nest.flatten([args[:1], kwargs.get("grad_ys")])
+        loss = graph.loss_kind(targets, weights)  # first, as it may change the loss
+        results = helper(ys, xs, *args, **kwargs)
+        is_scaled = graph.is_scaled([*targets, *weights])
         sources = xs if isinstance(xs, (list, tuple)) else [xs]
-        return [_marked(graph, g, x, is_scaled, is_sum) for g, x in zip(results, sources)]
+        return [_marked(graph, g, x, is_scaled, loss) for g, x in zip(results, sources)]
 
     return gradients
 
@@ -237,10 +319,12 @@ def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
         results, graph = method(self, target, sources, *args, **kwargs), _marking_graph()
         if graph is None:
             return results
-        targets = tf.nest.flatten([target, args, list(kwargs.values())])
-        is_scaled, is_sum = graph.is_scaled(targets), graph.is_sum(targets)
+        targets = tf.nest.flatten(target)
+        weights = tf.nest.flatten([args, list(kwargs.values())])
+        loss = graph.loss_kind(targets, weights, can_divide=False)  # the tape has seen it
+        is_scaled = graph.is_scaled([*targets, *weights])
         pairs = zip(tf.nest.flatten(results), tf.nest.flatten(sources))
-        marked = [_marked(graph, g, x, is_scaled, is_sum) for g, x in pairs]
+        marked = [_marked(graph, g, x, is_scaled, loss) for g, x in pairs]
         return tf.nest.pack_sequence_as(results, marked)
 
     return gradient

@@ -150,7 +150,7 @@ class TrainingGraph:
         separate = self._communicator.duplicate("the data")
         states = self.input_states = InputStates(separate, guard, inputs.has_next, inputs.counter)
         self.global_step = functions.create_global_step(graph)
-        graph.marks_gradients = self._reduction.uses_gradients_of_graph
+        self._reduction.watch(graph, data)
         self.spec = self._strategy.extended.call_for_each_replica(
             functions.call_model_fn, args=(inputs.features, inputs.labels)
         )
@@ -199,8 +199,8 @@ class TrainingGraph:
         if reduction.uses_gradients_of_graph:
             data = {*data, *graph.scale_factors}
             updates = read_updates(targets, data, reduction.sums)
-            if mend_unreduced_updates(reduction, updates, data):
-                is_mean = not graph.is_sum([self.spec.loss])
+            if mend_unreduced_updates(reduction, updates, data) or reduction.follows_gradients:
+                is_mean = reduction.marked.decide(self.spec.loss)
                 updates = read_updates(targets, data, reduction.sums)
             reduction.check_skipped(updates)
         if reduction.size == 1:
