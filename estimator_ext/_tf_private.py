@@ -89,7 +89,6 @@ def scaled_loss(strategy: tf.distribute.Strategy) -> Any:
 _KERAS = "scale_loss_for_distribution"
 _ESTIMATOR = "tensorflow_estimator.python.estimator"
 DIVIDE_LOSSES = {
-    ("tensorflow.python.training.optimizer", "_scale_loss"),
     ("tensorflow.python.ops.nn_impl_distribute", "compute_average_loss"),
     ("tensorflow.python.ops.nn_impl_distribute", "scale_regularization_loss"),
     ("tensorflow.python.keras.utils.losses_utils", _KERAS),

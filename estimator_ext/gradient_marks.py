@@ -8,8 +8,8 @@ The static number of rows of a sparse gradient is hidden, because a reduction ch
 
 An optimizer of `tf.compat.v1.train` scales its loss unless the last loss function of the graph was
 a sum. In a `MarkedGraph` only loss functions on which the loss depends count. DeepCTR, for
-example, computes metrics with loss functions. In a program that does not know of ranks the
-optimizer does not scale, and the graph of each loss says if it is a mean or a sum (`loss_kind`).
+example, computes metrics with loss functions. In a program that does not know of ranks the graph
+of the loss says if it is a mean or a sum (`loss_kind`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,11 @@ class MarkedGraph(tf.Graph):
           loss: loss that an optimizer is about to scale. Without a loss function before it, the
             last reduction is kept.
         """
-        self._reduction = self._reduction_of([loss]) or self._reduction
+        kind = self.loss_kind([loss]) if self.reads_losses else None
+        if kind is None or kind.problem:
+            self._reduction = self._reduction_of([loss]) or self._reduction
+        else:
+            self._reduction = tf.compat.v1.losses.Reduction.SUM if kind.is_sum else _MEAN
 
     @property
     def reads_losses(self) -> bool:
@@ -333,9 +337,12 @@ def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
 def _scale_by_reduction(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(scale)
     def scale_loss(loss: Any) -> Any:
-        graph = tf.compat.v1.get_default_graph()
-        if isinstance(graph, MarkedGraph) and isinstance(loss, tf.Tensor):
-            graph.reduce_as(loss)
+        graph = marked_graph()
+        if graph is not None and isinstance(loss, tf.Tensor):
+            if loss.graph is graph:
+                graph.reduce_as(loss)
+            elif graph.reads_losses:  # in a function, whose gradients are divided instead
+                return loss
         return scale(loss)
 
     return scale_loss

@@ -10,7 +10,8 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.gradient_marks import Mark, marked_graph
 from estimator_ext.loss_kind import LossKind
-from hostopt.tensorflow.sparse import map_values, values_of
+from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.sparse import map_values
 
 __all__: list[str] = []
 
@@ -35,6 +36,7 @@ class MarkedGradients:
         gradients: Sequence[tuple[Any, str, tuple[int, ...]]],
         marks: Sequence[Mark],
         nonfinite: str | None = None,
+        device: str = HOST_DEVICE,
     ) -> list[Any]:
         """Reduces gradients to their mean over the ranks, or to the sum if their loss is a sum.
 
@@ -42,6 +44,7 @@ class MarkedGradients:
           gradients: as for `GradientReduction.sum_gradients`.
           marks: their marks.
           nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
+          device: device of the results, unless they are sums.
 
         Returns:
           The results, in the order of `gradients`.
@@ -56,14 +59,12 @@ class MarkedGradients:
         for is_sum, is_scaled in sorted(set(kinds)):
             chosen = [i for i, kind in enumerate(kinds) if kind == (is_sum, is_scaled)]
             sums = self._sum_gradients([gradients[i] for i in chosen], not is_sum, nonfinite)
+            if not (is_sum or is_scaled):
+                with tf.device(device):
+                    sums = [map_values(lambda each: each / self._size, total) for total in sums]
             for i, total in zip(chosen, sums):
-                is_done = is_sum or is_scaled
-                results[i] = total if is_done else self._mean(total, gradients[i][0])
+                results[i] = total
         return results
-
-    def _mean(self, total: Any, gradient: Any) -> Any:
-        with tf.device(values_of(gradient).device):
-            return map_values(lambda values: values / self._size, total)
 
     def _check(self, mark: Mark) -> None:
         graph, loss = marked_graph(), mark.loss
