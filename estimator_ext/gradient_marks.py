@@ -29,19 +29,15 @@ from estimator_ext._tf_private import (
     outermost,
 )
 from estimator_ext.graph import data_before, walk
+from estimator_ext.loss_functions import MEAN, SUM, LossFunctions
 from estimator_ext.loss_kind import LossKind, Penalties, kind_of
 from estimator_ext.loss_reader import Known
-from estimator_ext.operation_kinds import OF_THIS_RANK
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.sparse import parts_of, set_shape_of, values_of
 
 __all__: list[str] = []
 
 _NAME = "HostGradient"
-_NO_REDUCTION, _SUM = "none", "sum"  # as Keras says it, too
-_MEAN = tf.compat.v1.losses.Reduction.MEAN
-_DIVISIONS = ("RealDiv", "Div", "DivNoNan")
-_PRODUCTS = ("Mul", "MulNoNan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +68,7 @@ class MarkedGraph(tf.Graph):
         super().__init__()
         self.marks_gradients = False
         self._reduction: str | None = None  # of the last loss, which TensorFlow reads
-        self._reductions: dict[str, str] = {}  # of each loss, by the scope of its operations
+        self._functions = LossFunctions()
         self.marks: dict[tf.Operation, Mark] = {}
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
@@ -97,8 +93,7 @@ class MarkedGraph(tf.Graph):
     def _last_loss_reduction(self, reduction: str | None) -> None:
         self._reduction = reduction
         if reduction is not None:  # set within the scope of the loss
-            is_sum = reduction == tf.compat.v1.losses.Reduction.SUM
-            self._reductions[self.get_name_scope()] = _SUM if is_sum else reduction
+            self._functions.add(self.get_name_scope(), reduction)
 
     def reduce_as(self, loss: tf.Tensor) -> None:
         """Makes the reduction of a loss the last one of the graph, for TensorFlow.
@@ -109,9 +104,9 @@ class MarkedGraph(tf.Graph):
         """
         kind = self.loss_kind([loss]) if self.reads_losses else None
         if kind is None or kind.problem:
-            self._reduction = self._reduction_of([loss]) or self._reduction
+            self._reduction = self._functions.reduction_of([loss]) or self._reduction
         else:
-            self._reduction = tf.compat.v1.losses.Reduction.SUM if kind.is_sum else _MEAN
+            self._reduction = SUM if kind.is_sum else MEAN
 
     @property
     def reads_losses(self) -> bool:
@@ -126,7 +121,7 @@ class MarkedGraph(tf.Graph):
           size: number of ranks.
           said: "mean" or "sum" if the user says what the losses are, else empty.
         """
-        self._known = Known(data, self._reductions, self.marks, size, said)
+        self._known = Known(data, self._functions.reductions, self.marks, size, said)
 
     def loss_kind(
         self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True
@@ -139,7 +134,7 @@ class MarkedGraph(tf.Graph):
           can_divide: True if operations may still be added before the backward pass.
         """
         if self._known is None:
-            is_sum = self._reduction_of([*targets, *weights]) == _SUM
+            is_sum = self._functions.reduction_of([*targets, *weights]) == SUM
             return LossKind(is_sum, "of its last loss function")
         tensors = [each.op for each in weights if isinstance(each, tf.Tensor)]
         before = walk(tensors, lambda op: [] if op in self.marks else data_before(op))
@@ -150,47 +145,19 @@ class MarkedGraph(tf.Graph):
         self._penalties.prepare(kind)
         return kind
 
-    def divide_penalties(self, kind: LossKind) -> None:
-        """Divides the penalties of a loss, which each rank adds to its sum, by the ranks.
+    @property
+    def factors(self) -> list[tf.Operation]:
+        """Factors that make the terms of a loss parts of the ranks."""
+        return [*self.scale_factors, *self._penalties.factors.values()]
+
+    def divide_penalties(self, kind: LossKind, share: Any) -> None:
+        """Gives each rank its share of the penalties of a loss, which is a sum otherwise.
 
         Args:
           kind: the kind of the loss.
+          share: 1 / number of ranks that add to the sum; a number or a scalar tensor.
         """
-        if self._known is not None:
-            self._penalties.divide(kind, self._known.size)
-
-    def _reduction_of(self, targets: Sequence[Any]) -> str | None:
-        """Returns the last reduction before the targets; "none" only if there is no other.
-
-        A sum that is divided, or multiplied by a value that depends on data, counts as a mean.
-        """
-        if not self._reductions:
-            return None
-        operations = [each.op for each in targets if isinstance(each, tf.Tensor)]
-        divided: list[tf.Operation] = []
-        if _SUM in self._reductions.values():  # else the walk for each product is not needed
-            divided = [
-                op
-                for op in walk(operations, self._before_losses)
-                if op.type in _DIVISIONS or (op.type in _PRODUCTS and not _has_factor_of_all(op))
-            ]
-        averaged = {self._scope_of(op) for op in walk(divided, data_before)}
-        scopes = {self._scope_of(op) for op in walk(operations, data_before)}
-        reductions = [
-            _MEAN if reduction == _SUM and scope in averaged else reduction
-            for scope, reduction in self._reductions.items()
-            if scope in scopes
-        ]
-        reductions = [each for each in reductions if each != _NO_REDUCTION] or reductions
-        return reductions[-1] if reductions else None
-
-    def _before_losses(self, op: tf.Operation) -> Collection[tf.Operation]:
-        """Returns the inputs of an operation, or none if it belongs to a loss function."""
-        return [] if self._scope_of(op) in self._reductions else data_before(op)
-
-    @staticmethod
-    def _scope_of(op: tf.Operation) -> str:
-        return str(op.name.rpartition("/")[0])
+        self._penalties.divide(kind, share)
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Returns True if targets depend on a loss that an optimizer has divided by the ranks.
@@ -220,11 +187,7 @@ def marked_graph() -> MarkedGraph | None:
 
 
 def marks_of_graph() -> dict[tf.Operation, Mark]:
-    """Returns the gradients of the default graph, empty if it is not in a `MarkedGraph`.
-
-    Returns:
-      Marks by operation; a sparse gradient has two operations, for values and indices.
-    """
+    """Returns the marks of `marked_graph` by operation, two for each sparse gradient."""
     graph = marked_graph()
     return {} if graph is None else graph.marks
 
@@ -290,14 +253,6 @@ def _marking_graph() -> MarkedGraph | None:
         return None
     is_inside = tf.compat.v1.get_default_graph() is not graph
     return None if is_inside and not graph.reads_losses else graph
-
-
-def _has_factor_of_all(op: tf.Operation) -> bool:
-    """Returns True if a factor of a product does not depend on data."""
-    return any(
-        not any(OF_THIS_RANK.match(each.type) for each in walk([factor.op], data_before))
-        for factor in op.inputs
-    )
 
 
 def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]:

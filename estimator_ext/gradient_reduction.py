@@ -74,7 +74,7 @@ class GradientReduction:
         self.skipping = SkippedUpdates()
         self.model_knows_size = ""  # the place where the program reads the number of ranks
         self.has_divided = False  # True once a loss is computed as in one process
-        self.marked = MarkedGradients(self.size, self.sum_gradients)
+        self.marked = MarkedGradients(self.size, self.sum_gradients, self.values)
         self.reducers: list[AnyReducer] = []  # to be closed with the graph
         self.sums: set[tf.Operation] = set()  # of the micro-batches of a single rank
         self._reduced: dict[Any, tf.Tensor] = {}  # sums by variable, not to be reduced again

@@ -84,7 +84,7 @@ class Penalties:
     """Factors of the penalties in the losses of a graph, which are 1 until they are divided."""
 
     def __init__(self) -> None:
-        self._factors: dict[tuple[tf.Operation, int], tf.Operation] = {}
+        self.factors: dict[tuple[tf.Operation, int], tf.Operation] = {}
 
     def prepare(self, kind: LossKind) -> None:
         """Multiplies the penalties of a loss by factors, before its backward pass is built.
@@ -93,22 +93,21 @@ class Penalties:
           kind: the kind of the loss.
         """
         for op, index in kind.penalties:
-            if (op, index) not in self._factors:
-                self._factors[op, index] = _multiply(op, index)
+            if (op, index) not in self.factors:
+                self.factors[op, index] = _multiply(op, index)
 
-    def divide(self, kind: LossKind, size: int) -> None:
+    def divide(self, kind: LossKind, share: Any) -> None:
         """Divides the penalties of a loss.
 
         Args:
           kind: the kind of the loss.
-          size: number of ranks.
+          share: the new factor, a number or a scalar tensor.
         """
         for key in kind.penalties:
-            factor = self._factors[key]
+            factor = self.factors[key]
             graph, device = factor.graph, tf.device(factor.device)
             with graph.as_default(), tf.control_dependencies(None), device:
-                share = tf.constant(1 / size, factor.outputs[0].dtype)
-            replace_input(factor, 0, share)
+                replace_input(factor, 0, tf.cast(share, factor.outputs[0].dtype))
 
 
 def _multiply(op: tf.Operation, index: int) -> tf.Operation:

@@ -10,6 +10,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.gradient_marks import Mark, marked_graph
 from estimator_ext.loss_kind import LossKind
+from estimator_ext.value_reduction import ValueReduction
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.sparse import map_values
 
@@ -24,11 +25,15 @@ class MarkedGradients:
     Args:
       size: number of ranks.
       sum_gradients: that of `GradientReduction`.
+      values: reductions of other tensors of the graph.
     """
 
-    def __init__(self, size: int, sum_gradients: Callable[..., list[Any]]) -> None:
+    def __init__(
+        self, size: int, sum_gradients: Callable[..., list[Any]], values: ValueReduction
+    ) -> None:
         self._size = size
         self._sum_gradients = sum_gradients
+        self._values = values
         self._losses: dict[LossKind, None] = {}  # whose gradients are reduced
 
     def reduce(
@@ -74,7 +79,7 @@ class MarkedGradients:
                 f"{self._size} ranks are to train like one process, but a loss {text}. {remedy}"
             )
         if graph is not None:
-            graph.divide_penalties(loss)
+            graph.divide_penalties(loss, self._values.share)
         self._losses[loss] = None
 
     def decide(self, loss: tf.Tensor) -> bool:
@@ -94,5 +99,5 @@ class MarkedGradients:
         if graph is None:
             return True
         reported = graph.loss_kind([loss])
-        graph.divide_penalties(reported)
+        graph.divide_penalties(reported, self._values.share)
         return not reported.is_sum

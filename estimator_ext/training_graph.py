@@ -197,7 +197,7 @@ class TrainingGraph:
         updates, suspects, is_mean = None, {}, loss_is_scaled()
         read_before_changes(targets)
         if reduction.uses_gradients_of_graph:
-            data = {*data, *graph.scale_factors}
+            data = {*data, *graph.factors}
             updates = read_updates(targets, data, reduction.sums)
             if mend_unreduced_updates(reduction, updates, data) or reduction.follows_gradients:
                 is_mean = reduction.marked.decide(self.spec.loss)

@@ -114,7 +114,7 @@ class BatchWeights:
     """The weights of this rank's batch in a step, as tensors of the graph.
 
     Both are scalars of float64: `mean_weight` for a mean over all examples of the step, and
-    `sum_weight`, 1 or 0, for a sum over the ranks.
+    `sum_weight`, 1 or 0, for a sum over the ranks. So is `share`, 1 / number of ranks with data.
 
     Args:
       examples: scalar of float32, the number of examples of this rank in the step.
@@ -135,10 +135,10 @@ class BatchWeights:
         self._stops = mode == "stop"
         self._steps = self._idle_steps = 0
         with tf.device(HOST_DEVICE), tf.name_scope("batch_weights"):
-            mean_weight, sum_weight, has_next = call_in_background(
+            mean_weight, sum_weight, share, has_next = call_in_background(
                 abort_on_error(communicator, self._exchange),
                 [examples, batches],
-                [tf.float64, tf.float64, tf.bool],
+                [tf.float64, tf.float64, tf.float64, tf.bool],
                 name="HostCollect",
             )
             # not in the background, where StopIteration would not count as the end of the data
@@ -146,8 +146,9 @@ class BatchWeights:
             with tf.control_dependencies([ended]):
                 self.mean_weight = tf.identity(mean_weight)
                 self.sum_weight = tf.identity(sum_weight)
-        self.mean_weight.set_shape([])
-        self.sum_weight.set_shape([])
+                self.share = tf.identity(share)
+        for weight in (self.mean_weight, self.sum_weight, self.share):
+            weight.set_shape([])
 
     def _exchange(self, examples: np.ndarray, batches: np.ndarray) -> list[Any]:
         count, has_data = float(examples), bool(batches > 0)
@@ -156,12 +157,13 @@ class BatchWeights:
         size = self._communicator.size
         if ranks_with_data < (size if self._stops else 1):
             self._report(has_data)
-            return [np.float64(0), np.float64(0), np.False_]
+            return [np.float64(0), np.float64(0), np.float64(0), np.False_]
         self._steps += 1
         self._idle_steps += not has_data
         # with this weight the mean of the ranks' means is the mean of all examples
         mean_weight = count * size / float(total) if total else 0.0
-        return [np.float64(mean_weight), np.float64(has_data), np.True_]
+        share = np.float64(1 / ranks_with_data)
+        return [np.float64(mean_weight), np.float64(has_data), share, np.True_]
 
     def _report(self, has_data: bool) -> None:
         rank = self._communicator.rank
