@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import control_flow_context, replace_input
+from estimator_ext._tf_private import control_flow_context, outermost, replace_input
 from estimator_ext.batch_degree import CURE, CURE_OF_BOTH, OF_BOTH, Sum, Value, joined
 from estimator_ext.loss_reader import Known, LossReader, lengths_of
 
@@ -65,7 +65,8 @@ def kind_of(targets: Iterable[Any], known: Known, can_divide: bool = True) -> Lo
     if value.problem:
         return LossKind(False, "", value.problem)
     for op, index in value.penalties:
-        if not can_divide or op.graph is not tensors[0].graph or control_flow_context(op):
+        is_inside = outermost(op.graph) is not op.graph or control_flow_context(op) is not None
+        if is_inside or not can_divide:
             text = f"adds a penalty on weights ({op.inputs[index].name}) to a sum over the batch"
             return LossKind(False, "", (text, CURE_OF_BOTH))
     if not value.has_data:

@@ -160,7 +160,7 @@ class LossReader:
             return shape.index(None)
         if self._lengths is None:
             self._lengths = lengths_of(self._known, tensor.graph)
-        found = [axis for axis, length in enumerate(shape) if length in self._lengths]
+        found = [axis for axis, n in enumerate(shape) if n in self._lengths and n > 1]
         if not found and any(shape[0] % n == 0 for n in self._lengths if n):
             found = [0]  # a multiple, as after a reshape
         return found[0] if found else None

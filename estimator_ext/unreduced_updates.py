@@ -31,6 +31,7 @@ from estimator_ext.fingerprint import Updates
 from estimator_ext.gradient_marks import Mark, marks_of_graph
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.graph import BRANCHES, CALLS, data_before, predicates_around, walk
+from estimator_ext.linear_gradients import LinearGradients
 from estimator_ext.sync_on_read import is_sync_on_read
 from hostopt.tensorflow.sparse import parts_of, slices_of
 
@@ -126,7 +127,8 @@ def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
     names = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
     others = {updates.variable_of(mark.source.op) for mark in marks.values()} - names
     names |= {n for n in others & updates.varying.keys() if _uses_own_gradient(updates, n, marks)}
-    search = _Search(updates, data, sorted(names), marks)
+    linear = LinearGradients(marks, updates.is_same)
+    search = _Search(updates, data, sorted(names), marks, linear)
     for name in search.trained:
         search.go_back(name, updates.varying.get(name, ()))  # [U1], [U2]
     return search
@@ -167,6 +169,7 @@ class _Search:
       data: operations of this rank's input.
       trained: names of the trained variables.
       marks: the gradients of the graph.
+      linear: finds results of calls that are linear in gradients.
       edges: inputs through which gradients leave the backward pass, by consumer and index.
       suspects: by name of a variable, an operation that may make it differ by rank.
       causes: by name of a variable, the cause that makes it differ, and the remedy.
@@ -176,6 +179,7 @@ class _Search:
     data: Collection[tf.Operation]
     trained: Sequence[str]
     marks: Mapping[tf.Operation, Mark]
+    linear: LinearGradients
     edges: dict[Any, _Edge] = field(default_factory=dict)
     suspects: dict[str, str] = field(default_factory=dict)
     causes: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -235,7 +239,7 @@ class _Search:
         """Returns the edge of a gradient that can be reduced; None for any other tensor."""
         if tensor.op not in self.marks:
             tensor, consumer, index = _without_identities(tensor, consumer, index)
-        mark = self.marks.get(tensor.op)
+        mark = self.marks.get(tensor.op) or self.linear.mark_of(tensor)
         if mark is None or control_flow_context(tensor.op) is not None:
             return None
         is_trained = self.updates.variable_of(mark.source.op) in self.trained

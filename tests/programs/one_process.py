@@ -282,15 +282,45 @@ UPDATES: dict[str, Callable[[Model, tf.Tensor], Any]] = {
     "frozen at first": frozen_at_first,
     "in while_loop": in_while_loop,
 }
+
+
+def added_in_a_loop(m: Model, build: Callable[[Model], tf.Tensor]) -> Any:
+    def body(i: tf.Tensor, *sums: tf.Tensor) -> Any:
+        gradients = tf.gradients(build(m), m.variables)
+        return (i + 1, *[s + 0.5 * g for s, g in zip(sums, gradients)])
+
+    zeros = [tf.zeros_like(v) for v in m.variables]
+    _, *sums = tf.while_loop(lambda i, *_: i < 2, body, [tf.constant(0), *zeros])
+    return apply(m, zip(sums, m.variables))
+
+
+def of_a_function(m: Model, build: Callable[[Model], tf.Tensor]) -> Any:
+    gradients = tf.function(lambda: tf.gradients(build(m), m.variables), autograph=False)()
+    return apply(m, zip(gradients, m.variables))
+
+
+def in_a_function(m: Model, build: Callable[[Model], tf.Tensor]) -> Any:
+    @tf.function(autograph=False)
+    def update() -> tf.Tensor:
+        loss = build(m)
+        with tf.control_dependencies([descent().apply_gradients(computed(m, loss))]):
+            return tf.constant(0)
+
+    return m.counted(update())
+
+
 OTHERS: dict[str, Callable[[Model, Callable[[Model], tf.Tensor]], Any]] = {
     "tape": lambda m, build: apply(m, taped(m, build)),
     "tape by hand": lambda m, build: m.counted(
         subtract([(0.1 * gradient, v) for gradient, v in taped(m, build)])
     ),
+    "added in a loop": added_in_a_loop,
+    "of a function": of_a_function,
+    "in a function": in_a_function,
     "of a loop": lambda m, build: of_loop(0.0)(m, build(m)),
     "of a loop, noise": lambda m, build: of_loop(0.01)(m, build(m)),
 }
-TAPED = ("tape", "tape by hand")
+INSIDE = ("tape", "tape by hand", "added in a loop", "of a function", "in a function")
 REFUSED_UPDATES = ("of a loop", "of a loop, noise")
 
 
@@ -331,7 +361,7 @@ class Program:
     def is_refused(self) -> bool:
         if self.update in REFUSED_UPDATES or self.loss in NEITHER:
             return True
-        return self.update in TAPED and self.loss in PENALISED
+        return self.update in INSIDE and self.loss in PENALISED
 
 
 PROGRAMS = [Program(*names) for names in itertools.product(LOSSES, [*UPDATES, *OTHERS], PIPELINES)]
