@@ -78,7 +78,7 @@ def kind_of(targets: Iterable[Any], known: Known, can_divide: bool = True) -> Lo
     if value.degree != 1:
         text = f"grows with the batch size to the power of {value.degree} ({value.by})"
         return LossKind(False, "", (text, CURE))
-    return _kind_of_sums(value, lengths_of(known, tensors[0].graph), known.size)
+    return _kind_of_sums(value, lengths_of(known), known.size)
 
 
 class Penalties:

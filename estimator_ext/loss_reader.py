@@ -53,16 +53,13 @@ class Known:
     said: str = ""
 
 
-def lengths_of(known: Known, graph: tf.Graph) -> set[int]:
+def lengths_of(known: Known) -> set[int]:
     """Returns the numbers of examples in a batch of this rank, as far as they are static."""
     result: set[int] = set()
     batched = [op for op in known.data if op.type.partition("Dataset")[0] in _BATCHING]
-    last = {op.name: op for op in batched}
-    for op in graph.get_operations() if last else ():
-        if op.name in last:
-            outermost = op
-    if last:
-        sizes = [t for name, t, _ in arguments(outermost) if name == "batch_size"]
+    # a dataset may be batched twice, as into sequences: the last one counts
+    for op in batched[:1] and walk(batched, data_before)[-1:]:
+        sizes = [t for name, t, _ in arguments(op) if name == "batch_size"]
         result |= {int(n) for each in sizes if (n := tf.get_static_value(each)) is not None}
     for op in known.data:
         if op.type.startswith(("Iterator", "QueueDequeue")):
@@ -159,7 +156,7 @@ class LossReader:
         if None in shape:
             return shape.index(None)
         if self._lengths is None:
-            self._lengths = lengths_of(self._known, tensor.graph)
+            self._lengths = lengths_of(self._known)
         found = [axis for axis, n in enumerate(shape) if n in self._lengths and n > 1]
         if not found and any(shape[0] % n == 0 for n in self._lengths if n):
             found = [0]  # a multiple, as after a reshape
