@@ -138,7 +138,20 @@ VARIABLE_POLICIES = distribute_utils.VARIABLE_POLICY_MAPPING
 
 # -- graphs --------------------------------------------------------------------------------
 
-get_func_graph = control_flow_util_v2.get_func_graph
+get_func_graph = control_flow_util_v2.get_func_graph  # a new copy, without static shapes
+
+
+def original_func_graph(op: tf.Operation, name: str) -> Any:
+    """Returns the graph of a function as the program has built it.
+
+    Args:
+      op: an operation that calls the function.
+      name: name of the function.
+    """
+    graph = op.graph
+    while (function := graph._get_function(name)) is None:
+        graph = graph.outer_graph
+    return function.graph
 
 
 def is_reference(tensor: tf.Tensor) -> bool:

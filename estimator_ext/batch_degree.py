@@ -15,7 +15,7 @@ import tensorflow as tf
 
 __all__: list[str] = []
 
-_POWERS = {"Square": 2, "Sqrt": 0.5, "Rsqrt": -0.5, "Reciprocal": -1, "Inv": -1}
+_POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
 
 CURE = "Say what it is with `python -m estimator_ext --loss mean` or `--loss sum`"
 OF_BOTH = (

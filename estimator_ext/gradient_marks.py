@@ -68,7 +68,7 @@ class MarkedGraph(tf.Graph):
         super().__init__()
         self.marks_gradients = False
         self._reduction: str | None = None  # of the last loss, which TensorFlow reads
-        self._functions = LossFunctions()
+        self._loss_functions = LossFunctions()
         self.marks: dict[tf.Operation, Mark] = {}
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
@@ -93,7 +93,7 @@ class MarkedGraph(tf.Graph):
     def _last_loss_reduction(self, reduction: str | None) -> None:
         self._reduction = reduction
         if reduction is not None:  # set within the scope of the loss
-            self._functions.add(self.get_name_scope(), reduction)
+            self._loss_functions.add(self.get_name_scope(), reduction)
 
     def reduce_as(self, loss: tf.Tensor) -> None:
         """Makes the reduction of a loss the last one of the graph, for TensorFlow.
@@ -104,7 +104,7 @@ class MarkedGraph(tf.Graph):
         """
         kind = self.loss_kind([loss]) if self.reads_losses else None
         if kind is None or kind.problem:
-            self._reduction = self._functions.reduction_of([loss]) or self._reduction
+            self._reduction = self._loss_functions.reduction_of([loss]) or self._reduction
         else:
             self._reduction = SUM if kind.is_sum else MEAN
 
@@ -121,7 +121,7 @@ class MarkedGraph(tf.Graph):
           size: number of ranks.
           said: "mean" or "sum" if the user says what the losses are, else empty.
         """
-        self._known = Known(data, self._functions.reductions, self.marks, size, said)
+        self._known = Known(data, self._loss_functions.reductions, self.marks, size, said)
 
     def loss_kind(
         self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True
@@ -134,7 +134,7 @@ class MarkedGraph(tf.Graph):
           can_divide: True if operations may still be added before the backward pass.
         """
         if self._known is None:
-            is_sum = self._functions.reduction_of([*targets, *weights]) == SUM
+            is_sum = self._loss_functions.reduction_of([*targets, *weights]) == SUM
             return LossKind(is_sum, "of its last loss function")
         tensors = [each.op for each in weights if isinstance(each, tf.Tensor)]
         before = walk(tensors, lambda op: [] if op in self.marks else data_before(op))

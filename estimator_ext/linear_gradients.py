@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from estimator_ext.gradient_marks import Mark
-from estimator_ext.graph import BRANCHES, CALLS, LOOPS, functions_called
+from estimator_ext.graph import BRANCHES, CALLS, LOOPS, data_before, original_functions, walk
+from estimator_ext.operation_kinds import depends_on_more, takes_handle
 
 __all__: list[str] = []
 
@@ -29,12 +30,13 @@ class LinearGradients:
 
     Args:
       marks: the gradients of the graph and its functions.
-      is_same: returns True if all ranks have the same value of a tensor, also in functions.
+      is_same: returns True if all ranks have the same value of a tensor of the step.
     """
 
     def __init__(
         self, marks: Mapping[tf.Operation, Mark], is_same: Callable[[tf.Tensor], bool]
     ) -> None:
+        self._graph = tf.compat.v1.get_default_graph()
         self._marks = marks
         self._is_same = is_same
         self._found: dict[Any, Mark | None] = {}
@@ -96,15 +98,32 @@ class LinearGradients:
 
     def _terms_of_product(self, op: tf.Operation) -> Marks | None:
         first, second = op.inputs
-        if self._is_same(second):
+        if self._is_factor(second):
             return self._terms(first)
-        return self._terms(second) if op.type == "Mul" and self._is_same(first) else None
+        return self._terms(second) if op.type == "Mul" and self._is_factor(first) else None
+
+    def _is_factor(self, tensor: tf.Tensor) -> bool:
+        """Returns True if a tensor, also one in a function, has one value on all ranks."""
+
+        def before(op: tf.Operation) -> list[tf.Operation]:
+            return [] if op.graph is self._graph else data_before(op)
+
+        return all(map(self._is_same_on_all, walk([tensor.op], before)))
+
+    def _is_same_on_all(self, op: tf.Operation) -> bool:
+        if op.graph is self._graph:
+            return all(map(self._is_same, op.outputs))
+        if op in self._passed:
+            return self._is_factor(self._passed[op])
+        if op in self._carried or op in self._marks or op.type in (*CALLS, "Placeholder"):
+            return False
+        return takes_handle(op) or not depends_on_more(op)
 
     def _terms_of_call(self, op: tf.Operation, index: int) -> Marks | None:
         if op.type in BRANCHES and not self._is_same(op.inputs[0]):
             return None
         terms = []
-        for _, body in functions_called(op):
+        for _, body in original_functions(op):
             passed = op.inputs[len(op.inputs) - len(body.inputs) :]
             self._passed.update((a.op, tensor) for a, tensor in zip(body.inputs, passed))
             terms.append(self._terms(body.outputs[index]))
@@ -112,10 +131,9 @@ class LinearGradients:
 
     def _terms_of_loop(self, op: tf.Operation, index: int) -> Marks | None:
         """Follows the variables of a loop, each of which may be added to others."""
-        functions = dict(functions_called(op))
-        body = functions["body"]
-        if not self._is_same(functions["cond"].outputs[0]):
+        if not any(map(self._is_same, op.outputs)):  # its condition may differ
             return None
+        body = dict(original_functions(op))["body"]
         todo, done = [index], set()
         self._carried.update((a.op, (i, todo)) for i, a in enumerate(body.inputs))
         terms = []

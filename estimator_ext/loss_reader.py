@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from estimator_ext.batch_degree import CURE, OF_DIMENSIONS, Sum, Value, curved, joined
-from estimator_ext.graph import data_before, functions_called, walk
+from estimator_ext.graph import data_before, original_functions, walk
 from estimator_ext.operation_kinds import OF_THIS_RANK, VARIABLES, arguments
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
@@ -102,7 +102,7 @@ class LossReader:
         ends = is_same_on_all_ranks(op)
         before = [] if ends else data_before(op)
         of_rank = OF_THIS_RANK.match(op.type) is not None and not is_placed
-        is_data = of_rank or op in self._known.data
+        is_data = of_rank or op in self._known.data or self._is_static_count(op)
         is_data = is_data or any(self._data.get(each, False) for each in before)
         self._data[op] = is_data and not ends
         self._variables[op] = (
@@ -110,6 +110,21 @@ class LossReader:
             or is_placed
             or any(self._variables.get(each, False) for each in before)
         )
+
+    def _is_static_count(self, op: tf.Operation) -> bool:
+        """Returns True for a number of examples that is taken from a static shape."""
+        if op.type != "StridedSlice" or not _name_of(op.inputs[0]).startswith("Shape"):
+            return False
+        shape, begin = map(tf.get_static_value, op.inputs[:2])
+        if shape is None or begin is None or op.outputs[0].shape.rank != 0:
+            return False
+        return bool(shape[begin[0]] in self._all_lengths)
+
+    @property
+    def _all_lengths(self) -> set[int]:
+        if self._lengths is None:
+            self._lengths = lengths_of(self._known)
+        return self._lengths
 
     def _is_followed(self, op: tf.Operation) -> bool:
         """Returns True if the inputs of an operation say what its value is."""
@@ -155,10 +170,8 @@ class LossReader:
         shape = tensor.shape.as_list()
         if None in shape:
             return shape.index(None)
-        if self._lengths is None:
-            self._lengths = lengths_of(self._known)
-        found = [axis for axis, n in enumerate(shape) if n in self._lengths and n > 1]
-        if not found and any(shape[0] % n == 0 for n in self._lengths if n):
+        found = [axis for axis, n in enumerate(shape) if n in self._all_lengths and n > 1]
+        if not found and any(shape[0] % n == 0 for n in self._all_lengths if n):
             found = [0]  # a multiple, as after a reshape
         return found[0] if found else None
 
@@ -276,6 +289,8 @@ class LossReader:
             axis = self.value(source.op.inputs[source.value_index]).axis
             begin = tf.get_static_value(op.inputs[1]) if op.type == "StridedSlice" else None
             index = None if begin is None else int(begin[0])
+        elif self._is_static_count(op):
+            axis = index = 0
         else:
             return self._of_leaf(op.outputs[0])
         degree = 0 if axis is None or index not in (None, axis) else 1
@@ -291,7 +306,7 @@ class LossReader:
 
     def _of_call(self, op: tf.Operation) -> Value:
         results = []
-        for _, body in functions_called(op):
+        for _, body in original_functions(op):
             passed = op.inputs[len(op.inputs) - len(body.inputs) :]
             for argument, tensor in zip(body.inputs, passed):
                 self._data[argument.op] = self._data.get(tensor.op, False)
@@ -312,6 +327,10 @@ def _axes(op: tf.Operation) -> set[int] | None:
         return set(range(rank))
     axes = tf.get_static_value(op.inputs[1])
     return None if axes is None else {int(axis) % rank for axis in np.ravel(axes)}
+
+
+def _name_of(tensor: tf.Tensor) -> str:
+    return str(tensor.op.name.rpartition("/")[2])
 
 
 def _number(tensor: tf.Tensor) -> float:
