@@ -232,7 +232,7 @@ class HostOffloadExtended(_RankExtended):
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
         del options
-        pairs = list(value_destination_pairs)
+        pairs = self.reduction.with_values(reduce_op, value_destination_pairs)
         if not pairs:  # an optimizer of TensorFlow drops gradients that are None
             raise ValueError(
                 "No gradients provided for any variable. Check whether the loss depends on the "

@@ -182,6 +182,28 @@ class GradientReduction:
         self._reduced.update((v.ref(), values_of(total)) for total, (_, v) in zip(sums, pairs))
         return sums
 
+    def with_values(
+        self, reduce_op: tf.distribute.ReduceOp, pairs: Sequence[tuple[Any, Any]]
+    ) -> list[tuple[Any, Any]]:
+        """Returns pairs in which variables that a program gives as gradients are read.
+
+        Args:
+          reduce_op: SUM or MEAN, which is that of a moving average.
+          pairs: values and their destinations.
+        """
+        if not self.follows_gradients or reduce_op != tf.distribute.ReduceOp.SUM:
+            return list(pairs)
+        variable = tf.Variable
+        return [
+            (
+                tf.convert_to_tensor(v)
+                if isinstance(v, variable) and isinstance(d, variable)
+                else v,
+                d,
+            )
+            for v, d in pairs
+        ]
+
     def reduce_pairs(
         self,
         reduce_op: tf.distribute.ReduceOp,
