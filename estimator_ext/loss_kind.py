@@ -39,12 +39,14 @@ class LossKind:
       problem: if it is neither, a text of what it is, and the remedy; else empty.
       penalties: inputs of additions that do not depend on the data, by operation and index, which
         count once in the sum of all ranks.
+      is_assumed: True if nothing shows it.
     """
 
     is_sum: bool
     reason: str
     problem: tuple[str, str] | tuple[()] = ()
     penalties: tuple[tuple[tf.Operation, int], ...] = ()
+    is_assumed: bool = False
 
 
 def kind_of(targets: Iterable[Any], known: Known, can_divide: bool = True) -> LossKind:
@@ -72,7 +74,8 @@ def kind_of(targets: Iterable[Any], known: Known, can_divide: bool = True) -> Lo
     if not value.has_data:
         return LossKind(False, "it does not depend on the data")
     if value.degree is None:
-        return LossKind(False, f"assumed, as {value.by} hides how it is reduced over the batch")
+        reason = f"this is assumed, as {value.by} hides how it is reduced over the batch"
+        return LossKind(False, reason, is_assumed=True)
     if value.degree == 0:
         return LossKind(False, f"{value.by} reduces it", penalties=value.penalties)
     if value.degree != 1:

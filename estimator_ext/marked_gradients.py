@@ -94,7 +94,8 @@ class MarkedGradients:
         for each in self._losses if self._size > 1 else ():
             kind = "sum" if each.is_sum else "mean"
             text = "gradients are the %s over %d ranks, as the loss is a %s over the batch: %s"
-            _log.info(text, kind, self._size, kind, each.reason)
+            log = _log.warning if each.is_assumed else _log.info
+            log(text, kind, self._size, kind, each.reason)
         graph = marked_graph()
         if graph is None:
             return True

@@ -67,7 +67,8 @@ def unknown(m: Model) -> tf.Tensor:
 def test_what_python_computes_is_assumed_to_be_a_mean() -> None:
     kind = kind_of(unknown)
     assert not kind.is_sum
-    assert kind.reason.startswith("assumed, as PyFunc")
+    assert kind.is_assumed
+    assert kind.reason.startswith("this is assumed, as PyFunc")
 
 
 def sequences(m: Model) -> tf.Tensor:
