@@ -87,7 +87,6 @@ def scaled_loss(strategy: tf.distribute.Strategy) -> Any:
 
 # Functions that divide a loss by the number of ranks, for which they ask the strategy.
 _KERAS = "scale_loss_for_distribution"
-_ESTIMATOR = "tensorflow_estimator.python.estimator"
 DIVIDE_LOSSES = {
     ("tensorflow.python.ops.nn_impl_distribute", "compute_average_loss"),
     ("tensorflow.python.ops.nn_impl_distribute", "scale_regularization_loss"),
@@ -96,15 +95,11 @@ DIVIDE_LOSSES = {
     ("keras.src.utils.losses_utils", _KERAS),
     ("keras.src.losses.loss", _KERAS),
     ("keras.src.losses.loss", f"un{_KERAS}"),
-    (f"{_ESTIMATOR}.head.base_head", "create_estimator_spec_train_op"),
-    (f"{_ESTIMATOR}.canned.baseline", "train_op_fn"),
-    (f"{_ESTIMATOR}.canned.dnn_linear_combined", "_train_op_fn"),
 }
 _LIBRARIES = {
     "tensorflow",
     "keras",
     "tf_keras",
-    "tensorflow_estimator",
     "hostopt",
     "estimator_ext",
 }

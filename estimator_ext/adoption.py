@@ -59,7 +59,8 @@ class StrategyOfRanks(HostOffloadStrategy):
         function, place, is_library = caller_of(sys._getframe(1))
         if size == 1 or reduction.model_knows_size:
             return size
-        if function in DIVIDE_LOSSES and reduction.follows_gradients:
+        divides = function in DIVIDE_LOSSES or function in _tf_estimator.DIVIDE_LOSSES
+        if divides and reduction.follows_gradients:
             reduction.has_divided = True
             return 1
         if is_library:

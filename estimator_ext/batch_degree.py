@@ -47,7 +47,7 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a tensor.
+    """The degree of a tensor, and what else is known of it.
 
     Args:
       degree: power of the number of examples with which it grows; None if not known.

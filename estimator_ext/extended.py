@@ -24,7 +24,7 @@ from estimator_ext._tf_private import (
     set_initializer,
 )
 from estimator_ext.cached_reads import read_where_needed
-from estimator_ext.gradient_reduction import GradientReduction
+from estimator_ext.gradient_reduction import GradientReduction, read_accumulators
 from estimator_ext.sync_on_read import is_sync_on_read
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
@@ -232,7 +232,7 @@ class HostOffloadExtended(_RankExtended):
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
         del options
-        pairs = self.reduction.with_values(reduce_op, value_destination_pairs)
+        pairs = read_accumulators(self.reduction, reduce_op, value_destination_pairs)
         if not pairs:  # an optimizer of TensorFlow drops gradients that are None
             raise ValueError(
                 "No gradients provided for any variable. Check whether the loss depends on the "

@@ -113,6 +113,18 @@ class MarkedGraph(tf.Graph):
         """True if the graph of a loss says if it is a mean or a sum."""
         return self._known is not None
 
+    def watch(self, reduction: Any, data: Collection[tf.Operation], said: str) -> None:
+        """Stores the gradients that are computed from now on.
+
+        Args:
+          reduction: the `GradientReduction` of the graph.
+          data: as for `read_losses`.
+          said: as for `read_losses`.
+        """
+        self.marks_gradients = reduction.uses_gradients_of_graph
+        if reduction.at_backward:
+            self.read_losses(data, reduction.size, said)
+
     def read_losses(self, data: Collection[tf.Operation], size: int, said: str = "") -> None:
         """Reads the graphs of losses from now on, in a program that does not know of ranks.
 

@@ -15,7 +15,7 @@ This module decides what is reduced, and by which weight. `hostopt.tensorflow` r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,7 +26,7 @@ from estimator_ext.accumulation import Accumulation
 from estimator_ext.conditional_reductions import refuse_reductions_of_some_ranks
 from estimator_ext.deferred_reductions import DeferredReductions
 from estimator_ext.fingerprint import Updates
-from estimator_ext.gradient_marks import MarkedGraph, mark_of, marked_graph
+from estimator_ext.gradient_marks import mark_of, marked_graph
 from estimator_ext.graph import data_before, depends_on, operations_before
 from estimator_ext.marked_gradients import MarkedGradients
 from estimator_ext.skipped_updates import SkippedUpdates
@@ -64,7 +64,7 @@ class GradientReduction:
         self.is_local = strategy.local_steps.is_used  # nothing is reduced in a step
         self.size = 1 if self.is_local else strategy.cluster.size
         self._sparse_as_dense = sparse_as_dense
-        self._at_backward = at_backward
+        self.at_backward = at_backward
         self.flags = ops.StopSaveFlags()
         self._deferred: DeferredReductions | None = None
         if graph is not None and self.size > 1:
@@ -88,18 +88,7 @@ class GradientReduction:
     @property
     def follows_gradients(self) -> bool:
         """True if gradients are reduced to those of one process, whoever applies them."""
-        return self._at_backward and not self.model_knows_size and self.uses_gradients_of_graph
-
-    def watch(self, graph: MarkedGraph, data: Collection[tf.Operation]) -> None:
-        """Makes a graph store the gradients that are computed from now on.
-
-        Args:
-          graph: the training graph.
-          data: operations of this rank's input.
-        """
-        graph.marks_gradients = self.uses_gradients_of_graph
-        if self._at_backward:
-            graph.read_losses(data, self.size, self._strategy.extended.loss_is)
+        return self.at_backward and not self.model_knows_size and self.uses_gradients_of_graph
 
     def close(self) -> None:
         """Ends the threads of the reducers."""
@@ -181,28 +170,6 @@ class GradientReduction:
         sums = self.reduce_pairs(tf.distribute.ReduceOp.SUM, pairs, nonfinite)
         self._reduced.update((v.ref(), values_of(total)) for total, (_, v) in zip(sums, pairs))
         return sums
-
-    def with_values(
-        self, reduce_op: tf.distribute.ReduceOp, pairs: Sequence[tuple[Any, Any]]
-    ) -> list[tuple[Any, Any]]:
-        """Returns pairs in which variables that a program gives as gradients are read.
-
-        Args:
-          reduce_op: SUM or MEAN, which is that of a moving average.
-          pairs: values and their destinations.
-        """
-        if not self.follows_gradients or reduce_op != tf.distribute.ReduceOp.SUM:
-            return list(pairs)
-        variable = tf.Variable
-        return [
-            (
-                tf.convert_to_tensor(v)
-                if isinstance(v, variable) and isinstance(d, variable)
-                else v,
-                d,
-            )
-            for v, d in pairs
-        ]
 
     def reduce_pairs(
         self,
@@ -314,6 +281,27 @@ class GradientReduction:
     def _add_reducers(self, reducers: Sequence[AnyReducer]) -> None:
         self.reducers += reducers
         self.skipping.checks += [reducer.nonfinite_check for reducer in reducers]
+
+
+def read_accumulators(
+    reduction: GradientReduction,
+    reduce_op: tf.distribute.ReduceOp,
+    pairs: Sequence[tuple[Any, Any]],
+) -> list[tuple[Any, Any]]:
+    """Returns pairs in which variables that a program gives as gradients are read.
+
+    Args:
+      reduction: reductions of the graph.
+      reduce_op: SUM or MEAN, which is that of a moving average of a variable.
+      pairs: values and their destinations.
+    """
+    if not reduction.follows_gradients or reduce_op != tf.distribute.ReduceOp.SUM:
+        return list(pairs)
+    kind = tf.Variable
+    return [
+        (tf.convert_to_tensor(v) if isinstance(v, kind) and isinstance(d, kind) else v, d)
+        for v, d in pairs
+    ]
 
 
 def _name_and_row_shape(variable: Any, gradient: Any) -> tuple[str, tuple[int, ...]]:

@@ -36,7 +36,7 @@ _BATCHING = ("Batch", "ParallelBatch", "PaddedBatch", "MapAndBatch")  # kinds of
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a graph before its losses are read.
+    """Facts of a graph that are known before its losses are read.
 
     Args:
       data: operations of this rank's input.
@@ -102,7 +102,7 @@ class LossReader:
         ends = is_same_on_all_ranks(op)
         before = [] if ends else data_before(op)
         of_rank = OF_THIS_RANK.match(op.type) is not None and not is_placed
-        is_data = of_rank or op in self._known.data or self._is_static_count(op)
+        is_data = of_rank or op in self._known.data or _is_static_count(op, self._all_lengths)
         is_data = is_data or any(self._data.get(each, False) for each in before)
         self._data[op] = is_data and not ends
         self._variables[op] = (
@@ -110,15 +110,6 @@ class LossReader:
             or is_placed
             or any(self._variables.get(each, False) for each in before)
         )
-
-    def _is_static_count(self, op: tf.Operation) -> bool:
-        """Returns True for a number of examples that is taken from a static shape."""
-        if op.type != "StridedSlice" or not _name_of(op.inputs[0]).startswith("Shape"):
-            return False
-        shape, begin = map(tf.get_static_value, op.inputs[:2])
-        if shape is None or begin is None or op.outputs[0].shape.rank != 0:
-            return False
-        return bool(shape[begin[0]] in self._all_lengths)
 
     @property
     def _all_lengths(self) -> set[int]:
@@ -289,7 +280,7 @@ class LossReader:
             axis = self.value(source.op.inputs[source.value_index]).axis
             begin = tf.get_static_value(op.inputs[1]) if op.type == "StridedSlice" else None
             index = None if begin is None else int(begin[0])
-        elif self._is_static_count(op):
+        elif _is_static_count(op, self._all_lengths):
             axis = index = 0
         else:
             return self._of_leaf(op.outputs[0])
@@ -329,8 +320,14 @@ def _axes(op: tf.Operation) -> set[int] | None:
     return None if axes is None else {int(axis) % rank for axis in np.ravel(axes)}
 
 
-def _name_of(tensor: tf.Tensor) -> str:
-    return str(tensor.op.name.rpartition("/")[2])
+def _is_static_count(op: tf.Operation, lengths: Collection[int]) -> bool:
+    """Returns True for a number of examples that is taken from a static shape."""
+    if op.type != "StridedSlice" or op.outputs[0].shape.rank != 0:
+        return False
+    shape, begin = map(tf.get_static_value, op.inputs[:2])
+    is_known = shape is not None and begin is not None
+    is_shape = op.inputs[0].op.name.rpartition("/")[2].startswith("Shape")
+    return is_known and is_shape and int(shape[begin[0]]) in lengths
 
 
 def _number(tensor: tf.Tensor) -> float:

@@ -150,7 +150,7 @@ class TrainingGraph:
         separate = self._communicator.duplicate("the data")
         states = self.input_states = InputStates(separate, guard, inputs.has_next, inputs.counter)
         self.global_step = functions.create_global_step(graph)
-        self._reduction.watch(graph, data)
+        graph.watch(self._reduction, data, self._strategy.extended.loss_is)
         self.spec = self._strategy.extended.call_for_each_replica(
             functions.call_model_fn, args=(inputs.features, inputs.labels)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from estimator_ext._tf_estimator._loading import DIVIDE_LOSSES as DIVIDE_LOSSES
 from estimator_ext._tf_estimator._loading import load
 
 __all__: list[str] = []
