@@ -31,7 +31,7 @@ from estimator_ext._tf_private import (
 from estimator_ext.graph import data_before, walk
 from estimator_ext.loss_functions import MEAN, SUM, LossFunctions
 from estimator_ext.loss_kind import LossKind, Penalties, kind_of
-from estimator_ext.loss_reader import Known
+from estimator_ext.loss_reader import Known, LossReader
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.sparse import parts_of, set_shape_of, values_of
 
@@ -72,7 +72,7 @@ class MarkedGraph(tf.Graph):
         self.marks: dict[tf.Operation, Mark] = {}
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
-        self._known: Known | None = None
+        self._reader: LossReader | None = None
         self._penalties = Penalties()
 
     @property
@@ -111,7 +111,7 @@ class MarkedGraph(tf.Graph):
     @property
     def reads_losses(self) -> bool:
         """True if the graph of a loss says if it is a mean or a sum."""
-        return self._known is not None
+        return self._reader is not None
 
     def watch(self, reduction: Any, data: Collection[tf.Operation], said: str) -> None:
         """Stores the gradients that are computed from now on.
@@ -133,7 +133,8 @@ class MarkedGraph(tf.Graph):
           size: number of ranks.
           said: "mean" or "sum" if the user says what the losses are, else empty.
         """
-        self._known = Known(data, self._loss_functions.reductions, self.marks, size, said)
+        known = Known(data, self._loss_functions.reductions, self.marks, size, said)
+        self._reader = LossReader(known)
 
     def loss_kind(
         self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True
@@ -145,7 +146,7 @@ class MarkedGraph(tf.Graph):
           weights: tensors that multiply their elements, such as gradients of a later part.
           can_divide: True if operations may still be added before the backward pass.
         """
-        if self._known is None:
+        if self._reader is None:
             is_sum = self._loss_functions.reduction_of([*targets, *weights]) == SUM
             return LossKind(is_sum, "of its last loss function")
         tensors = [each.op for each in weights if isinstance(each, tf.Tensor)]
@@ -153,7 +154,7 @@ class MarkedGraph(tf.Graph):
         passed_on = [self.marks[op].loss for op in before if op in self.marks]
         if passed_on:
             return passed_on[0]
-        kind = kind_of(targets, self._known, can_divide)
+        kind = kind_of(targets, self._reader, can_divide)
         self._penalties.prepare(kind)
         return kind
 

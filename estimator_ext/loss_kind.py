@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from estimator_ext._tf_private import control_flow_context, outermost, replace_input
 from estimator_ext.batch_degree import CURE, CURE_OF_BOTH, OF_BOTH, Sum, Value, joined
-from estimator_ext.loss_reader import Known, LossReader, lengths_of
+from estimator_ext.loss_reader import LossReader, lengths_of
 
 __all__: list[str] = []
 
@@ -49,18 +49,18 @@ class LossKind:
     is_assumed: bool = False
 
 
-def kind_of(targets: Iterable[Any], known: Known, can_divide: bool = True) -> LossKind:
+def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True) -> LossKind:
     """Returns the kind of a loss.
 
     Args:
       targets: tensors that are differentiated, all elements of which are added up.
-      known: what is known of the graph.
+      reader: the reader of the graph.
       can_divide: True if the penalties of the loss can still be divided.
     """
+    known = reader.known
     if known.said:
         return LossKind(known.said == "sum", f"--loss {known.said}")
     tensors = [each for each in targets if isinstance(each, tf.Tensor)]
-    reader = LossReader(known)
     reader.read(tensors)
     values = [reader.summed(reader.value(each), each) for each in tensors]
     value = joined(values)

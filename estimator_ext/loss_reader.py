@@ -69,14 +69,14 @@ def lengths_of(known: Known) -> set[int]:
 
 
 class LossReader:
-    """Reads values from the end of a graph that computes a loss.
+    """Reads values from the end of a graph that computes losses, each operation once.
 
     Args:
       known: what is known of the graph.
     """
 
     def __init__(self, known: Known) -> None:
-        self._known = known
+        self.known = known
         self._values: dict[tf.Operation, Value] = {}
         self._results: dict[tf.Operation, list[Value]] = {}  # of functions that are called
         self._data: dict[tf.Operation, bool] = {}
@@ -90,8 +90,8 @@ class LossReader:
           targets: the tensors.
         """
         operations = [each.op for each in targets]
-        for op in walk(operations, data_before):
-            if op not in self._data:  # an argument of a function
+        for op in walk(operations, lambda op: () if op in self._data else data_before(op)):
+            if op not in self._data:  # read earlier, or an argument of a function
                 self._note_origin(op)
         for op in walk(operations, self._before):
             if op not in self._values and self._is_followed(op):
@@ -102,7 +102,7 @@ class LossReader:
         ends = is_same_on_all_ranks(op)
         before = [] if ends else data_before(op)
         of_rank = OF_THIS_RANK.match(op.type) is not None and not is_placed
-        is_data = of_rank or op in self._known.data or _is_static_count(op, self._all_lengths)
+        is_data = of_rank or op in self.known.data or _is_static_count(op, self._all_lengths)
         is_data = is_data or any(self._data.get(each, False) for each in before)
         self._data[op] = is_data and not ends
         self._variables[op] = (
@@ -114,12 +114,12 @@ class LossReader:
     @property
     def _all_lengths(self) -> set[int]:
         if self._lengths is None:
-            self._lengths = lengths_of(self._known)
+            self._lengths = lengths_of(self.known)
         return self._lengths
 
     def _is_followed(self, op: tf.Operation) -> bool:
         """Returns True if the inputs of an operation say what its value is."""
-        if not self._data[op] or op in self._known.data or op in self._known.gradients:
+        if not self._data[op] or op in self.known.data or op in self.known.gradients:
             return False
         is_scalar = op.type in _OF_SCALARS and op.outputs[0].shape.rank == 0
         return is_scalar or op.type in _OF_TENSORS
@@ -130,7 +130,7 @@ class LossReader:
 
     def _is_mean(self, op: tf.Operation) -> bool:
         """Returns True for the quotient in a loss function that returns a mean."""
-        reduction = self._known.reductions.get(op.name.rpartition("/")[0], "none")
+        reduction = self.known.reductions.get(op.name.rpartition("/")[0], "none")
         return op.type in _QUOTIENTS and reduction not in ("none", "sum")
 
     # -- values -----------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class LossReader:
             return self._values[op]
         if not self._data.get(op, False):
             return Value(has_variables=self._variables.get(op, False))
-        if op in self._known.gradients:
+        if op in self.known.gradients:
             return self._of_gradient(op)
         return self._of_leaf(tensor)
 
@@ -167,7 +167,7 @@ class LossReader:
         return found[0] if found else None
 
     def _of_gradient(self, op: tf.Operation) -> Value:
-        mark = self._known.gradients[op]
+        mark = self.known.gradients[op]
         source, axis = mark.source, None
         if source.dtype != tf.resource and self._data.get(source.op, False):
             axis = self._axis(source)

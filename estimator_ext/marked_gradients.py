@@ -82,11 +82,12 @@ class MarkedGradients:
             graph.divide_penalties(loss, self._values.share)
         self._losses[loss] = None
 
-    def decide(self, loss: tf.Tensor) -> bool:
+    def decide(self, loss: tf.Tensor, is_mean: bool) -> bool:
         """Decides how the reported loss is reduced, and logs what is a mean and what is a sum.
 
         Args:
           loss: the loss of the step, in the default graph.
+          is_mean: the decision if no gradient was reduced here.
 
         Returns:
           True for the mean over the ranks, False for the sum.
@@ -97,8 +98,8 @@ class MarkedGradients:
             log = _log.warning if each.is_assumed else _log.info
             log(text, kind, self._size, kind, each.reason)
         graph = marked_graph()
-        if graph is None:
-            return True
+        if graph is None or not self._losses:
+            return is_mean
         reported = graph.loss_kind([loss])
         graph.divide_penalties(reported, self._values.share)
         return not reported.is_sum

@@ -199,9 +199,9 @@ class TrainingGraph:
         if reduction.uses_gradients_of_graph:
             data = {*data, *graph.factors}
             updates = read_updates(targets, data, reduction.sums)
-            if mend_unreduced_updates(reduction, updates, data) or reduction.follows_gradients:
-                is_mean = reduction.marked.decide(self.spec.loss)
+            if mend_unreduced_updates(reduction, updates, data):
                 updates = read_updates(targets, data, reduction.sums)
+            is_mean = reduction.marked.decide(self.spec.loss, is_mean)
             reduction.check_skipped(updates)
         if reduction.size == 1:
             updates = None  # there are no other ranks to compare with
