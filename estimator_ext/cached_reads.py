@@ -3,6 +3,7 @@
 TensorFlow returns the same cached tensor for each read. That tensor is older than any
 GradientTape, so the tape would not know it as the value of the variable, and the gradient would be
 None. It is also older than any update, so a read after an update would return the old value.
+Within a branch, a loop or a function, a tape of the graph around it would see only the old tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def read_where_needed(variable: Any, always_cached: bool) -> None:
     cached_value = variable.value
 
     def value() -> tf.Tensor:
-        if not always_cached and control_dependencies_of(tf.compat.v1.get_default_graph()):
+        graph = tf.compat.v1.get_default_graph()
+        if not always_cached and control_dependencies_of(graph):
+            return variable.read_value()
+        if could_possibly_record() and graph is not variable.handle.graph:
             return variable.read_value()
         cached = cached_value()
         if not could_possibly_record():

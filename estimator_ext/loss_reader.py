@@ -64,7 +64,8 @@ def lengths_of(known: Known) -> set[int]:
     for op in known.data:
         if op.type.startswith(("Iterator", "QueueDequeue")):
             shapes = [each.shape for each in op.outputs if each.dtype != tf.variant]
-            result |= {s[0] for s in shapes if s.rank and s[0] is not None}
+            lengths = [shape.as_list()[0] for shape in shapes if shape.rank]
+            result |= {length for length in lengths if length is not None}
     return result
 
 

@@ -12,6 +12,8 @@ CHOSEN = [
     Program("mean", "accumulated"),
     Program("mean", "accumulated, variables"),
     Program("mean", "if small"),
+    Program("branch of sums", "tape", "static"),
+    Program("function", "added in a loop"),
     Program("compute_average_loss", "descent"),
     Program("average and regularization", "tf.gradients"),
     Program("tf.losses, weights 1 / batch", "descent"),
