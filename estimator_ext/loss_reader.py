@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from estimator_ext.batch_degree import CURE, OF_DIMENSIONS, Sum, Value, curved, joined
+from estimator_ext.constant_values import number_of
 from estimator_ext.graph import data_before, original_functions, walk
 from estimator_ext.operation_kinds import OF_THIS_RANK, VARIABLES, arguments
 from hostopt.tensorflow.ops import is_same_on_all_ranks
@@ -256,7 +257,7 @@ class LossReader:
             if index == 0 and sign < 0 and degree is not None:
                 degree = -degree
             if not values[index].has_variables:  # else it is a weight that changes
-                number = _number(op.inputs[index])
+                number = number_of(op.inputs[index])
                 number = 1 / number if index == 1 and sign < 0 and number else number
                 sums = {each.times(number) for each in data.sums or {Sum()}}
         elif first.degree is not None and second.degree is not None:
@@ -329,19 +330,3 @@ def _is_static_count(op: tf.Operation, lengths: Collection[int]) -> bool:
     is_known = shape is not None and begin is not None
     is_shape = op.inputs[0].op.name.rpartition("/")[2].startswith("Shape")
     return is_known and is_shape and int(shape[begin[0]]) in lengths
-
-
-def _number(tensor: tf.Tensor) -> float:
-    """Returns the absolute value of a constant; NaN if it is not known, or has several."""
-    value = tf.get_static_value(tensor)
-    if value is not None:
-        numbers = np.unique(np.abs(np.asarray(value, np.float64)))
-        return float(numbers[0]) if numbers.size == 1 else float("nan")
-    op = tensor.op
-    if op.type in _PASSING:
-        return _number(op.inputs[0])
-    if op.type in ("RealDiv", "Div") and _number(op.inputs[1]):
-        return _number(op.inputs[0]) / _number(op.inputs[1])
-    if op.type == "Mul":
-        return _number(op.inputs[0]) * _number(op.inputs[1])
-    return float("nan")

@@ -135,6 +135,8 @@ MEANS: dict[str, Callable[[Model], tf.Tensor]] = {
     "two means": of_two,
     "branch": lambda m: tf.cond(m.step < 5, lambda: m.mean, lambda: 2.0 * m.mean),
     "function": in_function(lambda m: m.mean),
+    "function of tf.losses": in_function(stock),
+    "function of a mean of tf.losses": in_function(lambda m: stock(m, reduction=MEAN)),
 }
 SUMS: dict[str, Callable[[Model], tf.Tensor]] = {
     "sum": lambda m: m.sum,
