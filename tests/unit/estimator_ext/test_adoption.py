@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_functions_that_divide_a_loss_get_the_number_of_one_process(
 ) -> None:
     assert evaluated(tf.nn.compute_average_loss(tf.constant([1.0, 2.0]))) == 1.5
     assert evaluated(tf.nn.scale_regularization_loss(tf.constant([1.0, 2.0]))) == 3.0
+    assert strategy.extended.reduction.model_knows_size == ""
+
+
+def test_the_loss_of_a_keras_model_is_not_divided(strategy: StrategyOfRanks) -> None:
+    _ = tf.keras.losses  # imports Keras, or loads it
+    name = "scale_loss_for_distribution"
+    found = [module for module, each in DIVIDE_LOSSES if each == name and module in sys.modules]
+    assert found  # the Keras of this TensorFlow
+    for module in found:
+        scale = sys.modules[module].scale_loss_for_distribution
+        assert evaluated(scale(tf.constant(2.0))) == 2.0
     assert strategy.extended.reduction.model_knows_size == ""
 
 
