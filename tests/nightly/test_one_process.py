@@ -12,10 +12,17 @@ CHOSEN = chosen(SEED, COUNT)
 
 
 @pytest.fixture(scope="module", params=["v2", "v1"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Halves:
-    return train_programs(tmp_path_factory.mktemp("programs"), CHOSEN, request.param == "v1")
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def trained(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Halves:
+    return train_programs(tmp_path_factory.mktemp("programs"), CHOSEN, kind == "v1")
 
 
 @pytest.mark.parametrize("program", CHOSEN, ids=lambda program: program.name)
-def test_two_ranks_equal_one_process_or_are_refused(trained: Halves, program: Program) -> None:
-    check_program(trained, program)
+def test_two_ranks_equal_one_process_or_are_refused(
+    trained: Halves, kind: str, program: Program
+) -> None:
+    check_program(trained, program, kind == "v1")

@@ -44,7 +44,10 @@ class Model:
     def __init__(self, features: dict[str, tf.Tensor], batch: int) -> None:
         self.x, self.y = features["x"], features["y"]
         self.batch = batch
-        self.variables = [v1.get_variable(n, initializer=value) for n, value in START.items()]
+        self.variables = [  # which a tape knows without v2 behavior, too
+            v1.get_variable(name, initializer=value, use_resource=True)
+            for name, value in START.items()
+        ]
         self.step = train.get_global_step()
 
     @property
@@ -271,7 +274,9 @@ UPDATES: dict[str, Callable[[Model, tf.Tensor], Any]] = {
         pairs_of(m, loss), m.step
     ),
     "clipped": lambda m, loss: apply(m, clipped(computed(m, loss))),
-    "own": lambda m, loss: Own(0.9).minimize(0.1 * loss, m.step),
+    "own": lambda m, loss: Own(0.9).apply_gradients(
+        [(0.1 * gradient, v) for gradient, v in pairs_of(m, loss)], m.step
+    ),
     "by hand": lambda m, loss: m.counted(
         subtract([(0.1 * gradient, v) for gradient, v in pairs_of(m, loss)])
     ),
@@ -359,8 +364,14 @@ class Program:
         name = f"{self.loss}, {self.update}, {self.pipeline}"
         return name.replace("/", "by")  # names of files
 
-    @property
-    def is_refused(self) -> bool:
+    def is_refused(self, without_v2: bool) -> bool:
+        """Returns True if two ranks refuse the program.
+
+        Args:
+          without_v2: True with the control flow of TensorFlow 1, whose loops are not followed.
+        """
+        if without_v2 and self.update == "added in a loop":
+            return True
         if self.update in REFUSED_UPDATES or self.loss in NEITHER:
             return True
         return self.update in INSIDE and self.loss in PENALISED
