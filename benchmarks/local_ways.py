@@ -53,7 +53,6 @@ def options_of(way: Way, every: int, outer: Callable[[], Any]) -> dict[str, Any]
     return {
         "sync_every": every,
         "outer_optimizer": outer if way.is_outer else None,
-        "sync_slots": "keep" if way.is_outer else "average",
         "sync_compression": way.compression,
         "sync_delay": int(way.delay * every),
     }

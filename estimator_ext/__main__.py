@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import operator
 import os
-import random
 import re
 import runpy
 import sys
 import traceback
-import zlib
 from collections.abc import Sequence
-from typing import NoReturn
 
-import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.adoption import StrategyOfRanks, refuse_parameter_servers, train_on_ranks
-from estimator_ext.atomic_files import write_atomically
-from estimator_ext.compat import install, use_v1_api
+from estimator_ext.adoption import Ranks, prepare_program
 from estimator_ext.contrib import ROOT, missing
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.sharding import POLICIES
-from hostopt.error_report import write_report
+from hostopt.adapters.discover import set_tf_config
+from hostopt.connect import exit_in_one_line, original_of
 
 __all__: list[str] = []
+
+# A name that the module `tensorflow`, or one in it, does not have: `train` and `Optimizer`.
+_REMOVED = r"module 'tensorflow(?:\._api\.v2)?(?:\.([\w.]+))?' has no attribute '(\w+)'"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -40,75 +39,98 @@ def main(argv: Sequence[str]) -> None:
         parser.error("no program to run: give a SCRIPT, or -m and a MODULE")
     if options.script and not os.path.exists(options.script[0]):
         parser.error(f"{options.script[0]!r} does not exist: give the path of a program")
-    install(contrib=True)
-    if options.v1:
-        use_v1_api()
     try:
-        cluster = hostopt.Cluster.from_resolver(None)
-    except hostopt.ConfigError as error:
-        _exit(error)
-    estimators: list[object] = []
-    refuse_parameter_servers()
-    if cluster.size > 1:
-        _use_common_seeds(cluster, argv)
-        write_atomically()
-    if cluster.task is not None:
-        train_on_ranks(StrategyOfRanks(options.auto_shard), estimators.append)
+        set_tf_config(hostopt.Options().with_environment())
+        if hostopt.Cluster.from_tf_config().size > 1:
+            _fix_order_of_sets(argv)
+        ranks = prepare_program(options.auto_shard, options.loss, options.v1)
+        ranks.join()
+    except hostopt.HostOptError as error:
+        exit_in_one_line(error)
     try:
         _run(options)
-    except SystemExit as ended:
-        if ended.code:
+        _check_used(ranks)
+    except Exception as error:
+        refusal = _refusal(error)
+        if refusal is None:
             raise
-    except UnsupportedError as error:
-        _exit(error)
-    except (ImportError, AttributeError) as error:
-        unsupported = _unsupported(error)
-        if unsupported is None:
-            raise
-        _exit(unsupported)
-    if cluster.size > 1 and not estimators:
-        _exit(
-            UnsupportedError(
-                f"the program created no estimator: each of {cluster.size} processes ran it "
-                "independently. Run it in one process"
-            )
-        )
+        exit_in_one_line(refusal)
 
 
-def _use_common_seeds(cluster: hostopt.Cluster, argv: Sequence[str]) -> None:
-    """Makes Python's shuffles and the order of sets the same on all ranks."""
-    if os.environ.get("PYTHONHASHSEED", "random") == "random":  # Python reads it at its start
+def _fix_order_of_sets(argv: Sequence[str]) -> None:
+    """Gives sets the same order on all ranks: starts Python again, which reads that once."""
+    if os.environ.get("PYTHONHASHSEED", "random") == "random":
         sys.stdout.flush()
         command = [sys.executable, "-m", "estimator_ext", *argv]
         os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
-    seed = zlib.crc32(repr(cluster.ring).encode())  # differs between runs
-    random.seed(seed)
-    np.random.seed(seed)
+
+
+def _check_used(ranks: Ranks) -> None:
+    if ranks.are_used:
+        return
+    strategy = ranks.join()  # the program may have set TF_CONFIG, and never asked for it
+    if strategy is not None and strategy.cluster.size > 1:
+        raise UnsupportedError(
+            f"the program created no estimator: each of {strategy.cluster.size} processes ran it "
+            "independently. Run it in one process"
+        )
 
 
 def _run(options: argparse.Namespace) -> None:
     program, *arguments = options.module or options.script
     sys.argv = [program, *arguments]
-    if options.module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(program))
-        runpy.run_path(program, run_name="__main__")
+    try:
+        if options.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(program))
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
 
 
-def _unsupported(error: ImportError | AttributeError) -> UnsupportedError | None:
+def _refusal(error: Exception) -> hostopt.ConfigError | None:
+    """Returns the error to show in one line, or None for any other error of the program."""
+    original = original_of(error)
+    return original if isinstance(original, hostopt.ConfigError) else _unsupported(error)
+
+
+def _unsupported(error: Exception) -> UnsupportedError | None:
     """Returns the error to show if the program uses what TensorFlow removed, or else None."""
     if isinstance(error, ImportError):
         name = _missing_from_contrib(error)
         return missing(name) if name else None
-    removed = re.search(r"module 'tensorflow' has no attribute '(\w+)'", str(error))
-    if removed and hasattr(tf.compat.v1, removed[1]):
-        return _needs_tensorflow_1(f"tf.{removed[1]}")
-    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
-    if "has no attribute 'value'" in str(error) and re.search(r"shape.*\.value", line):
-        return _needs_tensorflow_1(f"the attribute value of dimensions ({line})")
+    # AutoGraph raises another error, whose text contains that of the error and the line
+    text = f"{error}\n{traceback.extract_tb(error.__traceback__)[-1].line}"
+    if isinstance(error, TypeError):
+        number = re.search(r"unexpected keyword argument '(num_gpus\w*)'", text)
+        return _strategy_of_tensorflow_1(number[1]) if number and "Strategy(" in text else None
+    if not isinstance(error, AttributeError):
+        return None
+    removed = re.search(_REMOVED, text)
+    if removed and _is_in_tensorflow_1(name := ".".join(filter(None, removed.groups()))):
+        return _needs_tensorflow_1(f"tf.{name}")
+    line = re.search(r".*shape.*\.value.*", text)
+    if line and "has no attribute 'value'" in text:
+        return _needs_tensorflow_1(f"the attribute value of dimensions ({line[0].strip()})")
     return None
+
+
+def _is_in_tensorflow_1(name: str) -> bool:
+    try:
+        operator.attrgetter(name)(tf.compat.v1)
+    except AttributeError:
+        return False
+    return True
+
+
+def _strategy_of_tensorflow_1(argument: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the program creates a strategy with {argument}, as in TensorFlow 1. Remove it: its "
+        "estimators train on the ranks that `hostopt run -np N` starts"
+    )
 
 
 def _needs_tensorflow_1(name: str) -> UnsupportedError:
@@ -126,19 +148,13 @@ def _missing_from_contrib(error: ImportError) -> str | None:
     return next(filter(None, match.groups())) if match else None
 
 
-def _exit(error: hostopt.ConfigError) -> NoReturn:
-    """Ends the process with one line, as a traceback through the program would not help."""
-    write_report(error, error.exit_code, None)
-    print(f"hostopt: {error}", file=sys.stderr)
-    raise SystemExit(error.exit_code)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m estimator_ext",
-        usage="python -m estimator_ext [--v1] [--auto-shard POLICY] SCRIPT|-m MODULE [args ...]",
+        usage="python -m estimator_ext [--v1] [--auto-shard POLICY] [--loss KIND] "
+        "SCRIPT|-m MODULE [args ...]",
         description="Run an unmodified program that was written for tf.estimator. In a cluster "
-        "(hostopt run, or TF_CONFIG) its estimators train on all ranks.",
+        "(hostopt run, mpirun, srun, or TF_CONFIG) its estimators train on all ranks.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -147,6 +163,12 @@ def _parser() -> argparse.ArgumentParser:
         default="data",
         help="how TensorFlow shards datasets over the ranks if input_fn has no argument "
         "input_context (default: data)",
+    )
+    parser.add_argument(
+        "--loss",
+        choices=("mean", "sum"),
+        default="",
+        help="what the losses are over the examples of a batch, if their graphs do not show it",
     )
     parser.add_argument(
         "--v1",

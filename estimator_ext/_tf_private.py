@@ -7,11 +7,16 @@ a private attribute of a graph, an operation or a tensor.
 from __future__ import annotations
 
 import contextlib
+import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.core.framework.variable_pb2 import VariableDef
 from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops, iterator_ops
@@ -23,7 +28,7 @@ from tensorflow.python.distribute import (
     values,
 )
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
-from tensorflow.python.eager import record
+from tensorflow.python.eager import context, record
 from tensorflow.python.framework import ops
 from tensorflow.python.lib.io import file_io
 from tensorflow.python.ops import (
@@ -33,6 +38,7 @@ from tensorflow.python.ops import (
     gradients_util,
     resource_variable_ops,
 )
+from tensorflow.python.training import saver
 
 __all__: list[str] = []
 
@@ -61,6 +67,30 @@ deserialize_iterator = gen_dataset_ops.deserialize_iterator
 FileIO = file_io.FileIO
 WritableFile = file_io._pywrap_file_io.WritableFile
 update_checkpoint_state = checkpoint_management.update_checkpoint_state_internal
+keys_by_name = saver.object_graph_key_mapping  # of a checkpoint that was saved by object
+
+
+def saved_as(variable: tf.Variable) -> tuple[str, tf.TensorShape]:
+    """Returns name and shape of a variable in checkpoints; of a partition, those of the whole."""
+    part = variable._get_save_slice_info()
+    if part is None:
+        return variable.op.name, variable.shape
+    return part.full_name, tf.TensorShape(part.full_shape)
+
+
+def partitions(variables: Iterable[tf.Variable]) -> Counter[str]:
+    """Returns the number of partitions of each variable with a partitioner, by its name."""
+    parts = (variable._get_save_slice_info() for variable in variables)
+    return Counter(part.full_name for part in parts if part is not None)
+
+
+def saved_partitions(meta_graph: bytes) -> Counter[str]:
+    """Returns `partitions` of the graph whose ``.meta`` file is given."""
+    graph = tf.compat.v1.MetaGraphDef.FromString(meta_graph)
+    kept = graph.collection_def[tf.compat.v1.GraphKeys.GLOBAL_VARIABLES].bytes_list.value
+    parts = (VariableDef.FromString(each).save_slice_info_def for each in kept)
+    return Counter(part.full_name for part in parts if part.full_name)
+
 
 # -- gradients -----------------------------------------------------------------------------
 
@@ -69,6 +99,7 @@ gradients_module = gradients_util  # for its private `_GradientsHelper`
 could_possibly_record = record.could_possibly_record
 record_operation = record.record_operation
 variable_accessed = resource_variable_ops.variable_accessed
+ResourceVariable = resource_variable_ops.ResourceVariable
 
 
 def loss_is_scaled() -> bool:
@@ -84,6 +115,42 @@ def scaled_loss(strategy: tf.distribute.Strategy) -> Any:
     return strategy._scale_loss_for_estimator_enabled()
 
 
+# Functions that divide a loss by the number of ranks, for which they ask the strategy.
+_KERAS = "scale_loss_for_distribution"
+DIVIDE_LOSSES = {
+    ("tensorflow.python.ops.nn_impl_distribute", "compute_average_loss"),
+    ("tensorflow.python.ops.nn_impl_distribute", "scale_regularization_loss"),
+    ("tensorflow.python.keras.utils.losses_utils", _KERAS),
+    ("tf_keras.src.utils.losses_utils", _KERAS),
+    ("keras.src.utils.losses_utils", _KERAS),
+    ("keras.src.losses.loss", _KERAS),
+    ("keras.src.losses.loss", f"un{_KERAS}"),
+}
+_LIBRARIES = {
+    "tensorflow",
+    "keras",
+    "tf_keras",
+    "hostopt",
+    "estimator_ext",
+}
+
+
+def caller_of(frame: FrameType) -> tuple[tuple[str, str], str, bool]:
+    """Returns who asks a strategy, or a replica context, for its number of ranks.
+
+    Args:
+      frame: the frame that reads `num_replicas_in_sync` of the strategy.
+
+    Returns:
+      Module and name of the function, the place of the call, and True if it is in a library.
+    """
+    if frame.f_code.co_name == "num_replicas_in_sync" and frame.f_back:  # that of a context
+        frame = frame.f_back
+    module = str(frame.f_globals.get("__name__", ""))
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return (module, frame.f_code.co_name), place, module.partition(".")[0] in _LIBRARIES
+
+
 # -- variables of a strategy in functions and eagerly --------------------------------------
 
 DistributedVariable = values.DistributedVariable
@@ -96,7 +163,20 @@ VARIABLE_POLICIES = distribute_utils.VARIABLE_POLICY_MAPPING
 
 # -- graphs --------------------------------------------------------------------------------
 
-get_func_graph = control_flow_util_v2.get_func_graph
+get_func_graph = control_flow_util_v2.get_func_graph  # a new copy, without static shapes
+
+
+def original_func_graph(op: tf.Operation, name: str) -> Any:
+    """Returns the graph of a function as the program has built it.
+
+    Args:
+      op: an operation that calls the function.
+      name: name of the function.
+    """
+    graph = op.graph
+    while (function := graph._get_function(name)) is None:
+        graph = graph.outer_graph
+    return function.graph
 
 
 def is_reference(tensor: tf.Tensor) -> bool:
@@ -114,6 +194,13 @@ def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
       The control-flow context; None outside branches and loops.
     """
     return builder._get_control_flow_context()
+
+
+def outermost(graph: tf.Graph) -> tf.Graph:
+    """Returns the graph around all functions within which a graph is built."""
+    while getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    return graph
 
 
 def is_compiled_by_xla(graph: tf.Graph) -> bool:
@@ -165,6 +252,17 @@ def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
                 replace_input(consumer, index, new)
 
 
+def set_attribute(op: tf.Operation, name: str, value: bytes) -> None:
+    """Changes an attribute of an existing operation.
+
+    Args:
+      op: the operation.
+      name: name of an attribute that is a string.
+      value: the new value.
+    """
+    op._set_attr(name, attr_value_pb2.AttrValue(s=value))
+
+
 def set_initializer(variable: tf.Variable, initializer: tf.Operation) -> None:
     """Replaces the initializer of a variable.
 
@@ -186,3 +284,33 @@ def options_in_graph() -> Iterator[None]:
 def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:
     """Returns the tensor that stands for a dataset in its graph."""
     return dataset._variant_tensor
+
+
+# -- seeds ---------------------------------------------------------------------------------
+
+
+def current_seed() -> int | None:
+    """Returns the seed of `tf.random.set_seed`, in the default graph or eagerly."""
+    return _owner_of_seed()._seed
+
+
+def set_eager_seed(seed: int) -> None:
+    """Does what `tf.random.set_seed` does eagerly, but keeps compiled operations."""
+    owner = context.context()
+    owner._seed = seed
+    owner._rng = random.Random(seed)
+
+
+@contextlib.contextmanager
+def seed_hidden() -> Iterator[None]:
+    """Scope in which new random operations have no seed but their own."""
+    owner = _owner_of_seed()
+    seed, owner._seed = owner._seed, None
+    try:
+        yield
+    finally:
+        owner._seed = seed
+
+
+def _owner_of_seed() -> Any:
+    return context.context() if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

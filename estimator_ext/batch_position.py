@@ -7,7 +7,6 @@ in each process. A sample of the last batch before a checkpoint shows if they ar
 from __future__ import annotations
 
 import time
-import zlib
 from typing import Any, Callable
 
 import numpy as np
@@ -16,6 +15,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.input_state_file import SUFFIX, Packed
 from estimator_ext.outside_reads import allowed_reads
+from estimator_ext.samples import checksum, samples_of
 from hostopt.tensorflow.background import HOST_DEVICE
 
 __all__: list[str] = []
@@ -23,9 +23,6 @@ __all__: list[str] = []
 _log = tf.get_logger()
 
 _ROUND_S = 5.0  # of skipping, after which a rank logs and exchanges its progress
-_SAMPLE = {tf.string: 16}  # number of elements of a tensor in a sample, by dtype
-_SAMPLE_NUMBERS = 4096
-_NOT_SAMPLED = (tf.variant, tf.resource)
 
 
 class BatchCounter:
@@ -55,7 +52,7 @@ class BatchCounter:
         values = tf.nest.flatten(batch, expand_composites=True)
         tensors = [value for value in values if tf.is_tensor(value)]
         with tf.device(HOST_DEVICE), tf.name_scope("batch_counter"):
-            samples = [_sample(tensor) for tensor in tensors if tensor.dtype not in _NOT_SAMPLED]
+            samples = samples_of(tensors)
             with tf.control_dependencies(tensors):
                 self.read = tf.numpy_function(self._note, [is_new, *samples], tf.bool)
             self.read.set_shape([])
@@ -71,12 +68,7 @@ class BatchCounter:
 
     def checksum(self) -> int:
         """Returns a CRC-32 of the beginning of the last batch; 0 if there is none."""
-        value = 0
-        for array in self._sample:
-            is_text = array.dtype == object
-            data = b"\0".join(map(bytes, array)) if is_text else array.tobytes()
-            value = zlib.crc32(data, value)
-        return value
+        return checksum(self._sample)
 
 
 class BatchPosition:
@@ -194,10 +186,6 @@ class BatchPosition:
                 "of shuffle and of random operations",
                 self._communicator.rank,
             )
-
-
-def _sample(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(tensor, [-1])[: _SAMPLE.get(tensor.dtype, _SAMPLE_NUMBERS)]
 
 
 def _texts(*counts: int) -> list[str]:

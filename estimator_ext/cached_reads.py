@@ -1,8 +1,9 @@
-"""Reads of variables whose values are cached on the accelerator for a step.
+"""Reads of variables: those cached on the accelerator for a step, and those that do not read.
 
 TensorFlow returns the same cached tensor for each read. That tensor is older than any
 GradientTape, so the tape would not know it as the value of the variable, and the gradient would be
 None. It is also older than any update, so a read after an update would return the old value.
+Within a branch, a loop or a function, a tape of the graph around it would see only the old tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext._tf_private import (
+    ResourceVariable,
     control_dependencies_of,
     could_possibly_record,
     record_operation,
@@ -32,7 +34,10 @@ def read_where_needed(variable: Any, always_cached: bool) -> None:
     cached_value = variable.value
 
     def value() -> tf.Tensor:
-        if not always_cached and control_dependencies_of(tf.compat.v1.get_default_graph()):
+        graph = tf.compat.v1.get_default_graph()
+        if not always_cached and control_dependencies_of(graph):
+            return variable.read_value()
+        if could_possibly_record() and graph is not variable.handle.graph:
             return variable.read_value()
         cached = cached_value()
         if not could_possibly_record():
@@ -50,3 +55,20 @@ def read_where_needed(variable: Any, always_cached: bool) -> None:
         return result
 
     variable.value = value
+
+
+class _TrueVariable(ResourceVariable):
+    """A variable that is true, as a reference variable of TensorFlow 1 is, without being read."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def true_in_version_1(variable: Any) -> Any:
+    """Makes `average if average else variable` choose in TensorFlow 1 as it does without ranks.
+
+    A strategy always creates resource variables, whose truth is that of their value.
+    """
+    if not tf.compat.v1.resource_variables_enabled() and type(variable) is ResourceVariable:
+        variable.__class__ = _TrueVariable
+    return variable

@@ -8,13 +8,20 @@ import re
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import hostopt
 from estimator_ext import input_state_file
-from estimator_ext._tf_private import update_checkpoint_state
+from estimator_ext._tf_private import (
+    keys_by_name,
+    partitions,
+    saved_as,
+    saved_partitions,
+    update_checkpoint_state,
+)
 from estimator_ext.file_errors import cause
 
 __all__: list[str] = []
@@ -42,9 +49,18 @@ def check(path: str) -> None:
         for name, dtype in sorted(reader.get_variable_to_dtype_map().items()):
             part = f"data-*, which holds {name!r}"
             if dtype not in _NOT_READABLE:
-                reader.get_tensor(name)
+                _read(reader, name)
     except _DAMAGED as error:
         raise hostopt.CheckpointError(f"cannot read {path}.{part}: {cause(error)}") from error
+
+
+def _read(reader: Any, name: str) -> None:
+    try:
+        reader.get_tensor(name)
+    except ValueError as error:
+        # an optimizer in a variable scope names the slots of each partition as another variable
+        if "sufficient slices" not in str(error):
+            raise
 
 
 def is_intact(path: str) -> bool:
@@ -74,13 +90,79 @@ def check_shapes(path: str, variables: Iterable[tf.Variable]) -> None:
     """
     shapes = tf.compat.v1.train.NewCheckpointReader(path).get_variable_to_shape_map()
     for variable in variables:
-        name = variable.op.name
-        if name in shapes and not variable.shape.is_compatible_with(shapes[name]):
+        name, shape = saved_as(variable)
+        if name in shapes and not shape.is_compatible_with(shapes[name]):
             raise hostopt.CheckpointError(
                 f"checkpoint {path} has {name!r} of shape {shapes[name]}, the model has it of "
-                f"shape {variable.shape.as_list()}. Give another model_dir, or the model that "
+                f"shape {shape.as_list()}. Give another model_dir, or the model that "
                 "wrote the checkpoint"
             )
+
+
+def check_partitions(path: str | None) -> None:
+    """Checks that the default graph partitions variables as the training of a checkpoint did.
+
+    A lookup in a partitioned table would read the rows of others, as their order differs.
+
+    Args:
+      path: prefix of the checkpoint; None if there is none.
+
+    Raises:
+      hostopt.ConfigError: a variable has another number of partitions.
+    """
+    here = partitions(tf.compat.v1.global_variables())
+    if path is None or not here or not tf.io.gfile.exists(f"{path}.meta"):
+        return
+    with tf.io.gfile.GFile(f"{path}.meta", "rb") as file:
+        trained = saved_partitions(file.read())
+    for name in sorted(here.keys() & trained.keys()):
+        if here[name] != trained[name]:
+            raise hostopt.ConfigError(
+                f"variable {name!r} has {trained[name]} partitions in the training of {path}, and "
+                f"{here[name]} here. Give its partitioner a number of partitions that depends "
+                "neither on the mode nor on the number of ranks"
+            )
+
+
+def read_step(path: str) -> int:
+    """Returns the global_step in a checkpoint, which was saved by name or by object.
+
+    Args:
+      path: prefix of the checkpoint.
+
+    Raises:
+      hostopt.CheckpointError: it has none.
+    """
+    reader = tf.compat.v1.train.NewCheckpointReader(path)
+    key = _key_of_step(path, reader)
+    if key is None:
+        raise hostopt.CheckpointError(
+            f"checkpoint {path} has no global_step, so training cannot resume from it. If "
+            "model_fn saves a tf.train.Checkpoint, give it "
+            "step=tf.compat.v1.train.get_global_step()"
+        )
+    return int(reader.get_tensor(key))
+
+
+def first_step(communicator: hostopt.Communicator, model_dir: str) -> int:
+    """Returns global_step of rank 0's newest checkpoint, or 0. Collective: all ranks must call it.
+
+    Args:
+      communicator: the ring.
+      model_dir: directory of rank 0.
+    """
+    path = tf.train.latest_checkpoint(model_dir) if communicator.rank == 0 else None
+    step = np.array(read_step(path) if path else 0, np.int64)
+    return int(communicator.broadcast(step, name="the step to start from"))
+
+
+def _key_of_step(path: str, reader: Any) -> str | None:
+    name = tf.compat.v1.GraphKeys.GLOBAL_STEP
+    if reader.has_tensor(name):
+        return str(name)
+    with contextlib.suppress(tf.errors.NotFoundError):  # it was not saved by object either
+        return keys_by_name(path).get(name)
+    return None
 
 
 def newest(model_dir: str) -> str | None:
@@ -226,10 +308,9 @@ def _check_has_none(model_dir: str) -> None:
 def _is_of_training(path: str) -> bool:
     """True if a checkpoint has a global_step, or is damaged; other savers use model_dir too."""
     try:
-        reader = tf.compat.v1.train.NewCheckpointReader(path)
+        return _key_of_step(path, tf.compat.v1.train.NewCheckpointReader(path)) is not None
     except _DAMAGED:
         return True
-    return bool(reader.has_tensor(tf.compat.v1.GraphKeys.GLOBAL_STEP))
 
 
 def _can_resume_from(path: str) -> bool:

@@ -111,9 +111,9 @@ class DeferredReductions:
         self._built.append(result)
 
     def refuse_before(self, repeated: Sequence[tf.Operation]) -> None:
-        """Checks that no reduction runs for each micro-batch, if the data may end.
+        """Checks that no reduction runs for each micro-batch, if batches have weights.
 
-        The ranks learn once per step whether their data have ended.
+        The ranks exchange the weights, and whether their data have ended, once per step.
 
         Args:
           repeated: operations that run for each micro-batch.
@@ -128,8 +128,9 @@ class DeferredReductions:
             if op in before:
                 raise hostopt.ConfigError(
                     f"{name!r} is reduced over the ranks for each of the micro-batches of "
-                    "accumulate_steps, but the data of a rank may end within a step. Make the "
-                    "data endless with repeat(), or leave accumulate_steps out"
+                    "accumulate_steps, but the data of a rank may end within a step, or batches "
+                    "differ in length. Make the data endless, with repeat() before batch(), or "
+                    "leave accumulate_steps out"
                 )
 
     def _unique(self, name: str) -> str:

@@ -67,10 +67,10 @@ def check_transformations(operations: Sequence[tf.Operation], workers: int) -> N
     """
     choices: set[tf.Operation] = set()
     for op in operations:
-        if _name(op) == "DirectedInterleave":
+        if kind_of(op) == "DirectedInterleave":
             choices.update(_choices_of(op))
     for op in operations:
-        counts = _name(op) in _COUNTING and _name(op) != "Random"
+        counts = kind_of(op) in _COUNTING and kind_of(op) != "Random"
         if op not in choices or counts:
             _check_transformation(op, workers)
 
@@ -78,7 +78,7 @@ def check_transformations(operations: Sequence[tf.Operation], workers: int) -> N
 def _choices_of(op: tf.Operation) -> list[tf.Operation]:
     """Returns the operations with which sample_from_datasets() chooses, which are not divided."""
     choices = walk([op.inputs[0].op])
-    if not any(_name(each) == "Random" for each in choices):
+    if not any(kind_of(each) == "Random" for each in choices):
         raise UnsupportedError(
             f"the dataset of input_fn calls choose_from_datasets() ({op.name!r}). Data workers "
             "divide the choices and the datasets separately, so that elements would be lost. Use "
@@ -87,14 +87,14 @@ def _choices_of(op: tf.Operation) -> list[tf.Operation]:
     return choices
 
 
-def _name(op: tf.Operation) -> str:
+def kind_of(op: tf.Operation) -> str:
     """Returns the name of a transformation; an empty string for other operations."""
     match = _NAME.fullmatch(op.type)
     return match[1] if match else ""
 
 
 def _check_transformation(op: tf.Operation, workers: int) -> None:
-    name = _name(op)
+    name = kind_of(op)
     if name == "Zip" and len(op.inputs) > 1:
         raise UnsupportedError(
             f"the dataset of input_fn joins {len(op.inputs)} datasets with zip() or enumerate() "
@@ -141,7 +141,7 @@ def _has_later_iterators(op: tf.Operation) -> bool:
     A sequential interleave() or a group_by_window() reads its input as a nested dataset. What is
     opened only then is not divided.
     """
-    return any(_name(each).startswith(("Shuffle", "Repeat")) for each in walk([op.inputs[0].op]))
+    return any(kind_of(each).startswith(("Shuffle", "Repeat")) for each in walk([op.inputs[0].op]))
 
 
 def is_source(op: tf.Operation) -> bool:
@@ -150,7 +150,7 @@ def is_source(op: tf.Operation) -> bool:
     Args:
       op: an operation of a graph.
     """
-    return _name(op) in _SOURCES
+    return kind_of(op) in _SOURCES
 
 
 def sources_of(data: tf.data.Dataset) -> dict[str, str]:

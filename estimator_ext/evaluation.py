@@ -7,15 +7,15 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_estimator import Estimator, EvalSpec, Evaluator, TrainSpec
-from estimator_ext.checkpoint_reading import check, newest
+from estimator_ext._tf_estimator import BestExporter, Estimator, EvalSpec, Evaluator, TrainSpec
+from estimator_ext.checkpoint_reading import check, newest, read_step
 from estimator_ext.chief_liveness import ChiefLiveness
 from estimator_ext.evaluators import Evaluators
 from estimator_ext.file_errors import replace_file, translate_io_errors
@@ -27,6 +27,7 @@ _log = tf.get_logger()
 
 MARKER = "hostopt-training-ended.json"
 _POLL_S = 0.5
+_EVENTS_OF_EVAL = "eval/*.tfevents.*"  # the default of BestExporter
 # An evaluator may find the marker of an earlier run, before the chief of this run removes it. A
 # marker that stays this long is of this run.
 _OLD_MARKER_S = 60.0
@@ -87,6 +88,48 @@ class _Evaluator(Evaluator):
             self._estimator = shared
 
 
+def recall_best(estimator: Estimator, eval_spec: EvalSpec) -> None:
+    """Gives each BestExporter the best result of earlier processes, if it has exported a model.
+
+    The stock class reads that result too, but exports the first evaluation of a process anyway.
+
+    Args:
+      estimator: Estimator that is evaluated.
+      eval_spec: spec with the exporters; an exporter without event_file_pattern starts anew.
+    """
+    for exporter in eval_spec.exporters or ():
+        is_best = isinstance(exporter, BestExporter) and exporter._event_file_pattern
+        if not is_best or exporter._model_dir == estimator.model_dir:
+            continue
+        exports = os.path.join(estimator.model_dir, "export", exporter.name)
+        has_exports = tf.io.gfile.isdir(exports) and any(
+            name.rstrip("/").isdigit() for name in tf.io.gfile.listdir(exports)
+        )
+        pattern = os.path.join(estimator.model_dir, exporter._event_file_pattern)
+        if exporter._event_file_pattern == _EVENTS_OF_EVAL:  # but an EvalSpec may have a name
+            pattern = os.path.join(estimator.eval_dir(eval_spec.name), "*.tfevents.*")
+        best = _best_result(exporter._compare_fn, tf.io.gfile.glob(pattern))
+        if has_exports and best is not None:
+            exporter._model_dir = estimator.model_dir
+            exporter._best_eval_result, exporter._has_exported = best, True
+
+
+def _best_result(
+    is_better: Callable[..., bool], event_files: Sequence[str]
+) -> dict[str, float] | None:
+    best: dict[str, float] | None = None
+    for file in event_files:
+        with contextlib.suppress(tf.errors.DataLossError):  # the end, if its writer was killed
+            for event in tf.compat.v1.train.summary_iterator(file):
+                values = (each for each in event.summary.value if each.HasField("simple_value"))
+                result = {each.tag: each.simple_value for each in values}
+                if "loss" in result and (
+                    best is None or is_better(best_eval_result=best, current_eval_result=result)
+                ):
+                    best = result
+    return best
+
+
 class CheckpointEvaluation:
     """Evaluates each checkpoint of an Estimator once and keeps the last results.
 
@@ -97,6 +140,7 @@ class CheckpointEvaluation:
     """
 
     def __init__(self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
+        recall_best(estimator, eval_spec)
         self._estimator = estimator
         self._has_exporters = bool(eval_spec.exporters)
         self._evaluator = _Evaluator(estimator, eval_spec, train_spec.max_steps)
@@ -149,7 +193,7 @@ class CheckpointEvaluation:
         if path:
             # Also exports at the end of a run that ended before max_steps, and if this checkpoint
             # was evaluated before it was known to be the last one.
-            self._evaluator._max_training_steps = int(tf.train.load_variable(path, "global_step"))
+            self._evaluator._max_training_steps = read_step(path)
             if self._has_exporters and not self._evaluator.is_final_export_triggered:
                 self._evaluator._previous_ckpt_path = None
         return self.run()

@@ -23,8 +23,8 @@ from estimator_ext._tf_private import (
     scaled_loss,
     set_initializer,
 )
-from estimator_ext.cached_reads import read_where_needed
-from estimator_ext.gradient_reduction import GradientReduction
+from estimator_ext.cached_reads import read_where_needed, true_in_version_1
+from estimator_ext.gradient_reduction import GradientReduction, read_accumulators
 from estimator_ext.sync_on_read import is_sync_on_read
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
@@ -108,9 +108,7 @@ class HostOffloadExtended(_RankExtended):
     Args:
       strategy: the strategy that users hold.
       device: the accelerator.
-      variables_on_host: False keeps variables on the accelerator.
-      sparse_as_dense: True makes sparse gradients dense.
-      auto_shard: the option of the strategy.
+      variables_on_host, sparse_as_dense, auto_shard: options of the strategy.
       cluster_resolver: the resolver that the user gave, or None.
     """
 
@@ -125,7 +123,7 @@ class HostOffloadExtended(_RankExtended):
     ) -> None:
         super().__init__(strategy, device)
         self.auto_shard = auto_shard
-        self.reduces_at_backward = False  # see `GradientReduction`
+        self.reduces_at_backward, self.loss_is = False, ""  # see `GradientReduction`
         self._variables_on_host = variables_on_host
         self._sparse_as_dense = sparse_as_dense
         self._cluster_resolver = cluster_resolver  # read by tf.distribute.Strategy
@@ -152,9 +150,11 @@ class HostOffloadExtended(_RankExtended):
         try:
             # an error reaches the other ranks first: reducers that close may wait for a peer
             with strategy.propagate_errors(), strategy.scope(), scaled_loss(strategy):
+                # the strategy's getter drops partitioners, which the other graphs do not
+                tf.compat.v1.get_variable_scope().set_custom_getter(None)
                 yield reduction
         finally:
-            default.model_knows_size = False
+            default.model_knows_size = ""
             self.reduction = default
             reduction.close()
 
@@ -176,7 +176,7 @@ class HostOffloadExtended(_RankExtended):
     # -- variables -------------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = self._place_variable(next_creator, **kwargs)
+        variable = true_in_version_1(self._place_variable(next_creator, **kwargs))
         if self.reduction is self._default_reduction and self._size > 1:
             # only the initializer takes rank 0's value: TensorFlow also uses initial_value
             name = f"the initial value of {variable.op.name!r}"
@@ -232,7 +232,7 @@ class HostOffloadExtended(_RankExtended):
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
         del options
-        pairs = list(value_destination_pairs)
+        pairs = read_accumulators(self.reduction, reduce_op, value_destination_pairs)
         if not pairs:  # an optimizer of TensorFlow drops gradients that are None
             raise ValueError(
                 "No gradients provided for any variable. Check whether the loss depends on the "

@@ -54,8 +54,8 @@ def cannot_save(
     """
     space = _free_space(os.path.dirname(path), f"{needed_bytes / _MB:.1f} MB are needed, ")
     return hostopt.CheckpointError(
-        f"cannot save {path}: {cause(error)}{space}. Free disk space, or allow writing there, and "
-        "run the same command again to resume",
+        f"cannot save {path}: {cause(error)}{space}. {_remedy(path)}, and run the same command "
+        "again to resume",
         last_checkpoint=last_checkpoint,
     )
 
@@ -132,10 +132,25 @@ def io_error(error: BaseException, directory: str) -> hostopt.CheckpointError | 
         if each and _is_of_writing(each) and _names_file_in(directory, cause(each)):
             return hostopt.CheckpointError(
                 f"cannot write or read a file of {directory}: {cause(each)}"
-                f"{_free_space(directory)}. Free disk space, or allow access to it, and run the "
-                "same command again"
+                f"{_free_space(directory)}. {_remedy(directory)}, and run the same command again"
             )
     return None
+
+
+def is_local(path: str) -> bool:
+    """Returns True for a path of this machine, False for a URL such as ``s3://...``."""
+    return "://" not in path
+
+
+def absolute(path: str) -> str:
+    """Returns an absolute path; a URL is one already."""
+    return os.path.abspath(path) if is_local(path) else path
+
+
+def _remedy(path: str) -> str:
+    if is_local(path):
+        return "Free disk space, or allow access to it"
+    return "Check its quota and its permissions"
 
 
 def _free_space(directory: str, needed: str = "") -> str:

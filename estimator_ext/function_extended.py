@@ -22,12 +22,16 @@ from estimator_ext._tf_private import (
     is_compiled_by_xla,
     select_replica,
 )
+from estimator_ext.common_seed import CommonSeed
+from estimator_ext.data_order import OrderCheck
 from estimator_ext.extended import HostOffloadExtended, ReplicaContext
 from estimator_ext.function_gradients import FunctionGradients
 from estimator_ext.function_input import (
+    SAME_ORDER,
     check_endless,
     check_lengths,
     check_no_data_workers,
+    in_one_order,
     with_policy,
 )
 from estimator_ext.mirrored_variables import (
@@ -48,7 +52,9 @@ class _Replica(HostOffloadExtended):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._seed = CommonSeed(self._strategy.cluster)
         self._ring: ProcessRing | None = None
+        self._order: OrderCheck | None = None
         self._runs = threading.local()
 
     def ring(self) -> ProcessRing:
@@ -60,6 +66,7 @@ class _Replica(HostOffloadExtended):
     def close_reducers(self) -> None:
         """Ends the threads of all reducers."""
         super().close_reducers()
+        self._order = None
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -103,7 +110,8 @@ class _Replica(HostOffloadExtended):
             return super()._call_for_each_replica(fn, args, kwargs)
         was_running, self._runs.now = self.is_running, True
         try:
-            with tf.device(self._step_device), FunctionReplicaContext(self._strategy):
+            replica = FunctionReplicaContext(self._strategy)
+            with tf.device(self._step_device), self._seed.hidden(), replica:
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         finally:
             self._runs.now = was_running
@@ -117,10 +125,18 @@ class _Replica(HostOffloadExtended):
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         check_no_data_workers(self._strategy.cluster)
-        if _in_functions() and not self._is_alone:
-            check_lengths(self.ring(), dataset)
-            dataset = with_policy(dataset, self.auto_shard)
+        if not self._is_alone:
+            if _in_functions():
+                check_lengths(self.ring(), dataset)
+                dataset = with_policy(dataset, self.auto_shard)
+            dataset = in_one_order(self._order_check(), dataset, self._seed)
         return super()._experimental_distribute_dataset(dataset, options)
+
+    def _order_check(self) -> OrderCheck:
+        if self._order is None:
+            channel = self._strategy.communicator.duplicate("the order of the data")
+            self._order = OrderCheck(channel, SAME_ORDER)
+        return self._order
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         def checked(context: tf.distribute.InputContext) -> Any:

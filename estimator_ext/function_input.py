@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import variant_tensor
+from estimator_ext._tf_private import options_in_graph, variant_tensor
+from estimator_ext.common_seed import CommonSeed
+from estimator_ext.data_order import OrderCheck
 from estimator_ext.errors import UnsupportedError
+from estimator_ext.pipeline import reads_files
 from estimator_ext.sharding import POLICIES
 from hostopt.process_ring import ProcessRing
 
 __all__: list[str] = []
+
+_POLICY = tf.data.experimental.AutoShardPolicy
+SAME_ORDER = (
+    "Give its shuffles, generators and random numbers seeds that are the same on all ranks; or "
+    "let each rank read everything in its own order with AutoShardPolicy.OFF"
+)
 
 
 def with_policy(dataset: Any, policy: str | None) -> Any:
@@ -28,6 +38,36 @@ def with_policy(dataset: Any, policy: str | None) -> Any:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = POLICIES[policy]
     return dataset.with_options(options)
+
+
+def in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
+    """Checks that all ranks have the same data in the same order, if they are sharded by position.
+
+    Collective: all ranks must call it.
+
+    Args:
+      check: compares the ranks.
+      dataset: the dataset of this rank, with its policy.
+      seed: the seed of the ranks, which is renewed for the next dataset.
+
+    Returns:
+      The dataset to shard.
+
+    Raises:
+      UnsupportedError: the orders of the ranks differ.
+    """
+    with options_in_graph():
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+    graph = getattr(variant_tensor(dataset), "graph", None)
+    # what a function has created cannot be read
+    if policy in (_POLICY.OFF, _POLICY.FILE) or (graph is not None and graph.building_function):
+        return dataset
+    with tf.init_scope() if graph is None else contextlib.nullcontext():
+        if policy == _POLICY.AUTO and reads_files(dataset):  # each rank reads its part of them
+            return dataset
+        dataset, number = check.in_one_order(dataset)
+        seed.renew(number)
+    return dataset
 
 
 def check_no_data_workers(cluster: hostopt.Cluster) -> None:

@@ -8,7 +8,8 @@ The static number of rows of a sparse gradient is hidden, because a reduction ch
 
 An optimizer of `tf.compat.v1.train` scales its loss unless the last loss function of the graph was
 a sum. In a `MarkedGraph` only loss functions on which the loss depends count. DeepCTR, for
-example, computes metrics with loss functions.
+example, computes metrics with loss functions. In a program that does not know of ranks the graph
+of the loss says if it is a mean or a sum (`loss_kind`).
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import Optimizer, gradients_module, is_reference
+from estimator_ext._tf_private import (
+    Optimizer,
+    control_flow_context,
+    gradients_module,
+    is_reference,
+    outermost,
+)
 from estimator_ext.graph import data_before, walk
-from estimator_ext.operation_kinds import OF_THIS_RANK
+from estimator_ext.loss_functions import MEAN, SUM, LossFunctions
+from estimator_ext.loss_kind import LossKind, Penalties, kind_of
+from estimator_ext.loss_reader import Known, LossReader
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.sparse import parts_of, set_shape_of, values_of
 
 __all__: list[str] = []
 
 _NAME = "HostGradient"
-_NO_REDUCTION, _SUM = "none", "sum"  # as Keras says it, too
-_MEAN = tf.compat.v1.losses.Reduction.MEAN
-_DIVISIONS = ("RealDiv", "Div", "DivNoNan")
-_PRODUCTS = ("Mul", "MulNoNan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +50,7 @@ class Mark:
       name: name of the variable, or of the gradient if the source is not a variable.
       row_shape: shape of one row of a sparse gradient; unused for a dense one.
       is_scaled: True if an optimizer has divided the target by the number of ranks.
-      is_sum: True if the target is a loss function's sum over the examples.
+      loss: the kind of the target.
     """
 
     gradient: Any
@@ -53,7 +58,7 @@ class Mark:
     name: str
     row_shape: tf.TensorShape
     is_scaled: bool
-    is_sum: bool
+    loss: LossKind
 
 
 class MarkedGraph(tf.Graph):
@@ -63,10 +68,12 @@ class MarkedGraph(tf.Graph):
         super().__init__()
         self.marks_gradients = False
         self._reduction: str | None = None  # of the last loss, which TensorFlow reads
-        self._reductions: dict[str, str] = {}  # of each loss, by the scope of its operations
+        self._loss_functions = LossFunctions()
         self.marks: dict[tf.Operation, Mark] = {}
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
+        self._reader: LossReader | None = None
+        self._penalties = Penalties()
 
     @property
     def _is_loss_scaled_by_optimizer(self) -> bool:
@@ -86,8 +93,7 @@ class MarkedGraph(tf.Graph):
     def _last_loss_reduction(self, reduction: str | None) -> None:
         self._reduction = reduction
         if reduction is not None:  # set within the scope of the loss
-            is_sum = reduction == tf.compat.v1.losses.Reduction.SUM
-            self._reductions[self.get_name_scope()] = _SUM if is_sum else reduction
+            self._loss_functions.add(self.get_name_scope(), reduction)
 
     def reduce_as(self, loss: tf.Tensor) -> None:
         """Makes the reduction of a loss the last one of the graph, for TensorFlow.
@@ -96,48 +102,75 @@ class MarkedGraph(tf.Graph):
           loss: loss that an optimizer is about to scale. Without a loss function before it, the
             last reduction is kept.
         """
-        self._reduction = self._reduction_of([loss]) or self._reduction
+        kind = self.loss_kind([loss]) if self.reads_losses else None
+        if kind is None or kind.problem:
+            self._reduction = self._loss_functions.reduction_of([loss]) or self._reduction
+        else:
+            self._reduction = SUM if kind.is_sum else MEAN
 
-    def is_sum(self, targets: Sequence[Any]) -> bool:
-        """Returns True if the last loss function before the targets was a sum.
+    @property
+    def reads_losses(self) -> bool:
+        """True if the graph of a loss says if it is a mean or a sum."""
+        return self._reader is not None
+
+    def watch(self, reduction: Any, data: Collection[tf.Operation], said: str) -> None:
+        """Stores the gradients that are computed from now on.
+
+        Args:
+          reduction: the `GradientReduction` of the graph.
+          data: as for `read_losses`.
+          said: as for `read_losses`.
+        """
+        self.marks_gradients = reduction.uses_gradients_of_graph
+        if reduction.at_backward:
+            self.read_losses(data, reduction.size, said)
+
+    def read_losses(self, data: Collection[tf.Operation], size: int, said: str = "") -> None:
+        """Reads the graphs of losses from now on, in a program that does not know of ranks.
+
+        Args:
+          data: operations of this rank's input.
+          size: number of ranks.
+          said: "mean" or "sum" if the user says what the losses are, else empty.
+        """
+        known = Known(data, self._loss_functions.reductions, self.marks, size, said)
+        self._reader = LossReader(known)
+
+    def loss_kind(
+        self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True
+    ) -> LossKind:
+        """Returns the kind of a loss.
 
         Args:
           targets: tensors that are differentiated.
+          weights: tensors that multiply their elements, such as gradients of a later part.
+          can_divide: True if operations may still be added before the backward pass.
         """
-        return self._reduction_of(targets) == _SUM
+        if self._reader is None:
+            is_sum = self._loss_functions.reduction_of([*targets, *weights]) == SUM
+            return LossKind(is_sum, "of its last loss function")
+        tensors = [each.op for each in weights if isinstance(each, tf.Tensor)]
+        before = walk(tensors, lambda op: [] if op in self.marks else data_before(op))
+        passed_on = [self.marks[op].loss for op in before if op in self.marks]
+        if passed_on:
+            return passed_on[0]
+        kind = kind_of(targets, self._reader, can_divide)
+        self._penalties.prepare(kind)
+        return kind
 
-    def _reduction_of(self, targets: Sequence[Any]) -> str | None:
-        """Returns the last reduction before the targets; "none" only if there is no other.
+    @property
+    def factors(self) -> list[tf.Operation]:
+        """Factors that make the terms of a loss parts of the ranks."""
+        return [*self.scale_factors, *self._penalties.factors.values()]
 
-        A sum that is divided, or multiplied by a value that depends on data, counts as a mean.
+    def divide_penalties(self, kind: LossKind, share: Any) -> None:
+        """Gives each rank its share of the penalties of a loss, which is a sum otherwise.
+
+        Args:
+          kind: the kind of the loss.
+          share: 1 / number of ranks that add to the sum; a number or a scalar tensor.
         """
-        if not self._reductions:
-            return None
-        operations = [each.op for each in targets if isinstance(each, tf.Tensor)]
-        divided: list[tf.Operation] = []
-        if _SUM in self._reductions.values():  # else the walk for each product is not needed
-            divided = [
-                op
-                for op in walk(operations, self._before_losses)
-                if op.type in _DIVISIONS or (op.type in _PRODUCTS and not _has_factor_of_all(op))
-            ]
-        averaged = {self._scope_of(op) for op in walk(divided, data_before)}
-        scopes = {self._scope_of(op) for op in walk(operations, data_before)}
-        reductions = [
-            _MEAN if reduction == _SUM and scope in averaged else reduction
-            for scope, reduction in self._reductions.items()
-            if scope in scopes
-        ]
-        reductions = [each for each in reductions if each != _NO_REDUCTION] or reductions
-        return reductions[-1] if reductions else None
-
-    def _before_losses(self, op: tf.Operation) -> Collection[tf.Operation]:
-        """Returns the inputs of an operation, or none if it belongs to a loss function."""
-        return [] if self._scope_of(op) in self._reductions else data_before(op)
-
-    @staticmethod
-    def _scope_of(op: tf.Operation) -> str:
-        return str(op.name.rpartition("/")[0])
+        self._penalties.divide(kind, share)
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Returns True if targets depend on a loss that an optimizer has divided by the ranks.
@@ -160,17 +193,38 @@ class MarkedGraph(tf.Graph):
         )
 
 
+def marked_graph() -> MarkedGraph | None:
+    """Returns the graph around the default one that stores gradients; None if there is none."""
+    graph = outermost(tf.compat.v1.get_default_graph())
+    return graph if isinstance(graph, MarkedGraph) else None
+
+
 def marks_of_graph() -> dict[tf.Operation, Mark]:
-    """Returns the gradients of the default graph, empty if it is not a `MarkedGraph`.
+    """Returns the marks of `marked_graph` by operation, two for each sparse gradient."""
+    graph = marked_graph()
+    return {} if graph is None else graph.marks
+
+
+def mark_of(gradient: Any) -> Mark | None:
+    """Returns the mark of a gradient that comes straight from backward, in this branch or loop.
+
+    Args:
+      gradient: a tensor or a sparse gradient.
 
     Returns:
-      Marks by operation; a sparse gradient has two operations, for values and indices.
+      None for any other value.
     """
+    op, marks = values_of(gradient).op, marks_of_graph()
+    while op.type == "Identity" and op not in marks:
+        op = op.inputs[0].op
     graph = tf.compat.v1.get_default_graph()
-    return graph.marks if isinstance(graph, MarkedGraph) else {}
+    is_here = op.graph is graph and control_flow_context(op) is control_flow_context(graph)
+    return marks.get(op) if is_here else None
 
 
-def _marked(graph: MarkedGraph, gradient: Any, source: Any, is_scaled: bool, is_sum: bool) -> Any:
+def _marked(
+    graph: MarkedGraph, gradient: Any, source: Any, is_scaled: bool, loss: LossKind
+) -> Any:
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):  # None, or a composite tensor
         return gradient
     if not isinstance(source, (tf.Tensor, tf.Variable)):
@@ -189,10 +243,10 @@ def _marked(graph: MarkedGraph, gradient: Any, source: Any, is_scaled: bool, is_
             if source.dtype != tf.resource:
                 set_shape_of(gradient, source.shape)
     if isinstance(source, tf.Variable):
-        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled, is_sum)
+        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled, loss)
     else:
         name = values_of(gradient).op.name
-        mark = Mark(gradient, source, name, row_shape, is_scaled, is_sum)
+        mark = Mark(gradient, source, name, row_shape, is_scaled, loss)
     graph.marks.update({part.op: mark for part in parts_of(gradient)})
     return gradient
 
@@ -203,30 +257,30 @@ def _hiding_rows(tensor: tf.Tensor, row_shape: Any) -> tf.Tensor:
 
 
 def _marking_graph() -> MarkedGraph | None:
-    if tf.executing_eagerly():
+    """Returns the graph that stores the gradients which are computed now.
+
+    Those in functions are stored only if losses are read, as they are not reduced elsewhere.
+    """
+    graph = None if tf.executing_eagerly() else marked_graph()
+    if graph is None or not graph.marks_gradients:
         return None
-    graph = tf.compat.v1.get_default_graph()
-    return graph if isinstance(graph, MarkedGraph) and graph.marks_gradients else None
-
-
-def _has_factor_of_all(op: tf.Operation) -> bool:
-    """Returns True if a factor of a product does not depend on data."""
-    return any(
-        not any(OF_THIS_RANK.match(each.type) for each in walk([factor.op], data_before))
-        for factor in op.inputs
-    )
+    is_inside = tf.compat.v1.get_default_graph() is not graph
+    return None if is_inside and not graph.reads_losses else graph
 
 
 def _mark_results_of_gradients(helper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(helper)
     def gradients(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
-        results, graph = helper(ys, xs, *args, **kwargs), _marking_graph()
-        if graph is None:
-            return results
-        targets = tf.nest.flatten([ys, args[:1], kwargs.get("grad_ys")])
-        is_scaled, is_sum = graph.is_scaled(targets), graph.is_sum(targets)
+        graph = _marking_graph()
+        if graph is None or kwargs.get("src_graph") is not None:  # of a branch or a loop
+            return helper(ys, xs, *args, **kwargs)
+        targets = tf.nest.flatten(ys)
+        weights = tf.nest.flatten([args[:1], kwargs.get("grad_ys")])
+        loss = graph.loss_kind(targets, weights)  # first, as it may change the loss
+        results = helper(ys, xs, *args, **kwargs)
+        is_scaled = graph.is_scaled([*targets, *weights])
         sources = xs if isinstance(xs, (list, tuple)) else [xs]
-        return [_marked(graph, g, x, is_scaled, is_sum) for g, x in zip(results, sources)]
+        return [_marked(graph, g, x, is_scaled, loss) for g, x in zip(results, sources)]
 
     return gradients
 
@@ -237,10 +291,12 @@ def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
         results, graph = method(self, target, sources, *args, **kwargs), _marking_graph()
         if graph is None:
             return results
-        targets = tf.nest.flatten([target, args, list(kwargs.values())])
-        is_scaled, is_sum = graph.is_scaled(targets), graph.is_sum(targets)
+        targets = tf.nest.flatten(target)
+        weights = tf.nest.flatten([args, list(kwargs.values())])
+        loss = graph.loss_kind(targets, weights, can_divide=False)  # the tape has seen it
+        is_scaled = graph.is_scaled([*targets, *weights])
         pairs = zip(tf.nest.flatten(results), tf.nest.flatten(sources))
-        marked = [_marked(graph, g, x, is_scaled, is_sum) for g, x in pairs]
+        marked = [_marked(graph, g, x, is_scaled, loss) for g, x in pairs]
         return tf.nest.pack_sequence_as(results, marked)
 
     return gradient
@@ -249,9 +305,12 @@ def _mark_results_of_tape(method: Callable[..., Any]) -> Callable[..., Any]:
 def _scale_by_reduction(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(scale)
     def scale_loss(loss: Any) -> Any:
-        graph = tf.compat.v1.get_default_graph()
-        if isinstance(graph, MarkedGraph) and isinstance(loss, tf.Tensor):
-            graph.reduce_as(loss)
+        graph = marked_graph()
+        if graph is not None and isinstance(loss, tf.Tensor):
+            if loss.graph is graph:
+                graph.reduce_as(loss)
+            elif graph.reads_losses:  # in a function, whose gradients are divided instead
+                return loss
         return scale(loss)
 
     return scale_loss

@@ -26,8 +26,9 @@ from estimator_ext.accumulation import Accumulation
 from estimator_ext.conditional_reductions import refuse_reductions_of_some_ranks
 from estimator_ext.deferred_reductions import DeferredReductions
 from estimator_ext.fingerprint import Updates
-from estimator_ext.gradient_marks import marks_of_graph
-from estimator_ext.graph import data_before, depends_on, operations_before, walk
+from estimator_ext.gradient_marks import mark_of, marked_graph
+from estimator_ext.graph import data_before, depends_on, operations_before
+from estimator_ext.marked_gradients import MarkedGradients
 from estimator_ext.skipped_updates import SkippedUpdates
 from estimator_ext.value_reduction import ValueReduction
 from hostopt.gradients.nonfinite import NonFiniteCheck
@@ -45,9 +46,10 @@ class GradientReduction:
     Args:
       strategy: the `HostOffloadStrategy`; its communicator is opened by the first reduction.
       sparse_as_dense: True makes sparse gradients dense.
-      at_backward: True reduces gradients as soon as backward has computed them, for programs that
-        do not know of ranks. What they compute from gradients, such as a clipping norm, is then
-        computed from the gradients of all ranks.
+      at_backward: True for programs that do not know of ranks: gradients are reduced to those of
+        one process. An optimizer reduces those that come straight from backward. All others, such
+        as clipped or accumulated ones, are reduced where they leave backward, as soon as the step
+        is complete (`unreduced_updates`).
       graph: a training graph, whose reductions are built at its end; None builds each at once.
     """
 
@@ -62,7 +64,7 @@ class GradientReduction:
         self.is_local = strategy.local_steps.is_used  # nothing is reduced in a step
         self.size = 1 if self.is_local else strategy.cluster.size
         self._sparse_as_dense = sparse_as_dense
-        self._at_backward = at_backward
+        self.at_backward = at_backward
         self.flags = ops.StopSaveFlags()
         self._deferred: DeferredReductions | None = None
         if graph is not None and self.size > 1:
@@ -70,7 +72,9 @@ class GradientReduction:
         self.values = ValueReduction(strategy, self._deferred, self.flags)
         self.accumulation: Accumulation | None = None
         self.skipping = SkippedUpdates()
-        self.model_knows_size = False  # the model may divide its loss by the number of ranks
+        self.model_knows_size = ""  # the place where the program reads the number of ranks
+        self.has_divided = False  # True once a loss is computed as in one process
+        self.marked = MarkedGradients(self.size, self.sum_gradients, self.values)
         self.reducers: list[AnyReducer] = []  # to be closed with the graph
         self.sums: set[tf.Operation] = set()  # of the micro-batches of a single rank
         self._reduced: dict[Any, tf.Tensor] = {}  # sums by variable, not to be reduced again
@@ -80,6 +84,11 @@ class GradientReduction:
         """True if the gradients of the training graph must be known (`gradient_marks`)."""
         is_alone = self.size == 1 and self.accumulation is None
         return not is_alone or self._strategy.options.nonfinite == "skip"
+
+    @property
+    def follows_gradients(self) -> bool:
+        """True if gradients are reduced to those of one process, whoever applies them."""
+        return self.at_backward and not self.model_knows_size and self.uses_gradients_of_graph
 
     def close(self) -> None:
         """Ends the threads of the reducers."""
@@ -182,16 +191,19 @@ class GradientReduction:
         for value, variable in pairs:
             if isinstance(variable, tf.Variable):
                 set_shape_of(value, variable.shape)
-        left = [
-            i
-            for i, pair in enumerate(pairs)
-            if not self._take_reduced(*pair) and not self._is_reduced_at_backward(results[i])
-        ]
+        left = [i for i, pair in enumerate(pairs) if not self._take_reduced(*pair)]
+        follows = self.follows_gradients and marked_graph() is not None
+        if follows:  # the others are reduced where they leave backward
+            left = [i for i in left if mark_of(results[i]) is not None]
         gradients = [(results[i], *_name_and_row_shape(pairs[i][1], results[i])) for i in left]
-        sums = self.sum_gradients(gradients, loss_is_scaled(), nonfinite)
-        if reduce_op == tf.distribute.ReduceOp.MEAN:
-            with tf.device(HOST_DEVICE):
-                sums = [map_values(lambda v: v / self.size, total) for total in sums]
+        if follows:
+            marks = [mark_of(gradient) for gradient, *_ in gradients]
+            sums = self.marked.reduce(gradients, marks, nonfinite)
+        else:
+            sums = self.sum_gradients(gradients, loss_is_scaled(), nonfinite)
+            if reduce_op == tf.distribute.ReduceOp.MEAN:
+                with tf.device(HOST_DEVICE):
+                    sums = [map_values(lambda v: v / self.size, total) for total in sums]
         for i, total in zip(left, sums):
             results[i] = total
         return results
@@ -206,22 +218,6 @@ class GradientReduction:
         if values.graph is not total.graph:  # a branch has its own graph: assume that it is
             return True
         return depends_on([values.op], [total.op], data_before)
-
-    def _is_reduced_at_backward(self, gradient: Any) -> bool:
-        """Returns True if a gradient, or what it is computed from, is reduced at backward.
-
-        `unreduced_updates` does so when the step is complete. A gradient that comes straight from
-        backward is not reduced there if an optimizer has scaled its loss, or if it is the gradient
-        of a sum: the optimizer's own reduction is the right one.
-        """
-        marks = marks_of_graph()
-        if not self._at_backward or self.model_knows_size or not marks:
-            return False
-        op = values_of(gradient).op
-        if op in marks:
-            return not (marks[op].is_scaled or marks[op].is_sum)
-        before = walk([op], lambda each: [] if each in marks else data_before(each))
-        return any(each in marks for each in before)
 
     def sum_gradients(
         self,
@@ -285,6 +281,27 @@ class GradientReduction:
     def _add_reducers(self, reducers: Sequence[AnyReducer]) -> None:
         self.reducers += reducers
         self.skipping.checks += [reducer.nonfinite_check for reducer in reducers]
+
+
+def read_accumulators(
+    reduction: GradientReduction,
+    reduce_op: tf.distribute.ReduceOp,
+    pairs: Sequence[tuple[Any, Any]],
+) -> list[tuple[Any, Any]]:
+    """Returns pairs in which variables that a program gives as gradients are read.
+
+    Args:
+      reduction: reductions of the graph.
+      reduce_op: SUM or MEAN, which is that of a moving average of a variable.
+      pairs: values and their destinations.
+    """
+    if not reduction.follows_gradients or reduce_op != tf.distribute.ReduceOp.SUM:
+        return list(pairs)
+    kind = tf.Variable
+    return [
+        (tf.convert_to_tensor(v) if isinstance(v, kind) and isinstance(d, kind) else v, d)
+        for v, d in pairs
+    ]
 
 
 def _name_and_row_shape(variable: Any, gradient: Any) -> tuple[str, tuple[int, ...]]:

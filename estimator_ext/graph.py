@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import control_flow_context, get_func_graph
+from estimator_ext._tf_private import control_flow_context, get_func_graph, original_func_graph
 
 __all__: list[str] = []
 
@@ -151,7 +151,7 @@ def decided_before(op: tf.Operation) -> list[tf.Operation]:
 
 
 def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
-    """Yields the graphs of the functions that an operation calls.
+    """Yields copies of the graphs of the functions that an operation calls.
 
     Args:
       op: an operation.
@@ -159,9 +159,26 @@ def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
     Yields:
       Name of the attribute that holds the function, such as `then_branch`, and the graph.
     """
+    for attribute, name in _names_of_functions(op):
+        yield attribute, get_func_graph(op, None, name)
+
+
+def original_functions(op: tf.Operation) -> list[tuple[str, Any]]:
+    """Returns the graphs of the functions that an operation calls, as the program built them.
+
+    Args:
+      op: an operation.
+
+    Returns:
+      As `functions_called`. Operations that call the same function share its graph.
+    """
+    return [(each, original_func_graph(op, name)) for each, name in _names_of_functions(op)]
+
+
+def _names_of_functions(op: tf.Operation) -> Iterator[tuple[str, str]]:
     for attribute in op.op_def.attr:
         if attribute.type not in ("func", "list(func)"):
             continue
         value = op.get_attr(attribute.name)
         for function in value if attribute.type == "list(func)" else [value]:
-            yield attribute.name, get_func_graph(op, None, function.name)
+            yield attribute.name, function.name

@@ -13,14 +13,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 import hostopt
 from estimator_ext import _tf_estimator, training_graph
 from estimator_ext._tf_estimator import ModeKeys
 from estimator_ext.batch_size import BatchSizes
-from estimator_ext.checkpoint_reading import check_on_rank_0, check_shared
+from estimator_ext.checkpoint_reading import (
+    check_on_rank_0,
+    check_partitions,
+    check_shared,
+    first_step,
+)
 from estimator_ext.checkpoint_saving import add_saver
 from estimator_ext.data_worker import check_is_no_data_worker, serve_if_data_worker
 from estimator_ext.early_stopping import config_for
@@ -46,7 +50,7 @@ from estimator_ext.run_config import (
 from estimator_ext.session_close import SessionCloseHook
 from estimator_ext.spec import stock_spec
 from estimator_ext.strategy import HostOffloadStrategy
-from estimator_ext.validation import check_data, check_params, check_spec
+from estimator_ext.validation import check_data, check_is_on_ranks, check_params, check_spec
 
 __all__: list[str] = []
 
@@ -60,6 +64,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
     """
 
     _evaluators: Evaluators | None = None  # several evaluators that share the data
+    _is_on_ranks = False  # the graph of the training is built for all ranks
 
     @property
     def config(self) -> Any:
@@ -134,22 +139,21 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             communicator = strategy.communicator
             strategy.leave_records_in(self._model_dir)
             check_on_rank_0(communicator, self._model_dir, strategy.options.restore_previous)
-            if max_steps is not None and _first_step(communicator, self._model_dir) >= max_steps:
+            if max_steps is not None and first_step(communicator, self._model_dir) >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self
-            trainer = self if strategy.cluster.is_chief else self._without_files()
+            trainer = self if strategy.cluster.is_chief else _without_files(self)
+            trainer._is_on_ranks = False
             arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
             _tf_estimator.Estimator.train(trainer, *arguments)
+            check_is_on_ranks(trainer)
             communicator.finish()
             preemption.share(communicator)
         return self
 
-    def _without_files(self) -> HostOffloadEstimator:
-        """Returns a copy that neither restores nor writes files, for all ranks but rank 0."""
-        trainer = copy.copy(self)
-        trainer._model_dir = None
-        trainer._warm_start_settings = None
-        return trainer
+    def _train_model_default(self, *arguments: Any) -> Any:
+        check_is_on_ranks(self)
+        return super()._train_model_default(*arguments)
 
     def _train_model_distributed(
         self, input_fn: Callable[..., Any], hooks: Any, saving_listeners: Any
@@ -158,6 +162,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         if not isinstance(strategy, HostOffloadStrategy):
             return super()._train_model_distributed(input_fn, hooks, saving_listeners)
         config = self.config
+        self._is_on_ranks = True
         functions = training_graph.ModelFunctions(
             lambda context: self._call_input_fn(input_fn, ModeKeys.TRAIN, context),
             "input_context" in _tf_estimator.fn_args(input_fn),
@@ -180,6 +185,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         global_step_tensor: Any,
         saving_listeners: Any,
     ) -> Any:
+        check_is_on_ranks(self)
         trainer = self
         if self._model_dir is None:  # a rank without files: its session restores and saves nothing
             trainer = copy.copy(self)
@@ -282,7 +288,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             input_context = self._evaluators.input_context
         # a process that reads all data is the only input pipeline
         context = input_context or tf.distribute.InputContext(1, 0, 1)
-        data = _tf_estimator.Estimator._call_input_fn(self._in_mode(mode), input_fn, mode, context)
+        estimator = _in_mode(self, mode)
+        data = _tf_estimator.Estimator._call_input_fn(estimator, input_fn, mode, context)
         if self._is_strict:
             check_data(data)
         depth = getattr(self._config, "prefetch_depth", None)
@@ -290,17 +297,28 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
 
     def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:
         spec = _tf_estimator.Estimator._call_model_fn(
-            self._in_mode(mode), features, labels, mode, config
+            _in_mode(self, mode), features, labels, mode, config
         )
         if self._is_strict:
             check_spec(spec, mode)
+        if number_of_workers(self._train_distribution) > 1 and mode != ModeKeys.TRAIN:
+            check_partitions(tf.train.latest_checkpoint(self._model_dir))
         return run_on_host(spec, mode, self._iterations)
 
-    def _in_mode(self, mode: str) -> HostOffloadEstimator:
-        """Returns a copy with the params of a mode."""
-        estimator = copy.copy(self)
-        estimator._params = self._batch_sizes.add_to(self._params, mode)
-        return estimator
+
+def _in_mode(estimator: HostOffloadEstimator, mode: str) -> HostOffloadEstimator:
+    """Returns a copy with the params of a mode."""
+    result = copy.copy(estimator)
+    result._params = estimator._batch_sizes.add_to(estimator._params, mode)
+    return result
+
+
+def _without_files(estimator: HostOffloadEstimator) -> HostOffloadEstimator:
+    """Returns a copy that neither restores nor writes files, for all ranks but rank 0."""
+    trainer = copy.copy(estimator)
+    trainer._model_dir = None
+    trainer._warm_start_settings = None
+    return trainer
 
 
 @contextlib.contextmanager
@@ -320,13 +338,6 @@ def _errors_name_checkpoint(model_dir: str) -> Iterator[None]:
 def _io_errors_of(strategy: Any, directory: str) -> contextlib.AbstractContextManager[None]:
     """Returns `translate_io_errors`, which does nothing without a `HostOffloadStrategy`."""
     return translate_io_errors(directory if isinstance(strategy, HostOffloadStrategy) else None)
-
-
-def _first_step(communicator: hostopt.Communicator, model_dir: str) -> int:
-    """global_step of rank 0's newest checkpoint, on all ranks."""
-    path = tf.train.latest_checkpoint(model_dir) if communicator.rank == 0 else None
-    step = np.array(tf.train.load_variable(path, "global_step") if path else 0, np.int64)
-    return int(communicator.broadcast(step, name="the step to start from"))
 
 
 def _needs_global_step(strategy: Any, hooks: Sequence[Any]) -> bool:

@@ -25,6 +25,7 @@ import hostopt
 from estimator_ext import input_state_file
 from estimator_ext._tf_private import GLOBAL_ITERATORS
 from estimator_ext.batch_position import BatchCounter, BatchPosition
+from estimator_ext.checkpoint_reading import read_step
 from estimator_ext.file_errors import remove
 from estimator_ext.graph import ancestors
 from estimator_ext.input_state_file import SUFFIX, Packed, pack, step_of, unpack
@@ -206,9 +207,7 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
         """Restores the positions."""
         del coord
         self._first_step = step = _global_step(session)
-        is_restored = (
-            self._newest and int(tf.train.load_variable(self._newest, "global_step")) == step
-        )
+        is_restored = self._newest and read_step(self._newest) == step
         self._states.begin(session, self._newest if is_restored else None)
 
     def end(self, session: tf.compat.v1.Session) -> None:

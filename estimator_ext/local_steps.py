@@ -30,7 +30,7 @@ class LocalSteps:
       outer_optimizer: applied to the difference of a synchronisation, or a function that returns
         it; None takes the mean of the ranks.
       slots: what becomes of the optimizer's slots: "average", "keep" or "reset". None is "keep"
-        with a delay, and "average" without one.
+        with an outer optimizer, as in DiLoCo, or a delay, and "average" otherwise.
       compression: format of the differences on the wire; None sends float32.
       fragments: number of parts of the model that are synchronised one after the other.
       delay: number of steps that go on while a synchronisation runs in the background.
@@ -100,7 +100,8 @@ class LocalSteps:
     @property
     def slot_rule(self) -> str:
         """Rule for slots: "average", "keep" or "reset"."""
-        return self.slots or ("keep" if self.delay else "average")
+        keeps = self.delay or self.outer_optimizer is not None
+        return self.slots or ("keep" if keeps else "average")
 
     def interval(self, steps: int, step_s: float) -> int:
         """Returns the number of steps until the next fragment is synchronised.

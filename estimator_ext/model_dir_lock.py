@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.file_errors import cannot_save
+from estimator_ext.file_errors import cannot_save, is_local
 from hostopt import lock_file
 from hostopt.connect import exit_with_error_code
 from hostopt.tf_config import RING_JOBS, read_tf_config
@@ -84,13 +84,30 @@ def training_without_ring(model_dir: str, config: Any) -> contextlib.AbstractCon
     Args:
       model_dir: model_dir of the Estimator.
       config: the `tf.estimator.RunConfig`.
+
+    Raises:
+      hostopt.ConfigError: TF_CONFIG names several ranks, and there is no strategy.
     """
+    _refuse_one_of_many(config)
     is_chief = config.is_chief
     tf_config = read_tf_config(os.environ)
     if getattr(config, "_distribute_coordinator_mode", None) and tf_config is not None:
         jobs, job, index = tf_config
         is_chief = index == 0 and job == next((name for name in RING_JOBS if name in jobs), job)
     return training_in(model_dir) if is_chief else contextlib.nullcontext()
+
+
+def _refuse_one_of_many(config: Any) -> None:
+    """Raises an error if this process would train alone, or wait for a chief that does."""
+    visible = read_tf_config(dict(os.environ))  # a program of Horovod's API hides it
+    jobs = visible[0] if visible is not None and isinstance(visible[0], dict) else {}
+    size = sum(len(jobs.get(job, ())) for job in RING_JOBS)
+    if size > 1 and "ps" not in jobs and config.train_distribute is None:
+        raise hostopt.ConfigError(
+            f"TF_CONFIG names {size} ranks, but the RunConfig has no train_distribute, so each "
+            "would train alone. Give it a HostOffloadStrategy, or set TF_CONFIG before the "
+            "RunConfig is created if the program runs unmodified"
+        )
 
 
 class LockCheckListener(tf.compat.v1.train.CheckpointSaverListener):
@@ -122,13 +139,13 @@ def is_training(model_dir: str) -> bool:
     Args:
       model_dir: the directory.
     """
-    return _is_local(model_dir) and lock_file.is_held(_path(model_dir))
+    return is_local(model_dir) and lock_file.is_held(_path(model_dir))
 
 
 def _acquire(path: str, until_s: float) -> bool:
     """True if this process holds the lock, or locks are not supported; False to retry."""
     model_dir = os.path.dirname(path)
-    if not _is_local(path):
+    if not is_local(path):
         _warn_once(model_dir, "it is not a local path")
         return True
     try:
@@ -160,12 +177,8 @@ def _in_use(model_dir: str, holder: lock_file.Holder | None) -> hostopt.ConfigEr
 
 
 def _path(model_dir: str) -> str:
-    directory = os.path.realpath(model_dir) if _is_local(model_dir) else model_dir
+    directory = os.path.realpath(model_dir) if is_local(model_dir) else model_dir
     return os.path.join(directory, lock_file.TRAINING)
-
-
-def _is_local(path: str) -> bool:
-    return "://" not in path
 
 
 @functools.cache

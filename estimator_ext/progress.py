@@ -10,7 +10,6 @@ only in the steps that fetch them, which are at most ten in a second::
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections import deque
@@ -22,6 +21,7 @@ import tensorflow as tf
 
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_private import control_flow_context
+from estimator_ext.file_errors import absolute
 from estimator_ext.graph import walk
 from estimator_ext.step_report import StepReportHook
 from estimator_ext.uneven_data import BatchWeights
@@ -188,7 +188,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         """Writes the progress at the end of training."""
         if self._runs:
             self._finish_sample(time.monotonic())
-            self._write(session)
+            self._write(session, is_ended=True)
 
     def _begin_sample(self, values: Mapping[str, float]) -> None:
         input_s, end_s = values["input_s"] - self._to_wall_s, values["end_s"] - self._to_wall_s
@@ -218,7 +218,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         measured = [each for each in times if each and each.last_launch_s >= self._run_begin_s]
         return merge(measured) if measured and len(measured) == len(times) else None
 
-    def _write(self, session: Any) -> None:
+    def _write(self, session: Any, is_ended: bool = False) -> None:
         step, now_s = _global_step(session), time.monotonic()
         self._recent.append((now_s, self._runs, step))
         since_s, runs, first = self._recent[0]
@@ -231,7 +231,8 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             "last_step": self._last_step(),
             "mean_steps_per_s": (step - self._first_step) / elapsed_s,
             "mean_examples_per_s": examples * self._runs / elapsed_s,
-            "model_dir": os.path.abspath(self._model_dir),
+            "is_ended": is_ended,
+            "model_dir": absolute(self._model_dir),
             **self._measured(),
         }
         if now_s > since_s:

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from estimator_ext._tf_private import saved_as
 from estimator_ext.checkpoint_saving import has_own_saver
 from estimator_ext.fingerprint import read_updates
 from estimator_ext.local_steps import LocalSteps
@@ -97,7 +98,7 @@ def check_outer_slots(checkpoint: str) -> None:
     if not variables:
         return
     saved = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
-    missing = [variable.op.name for variable in variables if variable.op.name not in saved]
+    missing = [name for name, _ in map(saved_as, variables) if name not in saved]
     if missing:
         raise hostopt.CheckpointError(
             f"{checkpoint} has no {missing[0]!r}, a slot of outer_optimizer: it was saved with "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import types
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from estimator_ext._tf_private import (
     options_in_graph,
     variant_tensor,
 )
+from estimator_ext.data_order import OrderCheck
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.graph import walk
 from hostopt.options import shown
@@ -31,10 +33,17 @@ _log = tf.get_logger()
 
 _AutoShard = tf.data.experimental.AutoShardPolicy
 POLICIES = {"data": _AutoShard.DATA, "file": _AutoShard.FILE, "off": _AutoShard.OFF}
+_FEW_FILES = re.compile(  # message of TensorFlow
+    r"only has (\d+) file\(s\), which is not enough for the required (\d+) shards"
+)
 _ALL = (
     "Let input_fn shard them by input_context.num_input_pipelines and input_pipeline_id; or, if "
     "each rank is to read all that it returns, give the HostOffloadStrategy auto_shard='off' "
     "(python -m estimator_ext --auto-shard off)"
+)
+_SAME_ORDER = (
+    "Give its shuffles, generators and random numbers seeds that are the same on all ranks; or "
+    "let each rank read its files (auto_shard='file'), or everything in its own order ('off')"
 )
 
 
@@ -56,7 +65,10 @@ def check_policy(policy: str | None) -> None:
 
 @contextlib.contextmanager
 def dividing(
-    communicator: hostopt.Communicator, context: tf.distribute.InputContext, policy: str | None
+    communicator: hostopt.Communicator,
+    context: tf.distribute.InputContext,
+    policy: str | None,
+    config: tf.compat.v1.ConfigProto | None = None,
 ) -> Iterator[Callable[[Any], Any]]:
     """Shards the data of an input_fn that is called within the block.
 
@@ -64,12 +76,13 @@ def dividing(
       communicator: the ring.
       context: number of ranks and index of this one.
       policy: "data" or "file"; "off" if each rank reads all data. None acts like "off" and warns.
+      config: configuration of a session that reads the first elements.
 
     Yields:
       Function that takes the result of input_fn and returns the shard of this rank.
 
     Raises:
-      UnsupportedError: the data are sharded already, or cannot be sharded.
+      UnsupportedError: the data are sharded already, cannot be sharded, or differ between ranks.
     """
     if policy in (None, "off"):
         if policy is None and communicator.rank == 0:
@@ -81,11 +94,13 @@ def dividing(
             )
         yield lambda data: data
         return
-    with _in_one_order(communicator), _sharded_iterators(context, str(policy)) as made:
+    check = OrderCheck(communicator.duplicate("the order of the data"), _SAME_ORDER)
+    shards = _Shards(context, str(policy), check, config)
+    with _in_one_order(communicator), _sharded_iterators(shards) as made:
 
         def divide(data: Any) -> Any:
             if isinstance(data, tf.data.Dataset):
-                return _sharded(data, context, str(policy))
+                return shards.of_dataset(data)
             if not made:
                 raise UnsupportedError(
                     "input_fn has no argument input_context, and what it returns cannot be "
@@ -97,27 +112,105 @@ def dividing(
         yield divide
 
 
-def _sharded(data: tf.data.Dataset, context: tf.distribute.InputContext, policy: str) -> Any:
-    """Returns the shard of a dataset, as TensorFlow's own strategies make it."""
-    with options_in_graph():
-        current = data.options().experimental_distribute.auto_shard_policy
-    if current == _AutoShard.OFF:
+class _Shards:
+    """Takes the shard of a rank."""
+
+    def __init__(
+        self,
+        context: tf.distribute.InputContext,
+        policy: str,
+        check: OrderCheck,
+        config: tf.compat.v1.ConfigProto | None,
+    ) -> None:
+        self.by_rows = policy == "data"
+        self._size, self._rank = context.num_input_pipelines, context.input_pipeline_id
+        self._policy = policy
+        self._check = check
+        self._config = config
+
+    def of_dataset(self, data: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the shard of a dataset, as TensorFlow's own strategies make it."""
+        with options_in_graph():
+            current = data.options().experimental_distribute.auto_shard_policy
+        if current == _AutoShard.OFF:
+            return data
+        if any(op.type == "ShardDataset" for op in walk([variant_tensor(data).op])):
+            raise UnsupportedError(
+                "input_fn has no argument input_context, and shards its dataset by itself: "
+                f"divided once more, the ranks would read a part of a part. {_ALL}"
+            )
+        if current == _AutoShard.AUTO:
+            current = POLICIES[self._policy]
+            options = tf.data.Options()
+            options.experimental_distribute.auto_shard_policy = current
+            data = data.with_options(options)
+        if current != _AutoShard.FILE:
+            data, _ = self._check.in_one_order(data, self._config)
+        with tf.device(HOST_DEVICE):
+            data = AutoShardDataset(data, self._size, self._rank)
+        if self._rank == 0:
+            _log.info(
+                "TensorFlow divides the data among %d ranks (auto_shard=%r)",
+                self._size,
+                self._policy,
+            )
         return data
-    if any(op.type == "ShardDataset" for op in walk([variant_tensor(data).op])):
-        raise UnsupportedError(
-            "input_fn has no argument input_context, and shards its dataset by itself: divided "
-            f"once more, the ranks would read a part of a part. {_ALL}"
-        )
-    size, rank = context.num_input_pipelines, context.input_pipeline_id
-    if current == _AutoShard.AUTO:
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = POLICIES[policy]
-        data = data.with_options(options)
-    with tf.device(HOST_DEVICE):
-        data = AutoShardDataset(data, size, rank)
-    if rank == 0:
-        _log.info("TensorFlow divides the data among %d ranks (auto_shard=%r)", size, policy)
-    return data
+
+    def of_rows(self, rows: Any) -> Any:
+        """Returns the rows that a rank reads; all ranks read the same number of rows.
+
+        Args:
+          rows: an array, an OrderedDict of arrays, or a DataFrame.
+
+        Returns:
+          The same kind of data.
+
+        Raises:
+          hostopt.ConfigError: there are fewer rows than ranks.
+        """
+        size, rank = self._size, self._rank
+        is_dict = isinstance(rows, dict)
+        count = len(next(iter(rows.values()))) if is_dict else len(rows)
+        if count < size:
+            raise hostopt.ConfigError(
+                f"input_fn reads {count} rows of data, wanted at least one for each of the {size} "
+                "ranks. Give it more data, or use fewer ranks"
+            )
+        has_columns = is_dict or hasattr(rows, "iloc")
+        self._check.check_rows([column for _, column in rows.items()] if has_columns else [rows])
+        if rank == 0:
+            _log.info("each of %d ranks reads every %d-th of %d rows", size, size, count)
+            if count % size:
+                _log.warning(
+                    "the last %d of %d rows are left out, so that all %d ranks read as many",
+                    count % size,
+                    count,
+                    size,
+                )
+        shard = slice(rank, count - count % size, size)
+        if is_dict:
+            return type(rows)((name, array[shard]) for name, array in rows.items())
+        return getattr(rows, "iloc", rows)[shard]
+
+
+@contextlib.contextmanager
+def few_files_refused() -> Iterator[None]:
+    """Scope that raises TensorFlow's error for fewer files than ranks as `ConfigError`.
+
+    Raises:
+      hostopt.ConfigError: auto_shard is "file", and a rank has no file.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        found = _FEW_FILES.search(str(error))
+        if found is None:
+            raise
+        raise hostopt.ConfigError(
+            f"the number of files is {found[1]}, wanted at least one for each of the {found[2]} "
+            "ranks, as auto_shard is 'file'. Use 'data' (python -m estimator_ext --auto-shard "
+            "data), or more files"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -134,15 +227,14 @@ def _in_one_order(communicator: hostopt.Communicator) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sharded_iterators(context: tf.distribute.InputContext, policy: str) -> Iterator[list[Any]]:
+def _sharded_iterators(shards: _Shards) -> Iterator[list[Any]]:
     """Makes iterators and queues that are created within the block read the shard of this rank.
 
     The policy "data" also shards queues of rows of arrays or of a DataFrame, as
     `tf.compat.v1.estimator.inputs` makes them: each rank reads every N-th row.
 
     Args:
-      context: number of ranks and index of this one.
-      policy: "data" or "file".
+      shards: takes the shard of this rank.
 
     Yields:
       List to which each dataset or array that is sharded is added.
@@ -155,15 +247,15 @@ def _sharded_iterators(context: tf.distribute.InputContext, policy: str) -> Iter
 
     def make_by(name: str) -> Callable[..., Any]:
         def make(dataset: Any, *arguments: Any, **options: Any) -> Any:
-            shard = DatasetV1Adapter(_sharded(dataset, context, policy))
+            shard = DatasetV1Adapter(shards.of_dataset(dataset))
             made.append(shard)
             return stock[name](shard, *arguments, **options)
 
         return make
 
     def enqueue_shard(rows: Any, *arguments: Any, **options: Any) -> Any:
-        if policy == "data" and not isinstance(rows, types.FunctionType):
-            rows = _shard_of_rows(rows, context)
+        if shards.by_rows and not isinstance(rows, types.FunctionType):
+            rows = shards.of_rows(rows)
             made.append(rows)
         return enqueue(rows, *arguments, **options)
 
@@ -176,39 +268,3 @@ def _sharded_iterators(context: tf.distribute.InputContext, policy: str) -> Iter
         _tf_estimator.feeding._enqueue_data = enqueue
         for name, method in stock.items():
             setattr(kind, name, method)
-
-
-def _shard_of_rows(rows: Any, context: tf.distribute.InputContext) -> Any:
-    """Returns the rows that a rank reads; all ranks read the same number of rows.
-
-    Args:
-      rows: an array, an OrderedDict of arrays, or a DataFrame.
-      context: number of ranks and index of this one.
-
-    Returns:
-      The same kind of data.
-
-    Raises:
-      hostopt.ConfigError: there are fewer rows than ranks.
-    """
-    size, rank = context.num_input_pipelines, context.input_pipeline_id
-    is_dict = isinstance(rows, dict)
-    count = len(next(iter(rows.values()))) if is_dict else len(rows)
-    if count < size:
-        raise hostopt.ConfigError(
-            f"input_fn reads {count} rows of data, wanted at least one for each of the {size} "
-            "ranks. Give it more data, or use fewer ranks"
-        )
-    if rank == 0:
-        _log.info("each of %d ranks reads every %d-th of %d rows", size, size, count)
-        if count % size:
-            _log.warning(
-                "the last %d of %d rows are left out, so that all %d ranks read as many",
-                count % size,
-                count,
-                size,
-            )
-    shard = slice(rank, count - count % size, size)
-    if is_dict:
-        return type(rows)((name, array[shard]) for name, array in rows.items())
-    return getattr(rows, "iloc", rows)[shard]

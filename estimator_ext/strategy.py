@@ -81,7 +81,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         the mean of the ranks as gradient. None takes the mean.
       sync_slots: what a synchronisation does with the slots of the training's optimizer. "average"
         averages them over the ranks, "keep" does so only for a checkpoint, "reset" initializes
-        them. None is "keep" with `sync_delay`, and "average" without it.
+        them. None is "keep" with `outer_optimizer` or `sync_delay`, and "average" otherwise.
       sync_compression: "fp16", "bf16", "int8" or "int4" sends the differences with fewer bits.
       sync_fragments: number of parts of the model that are synchronised one after the other within
         `sync_every` steps.

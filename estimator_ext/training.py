@@ -16,6 +16,7 @@ from estimator_ext.evaluation import (
     evaluate_announced,
     evaluate_final,
     evaluate_until_end,
+    recall_best,
 )
 from estimator_ext.evaluators import connect_evaluators, with_evaluators
 from estimator_ext.model_dir_lock import note_ring, training_in, training_without_ring
@@ -61,6 +62,7 @@ def train_and_evaluate(
     if not isinstance(strategy, HostOffloadStrategy) or strategy.cluster.task is None:
         with training_without_ring(estimator.model_dir, estimator.config):
             if len(eval_specs) == 1:
+                recall_best(estimator, eval_specs[0])
                 return stock_train_and_evaluate(estimator, train_spec, eval_specs[0])
             _train(estimator, train_spec)
             return evaluate_final(estimator, train_spec, eval_specs)

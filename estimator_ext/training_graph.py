@@ -150,7 +150,7 @@ class TrainingGraph:
         separate = self._communicator.duplicate("the data")
         states = self.input_states = InputStates(separate, guard, inputs.has_next, inputs.counter)
         self.global_step = functions.create_global_step(graph)
-        graph.marks_gradients = self._reduction.uses_gradients_of_graph
+        graph.watch(self._reduction, data, self._strategy.extended.loss_is)
         self.spec = self._strategy.extended.call_for_each_replica(
             functions.call_model_fn, args=(inputs.features, inputs.labels)
         )
@@ -197,11 +197,11 @@ class TrainingGraph:
         updates, suspects, is_mean = None, {}, loss_is_scaled()
         read_before_changes(targets)
         if reduction.uses_gradients_of_graph:
-            data = {*data, *graph.scale_factors}
+            data = {*data, *graph.factors}
             updates = read_updates(targets, data, reduction.sums)
             if mend_unreduced_updates(reduction, updates, data):
-                is_mean = not graph.is_sum([self.spec.loss])
                 updates = read_updates(targets, data, reduction.sums)
+            is_mean = reduction.marked.decide(self.spec.loss, is_mean)
             reduction.check_skipped(updates)
         if reduction.size == 1:
             updates = None  # there are no other ranks to compare with

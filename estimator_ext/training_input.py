@@ -16,15 +16,16 @@ from estimator_ext.data_service import data_service
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.input_kinds import log_limits
 from estimator_ext.input_state import KINDS
-from estimator_ext.sharding import dividing
+from estimator_ext.sharding import dividing, few_files_refused
 from estimator_ext.strategy import HostOffloadStrategy
 from estimator_ext.uneven_data import (
     MODES,
     BatchWeights,
+    Needs,
     check_endless,
     count_examples,
     has_next,
-    needs_join,
+    needs_of,
     repeat_last_batch,
 )
 
@@ -68,7 +69,7 @@ def build_input(
       config: configuration of the Estimator.
       call_input_fn: calls input_fn with an input context.
       is_sharded: True if input_fn itself shards the data, because it takes an input context.
-      stack: receives the scope in which the data workers are watched.
+      stack: receives the scopes in which the data workers are watched and errors are explained.
 
     Returns:
       Features, labels and hooks.
@@ -77,57 +78,64 @@ def build_input(
     counter = _new_counter(communicator, getattr(config, "resume_data", KINDS[0]))
     service = stack.enter_context(data_service(strategy, config))
     if service is None:
-        data = _share_of_rank(strategy, call_input_fn, is_sharded)
+        stack.enter_context(few_files_refused())
+        data = _share_of_rank(strategy, config, call_input_fn, is_sharded)
     else:  # its workers divide the data
         data = call_input_fn(tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync))
     if communicator.rank == 0:
         log_limits(data, communicator.size, is_counted=counter is not None)
     micro_batches = getattr(config, "accumulate_steps", 1)
-    has_weights = communicator.size > 1 and not reduction.is_local
-    joins = has_weights and needs_join(data, communicator, config.session_config)
+    needs = Needs(weights=False, join=False)
+    if communicator.size > 1 and not reduction.is_local:
+        needs = needs_of(data, communicator, config.session_config)
+        if service is not None and not needs.join:
+            check_endless(data, config.session_config)
     watch: list[Any] = []
     if service is not None:
-        if has_weights and not joins:
-            check_endless(data, config.session_config)
         watch, data = [service.watch], service.prepare(data, config)
-    if not joins:
-        if micro_batches > 1:
-            reduction.accumulation = Accumulation(micro_batches)
-        features, labels, hooks = _tf_estimator.parse_input_fn_result(data)
-        if counter is not None:
-            features, labels = counter.counted((features, labels))
-        hooks = [*watch, *hooks]
-        return TrainingInput(features, labels, hooks, has_next((features, labels)), counter)
-    # each element is (batch, is_new); the stock function returns them as features and labels
-    batch, is_new, hooks = _tf_estimator.parse_input_fn_result(repeat_last_batch(data))
-    hooks = [*watch, *hooks]
+    is_new: Any = True
+    if needs.join:
+        # each element is (batch, is_new); the stock function returns them as features and labels
+        batch, is_new, hooks = _tf_estimator.parse_input_fn_result(repeat_last_batch(data))
+    else:
+        *batch, hooks = _tf_estimator.parse_input_fn_result(data)
     if counter is not None:
         batch, is_new = counter.counted((batch, is_new), is_new)
-    counts = count_examples(batch, is_new)
+    counts = count_examples(batch, is_new) if needs.weights else []
     if micro_batches > 1:
-        accumulation = reduction.accumulation = Accumulation(micro_batches, counts[0])
-        counts = [accumulation.all_examples, accumulation.total(counts[1], "batches")]
-    weights = BatchWeights(*counts, communicator, getattr(config, "uneven_data", MODES[0]))
-    reduction.values.weights = weights
-    if reduction.accumulation is None:  # compute nothing in a step without data
-        with tf.control_dependencies([weights.mean_weight]):
-            batch = tf.nest.map_structure(tf.identity, batch)
+        accumulation = reduction.accumulation = Accumulation(micro_batches, *counts[:1])
+        if counts:
+            counts = [accumulation.all_examples, accumulation.total(counts[1], "batches")]
+    if counts:
+        weights = BatchWeights(*counts, communicator, getattr(config, "uneven_data", MODES[0]))
+        reduction.values.weights = weights
+        if needs.join and reduction.accumulation is None:  # compute nothing without data
+            with tf.control_dependencies([weights.mean_weight]):
+                batch = tf.nest.map_structure(tf.identity, batch)
+    features, labels = _features_and_labels(batch)
+    more = is_new if needs.join else has_next((features, labels))
+    return TrainingInput(features, labels, [*watch, *hooks], more, counter)
+
+
+def _features_and_labels(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (list, tuple)):
-        return TrainingInput(batch, None, hooks, is_new, counter)
+        return batch, None
     if len(batch) != 2:
         raise ValueError("input_fn should return (features, labels) as a len 2 tuple.")
-    return TrainingInput(batch[0], batch[1], hooks, is_new, counter)
+    return batch[0], batch[1]
 
 
 def _share_of_rank(
     strategy: HostOffloadStrategy,
+    config: Any,
     call_input_fn: Callable[[tf.distribute.InputContext], Any],
     is_sharded: bool,
 ) -> Any:
     communicator, context = strategy.communicator, strategy.extended.input_context()
     if communicator.size == 1 or is_sharded:
         return call_input_fn(context)
-    with dividing(communicator, context, strategy.extended.auto_shard) as divide:
+    policy = strategy.extended.auto_shard
+    with dividing(communicator, context, policy, config.session_config) as divide:
         return divide(call_input_fn(context))
 
 

@@ -1,18 +1,19 @@
-"""Weights for ranks whose data end at different steps, so that each example counts once.
+"""Weights for ranks whose batches differ in length or whose data end: each example counts once.
 
-All ranks continue until the data of the last one end. A rank without data repeats its last batch
-with weight 0. In each step the ranks sum their numbers of examples, and the gradient of a rank is
-weighted by its share. When no rank has data, all ranks stop before the step changes anything.
+In each step the ranks sum their numbers of examples, and the gradient of a rank is weighted by its
+share. All ranks continue until the data of the last one end. A rank without data repeats its last
+batch with weight 0. When no rank has data, all ranks stop before the step changes anything.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.batch_lengths import UNKNOWN, length_of, lengths_of
 from estimator_ext.errors import UnsupportedError
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
@@ -23,26 +24,41 @@ MODES = ("join", "stop")
 _log = tf.get_logger()
 
 
-def needs_join(
-    dataset: Any, communicator: hostopt.Communicator, config: tf.compat.v1.ConfigProto
-) -> bool:
-    """Returns True if batches need weights because the data of a rank may end.
+class Needs(NamedTuple):
+    """Needs of the batches of the ranks, so that each example counts once.
+
+    Args:
+      weights: True for weights, as batches may differ in length between ranks or steps.
+      join: True if a rank without data has to repeat its last batch. It needs weights, too.
+    """
+
+    weights: bool
+    join: bool
+
+
+def needs_of(
+    data: Any, communicator: hostopt.Communicator, config: tf.compat.v1.ConfigProto
+) -> Needs:
+    """Returns what the batches of the ranks need.
 
     Collective: all ranks must call it.
 
     Args:
-      dataset: the result of input_fn.
+      data: the result of input_fn.
       communicator: the ring.
-      config: configuration of a session that reads the length of the dataset.
+      config: configuration of a session that reads the length of a dataset.
 
     Returns:
-      True if the data of a rank may end, and all ranks have datasets of plain tensors.
+      The needs, the same on all ranks. Ranks repeat batches if the data of one may end, and all
+      have datasets of plain tensors.
     """
-    specs = tf.nest.flatten(dataset.element_spec) if _is_dataset(dataset) else [None]
+    specs = tf.nest.flatten(data.element_spec) if _is_dataset(data) else [None]
     can = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
-    ends = not can or _may_end(dataset, config)
-    of_ranks = communicator.all_gather(np.array([can, ends]), "the kinds of the ranks' data")
-    return bool(of_ranks[:, 0].all() and of_ranks[:, 1].any())
+    endless, length = lengths_of(data, config)
+    local = np.array([can, not endless, length])
+    can, ends, lengths = communicator.all_gather(local, "the kinds of the ranks' data").T
+    join = bool(can.all() and ends.any())
+    return Needs(join or UNKNOWN in lengths or len({*lengths}) > 1, join)
 
 
 def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
@@ -55,19 +71,13 @@ def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
     Raises:
       UnsupportedError: they may end.
     """
-    if _is_dataset(dataset) and _may_end(dataset, config):
+    if _is_dataset(dataset) and not lengths_of(dataset, config).endless:
         raise UnsupportedError(
             "the dataset of input_fn may end, and has sparse or ragged elements, or some of "
             "unknown rank. Data workers give ranks different numbers of batches, and a rank "
             "without data cannot repeat such a batch: return dense tensors (padded_batch), "
             "repeat() the data and set max_steps, or set RunConfig.data_service='off'"
         )
-
-
-def _may_end(dataset: tf.data.Dataset, config: tf.compat.v1.ConfigProto) -> bool:
-    with tf.compat.v1.Session(config=config) as session:
-        length = session.run(tf.data.experimental.cardinality(dataset))
-    return bool(length != tf.data.experimental.INFINITE_CARDINALITY)
 
 
 def repeat_last_batch(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -114,7 +124,7 @@ class BatchWeights:
     """The weights of this rank's batch in a step, as tensors of the graph.
 
     Both are scalars of float64: `mean_weight` for a mean over all examples of the step, and
-    `sum_weight`, 1 or 0, for a sum over the ranks.
+    `sum_weight`, 1 or 0, for a sum over the ranks. So is `share`, 1 / number of ranks with data.
 
     Args:
       examples: scalar of float32, the number of examples of this rank in the step.
@@ -135,10 +145,10 @@ class BatchWeights:
         self._stops = mode == "stop"
         self._steps = self._idle_steps = 0
         with tf.device(HOST_DEVICE), tf.name_scope("batch_weights"):
-            mean_weight, sum_weight, has_next = call_in_background(
+            mean_weight, sum_weight, share, has_next = call_in_background(
                 abort_on_error(communicator, self._exchange),
                 [examples, batches],
-                [tf.float64, tf.float64, tf.bool],
+                [tf.float64, tf.float64, tf.float64, tf.bool],
                 name="HostCollect",
             )
             # not in the background, where StopIteration would not count as the end of the data
@@ -146,8 +156,9 @@ class BatchWeights:
             with tf.control_dependencies([ended]):
                 self.mean_weight = tf.identity(mean_weight)
                 self.sum_weight = tf.identity(sum_weight)
-        self.mean_weight.set_shape([])
-        self.sum_weight.set_shape([])
+                self.share = tf.identity(share)
+        for weight in (self.mean_weight, self.sum_weight, self.share):
+            weight.set_shape([])
 
     def _exchange(self, examples: np.ndarray, batches: np.ndarray) -> list[Any]:
         count, has_data = float(examples), bool(batches > 0)
@@ -156,12 +167,13 @@ class BatchWeights:
         size = self._communicator.size
         if ranks_with_data < (size if self._stops else 1):
             self._report(has_data)
-            return [np.float64(0), np.float64(0), np.False_]
+            return [np.float64(0), np.float64(0), np.float64(0), np.False_]
         self._steps += 1
         self._idle_steps += not has_data
         # with this weight the mean of the ranks' means is the mean of all examples
         mean_weight = count * size / float(total) if total else 0.0
-        return [np.float64(mean_weight), np.float64(has_data), np.True_]
+        share = np.float64(1 / ranks_with_data)
+        return [np.float64(mean_weight), np.float64(has_data), share, np.True_]
 
     def _report(self, has_data: bool) -> None:
         rank = self._communicator.rank
@@ -193,13 +205,10 @@ def count_examples(element: Any, new: tf.Tensor) -> list[tf.Tensor]:
       new: scalar of bool, False for a repeated element.
 
     Returns:
-      Two scalars of float32: the length of the first tensor, or 1 if it is a scalar; and 1. Both
-      are 0 for a repeated element.
+      Two scalars of float32: the number of examples, and 1. Both are 0 for a repeated element.
     """
-    first = tf.nest.flatten(element)[0]
-    count = tf.shape(first)[0] if first.shape.rank else 1
     batches = tf.cast(new, tf.float32)
-    return [tf.cast(count, tf.float32) * batches, batches]
+    return [tf.cast(length_of(element), tf.float32) * batches, batches]
 
 
 def _is_dataset(dataset: Any) -> bool:
@@ -207,7 +216,8 @@ def _is_dataset(dataset: Any) -> bool:
 
 
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
-    return tf.zeros([1 if length is None else length for length in spec.shape], spec.dtype)
+    lengths = spec.shape.as_list()  # in TensorFlow 1, iterating a shape gives objects
+    return tf.zeros([1 if length is None else length for length in lengths], spec.dtype)
 
 
 def _as_one(element: tuple[Any, ...], spec: Any) -> Any:

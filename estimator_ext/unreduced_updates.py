@@ -31,8 +31,9 @@ from estimator_ext.fingerprint import Updates
 from estimator_ext.gradient_marks import Mark, marks_of_graph
 from estimator_ext.gradient_reduction import GradientReduction
 from estimator_ext.graph import BRANCHES, CALLS, data_before, predicates_around, walk
+from estimator_ext.linear_gradients import LinearGradients
 from estimator_ext.sync_on_read import is_sync_on_read
-from hostopt.tensorflow.sparse import map_values, parts_of, slices_of
+from hostopt.tensorflow.sparse import parts_of, slices_of
 
 __all__: list[str] = []
 
@@ -126,7 +127,8 @@ def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
     names = {variable.op.name for variable in tf.compat.v1.trainable_variables()}
     others = {updates.variable_of(mark.source.op) for mark in marks.values()} - names
     names |= {n for n in others & updates.varying.keys() if _uses_own_gradient(updates, n, marks)}
-    search = _Search(updates, data, sorted(names), marks)
+    linear = LinearGradients(marks, updates.is_same)
+    search = _Search(updates, data, sorted(names), marks, linear)
     for name in search.trained:
         search.go_back(name, updates.varying.get(name, ()))  # [U1], [U2]
     return search
@@ -167,6 +169,7 @@ class _Search:
       data: operations of this rank's input.
       trained: names of the trained variables.
       marks: the gradients of the graph.
+      linear: finds results of calls that are linear in gradients.
       edges: inputs through which gradients leave the backward pass, by consumer and index.
       suspects: by name of a variable, an operation that may make it differ by rank.
       causes: by name of a variable, the cause that makes it differ, and the remedy.
@@ -176,6 +179,7 @@ class _Search:
     data: Collection[tf.Operation]
     trained: Sequence[str]
     marks: Mapping[tf.Operation, Mark]
+    linear: LinearGradients
     edges: dict[Any, _Edge] = field(default_factory=dict)
     suspects: dict[str, str] = field(default_factory=dict)
     causes: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -183,20 +187,22 @@ class _Search:
     def go_back(self, variable: str, updates: Sequence[tf.Operation]) -> None:
         """Goes back from the updates of a variable to gradients and other causes: [U2]."""
         seen: set[tf.Operation] = set()
-        todo = [(update, update, False) for update in updates]
+        todo = [(update, update, False, False) for update in updates]
         while todo:
-            update, op, decides = todo.pop()  # decides: True if op is before a predicate
+            # decides: True if op is before a predicate; is_inside: before what is in a body
+            update, op, decides, is_inside = todo.pop()
             if op in seen:
                 continue
             seen.add(op)
+            is_inside = is_inside or op.type in CALLS or control_flow_context(op) is not None
             before = [] if op in self.data else self._before(variable, update, op)
             # predicates come last on the stack, so they are visited first: a branch without a
             # result returns its predicate
             for each, is_predicate in sorted(before, key=lambda pair: pair[1]):
                 if each is not None:  # None is a gradient that will be reduced
-                    todo.append((update, each, decides or is_predicate))
+                    todo.append((update, each, decides or is_predicate, is_inside))
             if not before and op is not update:
-                self._note_leaf(variable, update, op, decides)
+                self._note_leaf(variable, update, op, decides, is_inside)
 
     def _before(
         self, variable: str, update: tf.Operation, op: tf.Operation
@@ -233,7 +239,7 @@ class _Search:
         """Returns the edge of a gradient that can be reduced; None for any other tensor."""
         if tensor.op not in self.marks:
             tensor, consumer, index = _without_identities(tensor, consumer, index)
-        mark = self.marks.get(tensor.op)
+        mark = self.marks.get(tensor.op) or self.linear.mark_of(tensor)
         if mark is None or control_flow_context(tensor.op) is not None:
             return None
         is_trained = self.updates.variable_of(mark.source.op) in self.trained
@@ -249,15 +255,15 @@ class _Search:
         self.causes.setdefault(variable, (cause, remedy))
 
     def _note_leaf(
-        self, variable: str, update: tf.Operation, op: tf.Operation, decides: bool
+        self, variable: str, update: tf.Operation, op: tf.Operation, decides: bool, inside: bool
     ) -> None:
         if op not in self.data and _TRUSTED.match(op.type):
             self.suspects[variable] = f"{op.name!r} ({op.type})"
         else:
-            self.causes.setdefault(variable, self.describe(update, op, decides))
+            self.causes.setdefault(variable, self.describe(update, op, decides, inside))
 
     def describe(
-        self, update: tf.Operation, op: tf.Operation, decides: bool = False
+        self, update: tf.Operation, op: tf.Operation, decides: bool = False, inside: bool = False
     ) -> tuple[str, str]:
         """Describes why an update differs by rank, and the remedy.
 
@@ -265,6 +271,7 @@ class _Search:
           update: the operation that changes a variable.
           op: the operation whose value differs by rank.
           decides: True if a branch or a loop depends on it.
+          inside: True if a branch, a loop or a function uses it.
 
         Returns:
           Two texts.
@@ -273,9 +280,8 @@ class _Search:
         cause = f"{kind} {op.name!r} ({op.type})"
         if decides:
             return f"a branch or loop that depends on {cause}", _OF_PREDICATE
-        in_branch = control_flow_context(update) is not None
-        is_called = update.type in CALLS or op.type in CALLS
-        return cause, _IN_BODY if in_branch or is_called else _OF_DATA
+        inside = inside or op.type in CALLS or control_flow_context(op) is not None
+        return cause, _IN_BODY if inside else _OF_DATA
 
 
 def _without_identities(
@@ -330,10 +336,8 @@ def _mean(reduction: GradientReduction, mark: Mark, variable: str) -> dict[Any, 
         )
     gradient, parts = mark.gradient, parts_of(mark.gradient)
     row_shape = tuple(mark.row_shape.as_list())
-    (total,) = reduction.sum_gradients([(gradient, mark.name, row_shape)], not mark.is_sum)
-    if not (mark.is_scaled or mark.is_sum):
-        with tf.device(parts[0].device):
-            total = map_values(lambda values: values / reduction.size, total)
+    gradients = [(gradient, mark.name, row_shape)]
+    (total,) = reduction.marked.reduce(gradients, [mark], device=parts[0].device)
     if isinstance(gradient, tf.IndexedSlices) and not isinstance(total, tf.IndexedSlices):
         total = slices_of(total, gradient.indices.dtype)  # an option has made it dense
     return {part.ref(): result for part, result in zip(parts, parts_of(total))}

@@ -1,22 +1,32 @@
-"""Strict validation of input_fn, model_fn and params, by the rules of accelerator estimators.
+"""Validation of input_fn, model_fn, params, and of subclasses that train by themselves.
 
-It applies with `RunConfig(strict=True)`, with iterations_per_loop above 1, and if the Estimator
-has a batch size.
+All but the last apply by the rules of accelerator estimators: with `RunConfig(strict=True)`, with
+iterations_per_loop above 1, and if the Estimator has a batch size.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext.errors import UnsupportedError
+from estimator_ext.strategy import HostOffloadStrategy
 
 __all__: list[str] = []
 
 _STOCK = "leave out strict, iterations_per_loop and batch sizes for the stock rules"
 _WANTED = "features or (features, labels), each a tensor or a dict of tensors"
+# What a subclass may override to train; the stock class forbids it, but some disable its check.
+_TRAINING = (
+    "_train_model",
+    "_train_model_default",
+    "_train_model_distributed",
+    "_train_with_estimator_spec",
+)
 _NEEDED = {
     ModeKeys.TRAIN: ("loss", "train_op"),
     ModeKeys.EVAL: ("loss",),
@@ -86,3 +96,25 @@ def check_spec(spec: StockSpec, mode: str) -> None:
             "EstimatorSpec must contain either eval_metrics or eval_metric_ops in evaluation, got "
             f"neither. Give it metrics, or {_STOCK}"
         )
+
+
+def check_is_on_ranks(estimator: Any) -> None:
+    """Checks that an estimator does not train on this rank alone, beside its strategy.
+
+    Args:
+      estimator: a `HostOffloadEstimator`. Its attribute `_is_on_ranks` is True if the graph of
+        its training is built for all ranks.
+
+    Raises:
+      UnsupportedError: it is not, and there are several ranks.
+    """
+    strategy = estimator._train_distribution
+    size = strategy.cluster.size if isinstance(strategy, HostOffloadStrategy) else 1
+    if estimator._is_on_ranks or size == 1:
+        return
+    kinds = itertools.takewhile(lambda k: "_is_on_ranks" not in vars(k), type(estimator).__mro__)
+    own = [f"{k.__qualname__}.{name}" for k in kinds for name in _TRAINING if name in vars(k)]
+    raise UnsupportedError(
+        f"{', '.join(own) or type(estimator).__qualname__} trains each of {size} ranks alone, "
+        "beside their strategy. Call the method that it overrides, or train in one process"
+    )

@@ -55,6 +55,11 @@ class ValueReduction:
             return None
         return self.weights.mean_weight if is_mean else self.weights.sum_weight
 
+    @property
+    def share(self) -> Any:
+        """1 / number of ranks that take part in a sum: a number, or a tensor if their data end."""
+        return 1 / self._size if self.weights is None else self.weights.share
+
     def reduce(self, tensor: tf.Tensor, name: str, is_mean: bool) -> tf.Tensor:
         """Reduces a tensor over the ranks, differentiably if its dtype is floating.
 

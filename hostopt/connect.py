@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
+from typing import NoReturn
 
 from hostopt import descriptors
 from hostopt.adapters import mpi
@@ -221,11 +222,14 @@ def _exit_code_of(error: BaseException) -> int:
     return error.exit_code if isinstance(error, HostOptError) else _DEFAULT_EXIT_CODE
 
 
-def _typed(error: BaseException) -> BaseException:
+def original_of(error: BaseException) -> BaseException:
     """Returns the HostOptError that TensorFlow or Keras turned into an error of its own.
 
     Its text contains the message of the original, which is in the chain of the error if a function
     was traced, and has aborted the ring if a graph was executed.
+
+    Args:
+      error: any error, which is returned if there is no original.
     """
     if isinstance(error, HostOptError):
         return error
@@ -241,10 +245,28 @@ def _typed(error: BaseException) -> BaseException:
     return error
 
 
+def exit_in_one_line(error: HostOptError) -> NoReturn:
+    """Ends the process with an error, without a traceback that would not help.
+
+    Args:
+      error: the error, of which the other ranks hear.
+
+    Raises:
+      SystemExit: always, with the code of the error.
+    """
+    exit_with_error_code()
+    try:
+        if not _report(error):
+            sys.stderr.write(f"hostopt: {error}\n")
+    finally:
+        _abort_all(error)
+    raise SystemExit(error.exit_code)
+
+
 def _report_and_exit(
     type_: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    original = _typed(error)
+    original = original_of(error)
     if original is not error:
         original.__cause__ = error if original.__cause__ is None else original.__cause__
         type_, error, traceback = type(original), original, original.__traceback__

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import threading
 import traceback
+import types
 from typing import NamedTuple
 
 from hostopt.errors import HostOptError
@@ -31,6 +33,14 @@ _PHRASES = re.compile(
     r"Graph execution error:|\d+ root error\(s\) found\.\s*\(0\) [A-Z_]+: |\[\[.*?\]\]"
     r"|\d+ successful operations\.|\d+ derived errors ignored\.",
     re.DOTALL,
+)
+# Packages and modules whose frames are left out of the printed traceback.
+_PACKAGES = r"(?:hostopt|estimator_ext|tensorflow\w*|keras|tf_keras)"
+_LIBRARY = re.compile(rf"(?:{_PACKAGES}|contextlib|runpy)(?:\.|$)")
+_ROOT = re.escape(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LIBRARY_ENTRY = re.compile(
+    rf'[ \t]+File "(?:(?:[^"\n]*/(?:site|dist)-packages|{_ROOT})/{_PACKAGES}/'
+    r'|[^"\n]*/contextlib\.py"|<frozen runpy>")[^\n]*\n(?:[ \t]+(?!File ")[^\s][^\n]*\n)?'
 )
 _NODE = re.compile(r"^Node: ('[^'\n]*')$", re.MULTILINE)
 _PYTHON_FUNCTION_ERROR = "UnknownError"  # TensorFlow's type for exceptions in Python functions
@@ -74,26 +84,36 @@ def summary_of(error: BaseException, description: str, details_path: str) -> str
 
     Returns:
       One line for a HostOptError, which names the rank to blame and the remedy. For other errors,
-      the traceback of the user's code, without the errors that were being handled when it was
-      raised, and without TensorFlow's repetitions.
+      the traceback of the user's code and the function that raised the error, without the errors
+      that were being handled when it was raised, and without TensorFlow's repetitions.
     """
     if isinstance(error, HostOptError):
         return f"hostopt: {description}: {cause_of(error)} [traceback: {details_path}]\n"
     trace = traceback.TracebackException.from_exception(error)
-    _drop_contexts(trace)
+    _shorten(trace, error)
     text = _OTHER_ROOTS.sub("", _ORIGINAL.sub("\n", "".join(trace.format())))
     first = _DEFINED_AT.search(text)
     if first is not None:
-        text = text[: first.end()] + _DEFINED_AT.sub("", text[first.end() :])
+        defined_at = _LIBRARY_ENTRY.sub("", first[0])
+        text = text[: first.start()] + defined_at + _DEFINED_AT.sub("", text[first.end() :])
     last = f"hostopt: {description} ends with this error [full traceback: {details_path}]"
     return f"{text.rstrip()}\n{last}\n"
 
 
-def _drop_contexts(trace: traceback.TracebackException | None) -> None:
-    """Removes the implicit context of each error, but keeps its explicit cause."""
-    while trace is not None:
+def _shorten(trace: traceback.TracebackException | None, error: BaseException | None) -> None:
+    """Removes frames of libraries and the implicit context of each error, not its cause."""
+    while trace is not None and error is not None:
         trace.__context__ = None
-        trace = trace.__cause__
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        kept = [not _is_of_library(frame) for frame in frames[:-1]] + [True]
+        trace.stack = traceback.StackSummary.from_list(itertools.compress(trace.stack, kept))
+        trace, error = trace.__cause__, error.__cause__
+
+
+def _is_of_library(frame: types.FrameType) -> bool:
+    names = frame.f_globals
+    name = names.get("__package__") or names.get("__name__") or ""
+    return _LIBRARY.match(str(name)) is not None
 
 
 def write_details(directory: str, rank: int, error: BaseException) -> str | None:

@@ -71,7 +71,7 @@ class NamedCollectives:
         Args:
           arrays: arrays of any shape, each of one of `DTYPES`.
           name: name of the call.
-          op: reduction operator; AVERAGE needs floating dtypes.
+          op: reduction operator; averages of integers are truncated towards zero.
           compression: "fp16" or "bf16" sends float32 with 16 bits between hosts, if `op` is SUM or
             AVERAGE. Other arrays are sent unchanged.
 
@@ -83,7 +83,7 @@ class NamedCollectives:
         """
         arrays = [np.asarray(array) for array in arrays]
         for array in arrays:
-            check_dtype(array.dtype, op)
+            check_dtype(array.dtype)
         results = list(arrays)
         if not arrays:
             return results
@@ -167,7 +167,7 @@ class NamedCollectives:
         Args:
           array: array of at least one dimension, the same shape and dtype on all ranks.
           name: name of the call.
-          op: reduction operator; AVERAGE needs a floating dtype.
+          op: reduction operator; averages of integers are truncated towards zero.
 
         Returns:
           Rows of the result, in rank order. The first ranks get one row more if the rows cannot be
@@ -177,18 +177,9 @@ class NamedCollectives:
           ConfigError: the array is a scalar, or its dtype cannot be reduced.
         """
         array = _rows(array, "reduce_scatter")
-        check_dtype(array.dtype, op)
+        check_dtype(array.dtype)
         with self._using(name, "reduce_scatter", [array], op=op.name) as channel:
-            communicator = channel.communicator
-            if len(array) % self.size == 0 and not communicator.on_one_host:
-                chunk = communicator.reduce_scatter(array, op, name)
-                return chunk.reshape(len(array) // self.size, *array.shape[1:])
-            # the ring's chunks do not end with rows, and shared memory has the whole result anyway
-            call = communicator.signed_call(f"reduce_scatter({op.value})", name, array)
-            result = np.array(array, order="C")
-            communicator.all_reduce_in_place(result.reshape(-1), op, call)
-            rows: Array = np.array_split(result, self.size)[self.rank].copy()
-            return rows
+            return channel.reduce_scatter(array, name, op)
 
     def all_to_all(self, array: Array, splits: Sequence[int], name: str) -> tuple[Array, Array]:
         """Sends a part of the rows of each rank to each rank.
@@ -228,6 +219,16 @@ class NamedCollectives:
         with self._using(name, "barrier") as channel:
             channel.communicator.barrier(name)
 
+    def refuse(self, name: str, error: ConfigError) -> None:
+        """Makes all ranks fail that make a call which this rank refuses; it counts as a call.
+
+        Args:
+          name: name of the call.
+          error: why it is refused.
+        """
+        if self.size > 1 and not self._is_closed and self.communicator.transport.error is None:
+            self._channel_of(name).refuse(f"the call {name!r}: {error.message}")
+
     def close(self) -> None:
         """Refuses further calls."""
         self._is_closed = True
@@ -248,10 +249,7 @@ class NamedCollectives:
         self, name: str, collective: str, arrays: Sequence[Array] = (), **details: Any
     ) -> Iterator[NamedChannel]:
         self.check_open()
-        with self._lock:
-            if name not in self._channels:
-                self._channels[name] = open_channel(self.communicator, name, len(self._channels))
-            channel = self._channels[name]
+        channel = self._channel_of(name)
         if not channel.lock.acquire(blocking=False):
             raise ConfigError(
                 f"rank {self.rank} makes two calls named {name!r} at the same time, which other "
@@ -269,6 +267,12 @@ class NamedCollectives:
                 self.joining.end(_KIND, name)
         finally:
             channel.lock.release()
+
+    def _channel_of(self, name: str) -> NamedChannel:
+        with self._lock:
+            if name not in self._channels:
+                self._channels[name] = open_channel(self.communicator, name, len(self._channels))
+            return self._channels[name]
 
 
 def _take_part(named: NamedCollectives, announcement: Announcement) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hostopt import descriptors
 from hostopt.collectives.call import Array
-from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.collectives.reduce_op import ReduceOp, mean_of_integers
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
 from hostopt.communicator import Communicator
 
@@ -54,8 +54,11 @@ class NamedChannel:
             flat = np.concatenate([array.reshape(-1) for array in arrays])
             description = describe_list(name, arrays)
             call = communicator.signed_call(_kind(op, compression), description, flat)
-        scale, wire_format = 1, None
-        if compression is not None and op is ReduceOp.AVERAGE:
+        scale, wire_format, dtype = 1, None, flat.dtype
+        averages_integers = _averages_integers(op, dtype)
+        if averages_integers:
+            op, flat = ReduceOp.SUM, flat.astype(np.int64)  # sums of small ones would wrap around
+        elif compression is not None and op is ReduceOp.AVERAGE:
             op, scale = ReduceOp.SUM, self.communicator.size
         if compression is not None:
             wire_format = self._wire_formats.get(compression) or new_wire_format(compression)
@@ -64,10 +67,37 @@ class NamedChannel:
         communicator.all_reduce_in_place(flat, op, call, wire_format)
         if scale != 1:
             flat /= flat.dtype.type(scale)
+        if averages_integers:
+            flat = mean_of_integers(flat, communicator.size).astype(dtype)
         ends = np.cumsum([array.size for array in arrays])
         return [
             flat[end - array.size : end].reshape(array.shape) for array, end in zip(arrays, ends)
         ]
+
+    def reduce_scatter(self, array: Array, name: str, op: ReduceOp) -> Array:
+        """Reduces an array; see `NamedCollectives.reduce_scatter`."""
+        communicator, size = self.communicator, self.communicator.size
+        averages_integers = _averages_integers(op, array.dtype)
+        if len(array) % size == 0 and not communicator.on_one_host and not averages_integers:
+            chunk = communicator.reduce_scatter(array, op, name)
+            return chunk.reshape(len(array) // size, *array.shape[1:])
+        # the ring's chunks do not end with rows, and shared memory has the whole result anyway
+        call = communicator.signed_call(f"reduce_scatter({op.value})", name, array)
+        result = np.array(array, np.int64 if averages_integers else None, order="C")
+        op = ReduceOp.SUM if averages_integers else op
+        communicator.all_reduce_in_place(result.reshape(-1), op, call)
+        rows: Array = np.array_split(result, size)[communicator.rank].copy()
+        return mean_of_integers(rows, size).astype(array.dtype) if averages_integers else rows
+
+    def refuse(self, reason: str) -> None:
+        """Counts a call that this rank refuses, and tells ranks that wait for it.
+
+        Args:
+          reason: what is refused, and what to do.
+        """
+        self.communicator.refuse(reason)
+        if self.communicator.memory is not None:  # the others may be opening it
+            self.communicator.memory.refuse(reason)
 
 
 def open_channel(communicator: Communicator, name: str, count: int) -> NamedChannel:
@@ -93,6 +123,10 @@ def open_channel(communicator: Communicator, name: str, count: int) -> NamedChan
             *(communicator.rank, count, name),
         )
     return NamedChannel(communicator)
+
+
+def _averages_integers(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    return op is ReduceOp.AVERAGE and dtype.kind in "iu"
 
 
 def _kind(op: ReduceOp, compression: str | None) -> str:

@@ -13,6 +13,7 @@ from hostopt.errors import ConfigError
 from hostopt.launch.environment import tf_config_of
 from hostopt.tf_config import CHIEF, WORKER
 from hostopt.transport.addresses import hold_port, port_of
+from hostopt.versions import has_keras_3
 
 try:
     import ray
@@ -70,6 +71,7 @@ def _set_environment(addresses: Sequence[str], index: int, token: str) -> None:
     os.environ["TF_CONFIG"] = tf_config_of(
         {job: members for job, members in cluster.items() if members}, task
     )
-    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Estimator's graphs need Keras 2
+    if has_keras_3():
+        os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Estimator's graphs need Keras 2
     if "HOSTOPT_TOKEN_FILE" not in os.environ:
         os.environ.setdefault("HOSTOPT_TOKEN", token)

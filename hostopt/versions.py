@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 
 __all__: list[str] = []
@@ -22,3 +23,12 @@ def local_versions() -> dict[str, str | None]:
     tensorflow = getattr(sys.modules.get("tensorflow"), "__version__", None)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"hostopt": VERSION, "python": python, "tensorflow": tensorflow}
+
+
+def has_keras_3() -> bool:
+    """Returns True if `tf.keras` may be Keras 3: TensorFlow before 2.16 has Keras 2 only."""
+    try:
+        release = importlib.metadata.version("tensorflow").split(".")
+    except importlib.metadata.PackageNotFoundError:  # or under another name
+        return True
+    return (int(release[0]), int(release[1])) >= (2, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from estimator_ext._tf_estimator._loading import DIVIDE_LOSSES as DIVIDE_LOSSES
 from estimator_ext._tf_estimator._loading import load
 
 __all__: list[str] = []
@@ -11,6 +12,7 @@ estimator_v2 = load("api._v2.estimator")
 estimator_v1 = load("api._v1.estimator")
 _training = load("training")
 
+BestExporter = estimator_v2.BestExporter
 Estimator = estimator_v2.Estimator
 EstimatorSpec = estimator_v2.EstimatorSpec
 EvalSpec = estimator_v2.EvalSpec

@@ -30,7 +30,7 @@ def outer_optimizer():
 
 def ways(every):
     """Returns the options of the strategy in each way; `every` steps are between two exchanges."""
-    diloco = {"sync_every": every, "sync_slots": "keep", "outer_optimizer": outer_optimizer}
+    diloco = {"sync_every": every, "outer_optimizer": outer_optimizer}
     return {
         "every step": {},
         "averaging": {"sync_every": every},

@@ -21,7 +21,7 @@ __all__: list[str] = []
 _REGISTER_TIMEOUT_S = 10.0  # for a process that has connected to register
 _SEND_TIMEOUT_S = 5.0
 _LOST_MS = 30_000  # until a peer counts as lost if its machine does not answer
-_SPARE_CONNECTIONS = 64  # strangers that may be connected at the same time
+_SPARE_CONNECTIONS = 64  # of strangers, and one more for each rank
 
 
 def exchange(place: Place, port: int, token: bytes | None, timeout_s: float) -> list[str]:
@@ -118,9 +118,9 @@ class _Server:
                 error = self._failure()
                 self._send_all(type(error).__name__, error.message)
                 raise error
-            for key, _ in self._selector.select(rendezvous.RETRY_S):
-                if key.fileobj is self._listener:
-                    self._accept()
+            for key, _ in sorted(self._selector.select(rendezvous.RETRY_S), key=_is_new):
+                if key.data is None:
+                    self._accept()  # last, as it may end a connection
                 else:
                     self._receive(key.data)
             self._close_late()
@@ -160,10 +160,12 @@ class _Server:
             descriptors.check(error)
             return
         is_unix = accepted.family == socket.AF_UNIX
-        is_stranger = is_unix and rendezvous.user_of(accepted) != os.getuid()
-        if is_stranger or len(self._connections) >= self._place.size + _SPARE_CONNECTIONS:
+        if is_unix and rendezvous.user_of(accepted) != os.getuid():
             accepted.close()
             return
+        strangers = [each for each in self._connections if each.rank is None]
+        if len(strangers) >= self._place.size + _SPARE_CONNECTIONS:
+            self._close(strangers[0])  # the oldest one
         if not is_unix:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_MS)
         accepted.settimeout(_SEND_TIMEOUT_S)  # it is read only when there is something
@@ -174,7 +176,8 @@ class _Server:
 
     def _receive(self, connection: _Connection) -> None:
         try:
-            data = connection.socket.recv(rendezvous.MAX_LINE_BYTES)
+            left = rendezvous.MAX_LINE_BYTES - len(connection.received)
+            data = connection.socket.recv(left)
         except OSError:
             data = b""
         connection.received += data
@@ -236,6 +239,11 @@ class _Server:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         self._connections.remove(connection)
+
+
+def _is_new(event: tuple[selectors.SelectorKey, int]) -> bool:
+    """Returns True for the listener, False for a connection."""
+    return event[0].data is None
 
 
 def _send(connection: _Connection, **fields: Any) -> None:

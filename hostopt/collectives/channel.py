@@ -80,7 +80,16 @@ class Channel:
         Args:
           call: the signed call.
         """
-        self.transport.record_call(*call[:3], call.signature)
+        self.transport.call_log.record(*call[:3], call.signature)
+
+    def refuse(self, reason: str) -> None:
+        """Counts a call that this rank does not make, and tells ranks that wait for it.
+
+        Args:
+          reason: which call is refused, why, and what to do.
+        """
+        call = self.next_call()
+        self.transport.call_log.refuse(call.channel, call.step, reason)
 
     def abort(self, error: BaseException) -> None:
         """Aborts the ring on all ranks, with `error` as the root cause."""

@@ -18,6 +18,7 @@ from hostopt.collectives.shared_memory import SharedMemoryChannel
 from hostopt.collectives.staging_buffers import channel_bytes
 from hostopt.errors import ConfigError
 from hostopt.transport.base import Transport
+from hostopt.transport.signature import signature_of
 
 __all__: list[str] = []
 
@@ -54,7 +55,7 @@ class HostMemory:
 
         Args:
           nbytes: size of the arrays in bytes.
-          name: purpose of the memory, the same on all ranks.
+          name: the call that needs the memory, the same on all ranks.
 
         Returns:
           The all-reduce; None if memory cannot be shared.
@@ -74,15 +75,19 @@ class HostMemory:
 
         Args:
           nbytes: size of the arrays in bytes.
-          name: purpose of the memory, the same on all ranks.
+          name: the call that needs the memory, the same on all ranks.
 
         Returns:
           The channel; None if the ranks run on several hosts or memory cannot be shared.
         """
         if not self._hosts.is_single:
             return None
-        hierarchical = self.hierarchical(nbytes, name or self._channel.name)
+        hierarchical = self.hierarchical(nbytes, name)
         return None if hierarchical is None else hierarchical.shared_memory
+
+    def refuse(self, reason: str) -> None:
+        """See `Channel.refuse`: the next call that opens memory is refused."""
+        self._channel.refuse(reason)
 
     def allocate(self, nbytes: int) -> memoryview | None:
         """Allocates memory that the ranks of each host share.
@@ -119,7 +124,7 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
     communication = channel.transport.options.communication
     if communication not in ("auto", "shm") or channel.size == 1:
         return None
-    hosts = group_by_host(_all_gather_texts(channel, host_id, "the hosts of the ranks"))
+    hosts = group_by_host(_all_gather_texts(channel, host_id, "find_hosts of the ranks"))
     if communication == "shm" and not hosts.is_single:
         raise ConfigError(
             f"communication is 'shm', but the ranks that share memory are {list(hosts.groups)}: "
@@ -144,7 +149,7 @@ def open_hierarchical(
       channel: channel that opens the memory, over the ring.
       hosts: ranks grouped by host.
       block_bytes: block size of the shared-memory channels.
-      name: purpose of the memory, the same on all ranks.
+      name: the call that needs the memory, the same on all ranks.
       is_declined: True if this rank is to share no memory.
 
     Returns:
@@ -177,7 +182,7 @@ def share_memory(
       channel: channel of the calls.
       hosts: ranks grouped by host.
       nbytes: size in bytes.
-      name: purpose of the memory, the same on all ranks.
+      name: the call that needs the memory, the same on all ranks.
       is_declined: True if this rank is to share no memory.
 
     Returns:
@@ -186,7 +191,7 @@ def share_memory(
     """
     members = hosts.members(channel.rank)
     is_leader = channel.rank == members[0]
-    purpose = f"shared memory for {name}" if name else "shared memory"
+    call = name or f"share_memory of {channel.name or 'a channel'}"
     memory: mmap.mmap | None = None
     path, problem = "", _DECLINED if is_declined else ""
     with contextlib.ExitStack() as stack:
@@ -198,14 +203,14 @@ def share_memory(
             except OSError as error:
                 descriptors.check(error)
                 problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
-        path = _all_gather_texts(channel, path, f"the names of {purpose}")[members[0]]
+        path = _all_gather_texts(channel, path, call)[members[0]]
         if not is_leader and path and not is_declined:
             try:
                 memory = shared_file.attach(path, nbytes)
             except (OSError, ValueError) as error:
                 descriptors.check(error)
                 problem = f"{path} cannot be mapped: {error}"
-        problems = _all_gather_texts(channel, problem, f"the state of {purpose}")
+        problems = _all_gather_texts(channel, problem, call)
     describe = channel.transport.cluster.describe
     text = "; ".join(f"{describe(rank)}: {each}" for rank, each in enumerate(problems) if each)
     return (None if text or memory is None else memoryview(memory)), text
@@ -226,7 +231,8 @@ def _report(channel: Channel, problem: str) -> None:
 
 
 def _all_gather_texts(channel: Channel, text: str, name: str) -> list[str]:
-    """Gathers the text of each rank over the ring, in rank order."""
-    call = channel.begin_call("all_gather_bytes", name)
+    """Gathers the text of each rank over the ring, in rank order; errors name the call `name`."""
+    call = channel.next_call(name)._replace(signature=signature_of(name))
+    channel.begin(call)
     data = memoryview(text.encode())
     return [bytes(each).decode() for each in ring_all_gather_bytes(channel.transport, call, data)]

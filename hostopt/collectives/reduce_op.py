@@ -40,12 +40,12 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 
 @functools.cache  # reading the name of a dtype takes longer than a small reduction
-def check_dtype(dtype: np.dtype[Any], op: ReduceOp) -> None:
+def check_dtype(dtype: np.dtype[Any], op: ReduceOp = ReduceOp.SUM) -> None:
     """Checks that arrays of a dtype can be reduced.
 
     Args:
       dtype: dtype of the arrays.
-      op: reduction operator.
+      op: reduction operator; none for a caller that uses `mean_of_integers`.
 
     Raises:
       ConfigError: they cannot.
@@ -56,3 +56,18 @@ def check_dtype(dtype: np.dtype[Any], op: ReduceOp) -> None:
         )
     if op is ReduceOp.AVERAGE and dtype.kind in "iu":
         raise ConfigError(f"the AVERAGE of {dtype.name} is not exact: reduce with SUM and divide")
+
+
+def mean_of_integers(total: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+    """Divides sums of integers, and truncates the means towards zero.
+
+    Args:
+      total: int64 array of any shape.
+      count: number of summands, at least 1.
+
+    Returns:
+      A new int64 array, exact.
+    """
+    floor = total // count
+    means: np.ndarray[Any, Any] = floor + ((total < 0) & (floor * count != total))
+    return means

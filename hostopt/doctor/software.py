@@ -9,6 +9,7 @@ from typing import Any
 
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding
 from hostopt.options import PREFIX, VARIABLES, Options
+from hostopt.versions import has_keras_3
 
 __all__: list[str] = []
 
@@ -87,9 +88,8 @@ def _version(package: str) -> str | None:
 
 def keras(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Checks that `tf.keras` is Keras 2, which Estimator needs."""
-    release = (_version("tensorflow") or "0.0").split(".")[:2]
     value = environ.get(_LEGACY_KERAS)
-    if [int(part) for part in release] < [2, 16]:
+    if not has_keras_3():
         yield Finding(OK, "tf.keras is Keras 2, included in TensorFlow")
     elif value is None:
         yield Finding(

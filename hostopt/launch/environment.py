@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hostopt.tf_config import DATA, EVALUATOR
+from hostopt.versions import has_keras_3
 
 __all__: list[str] = []
 
@@ -42,8 +43,9 @@ def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str
         # as without binding; with one thread, an operation that waits would stop all others
         "TF_NUM_INTEROP_THREADS": str(cores),
         "OMP_NUM_THREADS": str(threads),
-        "TF_USE_LEGACY_KERAS": "1",  # Estimator's graphs need Keras 2
     }
+    if has_keras_3():
+        defaults["TF_USE_LEGACY_KERAS"] = "1"  # Estimator's graphs need Keras 2
     environment = {**defaults, **base}
     if job in (EVALUATOR, DATA):
         environment["CUDA_VISIBLE_DEVICES"] = ""

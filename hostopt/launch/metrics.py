@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hostopt import descriptors
 from hostopt.errors import ConfigError
+from hostopt.launch.metrics_server import answering
 from hostopt.launch.monitor import Monitor, Progress
 
 __all__: list[str] = []
 
 _LOG = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metric(NamedTuple):
@@ -48,7 +52,7 @@ def served(monitor: Monitor, port: int) -> Iterator[int]:
       ConfigError: prometheus-client is not installed, or the port cannot be used.
     """
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
         raise ConfigError(
             "--metrics-port needs prometheus-client: pip install 'hostopt[metrics]'"
@@ -56,20 +60,17 @@ def served(monitor: Monitor, port: int) -> Iterator[int]:
     registry = CollectorRegistry()
     registry.register(_Collector(monitor))
     try:
-        server, thread = start_http_server(port, _HOST, registry)
+        listener = socket.create_server((_HOST, port))
     except OSError as error:
         descriptors.check(error)
         raise ConfigError(
-            f"port {port} of {_HOST} cannot be used for metrics: {error.strerror}. Choose another "
-            "--metrics-port, or 0 for any free one"
+            f"port {port} of {_HOST} cannot be used for metrics: {os.strerror(error.errno or 0)}. "
+            "Choose another --metrics-port, or 0 for any free one"
         ) from error
-    try:
-        _LOG.info("metrics: http://%s:%d/metrics", _HOST, server.server_port)
-        yield int(server.server_port)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    port = listener.getsockname()[1]
+    with answering(listener, lambda: bytes(generate_latest(registry)), _CONTENT_TYPE):
+        _LOG.info("metrics: http://%s:%d/metrics", _HOST, port)
+        yield port
 
 
 class _Collector:

@@ -101,11 +101,15 @@ class Monitor:
         if not attempts:
             return
         text = describe(self.restarts + 1, attempts, evaluation)
-        step = max(attempts), attempts[max(attempts)]["step"]
+        training = attempts[max(attempts)]
+        step = max(attempts), training["step"]
         if step != self._step:
             self._step, self._step_s = step, now_s
         elif now_s - self._step_s >= _SILENT_S:
-            text = f"no step for {_duration(now_s - self._step_s)}, {text}"
+            silence = _duration(now_s - self._step_s)
+            is_ended = training.get("is_ended")  # an evaluator may still be at work
+            begin = f"training ended {silence} ago" if is_ended else f"no step for {silence}"
+            text = f"{begin}, {text}"
         if self._is_terminal:
             output.ERR.draw(text)
         else:
@@ -167,7 +171,7 @@ def describe(attempt: int, attempts: Mapping[int, Progress], evaluation: Progres
     if attempt > 1:
         parts.append(f"attempt {attempt}, resumed at {training['resumed_step']}")
     parts.append(f"step {step} of {last} ({100 * step // last} %)" if last else f"step {step}")
-    rate = training.get("steps_per_s")
+    rate = None if training.get("is_ended") else training.get("steps_per_s")
     if rate and last:
         parts.append(f"{_duration((last - step) / rate)} left")
     if rate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from tensorflow.python.autograph.core import config
 from tensorflow.python.client import session
 from tensorflow.python.eager import context, record
 
@@ -23,6 +24,13 @@ def _has_threads() -> bool:
 fork_guard = ForkGuard("TensorFlow", _has_threads)
 if _has_threads() and len(native_threads()) == threading.active_count():
     fork_guard.mark()  # imported after the fork; TensorFlow's own threads are missing
+
+
+# AutoGraph would convert this code at its first call in a `tf.function`, which takes seconds. It
+# leaves Keras alone, too, but in TensorFlow 2.15 only under its other name.
+config.CONVERSION_RULES += tuple(
+    map(config.DoNotConvert, ("hostopt", "estimator_ext", "tf_keras"))
+)
 
 
 def is_recording() -> bool:

@@ -7,14 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from hostopt import process_ring
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
-from hostopt.tensorflow.calls import call_name
+from hostopt.process_ring import ProcessRing
+from hostopt.tensorflow.calls import call_name, calling
 from hostopt.tensorflow.collectives import allgather
 from hostopt.tensorflow.compression import Compression, wire_format_of
 from hostopt.tensorflow.differentiable import reduce_tensors, scale
 from hostopt.tensorflow.process_sets import refuse_process_set
+from hostopt.tensorflow.reduced import mark
 from hostopt.tensorflow.refusals import choose_op, refuse_devices
 from hostopt.tensorflow.sparse import sum_rows
 
@@ -101,27 +102,32 @@ def grouped_allreduce(
       The results, in the same order.
     """
     del ignore_name_scope
-    refuse_devices(device_dense, device_sparse)
-    refuse_process_set(process_set)
-    op = choose_op(op, average)
-    slices = [i for i, each in enumerate(tensors) if isinstance(each, tf.IndexedSlices)]
     values = [
         each if isinstance(each, (tf.Tensor, tf.IndexedSlices)) else tf.convert_to_tensor(each)
         for each in tensors
     ]
+    slices = [i for i, each in enumerate(values) if isinstance(each, tf.IndexedSlices)]
     dense = [i for i in range(len(values)) if i not in slices]
     results = list(values)
+
+    def operator() -> ReduceOp:
+        refuse_devices(device_dense, device_sparse)
+        refuse_process_set(process_set)
+        return choose_op(op, average)
+
     if dense:
         name_of_dense = call_name("allreduce", name, values[dense[0]])
-        scaled = [scale(values[i], prescale_factor) for i in dense]
-        reduced = _reduce_compressed(scaled, op, compression, name_of_dense)
-        for i, each in zip(dense, reduced):
-            results[i] = scale(each, postscale_factor)
+        with calling(name_of_dense) as ring:
+            scaled = [scale(values[i], prescale_factor) for i in dense]
+            reduced = _reduce_compressed(ring, scaled, operator(), compression, name_of_dense)
+            for i, each in zip(dense, reduced):
+                results[i] = scale(each, postscale_factor)
     for i in slices:
         name_of_rows = call_name("allreduce", name and f"{name}_{i}", values[i].values)
-        rows = _gather_slices(values[i], op, name_of_rows)
-        factor = prescale_factor * postscale_factor
-        results[i] = tf.IndexedSlices(scale(rows.values, factor), rows.indices, rows.dense_shape)
+        with calling(f"{name_of_rows}_values") as ring:
+            factor = prescale_factor * postscale_factor
+            results[i] = _reduce_slices(ring, values[i], operator(), factor, name_of_rows)
+    mark(results)
     return results
 
 
@@ -133,9 +139,8 @@ def oob_allreduce(
 
 
 def _reduce_compressed(
-    tensors: Sequence[tf.Tensor], op: ReduceOp, compression: Any, name: str
+    ring: ProcessRing, tensors: Sequence[tf.Tensor], op: ReduceOp, compression: Any, name: str
 ) -> list[tf.Tensor]:
-    ring = process_ring.current()
     wire_format = wire_format_of(compression)
     if wire_format is not None:
         return reduce_tensors(ring, tensors, op, wire_format, name)
@@ -144,15 +149,22 @@ def _reduce_compressed(
     return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs)]
 
 
-def _gather_slices(slices: tf.IndexedSlices, op: ReduceOp, name: str) -> tf.IndexedSlices:
+def _reduce_slices(
+    ring: ProcessRing, slices: tf.IndexedSlices, op: ReduceOp, factor: float, name: str
+) -> tf.IndexedSlices:
     """Joins the rows of all ranks, after rows of this rank with the same index are summed."""
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise ConfigError(
             f"tf.IndexedSlices cannot be reduced with {op.name}. Use SUM or AVERAGE, or convert "
             "them with tf.convert_to_tensor"
         )
-    slices = sum_rows(slices)
-    rows = allgather(slices.values, f"{name}_values")
     if op is ReduceOp.AVERAGE:
-        rows = scale(rows, 1 / process_ring.current().size)
+        factor /= ring.size
+    if factor != 1.0 and not slices.dtype.is_floating:
+        raise ConfigError(
+            f"rows of dtype {slices.dtype.name} are to be multiplied by {factor:g}, each by "
+            "itself. Reduce them with SUM, or convert them with tf.convert_to_tensor"
+        )
+    slices = sum_rows(slices)
+    rows = scale(allgather(slices.values, f"{name}_values"), factor)
     return tf.IndexedSlices(rows, allgather(slices.indices, f"{name}_indices"), slices.dense_shape)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hostopt.errors import ConfigError
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow._tf_private import is_recording
 from hostopt.tensorflow.background import abort_on_error, call_in_background
+from hostopt.tensorflow.errors import as_tensorflow_error, with_tensorflow_errors
 
 __all__: list[str] = []
 
@@ -55,13 +57,14 @@ def call(
                 "have. Convert it with tf.bitcast first"
             )
     if tf.executing_eagerly():
-        results = function(*(np.asarray(tensor) for tensor in inputs))
+        results = with_tensorflow_errors(function)(*(np.asarray(tensor) for tensor in inputs))
         convert = tf.convert_to_tensor if become_variables else _tensor_of
         return [convert(np.asarray(result)) for result in results]
     communicator = communicator or process_ring.current().communicator
     inputs = list(inputs) or [tf.zeros([], tf.int32)]  # an operation needs one
+    run = abort_on_error(communicator, lambda *arrays: list(function(*arrays)))
     results = call_in_background(
-        abort_on_error(communicator, lambda *arrays: list(function(*arrays[: len(inputs)]))),
+        with_tensorflow_errors(run),
         inputs,
         [dtype for dtype, _ in outputs],
         name,
@@ -167,6 +170,26 @@ def with_gradient(function: Callable[..., Any], *tensors: tf.Tensor) -> Any:
     return tf.custom_gradient(with_dense_upstream)(*tensors)
 
 
+@contextlib.contextmanager
+def calling(name: str) -> Iterator[ProcessRing]:
+    """Tells the other ranks if this one refuses a call, as they would wait for it.
+
+    Args:
+      name: name of the call, from `call_name`.
+
+    Yields:
+      The ring of this process.
+    """
+    ring = process_ring.current()
+    try:
+        yield ring
+    except ConfigError as error:
+        if "is_known_to_all" not in vars(error):  # else by a call in this one
+            ring.named.refuse(name, error)
+            vars(error)["is_known_to_all"] = True
+        raise as_tensorflow_error(error) from None
+
+
 def call_name(kind: str, name: str | None, tensor: Any = None) -> str:
     """Returns the name by which ranks match a call.
 
@@ -204,6 +227,27 @@ def count_use(key: Any) -> int:
     graph = tf.compat.v1.get_default_graph()
     while graph.building_function and graph.outer_graph.building_function:
         graph = graph.outer_graph
+    return _count(graph, key)
+
+
+def count_in_session_graph(key: Any) -> int | None:
+    """Returns how often this has been called with a key in a graph of TensorFlow 1.
+
+    Args:
+      key: the key.
+
+    Returns:
+      The count; None eagerly and in functions of such programs.
+    """
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while graph.building_function:
+        graph = graph.outer_graph
+    return _count(graph, key)
+
+
+def _count(graph: tf.Graph, key: Any) -> int:
     counter = _uses.setdefault(graph, collections.Counter())
     counter[key] += 1
     return counter[key]

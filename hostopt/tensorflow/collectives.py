@@ -10,21 +10,22 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hostopt import process_ring
 from hostopt.collectives.call import Array
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.errors import ConfigError
+from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow.calls import (
     broadcast_values,
     call,
     call_name,
+    calling,
     gather_rows,
     numbered,
     shape_of_rows,
     with_gradient,
 )
-from hostopt.tensorflow.compression import Compression
+from hostopt.tensorflow.compression import Compression, wire_format_of
 from hostopt.tensorflow.differentiable import reduce_tensors, scale
 from hostopt.tensorflow.process_sets import refuse_process_set
 from hostopt.tensorflow.refusals import choose_op, refuse_devices
@@ -56,32 +57,32 @@ def allgather(
       HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
-    refuse_process_set(process_set)
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("allgather", name, tensor)
-    ring = process_ring.current()
+    with calling(name) as ring:
+        refuse_process_set(process_set)
 
-    def gather(value: tf.Tensor) -> Any:
-        result = gather_rows(ring, value, name)
+        def gather(value: tf.Tensor) -> Any:
+            result = gather_rows(ring, value, name)
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            gradient_name = numbered(f"{name}_gradient")
-            (total,) = reduce_tensors(ring, [upstream], ReduceOp.SUM, None, gradient_name)
-            rows_name = numbered(f"{name}_rows")
-            rows = tf.shape(value)[:1]
-            (counts,) = call(
-                lambda array: [ring.named.all_gather(array, rows_name, [1] * ring.size)],
-                [rows],
-                [(tf.int32, [ring.size])],
-                "HostAllGather",
-                rows_name,
-            )
-            begin = tf.reduce_sum(counts[: ring.rank])
-            return total[begin : begin + rows[0]]
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                gradient_name = numbered(f"{name}_gradient")
+                (total,) = reduce_tensors(ring, [upstream], ReduceOp.SUM, None, gradient_name)
+                rows_name = numbered(f"{name}_rows")
+                rows = tf.shape(value)[:1]
+                (counts,) = call(
+                    lambda array: [ring.named.all_gather(array, rows_name, [1] * ring.size)],
+                    [rows],
+                    [(tf.int32, [ring.size])],
+                    "HostAllGather",
+                    rows_name,
+                )
+                begin = tf.reduce_sum(counts[: ring.rank])
+                return total[begin : begin + rows[0]]
 
-        return result, gradient
+            return result, gradient
 
-    return with_gradient(gather, tensor)
+        return with_gradient(gather, tensor)
 
 
 def broadcast(
@@ -110,29 +111,29 @@ def broadcast(
       HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
-    refuse_process_set(process_set)
-    ring = process_ring.current()
-    check_root(root_rank, ring.size)
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("broadcast", name, tensor)
+    with calling(name) as ring:
+        refuse_process_set(process_set)
+        check_root(root_rank, ring.size)
 
-    def send(value: tf.Tensor) -> Any:
-        (result,) = broadcast_values(ring, [value], root_rank, name)
+        def send(value: tf.Tensor) -> Any:
+            (result,) = broadcast_values(ring, [value], root_rank, name)
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            gradient_name = numbered(f"{name}_gradient")
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                gradient_name = numbered(f"{name}_gradient")
 
-            def sum_on_root(array: Array) -> list[Array]:
-                (total,) = ring.named.all_reduce([array], gradient_name)
-                # a zero that TensorFlow computed itself would let it leave out the call
-                return [total if ring.rank == root_rank else np.zeros_like(total)]
+                def sum_on_root(array: Array) -> list[Array]:
+                    (total,) = ring.named.all_reduce([array], gradient_name)
+                    # a zero that TensorFlow computed itself would let it leave out the call
+                    return [total if ring.rank == root_rank else np.zeros_like(total)]
 
-            output = upstream.dtype, upstream.shape
-            return call(sum_on_root, [upstream], [output], "HostAllReduce", gradient_name)[0]
+                output = upstream.dtype, upstream.shape
+                return call(sum_on_root, [upstream], [output], "HostAllReduce", gradient_name)[0]
 
-        return result, gradient
+            return result, gradient
 
-    return with_gradient(send, tensor)
+        return with_gradient(send, tensor)
 
 
 def reducescatter(
@@ -170,15 +171,23 @@ def reducescatter(
       HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
-    refuse_devices(device_dense, "")
-    refuse_process_set(process_set)
-    op = choose_op(op, None)
-    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise ConfigError(f"reducescatter has the operator {op.name}. Use SUM or AVERAGE")
-    tensor, context = compression.compress(tf.convert_to_tensor(tensor))
-    check_dtype(np.dtype(tensor.dtype.as_numpy_dtype), op)
+    tensor = tf.convert_to_tensor(tensor)
     name = call_name("reducescatter", name, tensor)
-    ring = process_ring.current()
+    with calling(name) as ring:
+        refuse_devices(device_dense, "")
+        refuse_process_set(process_set)
+        op = choose_op(op, None)
+        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise ConfigError(f"reducescatter has the operator {op.name}. Use SUM or AVERAGE")
+        if wire_format_of(compression) is not None:
+            compression = Compression.none
+        tensor, context = compression.compress(tensor)
+        check_dtype(np.dtype(tensor.dtype.as_numpy_dtype))
+        rows = _scatter(ring, scale(tensor, prescale_factor), op, name)
+        return scale(compression.decompress(rows, context), postscale_factor)
+
+
+def _scatter(ring: ProcessRing, tensor: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
     shape = shape_of_rows(tensor)
 
     def scatter(value: tf.Tensor) -> Any:
@@ -208,8 +217,7 @@ def reducescatter(
 
         return result, gradient
 
-    rows = with_gradient(scatter, scale(tensor, prescale_factor))
-    return scale(compression.decompress(rows, context), postscale_factor)
+    return with_gradient(scatter, tensor)
 
 
 def alltoall(
@@ -239,23 +247,34 @@ def alltoall(
       HostOptError: a rank failed, left, timed out or made another call under this name.
     """
     del ignore_name_scope
-    refuse_process_set(process_set)
     tensor = tf.convert_to_tensor(tensor)
     name = call_name("alltoall", name, tensor)
-    ring = process_ring.current()
-    shape = shape_of_rows(tensor)
-    if tensor.shape.rank == 0:
-        raise ConfigError("alltoall has a scalar, wanted a tensor with rows. Reshape it to [1]")
-    if splits is None:
-        split_sizes = tf.fill([ring.size], tf.shape(tensor)[0] // ring.size)
-    else:
-        splits = tf.convert_to_tensor(splits)
-        if not splits.dtype.is_integer or splits.shape.rank not in (None, 1):
+    with calling(name) as ring:
+        refuse_process_set(process_set)
+        if tensor.shape.rank == 0:
             raise ConfigError(
-                f"alltoall has splits of dtype {splits.dtype.name} and shape {splits.shape}, "
-                f"wanted integers of shape [{ring.size}]. Give the number of rows for each rank"
+                "alltoall has a scalar, wanted a tensor with rows. Reshape it to [1]"
             )
-        split_sizes = tf.cast(splits, tf.int32)
+        if splits is None:
+            split_sizes = tf.fill([ring.size], tf.shape(tensor)[0] // ring.size)
+        else:
+            split_sizes = _split_sizes(splits, ring.size)
+        result, received = _exchange(ring, tensor, split_sizes, name)
+        return result if splits is None else (result, received)
+
+
+def _split_sizes(splits: Any, size: int) -> tf.Tensor:
+    splits = tf.convert_to_tensor(splits)
+    if not splits.dtype.is_integer or splits.shape.rank not in (None, 1):
+        raise ConfigError(
+            f"alltoall has splits of dtype {splits.dtype.name} and shape {splits.shape}, wanted "
+            f"integers of shape [{size}]. Give the number of rows for each rank"
+        )
+    return tf.cast(splits, tf.int32)
+
+
+def _exchange(ring: ProcessRing, tensor: tf.Tensor, split_sizes: tf.Tensor, name: str) -> Any:
+    shape = shape_of_rows(tensor)
 
     def exchange(value: tf.Tensor, sizes: tf.Tensor, call_name_: str) -> list[tf.Tensor]:
         def run(array: Any, counts: Any) -> list[Any]:
@@ -274,8 +293,7 @@ def alltoall(
 
         return (result, received), gradient
 
-    result, received = with_gradient(send, tensor, split_sizes)
-    return result if splits is None else (result, received)
+    return with_gradient(send, tensor, split_sizes)
 
 
 def barrier(process_set: Any = None, name: str | None = None) -> Any:
@@ -291,16 +309,16 @@ def barrier(process_set: Any = None, name: str | None = None) -> Any:
     Raises:
       HostOptError: a rank failed, left or timed out.
     """
-    refuse_process_set(process_set)
-    ring = process_ring.current()
     name = call_name("barrier", name)
+    with calling(name) as ring:
+        refuse_process_set(process_set)
 
-    def wait(*_: Any) -> list[Any]:
-        ring.named.barrier(name)
-        return [np.zeros([], np.int32)]
+        def wait(*_: Any) -> list[Any]:
+            ring.named.barrier(name)
+            return [np.zeros([], np.int32)]
 
-    (done,) = call(wait, [], [(tf.int32, [])], "HostBarrier", name)
-    return None if tf.executing_eagerly() else done.op
+        (done,) = call(wait, [], [(tf.int32, [])], "HostBarrier", name)
+        return None if tf.executing_eagerly() else done.op
 
 
 def check_root(root_rank: int, size: int) -> None:

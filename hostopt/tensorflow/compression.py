@@ -14,8 +14,8 @@ class Compressor:
 
     Attributes:
       wire_format: "fp16" or "bf16" if hostopt itself compresses, block by block, while tensors
-        travel between hosts; sums are then in float32, and `compress` is not called. None calls
-        `compress` and `decompress`.
+        travel between hosts; sums are then in float32. A subclass that overrides `compress` or
+        `decompress` is called instead.
     """
 
     wire_format: str | None = None
@@ -41,15 +41,45 @@ class FP16Compressor(Compressor):
 
     wire_format = "fp16"
 
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """Returns a floating tensor as float16, and its dtype."""
+        return _cast(tensor, tf.float16), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
+        """Returns the tensor in the dtype before `compress`."""
+        return _cast(tensor, context)
+
 
 class BF16Compressor(Compressor):
     """Sends float32 as bfloat16 between hosts."""
 
     wire_format = "bf16"
 
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """Returns a floating tensor as bfloat16, and its dtype."""
+        return _cast(tensor, tf.bfloat16), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
+        """Returns the tensor in the dtype before `compress`."""
+        return _cast(tensor, context)
+
+
+def _cast(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor
+
 
 def wire_format_of(compression: Any) -> str | None:
-    """Returns the wire format of a compressor; one of a program need not be a `Compressor`."""
+    """Returns the wire format of a compressor; None if it has to be called itself.
+
+    A compressor of a program need not be a `Compressor`.
+    """
+    methods = (getattr(compression, name, None) for name in ("compress", "decompress"))
+    if any(getattr(each, "__module__", None) != __name__ for each in methods):
+        return None
     return getattr(compression, "wire_format", None)
 
 

@@ -39,7 +39,7 @@ def reduce_tensors(
       ConfigError: a dtype cannot be reduced.
     """
     for each in tensors:
-        check_dtype(np.dtype(each.dtype.as_numpy_dtype), op)
+        check_dtype(np.dtype(each.dtype.as_numpy_dtype))
 
     def reduce(*values: tf.Tensor) -> Any:
         results = call(
@@ -69,20 +69,23 @@ def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     """Multiplies a tensor by a number.
 
     Args:
-      tensor: tensor; its dtype must be floating unless the factor is 1.
+      tensor: tensor; its dtype must be floating or an integer unless the factor is 1.
       factor: the number.
 
     Returns:
-      The product; the tensor itself if the factor is 1.
+      The product, which is computed in float32 or better and rounded once; that of integers is
+      computed in float64 and truncated. The tensor itself if the factor is 1.
 
     Raises:
-      ConfigError: the dtype is not floating.
+      ConfigError: the dtype is neither floating nor an integer.
     """
     if factor == 1.0:
         return tensor
-    if not tensor.dtype.is_floating:
+    dtype = tensor.dtype
+    if not (dtype.is_floating or dtype.is_integer):
         raise ConfigError(
-            f"a tensor of dtype {tensor.dtype.name} is to be multiplied by {factor:g}. Cast it to "
-            "a floating dtype, or leave the factor out"
+            f"a tensor of dtype {dtype.name} is to be multiplied by {factor:g}. Cast it to a "
+            "floating dtype, or leave the factor out"
         )
-    return tensor * tf.cast(factor, tensor.dtype)
+    wide = tf.float64 if dtype.is_integer else tf.float32 if dtype.size < 4 else dtype
+    return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), dtype)

@@ -17,6 +17,7 @@ from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow.calls import count_use
 from hostopt.tensorflow.compression import Compression, wire_format_of
 from hostopt.tensorflow.differentiable import scale
+from hostopt.tensorflow.errors import as_tensorflow_error
 from hostopt.tensorflow.gradient_group import GradientGroup, GroupOptions, describe
 from hostopt.tensorflow.reductions import Reduction
 from hostopt.tensorflow.sparse import map_values, set_shape_of, sum_rows
@@ -31,7 +32,7 @@ class GradientReduction:
     """Reduces lists of gradients.
 
     Args:
-      name: name of the gradients, the same on all ranks.
+      name: name of the gradients, the same on all ranks; "" until it is known.
       op: AVERAGE or SUM.
       compression: a compressor.
       sparse_as_dense: True makes `tf.IndexedSlices` dense before they travel.
@@ -84,7 +85,13 @@ class GradientReduction:
         if tf.executing_eagerly() and ring.size > 1 and left:
             key = (self, *(_spec_of(gradients[i]) for i in left), *names)
             function = ring.keep(key, self._new_function)
-            reduced = function([gradients[i] for i in left], names)
+            try:
+                reduced = function([gradients[i] for i in left], names)
+            except tf.errors.OpError:  # a text
+                error = ring.communicator.transport.error
+                if error is None:
+                    raise
+                raise as_tensorflow_error(error) from None
         else:
             reduced = self._reduce([gradients[i] for i in left], names)
         for i, each in zip(left, reduced):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from hostopt.errors import ConfigError
 from hostopt.tensorflow.differentiable import scale
 from hostopt.tensorflow.gradient_reduction import GradientReduction
+from hostopt.tensorflow.reduced import mark
 from hostopt.tensorflow.sparse import map_values
 
 __all__: list[str] = []
@@ -67,6 +68,7 @@ class LocalSources:
                 results[i] = map_values(lambda v: scale(v, factor), gradients[i])
         for i, each in zip(shared, reduced):
             results[i] = each
+        mark(results)
         return results
 
 

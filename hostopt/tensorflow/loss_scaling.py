@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.tensorflow.allreduce import allreduce
+from hostopt.tensorflow.wrapping import reduction_of
 
 __all__: list[str] = []
 
@@ -27,10 +28,9 @@ def decide_together() -> None:
 def _on_all_ranks(check_finite: Any) -> Any:
     def check_finite_on_all_ranks(self: Any, grads: Any) -> Any:
         finite = check_finite(self, grads)
-        reduction = getattr(self.inner_optimizer, "_hostopt_reduction", None)
-        if reduction is None:
+        if not hasattr(self.inner_optimizer, "_hostopt_reduction"):
             return finite
-        name = f"finite gradients of {reduction.name}"
+        name = f"finite gradients of {reduction_of(self.inner_optimizer).name}"
         return tf.cast(allreduce(tf.cast(finite, tf.int32), op=ReduceOp.MIN, name=name), tf.bool)
 
     check_finite_on_all_ranks._hostopt = True  # type: ignore[attr-defined]

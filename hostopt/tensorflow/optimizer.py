@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from typing import Any
-
-import tensorflow as tf
 
 from hostopt import process_ring
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
-from hostopt.tensorflow.accumulation import GradientAccumulator
 from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.gradient_reduction import GradientReduction
 from hostopt.tensorflow.local_sources import LocalSources
-from hostopt.tensorflow.loss_scaling import decide_together
+from hostopt.tensorflow.optimizer_methods import methods_for
 from hostopt.tensorflow.process_sets import refuse_process_set
 from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_groups
-from hostopt.tensorflow.wrapping import (
-    change_class,
-    reduce_gradients,
-    register_local,
-    super_of,
-)
+from hostopt.tensorflow.wrapping import change_class, register_local
 
 __all__: list[str] = []
 
@@ -51,7 +42,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
     Args:
       optimizer: optimizer of `tf.compat.v1.train`, of tf_keras (legacy or not) or of Keras 3 on
         TensorFlow. It is changed in place.
-      name: name of the gradients, the same on all ranks; by default the number of the optimizer.
+      name: name of the gradients, the same on all ranks; by default the number of the optimizer
+        among those that reduce gradients.
       use_locking: accepted for programs of TensorFlow 1; the optimizer has its own.
       device_dense: must be empty, as reductions run on the host.
       device_sparse: must be empty.
@@ -79,6 +71,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
       ConfigError: an argument or the kind of optimizer is not supported.
     """
     del use_locking
+    process_ring.current()  # which must be open
     refuse_devices(device_dense, device_sparse)
     refuse_process_set(process_set)
     refuse_groups(num_groups, groups)
@@ -98,7 +91,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
     if average_aggregated_gradients:
         postscale /= backward_passes_per_step
     reduction = GradientReduction(
-        name or _number_of_optimizer(),
+        name or "",
         op,
         compression,
         sparse_as_dense,
@@ -116,7 +109,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
         "register_local_var": register_local,
     }
     plain = type(reducing)
-    change_class(reducing, {**_methods_for(reducing), **attributes})
+    change_class(reducing, {**methods_for(reducing), **attributes})
     _keep_registered_name(plain, type(reducing))
     return optimizer
 
@@ -138,110 +131,3 @@ def _keep_registered_name(plain: type, reducing: type) -> None:
             register = saving.register_keras_serializable(package, name)
             register(reducing)
             register(plain)  # the last one is what the name loads
-
-
-def _number_of_optimizer() -> str:
-    numbers = process_ring.current().keep("optimizers", lambda: itertools.count(1))
-    return f"optimizer {next(numbers)}"
-
-
-def _methods_for(optimizer: Any) -> dict[str, Any]:
-    """Returns the methods that make an optimizer of its kind reduce gradients."""
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return {"compute_gradients": _compute_gradients_v1, "apply_gradients": _apply_gradients}
-    if hasattr(optimizer, "stateless_apply"):
-        decide_together()
-        return {"apply": _apply_keras_3}
-    if hasattr(optimizer, "aggregate_gradients"):
-        return {"aggregate_gradients": _reduce_pairs, "apply_gradients": _apply_gradients}
-    if hasattr(optimizer, "_aggregate_gradients"):
-        return {"_aggregate_gradients": _reduce_pairs, "apply_gradients": _apply_gradients}
-    raise ConfigError(
-        f"DistributedOptimizer is given an object of type {type(optimizer).__name__}, wanted an "
-        "optimizer of tf.compat.v1.train or Keras. Reduce gradients with allreduce instead"
-    )
-
-
-def _reduce_pairs(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    pairs = list(grads_and_vars)
-    variables = [variable for _, variable in pairs]
-    reduced = reduce_gradients(self, [gradient for gradient, _ in pairs], variables)
-    return list(zip(reduced, variables))
-
-
-def _compute_gradients_v1(self: Any, *args: Any, **kwargs: Any) -> Any:
-    pairs = super_of(self).compute_gradients(*args, **kwargs)
-    if self._hostopt_steps == 1:
-        return _reduce_pairs(self, pairs)
-    self._hostopt_computed = [gradient for gradient, _ in pairs]  # reduced when they are applied
-    return pairs
-
-
-def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-    if self._hostopt_steps == 1:
-        return super_of(self).apply_gradients(grads_and_vars, *args, **kwargs)
-    is_v1 = isinstance(self, tf.compat.v1.train.Optimizer)
-    grads_and_vars = list(grads_and_vars)
-    if is_v1:
-        computed = getattr(self, "_hostopt_computed", [])
-        if not all(any(each is own for own in computed) for each, _ in grads_and_vars):
-            raise ConfigError(
-                f"backward_passes_per_step is {self._hostopt_steps}, and gradients are changed "
-                "between compute_gradients and apply_gradients, before the ranks reduce them. Use "
-                "backward_passes_per_step=1"
-            )
-
-    def apply(pairs: Any) -> Any:
-        if is_v1:
-            pairs = _reduce_pairs(self, pairs)
-        return super_of(self).apply_gradients(pairs, *args, **kwargs)
-
-    steps = _global_step(*args, **kwargs) if is_v1 else _iterations(self)
-    return _accumulator(self).add_and_apply(grads_and_vars, apply, lambda: _increment(steps))
-
-
-def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    variables = trainable_variables
-    if variables is None:
-        variables = self._trainable_variables
-    pairs = list(zip(grads, variables))
-
-    def apply(pairs: Any) -> Any:
-        pairs = _reduce_pairs(self, pairs)
-        # an accumulator leaves out variables without a gradient
-        applied = trainable_variables if self._hostopt_steps == 1 else [v for _, v in pairs]
-        return super_of(self).apply([gradient for gradient, _ in pairs], applied)
-
-    if self._hostopt_steps == 1:
-        return apply(pairs)
-    if not self.built:
-        self.build(variables)
-    # with accumulation of its own, Keras counts the steps in which it applies gradients
-    steps = None if self.gradient_accumulation_steps else _iterations(self)
-    return _accumulator(self).add_and_apply(pairs, apply, lambda: _increment(steps))
-
-
-def _global_step(global_step: Any = None, name: Any = None) -> Any:
-    """Returns an argument of `apply_gradients` of an optimizer of `tf.compat.v1.train`."""
-    del name
-    return global_step
-
-
-def _iterations(self: Any) -> Any:
-    with tf.init_scope():  # a legacy optimizer creates the variable when it is read
-        return self.iterations
-
-
-def _increment(steps: Any) -> Any:
-    if steps is None:
-        return None
-    if hasattr(steps, "assign_add"):
-        return steps.assign_add(1)
-    return tf.compat.v1.assign_add(steps, 1)
-
-
-def _accumulator(self: Any) -> GradientAccumulator:
-    if "_hostopt_accumulator" not in vars(self):
-        self._hostopt_accumulator = GradientAccumulator(self._hostopt_steps)
-    accumulator: GradientAccumulator = self._hostopt_accumulator
-    return accumulator

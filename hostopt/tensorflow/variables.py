@@ -10,7 +10,7 @@ import tensorflow as tf
 from hostopt import process_ring
 from hostopt.errors import ConfigError
 from hostopt.tensorflow import objects
-from hostopt.tensorflow.calls import broadcast_values, call_name
+from hostopt.tensorflow.calls import broadcast_values, call_name, calling
 from hostopt.tensorflow.collectives import check_root
 from hostopt.tensorflow.process_sets import refuse_process_set
 from hostopt.tensorflow.refusals import refuse_device
@@ -41,13 +41,11 @@ def broadcast_variables(
       HostOptError: a rank failed, left or timed out.
     """
     del inplace
-    refuse_process_set(process_set)
-    check_root(root_rank, process_ring.current().size)
     variables = list(variables)
     assignments = []
     if variables:
         name = call_name("broadcast_variables", None)
-        assignments = _assign(variables, root_rank, name)
+        assignments = _assign(variables, root_rank, name, process_set)
     return None if tf.executing_eagerly() else tf.group(*assignments)
 
 
@@ -65,16 +63,17 @@ def broadcast_(
     Returns:
       The variables if called eagerly, else their values after the assignment.
     """
-    refuse_process_set(process_set)
-    check_root(root_rank, process_ring.current().size)
     name = call_name("broadcast_", name)
-    assigned = _assign(variables, root_rank, name)
+    assigned = _assign(variables, root_rank, name, process_set)
     return list(variables) if tf.executing_eagerly() else assigned
 
 
-def _assign(variables: Sequence[Any], root_rank: int, name: str) -> list[Any]:
-    tensors = [tf.convert_to_tensor(each) for each in variables]
-    values = broadcast_values(process_ring.current(), tensors, root_rank, name)
+def _assign(variables: Sequence[Any], root_rank: int, name: str, process_set: Any) -> list[Any]:
+    with calling(name) as ring:
+        refuse_process_set(process_set)
+        check_root(root_rank, ring.size)
+        tensors = [tf.convert_to_tensor(each) for each in variables]
+        values = broadcast_values(ring, tensors, root_rank, name)
     return [variable.assign(value) for variable, value in zip(variables, values)]
 
 
@@ -146,11 +145,12 @@ def broadcast_object(
       ConfigError: the object has parts of other types, on all ranks; or `root_rank` is not a rank.
     """
     del session
-    refuse_process_set(process_set)
-    ring = process_ring.current()
-    check_root(root_rank, ring.size)
-    data = objects.encode_or_refuse(obj) if ring.rank == root_rank else b""
-    gathered = ring.named.all_gather_bytes(data, name or "object")
+    name = name or "object"
+    with calling(name) as ring:
+        refuse_process_set(process_set)
+        check_root(root_rank, ring.size)
+        data = objects.encode_or_refuse(obj) if ring.rank == root_rank else b""
+        gathered = ring.named.all_gather_bytes(data, name)
     return _decode(gathered[root_rank], root_rank)
 
 
@@ -166,9 +166,10 @@ def allgather_object(
 ) -> list[Any]:
     """Returns the objects of all ranks, in rank order; see `broadcast_object`."""
     del session
-    refuse_process_set(process_set)
-    data = objects.encode_or_refuse(obj)
-    gathered = process_ring.current().named.all_gather_bytes(data, name or "objects")
+    name = name or "objects"
+    with calling(name) as ring:
+        refuse_process_set(process_set)
+        gathered = ring.named.all_gather_bytes(objects.encode_or_refuse(obj), name)
     return [_decode(each, rank) for rank, each in enumerate(gathered)]
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
+
+from hostopt import process_ring
+from hostopt.tensorflow.calls import count_in_session_graph
+from hostopt.tensorflow.gradient_reduction import GradientReduction
 
 __all__: list[str] = []
 
@@ -16,8 +22,11 @@ def change_class(instance: Any, methods: dict[str, Any]) -> None:
 
 def super_of(instance: Any) -> Any:
     """Returns the object as its class was before `change_class`."""
-    changed = next(each for each in type(instance).__mro__ if "_hostopt" in vars(each))
-    return super(changed, instance)
+    return super(_changed_class(instance), instance)
+
+
+def _changed_class(instance: Any) -> Any:
+    return next(each for each in type(instance).__mro__ if "_hostopt" in vars(each))
 
 
 def register_local(self: Any, source: Any) -> None:
@@ -25,10 +34,28 @@ def register_local(self: Any, source: Any) -> None:
     self._hostopt_local.add(source)
 
 
+def reduction_of(instance: Any) -> GradientReduction:
+    """Returns the reduction of an optimizer or a tape.
+
+    An optimizer without a name is numbered when it first reduces gradients: a rank may have others
+    that never do. The numbers begin anew in each graph of TensorFlow 1, as an Estimator calls a
+    model_fn for each training and evaluation, and a rank may evaluate more often.
+    """
+    reduction: GradientReduction = instance._hostopt_reduction
+    if not reduction.name:
+        number = count_in_session_graph("optimizers")
+        if number is None:
+            numbers = process_ring.current().keep("optimizers", lambda: itertools.count(1))
+            number = next(numbers)
+        reduction = dataclasses.replace(reduction, name=f"optimizer {number}")
+        _changed_class(instance)._hostopt_reduction = reduction  # also of clones
+    return reduction
+
+
 def reduce_gradients(
     self: Any, gradients: Any, sources: Any, use_generic_names: bool = False
 ) -> list[Any]:
     reduced: list[Any] = self._hostopt_local.reduce(
-        self._hostopt_reduction, gradients, sources, use_generic_names
+        reduction_of(self), gradients, sources, use_generic_names
     )
     return reduced

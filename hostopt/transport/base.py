@@ -22,11 +22,12 @@ from hostopt.errors import ConfigError, HostOptError, error_to_dict
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
-from hostopt.transport import event_loop
+from hostopt.transport import deadlock, event_loop
+from hostopt.transport.call_log import CallLog
+from hostopt.transport.deadlock import DeadlockWatch, refusal
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Payload, Tag, Traffic, channel_number
-from hostopt.transport.mismatch import Call, find_mismatch, is_same_call
-from hostopt.transport.signature import Signature
+from hostopt.transport.mismatch import find_mismatch, is_same_call
 from hostopt.transport.stall import Status, build_status, find_culprit
 from hostopt.transport.wait import Wait
 
@@ -68,7 +69,8 @@ class Transport(abc.ABC):
         self._channels: dict[int, str] = {}  # name and duplicate by channel number
         self._duplicates: collections.Counter[str] = collections.Counter()
         self._opening = threading.Lock()
-        self._last_calls: dict[int, tuple[int, int, Signature]] = {}  # by channel
+        self.call_log = CallLog()
+        self._deadlocks = DeadlockWatch(self.size, options.stall_warning_s)
         self.finishes = itertools.count()  # number of the next call of `Communicator.finish`
 
     # -- messages --------------------------------------------------------------------------
@@ -158,32 +160,6 @@ class Transport(abc.ABC):
 
     # -- calls of the ranks ----------------------------------------------------------------
 
-    def record_call(self, channel: int, step: int, bucket: int, signature: Signature) -> None:
-        """Records the call that this rank makes on a channel, for status requests of peers.
-
-        Args:
-          channel: channel of a communicator.
-          step: number of the call on that channel.
-          bucket: gradient bucket.
-          signature: must be the same on all ranks.
-        """
-        self._last_calls[channel] = step, bucket, signature
-
-    def last_call(self, channel: int) -> Call | None:
-        """Returns the last call of this rank on a channel, in types that JSON supports.
-
-        Args:
-          channel: channel of a communicator.
-
-        Returns:
-          Its step, bucket, signature and checksum; None if there was no call.
-        """
-        call = self._last_calls.get(channel)
-        if call is None:
-            return None
-        step, bucket, (text, checksum) = call
-        return {"step": step, "bucket": bucket, "signature": text, "checksum": checksum}
-
     async def abort_on_mismatch(self, peer: int, tag: Tag) -> HostOptError:
         """Aborts the ring because a peer makes another call than this rank.
 
@@ -194,20 +170,26 @@ class Transport(abc.ABC):
         Returns:
           The error that all ranks report.
         """
-        local_call = self.last_call(tag.channel)
+        local_call = self.call_log.last(tag.channel)
         error = await find_mismatch(self.cluster, peer, tag, local_call, self.request_status)
         self.abort(error)
         return self.error or error
 
     async def _compare_calls(self, wait: Wait) -> None:
-        """Aborts the ring if the peer makes another call in the same step: it will never send."""
+        """Aborts the ring if the peer will never send, as it makes or waits for another call."""
         status = await self.request_status(wait.peer, self.rank, wait.tag)
-        local, remote = self.last_call(wait.tag.channel), status and status.get("call")
-        if self.error is not None or local is None or remote is None:
+        if self.error is not None or status is None:
             return
-        same_step = is_same_call(local, wait.tag) and is_same_call(remote, wait.tag)
-        if same_step and local["checksum"] != remote["checksum"]:
+        calls = self.call_log.last(wait.tag.channel), status["call"]
+        made = [call for call in calls if call is not None and is_same_call(call, wait.tag)]
+        if status["refused"]:
+            self.abort(refusal(self.cluster, wait.peer, status["refused"]))
+        elif len({call["checksum"] for call in made}) == 2:
             await self.abort_on_mismatch(wait.peer, wait.tag)
+        elif self._deadlocks.is_due(self.rank, wait, self.mailbox.waits()):
+            error = await self._deadlocks.look(self.cluster, wait.tag, self._request_any_status)
+            if error is not None:
+                self.abort(error)
 
     # -- status and stalls -----------------------------------------------------------------
 
@@ -225,10 +207,18 @@ class Transport(abc.ABC):
           tag: the message.
 
         Returns:
-          `status`, whether this rank has "sent" the message, and its last "call" on that channel.
+          `status`, whether this rank has "sent" the message, its last "call" on that channel, why
+          it has "refused" the call of the message, and `busy_s` of its process.
         """
-        sent, call = self.recorder.has_sent(waiting, tag), self.last_call(tag[0])
-        return {**self.status(), "sent": sent, "call": call}
+        sent, busy_s = self.recorder.has_sent(waiting, tag), deadlock.busy_s()
+        return {**self.status(), "sent": sent, **self.call_log.about(tag), "busy_s": busy_s}
+
+    async def _request_any_status(
+        self, rank: int, waiting: int, tag: Sequence[int]
+    ) -> Status | None:
+        if rank == self.rank:
+            return self.status_for(waiting, tag)
+        return await self.request_status(rank, waiting, tag)
 
     @abc.abstractmethod
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from hostopt.cluster import Cluster
 from hostopt.errors import CollectiveMismatchError, HostOptError, error_from_dict
+from hostopt.transport.call_log import Call
 from hostopt.transport.stall import RequestStatus, Status
 
 __all__: list[str] = []
-
-Call = dict[str, Any]  # what `Transport.last_call` returns
 
 _RETRY_AFTER_S = 0.1  # for ranks that are about to make their call
 _SHOWN_CALLS = 4
@@ -68,7 +66,7 @@ def is_same_call(call: Call, tag: Sequence[int]) -> bool:
     """Returns True if a call has the same position in its channel as a message.
 
     Args:
-      call: what `Transport.last_call` returned.
+      call: what `CallLog.last` returned.
       tag: tag of the message.
 
     Returns:

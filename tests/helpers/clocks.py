@@ -14,7 +14,7 @@ from harness import until
 
 from hostopt.communicator import Communicator
 from hostopt.telemetry import flight_recorder
-from hostopt.transport import event_loop, mailbox, stall, wait
+from hostopt.transport import deadlock, event_loop, mailbox, stall, wait
 
 _DIAGNOSIS_S = 1e6  # no test depends on how long the real diagnosis takes
 
@@ -45,7 +45,7 @@ class Clock:
 
     def govern_waits(self) -> None:
         """Lets this clock decide when waits for messages are due for a warning or their end."""
-        self.govern(wait, mailbox, stall, flight_recorder)
+        self.govern(wait, mailbox, stall, deadlock, flight_recorder)
         self._monkeypatch.setattr(wait, "_DIAGNOSIS_S", _DIAGNOSIS_S)
 
     def advance(self, seconds: float, *waiting: Communicator) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -109,8 +108,7 @@ class Halves:
         assert error is None, f"{name} on {rank}:\n{error['text']}"
         size = 1 if rank == "alone" else 2
         result = dict(np.load(self._directory / str(size) / f"{name}-{rank}.npz"))
-        trainable = np.unique([_without_part(each) for each in result.pop("trainable")])
-        return {**_joined(result), "trainable": trainable}
+        return {**result, "trainable": np.unique(result["trainable"])}
 
     def check_ranks_equal(self, name: str, per_rank: Sequence[str] = ()) -> None:
         """Checks that the ranks hold the same bits.
@@ -145,18 +143,3 @@ class Halves:
                 atol=tolerance,
                 err_msg=f"{name}: {variable} of 2 ranks and of one process",
             )
-
-
-def _without_part(name: str) -> str:
-    return re.sub(r"/part_\d+", "", name)
-
-
-def _joined(variables: Variables) -> Variables:
-    """Returns the variables with partitions joined; under a strategy there are no partitions."""
-    parts: dict[str, list[np.ndarray]] = {}
-    for name in sorted(variables):
-        parts.setdefault(_without_part(name), []).append(variables[name])
-    return {
-        name: result[0] if len(result) == 1 else np.concatenate(result)
-        for name, result in parts.items()
-    }

@@ -78,12 +78,16 @@ def simulate(
     every: int,
     inner: str = "sgd",
     outer: str | None = None,
-    slots: str = "average",
+    slots: str | None = None,
     *,
     warmup: int = 0,
     batches: Sequence[int] = (),
 ) -> Model:
-    """Trains the models of all ranks one after the other, as the algorithm defines it."""
+    """Trains the models of all ranks one after the other, as the algorithm defines it.
+
+    Slots are averaged, but those inside of an outer optimizer are kept (DiLoCo, algorithm 1).
+    """
+    slots = slots or ("keep" if outer else "average")
     start = {"weights": np.zeros((5, 1)), "bias": np.zeros(1), "moving": np.zeros(5)}
     models = [dict(start) for _ in range(size)]
     rules = [Rule(*INNER[inner]) for _ in range(size)]

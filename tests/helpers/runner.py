@@ -20,7 +20,7 @@ def run(size: int, *arguments: str, **options: Any) -> subprocess.CompletedProce
 
 def check_like_one_process(directory: Path, kind: str) -> None:
     """Checks that two ranks train a kind of model as one process does."""
-    trained = []
+    trained, names = [], []
     for size in (1, 2):
         # a TPUEstimator has a global batch size
         batch_size = 16 if kind == "tpu" else 16 // size
@@ -30,5 +30,7 @@ def check_like_one_process(directory: Path, kind: str) -> None:
         assert tf.train.load_variable(model_dir, "global_step") == 6
         name = "linear/linear_model/x/weights" if kind.startswith("canned") else "w"
         trained.append(tf.train.load_variable(model_dir, name))
+        names.append(tf.train.list_variables(model_dir))
+    assert names[0] == names[1]
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-5, atol=1e-7)
     assert np.abs(trained[0]).max() > 0.1

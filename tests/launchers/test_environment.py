@@ -6,9 +6,12 @@ import itertools
 import json
 import os
 import textwrap
+from pathlib import Path
 
 import pytest
+from doctors import install
 from harness import python
+from keras_ranks import HAS_KERAS_3
 from launcher import lines_of
 
 from hostopt.cluster import Cluster
@@ -120,9 +123,9 @@ def test_ranks_divide_the_cores(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert launcher.launch(python(THREADS), size=size, evaluators=1) == 0
     out = capfd.readouterr().out
-    share = max(1, CORES // size)
-    assert lines_of(out, "chief:0") == [f"{share},{share},1,0,1"]
-    assert lines_of(out, "evaluator:0") == ["1,1,1,,1"]
+    share, switch = max(1, CORES // size), "1" if HAS_KERAS_3 else "-"
+    assert lines_of(out, "chief:0") == [f"{share},{share},1,0,{switch}"]
+    assert lines_of(out, "evaluator:0") == [f"1,1,1,,{switch}"]
 
 
 AFFINITY = "import json, os; print(json.dumps(sorted(os.sched_getaffinity(0))))"
@@ -170,6 +173,15 @@ def test_only_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
     ]
     assert threads == ["7", "3", "2", "1", "1"]
+
+
+@pytest.mark.parametrize(("release", "value"), [("2.15.1", None), ("2.16.2", "1")])
+def test_keras_2_is_chosen_where_there_is_keras_3(
+    release: str, value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "tensorflow", release)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert with_defaults({}, "chief", 1).get("TF_USE_LEGACY_KERAS") == value
 
 
 def test_user_settings_override_the_defaults(

@@ -48,6 +48,36 @@ def test_calls_that_differ_name_both_ranks_and_values(
 ) -> None:
     started = start(ranks, fault, mode, HOSTOPT_COMMUNICATION=communication)
     check_failed(started, "RAISED", "'x'", *DIFFERENCES[fault])
+    for rank in started if mode == "eager" else []:
+        for kind in ("CollectiveMismatchError", "FailedPreconditionError"):
+            assert f"{kind}: True" in rank.output, rank.output
+
+
+@pytest.mark.parametrize("communication", ["shm", "grpc+tcp"])
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_wait_for_each_other(ranks: Ranks, mode: str, communication: str) -> None:
+    started = start(
+        *(ranks, "names", mode),
+        HOSTOPT_COMMUNICATION=communication,
+        HOSTOPT_COLLECTIVE_TIMEOUT_S="600",
+    )
+    check_failed(started, "x of 0", "x of 1", "none of them can continue")
+
+
+@pytest.mark.parametrize("communication", ["shm", "grpc+tcp"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_that_one_rank_refuses(ranks: Ranks, mode: str, communication: str) -> None:
+    """Rank 1 waits until rank 0 has failed, as a program may catch the error."""
+    first, second = start(
+        *(ranks, "refused", mode),
+        HOSTOPT_COMMUNICATION=communication,
+        HOSTOPT_COLLECTIVE_TIMEOUT_S="600",
+    )
+    assert first.wait(60) != 0
+    assert "has refused the call 'x': op is Adasum" in first.output, first.output
+    assert "rank 1" in first.output
+    second.signal(signal.SIGTERM)
+    assert "RAISED ConfigError: op is Adasum" in second.output, second.output
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,17 @@ def test_clipping_and_accumulation_change_the_training(directory: Path) -> None:
     for way in ("session, clipped", "session, two passes"):
         other = np.load(directory / "1" / f"{way}-0.npz")["kernel"]
         assert np.abs(plain - other).max() > 1e-3, way
+
+
+def test_changed_gradients_are_those_of_all_ranks_or_refused(ranks: Ranks) -> None:
+    for rank in ranks.run("api_changed.py", 2):
+        outcome = dict(re.findall(r"^(.*, (?:AVERAGE|SUM)): (.*)$", rank.output, re.MULTILINE))
+        for op in ("AVERAGE", "SUM"):
+            text = "is not reduced over the ranks"
+            assert text in outcome.pop(f"of tf.gradients, {op}"), rank.output
+        for name in ("with noise", "in Python", "stored"):
+            assert "may be reduced already" in outcome.pop(f"{name}, SUM"), rank.output
+        assert len(outcome) == 7 and {*outcome.values()} == {"equal"}, rank.output
 
 
 @pytest.mark.parametrize("communication", ["shm", "grpc+tcp"])

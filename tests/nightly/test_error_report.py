@@ -72,6 +72,9 @@ def test_messages_of_tensorflow_are_not_repeated(where: str) -> None:
     assert "Original stack trace" not in shown
     assert "During handling" not in shown
     assert shown.count("Detected at node") == 1
+    defined_at = shown.partition("Detected at node")[2].partition("\nNode: ")[0]
+    assert "in fail_in_tensorflow" in defined_at
+    assert "/tensorflow/" not in defined_at
     assert shown.count("division or modulo") == (0 if where == "shapes" else 2)  # and its end
     if where != "shapes":
         assert "in divide\n    return value / (1 // 0)" in shown.replace("~", "").replace("^", "")

@@ -69,3 +69,37 @@ def test_keras_3_is_refused(ranks: Ranks) -> None:
     codes, environ = [hostopt.ConfigError.exit_code], {"TF_USE_LEGACY_KERAS": "0"}
     for rank in ranks.run("keras_3_in_scope.py", 2, codes=codes, environ=environ):
         assert "Use hostopt.keras.DistributedOptimizer" in rank.output
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results_of("keras_rows.py", tmp_path_factory.mktemp("rows"))
+
+
+def test_each_row_is_trained_once_in_an_epoch(rows: Results) -> None:
+    one, two = rows
+    for rank in two:
+        for case in [*one, "seed"]:
+            assert rank[case]["once"] == [[64, 64], [64, 64]], case
+        for case in ("arrays", "tensors", "shuffle"):  # each epoch has another order
+            assert rank[case]["orders"] == one[case]["orders"] == 4, case
+
+
+def test_other_rows_of_a_rank_are_refused(rows: Results) -> None:
+    for rank in rows[1]:
+        assert "element 0 of Tensor is not that of rank 0" in rank["other rows"]
+        assert "the dataset has" in rank["other seed"]
+
+
+def test_ranks_drop_different_units(rows: Results) -> None:
+    first, second = (rank["dropout"] for rank in rows[1])
+    assert first != second
+
+
+def test_generators_of_other_orders_are_refused(ranks: Ranks) -> None:
+    codes = [hostopt.ConfigError.exit_code]
+    started = ranks.run(
+        "keras_rows.py", 2, codes=codes, environ=ENVIRON, arguments=["", "generator"]
+    )
+    for rank in started:
+        assert "of from_generator() is not that of rank 0" in rank.output

@@ -121,6 +121,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], Model]] = {
         {"inner": "momentum", "strategy": {"sync_every": 6, "sync_slots": "keep"}},
         simulate(2, 20, 6, "momentum", slots="keep"),
     ),
+    "averaged slots of DiLoCo": (
+        {
+            "inner": "momentum",
+            "outer": "nesterov",
+            "strategy": {"sync_every": 6, "sync_slots": "average"},
+        },
+        simulate(2, 20, 6, "momentum", "nesterov", slots="average"),
+    ),
     "reset slots": (
         {"inner": "adam", "strategy": {"sync_every": 6, "sync_slots": "reset"}},
         simulate(2, 20, 6, "adam", slots="reset"),

@@ -51,6 +51,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "op of gradients": lambda: hvd.DistributedOptimizer(
         tf.compat.v1.train.GradientDescentOptimizer(1.0), op=[hvd.Average, hvd.Sum][RANK]
     ).compute_gradients(lambda: tf.reduce_sum(SAME), [SAME]),
+    "names": lambda: hvd.allreduce(tf.ones([2]), name=f"x of {RANK}"),
+    "refused": lambda: hvd.allreduce(tf.ones([2]), op=[hvd.Sum, hvd.Adasum][RANK], name="x"),
     "variables": lambda: hvd.broadcast_variables([VARIABLE, VARIABLE]),
     "die": die,
     "leave": leave,
@@ -74,5 +76,9 @@ try:
     run()
 except (hostopt.HostOptError, tf.errors.OpError) as error:
     print(f"RAISED {type(error).__name__}: {error}", flush=True)
+    for kind in (hostopt.CollectiveMismatchError, tf.errors.FailedPreconditionError):
+        print(f"{kind.__name__}: {isinstance(error, kind)}", flush=True)
+    if FAULT == "refused" and RANK == 1:
+        signal.pause()  # until the test has seen the error of rank 0
     raise
 print("DONE", flush=True)

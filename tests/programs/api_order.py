@@ -92,7 +92,7 @@ optimizer = hvd.DistributedOptimizer(
     tf.compat.v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2
 )
 other = tf.Variable([1.0])
-optimizer._hostopt_computed = gradients = [tf.ones([1])]
+optimizer._hostopt_unreduced = gradients = [tf.ones([1])]
 step = tf.Variable(0, dtype=tf.int64)
 optimizer.apply_gradients([(gradients[0], VARIABLE)], global_step=step)
 assert int(step) == 1  # passes are counted

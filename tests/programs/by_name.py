@@ -161,14 +161,18 @@ def end_process_after(seconds: float) -> threading.Timer:
     return timer
 
 
-def train_all(models: dict[str, Callable[[Training], None]]) -> None:
+def train_all(
+    models: dict[str, Callable[[Training], None]],
+    make_strategy: Callable[[], Any] = estimator_ext.HostOffloadStrategy,
+) -> None:
     """Trains the models in the first argument of the program, in that order.
 
     Args:
       models: functions that train a model, by name.
+      make_strategy: returns the strategy of the ranks.
     """
     settings = json.loads(sys.argv[1])
-    strategy = None if ALONE else estimator_ext.HostOffloadStrategy()
+    strategy = None if ALONE else make_strategy()
     for name in settings["names"]:
         print("MODEL", name, flush=True)
         training = Training(name, Path(settings["directory"]), strategy, settings["steps"])
@@ -187,6 +191,8 @@ def train_all(models: dict[str, Callable[[Training], None]]) -> None:
         path.write_text(json.dumps(outcome))
 
 
-def train_table(train: Callable[[Any, Training], None], rows: Sequence[Any]) -> None:
+def train_table(
+    train: Callable[[Any, Training], None], rows: Sequence[Any], *make_strategy: Any
+) -> None:
     """Trains a model for each row of a table, which has a name, as `train_all` does."""
-    train_all({row.name: functools.partial(train, row) for row in rows})
+    train_all({row.name: functools.partial(train, row) for row in rows}, *make_strategy)

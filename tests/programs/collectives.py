@@ -75,7 +75,9 @@ def reductions(dtype: tf.DType) -> list[Case]:
     part, first_part = (np.array_split(each, SIZE)[RANK] for each in (sum_, sum_[:, 0]))
     by_part = np.concatenate([weights(part) for part in np.array_split(all_[0], SIZE)])
     product = np.prod(stacked, 0, dtype=numpy)
-    result = [
+    scaled = {"op": hvd.Sum, "prescale_factor": 2.0, "postscale_factor": 0.5}
+    mean = (sum_ / size if dtype.is_floating else sum_ // size).astype(numpy)
+    return [
         Case("sum", [local], partial(hvd.allreduce, op=hvd.Sum), sum_, ones * size),
         Case("min", [local], partial(hvd.allreduce, op=hvd.Min), np.min(stacked, 0)),
         Case("max", [local], partial(hvd.allreduce, op=hvd.Max), np.max(stacked, 0)),
@@ -83,15 +85,10 @@ def reductions(dtype: tf.DType) -> list[Case]:
         Case("grouped", [local, local[0]], grouped_sum, [sum_, sum_[0]], ones * size),
         Case("reducescatter", [local], scattered_sum, part, by_part),
         Case("grouped_reducescatter", [local, local[:, 0]], grouped_scatter, [part, first_part]),
+        Case("average", [local], partial(hvd.allreduce, average=True), mean, ones),
+        Case("scaled", [local], partial(hvd.allreduce, **scaled), sum_, ones * size),
+        Case("rows", [local, slots], sum_of_rows, dense_rows(all_)),
     ]
-    if dtype.is_floating:
-        scaled = {"op": hvd.Sum, "prescale_factor": 2.0, "postscale_factor": 0.5}
-        result += [
-            Case("average", [local], partial(hvd.allreduce, average=True), sum_ / size, ones),
-            Case("scaled", [local], partial(hvd.allreduce, **scaled), sum_, ones * size),
-            Case("rows", [local, slots], sum_of_rows, dense_rows(all_)),
-        ]
-    return result
 
 
 def grouped_sum(*tensors: tf.Tensor, name: str) -> list[tf.Tensor]:

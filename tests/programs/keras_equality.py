@@ -10,6 +10,8 @@ import sys
 import numpy as np
 import tensorflow as tf
 
+import hostopt
+
 STEPS, BATCH, TOKENS, ROWS = 20, 8, 2, 64
 
 hvd = importlib.import_module(sys.argv[1])
@@ -109,6 +111,60 @@ def check_loaded(name, make, suffix):
     check_equal(name, loaded, whole)
 
 
+def check_changed_gradients(name, sgd, is_new):
+    """Checks gradients of `compute_gradients` or a tape that the program itself applies.
+
+    Those of `compute_gradients` are clipped. The program may also say that they are reduced.
+    """
+    random = np.random.default_rng(7)
+    x, y = (random.normal(size=(16, n)).astype(np.float32) for n in (3, 1))
+    part = slice(hvd.rank(), None, hvd.size())
+    told = {"skip_gradients_aggregation": True}
+    if not is_new:
+        told = {"experimental_aggregate_gradients": False}
+
+    def train(optimizer, x, y, way, is_eager, factor=1.0, **arguments):
+        variable = tf.Variable(tf.zeros([3, 1]))
+
+        def loss():
+            return factor * tf.reduce_mean((tf.matmul(x, variable) - y) ** 2)
+
+        def step():
+            if way == "tape":
+                with tf.GradientTape() as tape:
+                    value = loss()
+                gradients = tape.gradient(value, [variable])
+            else:
+                compute = optimizer.compute_gradients if is_new else optimizer._compute_gradients
+                gradients = [gradient for gradient, _ in compute(loss, [variable])]
+                gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+            optimizer.apply_gradients(zip(gradients, [variable]), **arguments)
+
+        run = step if is_eager else tf.function(step)
+        for _ in range(10):
+            run()
+        return variable.numpy()
+
+    for way in ("tape", "computed"):
+        whole = train(sgd(), x, y, way, True)
+        for is_eager in (True, False):
+            for arguments in ({}, told):
+                own = hvd.DistributedOptimizer(sgd())
+                shared = train(own, x[part], y[part], way, is_eager, **arguments)
+                np.testing.assert_allclose(shared, whole, rtol=0, atol=1e-5, err_msg=way)
+    whole = train(sgd(), x, y, "computed", True, factor=hvd.size())
+    own = hvd.DistributedOptimizer(sgd(), op=hvd.Sum)
+    shared = train(own, x[part], y[part], "computed", False)
+    np.testing.assert_allclose(shared, whole, rtol=0, atol=1e-5)
+    if hvd.size() > 1:
+        try:
+            train(own, x, y, "computed", True)
+            raise AssertionError("not refused")
+        except hostopt.ConfigError as error:
+            assert "may be reduced already" in str(error)
+    print(f"equal: {name}", flush=True)
+
+
 def check_family(prefix, optimizers, suffix):
     def clipped():
         schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
@@ -121,6 +177,9 @@ def check_family(prefix, optimizers, suffix):
     check_optimizer(f"{prefix} global_clipnorm", lambda: optimizers.Adam(global_clipnorm=0.1))
     check_passes(f"{prefix} repeated rows in two passes", momentum)
     check_unused(f"{prefix} unused variable in two passes", lambda: optimizers.SGD(1.0))
+    if not is_keras_3:
+        name = f"{prefix} changed gradients"
+        check_changed_gradients(name, lambda: optimizers.SGD(0.1), prefix == "new")
     check_loaded(f"{prefix} loaded", lambda: optimizers.Adam(0.01), suffix)
 
 

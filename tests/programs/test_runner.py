@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import PROGRAMS, run_python
+from harness import (
+    PROGRAMS,
+    ROOT,
+    jobs_of,
+    reserved_addresses,
+    run_python,
+    start_python,
+    task_of,
+)
 from runner import PROGRAM, check_like_one_process, run
+
+from hostopt.launch.environment import tf_config_of
 
 KINDS = [
     "custom",
@@ -86,6 +97,21 @@ def test_a_module_with_its_arguments(tmp_path: Path) -> None:
             "custom",
             "tf.distribute.experimental.ParameterServerStrategy()",
             "the program creates a ParameterServerStrategy, but there are no parameter servers.",
+        ),
+        (
+            "custom",
+            "tf.train.Optimizer",
+            "the program uses tf.train.Optimizer, which only TensorFlow 1 has. Run it with",
+        ),
+        (
+            "custom",
+            "strategy_of_version_1()",
+            "the program creates a strategy with num_gpus, as in TensorFlow 1.",
+        ),
+        (
+            "custom",
+            "contrib_in_a_dataset()",
+            "the program uses tf.contrib.crf, which TensorFlow removed",
         ),
     ],
 )
@@ -180,3 +206,204 @@ assert cluster_resolver.TPUClusterResolver
 def test_a_program_that_does_not_exist_is_a_usage_error() -> None:
     ran = run(1, "nowhere.py", "--option", code=2)
     assert "'nowhere.py' does not exist: give the path of a program" in ran.stderr
+
+
+# -- ways in which a program finds its cluster -----------------------------------------------
+
+
+def variables_of_mpirun(rank: int, address: str) -> dict[str, str]:
+    names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+    return {
+        "PMIX_NAMESPACE": f"run-{address}",
+        **{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()},
+    }
+
+
+def variables_of_srun(rank: int, address: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": address.rpartition(":")[2],
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_PROCID": str(rank),
+    }
+
+
+def variables_by_hand(rank: int, address: str) -> dict[str, str]:
+    return {"HOSTOPT_RANK": str(rank), "HOSTOPT_SIZE": "2", "HOSTOPT_RENDEZVOUS": address}
+
+
+def check_two_processes(directory: Path, *ranks: Any) -> None:
+    """Checks that two processes with these options and variables train one model."""
+    options = [PROGRAM, "--kind", "custom", "--model-dir"]
+    run(1, *options, str(directory / "1"), "--batch-size", "16")
+    options += [str(directory / "2"), "--batch-size", "8"]
+    processes = [
+        start_python("-m", "estimator_ext", *options, *more, **environ) for more, environ in ranks
+    ]
+    for process in processes:
+        process.ended_with(0, 200)
+    trained = [tf.train.load_variable(str(directory / each), "w") for each in "12"]
+    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("variables", [variables_of_mpirun, variables_of_srun, variables_by_hand])
+def test_a_launcher_without_hostopt_exec(tmp_path: Path, variables: Any) -> None:
+    with reserved_addresses(1) as (address,):
+        check_two_processes(tmp_path, *(([], variables(rank, address)) for rank in range(2)))
+
+
+def set_tf_config(jobs: dict[str, list[str]], rank: int) -> str:
+    """An expression with which a program describes its cluster itself."""
+    job, index = task_of(rank)
+    config = json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
+    return f"__import__('os').environ.update(TF_CONFIG={config!r})"
+
+
+def test_programs_that_set_tf_config_themselves_train_together(tmp_path: Path) -> None:
+    with reserved_addresses(2) as addresses:
+        uses = [["--use", set_tf_config(jobs_of(addresses), rank)] for rank in range(2)]
+        check_two_processes(tmp_path, *((use, {}) for use in uses))
+
+
+def test_a_cluster_is_not_left_without_tf_config(tmp_path: Path) -> None:
+    with reserved_addresses(2) as addresses:
+        use = ["--use", "__import__('os').environ.pop('TF_CONFIG')"]
+        jobs = jobs_of(addresses)
+        check_two_processes(
+            tmp_path,
+            *((use, {"TF_CONFIG": tf_config_of(jobs, task_of(i))}) for i in range(2)),
+        )
+
+
+def test_a_tf_config_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    use = set_tf_config(jobs_of(["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]), 0)
+    options = ["--batch-size", "8", "--kind", "custom", "--model-dir", str(tmp_path), "--use", use]
+    ran = run(2, PROGRAM, *options, code=78)
+    assert "changed TF_CONFIG: it names chief:0 of 3 ranks" in ran.stderr + ran.stdout
+    assert "Traceback" not in ran.stderr + ran.stdout
+
+
+def test_a_cluster_with_workers_only(tmp_path: Path) -> None:
+    with reserved_addresses(1) as addresses:
+        environ = {"TF_CONFIG": tf_config_of({"worker": addresses}, ("worker", 0))}
+        options = ["--batch-size", "16", "--kind", "custom", "--model-dir", str(tmp_path)]
+        run(1, PROGRAM, *options, **environ)
+    assert tf.train.load_variable(str(tmp_path), "global_step") == 6
+
+
+def test_a_strategy_for_several_workers_is_replaced(tmp_path: Path) -> None:
+    options = [PROGRAM, "--model-dir"]
+    run(1, *options, str(tmp_path / "1"), "--kind", "custom", "--batch-size", "16")
+    run(2, *options, str(tmp_path / "2"), "--kind", "multi worker", "--batch-size", "8")
+    trained = [tf.train.load_variable(str(tmp_path / each), "w") for each in "12"]
+    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("trains alone", "TrainsAlone._train_model"),
+        ("has its own loop", "HasItsOwnLoop._train_model"),
+    ],
+)
+def test_a_training_of_each_rank_alone_is_refused(tmp_path: Path, kind: str, method: str) -> None:
+    options = [PROGRAM, "--batch-size", "8", "--kind", kind, "--model-dir", str(tmp_path)]
+    ran = run(2, *options, code=78)
+    assert method in ran.stderr + ran.stdout
+    assert "trains each of 2 ranks alone" in ran.stderr + ran.stdout
+    assert not list(tmp_path.glob("model.ckpt*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "base"), [([], "tf.estimator.SessionRunHook"), (["--v1"], "tf.train.Optimizer")]
+)
+def test_spawned_children_import_the_program(
+    tmp_path: Path, options: list[str], base: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""
+import multiprocessing
+import tensorflow as tf
+
+class OfTheProgram({base}):
+    pass
+
+def work(x):
+    return x + 1
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print("POOL", pool.map(work, [1, 2]))
+"""
+    )
+    ran = run(1, *options, str(program), limit_s=60.0)
+    assert ran.stdout.count("POOL [2, 3]") == 2
+
+
+def seen_by_ranks(ran: Any) -> list[int]:
+    """Returns the elements that the ranks of data_orders.py have trained with."""
+    lines = [line for line in ran.stdout.splitlines() if "SEEN " in line]
+    return [each for line in lines for each in json.loads(line.partition("SEEN ")[2])]
+
+
+@pytest.mark.parametrize("kind", ["interleave", "no seed"])
+def test_each_element_is_trained_once(tmp_path: Path, kind: str) -> None:
+    ran = run(2, str(PROGRAMS / "data_orders.py"), kind, str(tmp_path))
+    assert sorted(seen_by_ranks(ran)) == list(range(64))
+
+
+def test_elements_that_are_chosen_at_random_are_those_of_one_process(tmp_path: Path) -> None:
+    ran = run(2, str(PROGRAMS / "data_orders.py"), "filter", str(tmp_path))
+    seen = seen_by_ranks(ran)
+    assert len(seen) == 64
+    assert max(seen.count(each) for each in seen) <= 4  # as often as the data have it
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("generator of NumPy", "element 0 of TensorSlice is not that of rank 0"),
+        ("generator of Python", "element 0 of TensorSlice is not that of rank 0"),
+        ("from_generator", "element 0 of from_generator() is not that of rank 0"),
+        ("seed", "the dataset has"),
+        ("global seed", "the dataset has"),
+        ("iterator", "element 0 of TensorSlice is not that of rank 0"),
+        ("queue", "element 0 of rows is not that of rank 0"),
+    ],
+)
+def test_other_orders_of_the_ranks_are_refused(tmp_path: Path, kind: str, text: str) -> None:
+    ran = run(2, str(PROGRAMS / "data_orders.py"), kind, str(tmp_path), code=78)
+    output = ran.stdout + ran.stderr
+    assert text in output
+    assert "SEEN" not in output
+
+
+def test_a_spawned_child_trains_as_the_rank_that_starts_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import multiprocessing
+import sys
+import unedited
+
+def train():
+    estimator = unedited.make_estimator("custom", sys.argv[1], 8)
+    estimator.train(lambda: unedited.make_input_fn(8), max_steps=unedited.STEPS)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=train)
+    child.start()
+    child.join()
+    unedited.make_estimator("custom", sys.argv[1], 8)
+    sys.exit(child.exitcode)
+"""
+    )
+    paths = {"PYTHONPATH": f"{ROOT}:{PROGRAMS}"}
+    run(2, str(program), str(tmp_path / "2"), **paths)
+    options = ["--kind", "custom", "--batch-size", "16", "--model-dir", str(tmp_path / "1")]
+    run(1, PROGRAM, *options)
+    trained = [tf.train.load_variable(str(tmp_path / each), "w") for each in "12"]
+    np.testing.assert_allclose(trained[0], trained[1], rtol=1e-5, atol=1e-7)

@@ -56,6 +56,7 @@ SETTINGS = {
     "sparse_as_dense": False,
     "lengths": [],  # examples of each batch, by rank; a single rank takes all
     "merge": 1,  # number of such batches that are merged into one
+    "repeated": False,  # such batches again and again
     "uneven_data": "join",
     "early_stopping": False,  # with TensorFlow's hook, which stops after 6 steps
     "asking": None,  # rank whose hook requests a stop after 5 steps
@@ -204,7 +205,8 @@ def make_input_fn(settings: dict):
 
     def input_fn(input_context: tf.distribute.InputContext):
         if settings["lengths"]:
-            return uneven_dataset(settings, input_context)
+            dataset = uneven_dataset(settings, input_context)
+            return dataset.repeat() if settings["repeated"] else dataset
         x, y = arrays(settings["dtype"], settings["model"])
         if settings["raise_in"] == "input_fn":  # while training, not while the graph is built
             return tf.data.Dataset.from_tensors((x[0], y[0])).repeat().map(broken)

@@ -118,12 +118,38 @@ class TrainsByItself(tf.estimator.Estimator):
             super().train(input_fn, hooks, 1, None, saving_listeners)
 
 
+class TrainsAlone(tf.estimator.Estimator):
+    _assert_members_are_not_overridden = staticmethod(lambda estimator: None)
+
+    def _train_model(self, input_fn, hooks, saving_listeners):
+        return self._train_model_default(input_fn, hooks, saving_listeners)
+
+
+class HasItsOwnLoop(TrainsAlone):
+    def _train_model(self, input_fn, hooks, saving_listeners):
+        return 0.0
+
+
+SUBCLASSES = {
+    "trains by itself": TrainsByItself,
+    "trains alone": TrainsAlone,
+    "has its own loop": HasItsOwnLoop,
+}
+
+
 def make_estimator(kind, model_dir, batch_size):
     config = tf.estimator.RunConfig(model_dir, tf_random_seed=7)
     if kind == "mirrored":
         strategy = tf.distribute.MirroredStrategy()
         config = tf.estimator.RunConfig(model_dir, train_distribute=strategy)
-    if kind in ("custom", "mirrored", "shuffled", "shards by itself", "tensors of a constant"):
+    if kind == "multi worker":
+        strategy = tf.distribute.experimental.MultiWorkerMirroredStrategy()
+        config = tf.estimator.RunConfig(
+            model_dir, train_distribute=strategy, eval_distribute=strategy
+        )
+    if kind in ("custom", "mirrored", "multi worker", "shuffled"):
+        return tf.estimator.Estimator(model_fn, config=config)
+    if kind in ("shards by itself", "tensors of a constant"):
         return tf.estimator.Estimator(model_fn, config=config)
     if kind == "keras":
         return tf.estimator.Estimator(keras_model_fn, config=config)
@@ -139,8 +165,8 @@ def make_estimator(kind, model_dir, batch_size):
         return tf.estimator.Estimator(by_hand_model_fn, config=config, params=params)
     if kind == "of version 1":
         return tf.compat.v1.estimator.Estimator(model_fn, config=config)
-    if kind == "trains by itself":
-        return TrainsByItself(model_fn, config=config)
+    if kind in SUBCLASSES:
+        return SUBCLASSES[kind](model_fn, config=config)
     if kind == "canned":
         columns = [tf.feature_column.numeric_column("x", shape=[4])]
         return tf.compat.v1.estimator.LinearClassifier(columns, config=config)
@@ -158,6 +184,14 @@ def make_estimator(kind, model_dir, batch_size):
 
 def value_of_dimension():
     return tf.zeros([2]).shape[0].value
+
+
+def strategy_of_version_1():
+    tf.distribute.MirroredStrategy(num_gpus=8)
+
+
+def contrib_in_a_dataset():
+    tf.data.Dataset.range(1).map(lambda x: tf.contrib.crf.decode(x, x))
 
 
 def main():
@@ -187,7 +221,8 @@ def main():
     if args.kind == "custom":
         train = tf.estimator.TrainSpec(train_input_fn, max_steps=STEPS)
         evaluate = tf.estimator.EvalSpec(eval_input_fn, steps=None, throttle_secs=0)
-        tf.estimator.train_and_evaluate(estimator, train, evaluate)
+        metrics, _ = tf.estimator.train_and_evaluate(estimator, train, evaluate)
+        assert 0.0 < metrics["accuracy"] <= dict(metrics)["global_step"] == STEPS
     elif args.kind == "of version 1":
         estimator.train(make_queue_input_fn(args.batch_size))
         shapes = {"x": tf.io.FixedLenFeature([4], tf.float32)}

@@ -66,6 +66,46 @@ def test_an_error_of_the_model_is_not_reported_as_damage(tmp_path: Path) -> None
         CheckpointEvaluation(estimator, spec, tf.estimator.EvalSpec(data)).run()
 
 
+@pytest.mark.parametrize("name", [None, "night"])
+@pytest.mark.parametrize("evaluates", ["with the training", "as an evaluator"])
+def test_a_worse_model_does_not_replace_the_best_export_after_a_restart(
+    tmp_path: Path, evaluates: str, name: str | None
+) -> None:
+    exports = []
+    for last in (2, 3, 6):  # the loss is smallest after step 3
+        estimator = estimator_ext.Estimator(counting_model_fn, str(tmp_path))
+        exporter = tf.estimator.BestExporter("best", receiver, exports_to_keep=1)
+        specs = (
+            tf.estimator.TrainSpec(data, max_steps=last),
+            tf.estimator.EvalSpec(data, 1, name, exporters=exporter, throttle_secs=0),
+        )
+        if evaluates == "as an evaluator":
+            estimator.train(data, max_steps=last)
+            CheckpointEvaluation(estimator, *specs).run()
+        else:
+            estimator_ext.train_and_evaluate(estimator, *specs)
+        (export,) = (tmp_path / "export" / "best").iterdir()
+        exports.append(export.name)
+        for events in Path(estimator.eval_dir(name)).glob("*.tfevents.*"):
+            with events.open("ab") as file:
+                file.write(b"a record that was being written")
+    assert exports[0] != exports[1] == exports[2]
+
+
+def counting_model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+    weight = tf.compat.v1.get_variable("weight", [], initializer=tf.zeros_initializer())
+    if mode == tf.estimator.ModeKeys.PREDICT:
+        return tf.estimator.EstimatorSpec(mode, features * weight)
+    step = tf.compat.v1.train.get_global_step()
+    train_op = tf.compat.v1.train.GradientDescentOptimizer(1.0).minimize(-weight, step)
+    return tf.estimator.EstimatorSpec(mode, loss=(weight - 3.0) ** 2, train_op=train_op)
+
+
+def receiver() -> Any:
+    features = tf.compat.v1.placeholder(tf.float32, [None, 1])
+    return tf.estimator.export.TensorServingInputReceiver(features, features)
+
+
 # -- refused -------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ UNEVEN = {
     "even": [[4, 4, 4], [4, 4, 4]],
     "long": [[4] * 36 + [3], [4] * 49 + [1]],
 }
+ENDLESS = {"lengths": [[4, 4, 3, 4], [4, 2, 1, 4]], "repeated": True}
 # Trainings by number of ranks and name; one process of each rank runs them in turn.
 RUNS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
@@ -40,6 +41,8 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "micro-batches left over": {"lengths": [[4] * 8], "accumulate_steps": 3},
         "large batches, none left over": {"lengths": [[4] * 6], "merge": 3},
         "large uneven batches": {"lengths": UNEVEN["partial"], "merge": 2},
+        "endless batches": {**ENDLESS, "steps": 10},
+        "endless large batches": {**ENDLESS, "steps": 6, "merge": 2},
         "three batches": {"lengths": [[4] * 3, [4] * 3]},
         "averages": AVERAGES,
         "variables": {"model": "variables"},
@@ -56,6 +59,8 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "none, clipped": {**NONE, "clip": 0.05},
         "micro-batches": {"lengths": EVEN, "accumulate_steps": 3},
         "uneven micro-batches": {"lengths": UNEVEN["partial"], "accumulate_steps": 2},
+        "endless batches": {**ENDLESS, "steps": 10},
+        "endless micro-batches": {**ENDLESS, "steps": 6, "accumulate_steps": 2},
         "stop": {"lengths": [[4] * 5, [4] * 3], "uneven_data": "stop"},
         "embedding in buckets": {**EMBEDDING, "bucket_mb": 128 / 2**20},
         "batch_norm, data that end": {"model": "batch_norm", "batches": 6, "steps": 60},
@@ -231,6 +236,19 @@ def test_uneven_micro_batches_train_as_all_data_on_one_worker(trainings: Trainin
     check_equal(trainings.variables(2, "uneven micro-batches"), one)
 
 
+@pytest.mark.parametrize(
+    ("name", "of_one"),
+    [
+        ("endless batches", "endless batches"),
+        ("endless micro-batches", "endless large batches"),
+    ],
+)
+def test_endless_batches_of_different_lengths_train_as_on_one_worker(
+    trainings: Trainings, name: str, of_one: str
+) -> None:
+    check_equal(trainings.variables(2, name), trainings.variables(1, of_one))
+
+
 def test_all_ranks_stop_with_the_first_rank_without_data(trainings: Trainings) -> None:
     one = trainings.variables(1, "three batches")
     assert one[0]["global_step"] == 3
@@ -288,11 +306,11 @@ def test_moving_averages_of_batch_norm_are_the_mean_over_the_ranks(
 
 def test_partitioned_shared_and_integer_variables(trainings: Trainings) -> None:
     one, two = trainings.variables(1, "variables"), trainings.variables(2, "variables")
-    # TensorFlow does not partition under a strategy
-    assert {"kinds/parts", "kinds/shared", "kinds/runs"} < set(one[0])
+    parts = [f"kinds/parts/part_{i}" for i in range(2)]
+    assert {*parts, "kinds/shared", "kinds/runs"} < set(one[0])
     check_equal(two, one)
     assert one[0]["kinds/runs"] == 20
-    assert one[0]["kinds/parts"].all()  # it has been trained
+    assert all(one[0][part].all() for part in parts)  # they have been trained
 
 
 # -- agreed stops --------------------------------------------------------------------------

@@ -26,6 +26,8 @@ STATUS_FOR_MESSAGE = {
     **STATUS,
     "sent": bool,
     "call": Or({"step": int, "bucket": int, "signature": str, "checksum": int}, None),
+    "refused": Or(str, None),
+    "busy_s": float,
 }
 DETAILS = {
     "step": Or(int, None),
@@ -86,7 +88,7 @@ def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -
 
     Returns:
       The status of the peer and its incarnation: see `stall.build_status`. With `for_message`
-      also "sent" and "call": see `Transport.status_for`.
+      also "sent", "call", "refused" and "busy_s": see `Transport.status_for`.
 
     Raises:
       ValueError: the answer is malformed, or names a rank that does not exist.

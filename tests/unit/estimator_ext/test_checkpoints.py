@@ -19,7 +19,7 @@ import hostopt
 from estimator_ext import checkpoint_reading, input_state_file
 from estimator_ext.checkpoint_reading import check, check_newest, is_intact
 from estimator_ext.checkpoint_saving import checked_saver
-from estimator_ext.file_errors import translate_io_errors
+from estimator_ext.file_errors import absolute, cannot_save, translate_io_errors
 
 estimator_ext.install()
 
@@ -253,6 +253,24 @@ def test_each_flipped_bit_that_changes_a_value_is_detected(tmp_path: Path) -> No
     check(path)
 
 
+def test_slots_of_single_partitions_are_no_damage(tmp_path: Path) -> None:
+    """TensorFlow saves them as incomplete variables if the optimizer is in a variable scope."""
+    path = str(tmp_path / "model.ckpt-1")
+    tf.raw_ops.SaveV2(
+        prefix=path,
+        tensor_names=["kernel/t_1/Adagrad"],
+        shape_and_slices=["4 2,2"],  # elements 2 and 3 of 4
+        tensors=[tf.constant([1.0, 2.0])],
+    )
+    check(path)
+
+
+def test_a_checkpoint_of_objects_without_a_step_is_refused(tmp_path: Path) -> None:
+    path = tf.train.Checkpoint(kernel=tf.Variable(1.0)).save(str(tmp_path / "model.ckpt"))
+    with pytest.raises(hostopt.CheckpointError, match="has no global_step, so training"):
+        checkpoint_reading.read_step(path)
+
+
 # -- writing -------------------------------------------------------------------------------
 
 
@@ -354,6 +372,16 @@ def test_errors_of_files_outside_model_dir_are_unchanged(text: str, is_of_model_
     expected = hostopt.CheckpointError if is_of_model_dir else tf.errors.PermissionDeniedError
     with pytest.raises(expected), translate_io_errors("out"):
         raise tf.errors.PermissionDeniedError(None, None, text)
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [("/model/c-5", "Free disk space, or allow"), ("s3://model/c-5", "Check its quota and its")],
+)
+def test_the_remedy_is_that_of_the_file_system(path: str, remedy: str) -> None:
+    error = tf.errors.PermissionDeniedError(None, None, "denied")
+    assert f". {remedy}" in str(cannot_save(path, error, 1))
+    assert absolute(path) == path  # no directory of this machine is put before a URL
 
 
 # -- resumed trainings ---------------------------------------------------------------------

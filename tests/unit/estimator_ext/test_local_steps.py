@@ -6,9 +6,13 @@ import re
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 import estimator_ext
 import hostopt
+from estimator_ext.local_steps import LocalSteps
+
+OUTER = tf.compat.v1.train.MomentumOptimizer(0.7, 0.9, use_nesterov=True)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,20 @@ import hostopt
 def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(hostopt.ConfigError, match=re.escape(text)):
         estimator_ext.HostOffloadStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"every": 4}, "average"),
+        ({"every": 4, "delay": 1}, "keep"),
+        ({"every": 4, "outer_optimizer": OUTER}, "keep"),  # as in the paper
+        ({"every": 4, "outer_optimizer": lambda: OUTER, "fragments": 2}, "keep"),
+        ({"every": 4, "outer_optimizer": OUTER, "slots": "average"}, "average"),
+    ],
+)
+def test_slots_inside_of_an_outer_optimizer_are_kept(options: dict[str, Any], rule: str) -> None:
+    assert LocalSteps(**options).slot_rule == rule
 
 
 def test_loops_of_tensorflow_2_are_refused() -> None:

@@ -86,6 +86,22 @@ def test_only_the_chief_locks_under_a_strategy_of_tensorflow(
         assert is_training(str(tmp_path)) == locks
 
 
+def test_one_of_several_ranks_does_not_train_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = estimator_ext.RunConfig()
+    for jobs in ({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, {"chief": ["127.0.0.1:1"]}):
+        job = next(iter(jobs))
+        cluster = {"cluster": jobs, "task": {"type": job, "index": 0}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+        if job == "worker":
+            with pytest.raises(hostopt.ConfigError, match="TF_CONFIG names 2 ranks"):
+                training_without_ring(str(tmp_path), config)
+        else:
+            with training_without_ring(str(tmp_path), config):
+                assert is_training(str(tmp_path))
+
+
 def test_unsupported_locks_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 import estimator_ext
-from estimator_ext.sharding import dividing
+import hostopt
+from estimator_ext.sharding import dividing, few_files_refused
 from hostopt.communicator import Communicator
 from hostopt.transport.inproc import InprocTransport
 
@@ -65,3 +67,18 @@ def test_the_ranks_read_each_row_once(kind: str) -> None:
             ranks.append(rows_of(data))
     assert [len(rows) for rows in ranks] == [6, 6]
     assert sorted(ranks[0] + ranks[1]) == ROWS.tolist()
+
+
+def test_fewer_files_than_ranks_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "only"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        writer.write(b"record")
+    communicator = Communicator(InprocTransport.connect(1)[0])
+    expected = pytest.raises(
+        hostopt.ConfigError, match=r"files is 1, .* of the 2 ranks, .*\. Use "
+    )
+    with tf.Graph().as_default(), expected, few_files_refused():
+        data = v1.data.Dataset.list_files(str(path)).interleave(tf.data.TFRecordDataset)
+        with dividing(communicator, tf.distribute.InputContext(2, 0), "file") as divide:
+            shard = divide(data)
+        rows_of(shard)

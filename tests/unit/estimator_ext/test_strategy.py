@@ -206,6 +206,23 @@ def test_a_copy_is_the_strategy_itself(addresses: list[str]) -> None:
     assert copy.deepcopy(strategy) is strategy
 
 
+def test_a_variable_of_version_1_is_true() -> None:
+    with tf.Graph().as_default(), estimator_ext.HostOffloadStrategy().scope():
+        kept = tf.compat.v1.get_variable("kept", [])
+        with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+            bool(kept)
+        tf.compat.v1.disable_resource_variables()
+        try:
+            average = tf.compat.v1.train.ExponentialMovingAverage(0.9)
+            variable = tf.compat.v1.get_variable("weight", [])
+            assert not average.average(variable)
+            average.apply([variable])
+            assert average.average(variable)
+            assert variable
+        finally:
+            tf.compat.v1.enable_resource_variables()
+
+
 def test_input_fns_get_their_context(tmp_path: Path) -> None:
     observed = []
 

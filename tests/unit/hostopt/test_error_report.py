@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hostopt import error_report
+from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.error_report import cause_of, read_report, summary_of, write_details, write_report
 from hostopt.errors import CollectiveMismatchError, PeerLostError
 
@@ -77,6 +79,20 @@ def test_the_cause_of_an_error_is_shown() -> None:
     assert shown.count("Traceback") == 2
     assert "The above exception was the direct cause" in shown
     assert "KeyError" not in shown
+
+
+def test_frames_of_libraries_are_left_out() -> None:
+    def fail() -> None:
+        ReduceOp("no operator")  # hostopt is a library, in which this fails
+
+    library: dict[str, Any] = {"__package__": "tensorflow.python"}
+    exec("def call(function, left):\n  call(function, left - 1) if left else function()", library)
+    error = raised(lambda: library["call"](fail, 100))
+    shown = summary_of(error, "rank 1", "a file")
+    assert "in fail\n" in shown
+    assert ", in call\n" not in shown
+    assert len(shown.splitlines()) < 20
+    assert ", in call\n" in error_report.details_of(error)
 
 
 # -- files ---------------------------------------------------------------------------------

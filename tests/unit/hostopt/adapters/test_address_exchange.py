@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -215,6 +216,16 @@ def test_strangers_do_not_disturb(at: Rendezvous, name: str) -> None:
     assert result(first) == result(second)
     for stranger in strangers:
         stranger.close()
+
+
+def test_idle_strangers_leave_room(at: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_server, "_REGISTER_TIMEOUT_S", 1e6)  # none of them is late
+    (first,) = started(at, [0], 2)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * rendezvous_server._SPARE_CONNECTIONS):
+            stack.enter_context(connected(at))
+        (second,) = started(at, [1], 2)
+        assert result(first) == result(second)
 
 
 def test_a_line_without_end_is_cut_off(at: Rendezvous) -> None:

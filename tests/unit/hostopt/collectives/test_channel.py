@@ -40,9 +40,9 @@ def test_signatures_have_kind_name_dtype_and_shape(channel: Channel) -> None:
 
 def test_other_ranks_can_ask_for_the_last_call(channel: Channel) -> None:
     channel.signed_call("barrier")
-    assert channel.transport.last_call(7) is None
+    assert channel.transport.call_log.last(7) is None
     call = channel.begin_call("barrier", "the end")
-    last = channel.transport.last_call(7)
+    last = channel.transport.call_log.last(7)
     assert last is not None
     assert (last["step"], last["signature"]) == (call.step, "barrier of 'the end'")
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT
+from harness import ROOT, deadline_s
 from progress_notes import EVALUATION, PROGRESS
 
 from hostopt.errors import ConfigError
+from hostopt.launch import metrics_server
 from hostopt.launch.metrics import metrics_of, served
 from hostopt.launch.monitor import Monitor
 
@@ -73,6 +77,70 @@ def test_prometheus_client_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
         served(monitor, 0),
     ):
         pass
+
+
+GET = b"GET /metrics HTTP/1.1\r\n\r\n"
+TIMEOUT_S = deadline_s(30.0)
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def answering(body: bytes) -> Iterator[tuple[str, int]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    with metrics_server.answering(listener, lambda: body, "text/plain"):
+        yield address
+
+
+def received_by(caller: socket.socket, request: bytes = b"") -> bytes:
+    """Sends a request, and returns all that the server sends before it ends the connection."""
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        caller.sendall(request)
+        parts += iter(lambda: caller.recv(MIB), b"")
+    return b"".join(parts)
+
+
+def answer_to(address: tuple[str, int], request: bytes) -> bytes:
+    with socket.create_connection(address, TIMEOUT_S) as caller:
+        return received_by(caller, request)
+
+
+def test_idle_connections_end_and_leave_room(no_thread_left: None) -> None:
+    most = metrics_server.MOST_CONNECTIONS
+    with contextlib.ExitStack() as stack:
+        with answering(b"body") as address:
+            threads = threading.active_count()
+            idle = [
+                stack.enter_context(socket.create_connection(address, TIMEOUT_S))
+                for _ in range(3 * most)
+            ]
+            assert [received_by(each) for each in idle[:-most]] == [b""] * 2 * most
+            answer = answer_to(address, GET)
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n")
+            assert answer.endswith(b"\r\n\r\nbody")
+            assert threading.active_count() == threads
+        assert [received_by(each) for each in idle[-most:]] == [b""] * most
+
+
+@pytest.mark.parametrize("request_", [b"", b"GET / HTTP/1.1\r\n"])
+def test_a_slow_request_ends(request_: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "CONNECTION_S", 0.01)
+    with answering(b"body") as address:
+        assert answer_to(address, request_) == b""
+
+
+def test_an_answer_that_is_read_slowly_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "CONNECTION_S", 0.01)
+    with answering(bytes(64 * MIB)) as address:
+        assert len(answer_to(address, GET)) < 64 * MIB
+
+
+def test_requests_that_are_not_answered() -> None:
+    with answering(b"body") as address:
+        assert answer_to(address, b"x" * 4 * metrics_server.REQUEST_BYTES) == b""
+        refusal = answer_to(address, b"POST / HTTP/1.1\r\n\r\n")
+    assert refusal.startswith(b"HTTP/1.1 405 ") and not refusal.endswith(b"body")
 
 
 def test_the_server_ends_with_the_scope(tmp_path: Path, no_thread_left: None) -> None:

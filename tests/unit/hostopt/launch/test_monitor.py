@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from clocks import Clock
 from progress_notes import EVALUATION, TRAINING
 
 from hostopt.launch import monitor
@@ -99,6 +100,8 @@ def test_the_line() -> None:
     evaluation = {"step": 2, "metric": "loss", "value": 0.5}
     assert describe(1, {1: first}, evaluation) == "step 3, loss 0.5 at 2"
     assert "0:00 left" in describe(1, {1: {**TRAINING, "step": 2100}}, {})
+    ended = {"step": 9, "last_step": 9, "steps_per_s": 2.0, "is_ended": True}
+    assert describe(1, {1: ended}, evaluation) == "step 9 of 9 (100 %), loss 0.5 at 2"
 
 
 def test_the_summary() -> None:
@@ -145,6 +148,26 @@ def test_the_newest_attempt_and_evaluation_count(
     assert re.search("^hostopt: steps: +0 to 30, loss 0.25$", err, re.MULTILINE)
     assert re.search(r"^hostopt: evaluation: +loss 2.5 at step 25$", err, re.MULTILINE)
     assert err.splitlines()[-1].endswith("137, root cause: worker:0: exit code 137 (SIGKILL)")
+
+
+@pytest.mark.parametrize(
+    ("is_ended", "begin"),
+    [(False, "no step for 0:30, step 500 of 2000"), (True, "training ended 0:30 ago, step 500")],
+)
+def test_a_line_without_a_new_step(
+    is_ended: bool, begin: str, tmp_path: Path, clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock.govern(monitor)
+    shown = Monitor(str(tmp_path), None, verbose=False)
+    path = Path(shown.progress_file(("chief", 0), 1))
+    path.write_text(json.dumps({"training": {**TRAINING, "is_ended": is_ended}}))
+    for _ in range(2):
+        clock.advance(monitor._PLAIN_S)
+        shown.advance()
+    monitor.output.flush()
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("hostopt: step 500 of 2000")
+    assert second.startswith(f"hostopt: {begin}")
 
 
 def test_progress_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

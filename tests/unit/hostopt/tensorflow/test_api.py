@@ -161,11 +161,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: hvd.allreduce(tf.ones([1]), 3), "average is 3, wanted True or False"),
     (lambda: hvd.allreduce(tf.ones([1]), average=True, op=hvd.Sum), "both given"),
     (lambda: hvd.allreduce(tf.ones([1]), op="adasum"), "op is 'adasum'"),
-    (lambda: hvd.allreduce(tf.ones([1], tf.int32)), "AVERAGE of int32 is not exact"),
     (lambda: hvd.allreduce(tf.constant(["a"])), "cannot be reduced"),
     (
-        lambda: hvd.allreduce(tf.ones([1], tf.int32), op=hvd.Sum, prescale_factor=0.5),
-        "int32 is to be multiplied",
+        lambda: hvd.allreduce(tf.constant([True]), op=hvd.Sum, prescale_factor=0.5),
+        "bool is to be multiplied",
+    ),
+    (
+        lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1], tf.int32), [0]), prescale_factor=0.5),
+        "rows of dtype int32 are to be multiplied by 0.5",
     ),
     (
         lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1, 2]), [0]), op=hvd.Max),
@@ -200,6 +203,7 @@ def test_refused_in_words(ring: None, call: Callable[[], Any], text: str) -> Non
     with pytest.raises(hostopt.ConfigError) as caught:
         call()
     assert text in str(caught.value)
+    assert caught.value.exit_code == 78
     assert hvd.allreduce(tf.ones([1])).numpy() == 1  # nothing is lost
 
 
@@ -260,6 +264,73 @@ class Halved(hvd.Compression.none):
 def test_a_compressor_of_the_program(ring: None) -> None:
     result = hvd.allreduce(tf.constant([3.0]), compression=Halved)
     assert result.dtype == tf.float32 and result.numpy() == [3.0]
+
+
+@pytest.mark.parametrize("kind", [hvd.Compression.fp16, hvd.Compression.bf16])
+def test_a_compressor_that_extends_one_of_ours(ring: None, kind: Any) -> None:
+    """Programs for Horovod call the methods of the base class, which convert there."""
+
+    class Twice(kind):  # type: ignore[misc]
+        @staticmethod
+        def compress(tensor: Any) -> Any:
+            return kind.compress(tensor * 2)
+
+    class Renamed(kind):  # type: ignore[misc]
+        pass
+
+    half, dtype = kind.compress(tf.constant([1.0]))
+    assert (half.dtype, dtype) == (tf.as_dtype(half.dtype.name), tf.float32)
+    assert half.dtype.size == 2 and kind.decompress(half, dtype).dtype == tf.float32
+    assert kind.compress(tf.constant([1]))[0].dtype == tf.int32
+    for collective in (hvd.allreduce, hvd.reducescatter):
+        assert collective(tf.constant([3.0]), compression=Twice).numpy() == [6.0]
+        exact = collective(tf.constant([1 + 2.0**-20]), compression=Renamed)
+        assert exact.numpy() == np.float32(1 + 2.0**-20)  # with one rank nothing travels
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
+def test_factors_are_not_rounded_to_the_dtype_of_the_tensor(ring: None, dtype: Any) -> None:
+    result = hvd.allreduce(
+        tf.ones([1], dtype), op=hvd.Sum, prescale_factor=1e-3, postscale_factor=1e5
+    )
+    small = tf.cast(tf.constant([1e-3]), dtype)
+    np.testing.assert_array_equal(result, tf.cast(tf.cast(small, tf.float32) * 1e5, dtype))
+
+
+def test_averages_and_products_of_integers_are_truncated(ring: None) -> None:
+    x = tf.constant([-7, 7, 2**24 + 1])
+    assert hvd.allreduce(x).numpy().tolist() == x.numpy().tolist()
+    halves = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5)
+    assert halves.dtype == tf.int32 and halves.numpy().tolist() == [-3, 3, 2**23]
+    (part,) = hvd.grouped_reducescatter([x], postscale_factor=0.5)
+    assert part.numpy().tolist() == [-3, 3, 2**23]
+
+
+def test_refusals_are_errors_that_horovod_raises(ring: None) -> None:
+    def call() -> Any:
+        return hvd.alltoall(tf.ones([2]), splits=[1])
+
+    for kind in (hostopt.ConfigError, tf.errors.InvalidArgumentError, ValueError):
+        with pytest.raises(kind):
+            call()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="whose sum is 2"):
+        tf.function(call, autograph=False)()
+    hvd.shutdown()
+    hvd.init()
+    with tf.Graph().as_default(), v1.Session() as session:
+        result = call()
+        with pytest.raises(tf.errors.InvalidArgumentError, match="whose sum is 2"):
+            session.run(result)
+
+
+def test_a_refusal_keeps_its_type_in_code_that_autograph_converts(ring: None) -> None:
+    @tf.function
+    def reduce(x: Any) -> Any:
+        return hvd.allreduce(x, op=hvd.Adasum)
+
+    with pytest.raises(hostopt.ConfigError, match="op is Adasum") as caught:
+        reduce(tf.ones([1]))
+    assert caught.value.exit_code == 78
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import hostopt
 import hostopt.tensorflow as hvd
@@ -30,6 +33,34 @@ def test_a_name_that_is_used_again_gets_a_number_if_calls_have_no_order() -> Non
     traced: list[str] = []
     tf.function(lambda: traced.extend(names()), autograph=False)()
     assert traced == names() == ["x", "y", "x", "x"]
+
+
+class Noting:
+    """A compressor that notes the directories of the functions that call it."""
+
+    callers: ClassVar[set[str]] = set()
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, None]:
+        return cls.decompress(tensor), None
+
+    @classmethod
+    def decompress(cls, tensor: Any, context: Any = None) -> Any:
+        del context
+        cls.callers.add(Path(sys._getframe(1).f_code.co_filename).parent.name)
+        return tensor
+
+
+def test_autograph_converts_neither_this_package_nor_keras() -> None:
+    layer = tf_keras.layers.Dense(1, activation=Noting.decompress)
+
+    @tf.function
+    def step(x: tf.Tensor) -> Any:
+        return hvd.allreduce(layer(x), compression=Noting)
+
+    step(tf.ones([1, 2]))
+    # hostopt/tensorflow and tf_keras/src/layers/core, not the files that AutoGraph writes
+    assert Noting.callers == {"tensorflow", "core"}
 
 
 def branch(x: tf.Tensor) -> Any:

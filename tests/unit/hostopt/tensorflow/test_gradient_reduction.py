@@ -28,7 +28,22 @@ class InQuarters:
         return tf.cast(tensor, context) / 4
 
 
-@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, InQuarters])
+class InHalves(Compression.fp16):
+    """Extends a compressor of hostopt; called in each reduction."""
+
+    calls = 0
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        InHalves.calls += 1
+        return Compression.fp16.compress(tensor * 2)
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        return Compression.fp16.decompress(tensor, context) / 2
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, InQuarters, InHalves])
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_sums_over_the_ranks(spawn: Spawn, compression: Any, is_eager: bool) -> None:
     values = np.array([[0.25, -3.0], [7.5, 2.0]], np.float32)  # of each rank
@@ -48,6 +63,8 @@ def test_sums_over_the_ranks(spawn: Spawn, compression: Any, is_eager: bool) -> 
             nothing, total = reduce()
             return [nothing, session.run(total)]
 
-    for nothing, total in spawn(2, work):
+    results = spawn(2, work)
+    assert compression is not InHalves or InHalves.calls > 0
+    for nothing, total in results:
         assert nothing is None
         np.testing.assert_array_equal(total, values.sum(0), strict=True)

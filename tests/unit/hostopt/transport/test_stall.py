@@ -15,7 +15,7 @@ from rings import Spawn
 
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
-from hostopt.errors import CollectiveTimeoutError
+from hostopt.errors import CollectiveMismatchError, CollectiveTimeoutError
 from hostopt.transport import event_loop
 from hostopt.transport.stall import find_culprit
 
@@ -110,6 +110,32 @@ def test_ranks_that_wait_for_each_other(spawn: Spawn, clock: Clock) -> None:
         assert "they wait for each other, in different collectives" in str(error)
         assert "odd" in str(error)
         assert "even" in str(error)
+
+
+def test_ranks_that_wait_for_each_other_fail_before_the_deadline(
+    spawn: Spawn, clock: Clock
+) -> None:
+    ring: list[Communicator] = []
+    met = threading.Barrier(2)
+
+    def work(communicator: Communicator) -> str:
+        ring.append(communicator)
+        both = [communicator.duplicate("odd"), communicator.duplicate("even")]
+        met.wait(30)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            both[communicator.rank % 2].all_reduce(np.ones(9))
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as threads:
+        errors = threads.submit(spawn, 2, work, **SECONDS)
+        until(lambda: len(ring) == 2, "ring")
+        (first,) = (each.transport for each in ring if each.rank == 0)
+        clock.advance(2.0, *until_blocked(ring))
+        until(lambda: first._deadlocks._last is not None, "look")
+        clock.advance(20.0, *until_blocked(ring))  # the tests beside this one take time, too
+    (text,) = {*errors.result()}
+    for part in ["rank 0", "rank 1", "odd", "even", "none of them can continue"]:
+        assert part in text
 
 
 def test_a_long_wait_that_succeeds(

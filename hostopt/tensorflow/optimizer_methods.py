@@ -1,0 +1,253 @@
+"""The methods with which an optimizer reduces gradients before it applies them.
+
+`compute_gradients` reduces, so that a program that changes its results changes those of all ranks.
+`apply_gradients` reduces what comes from elsewhere, such as a tape, and nothing twice. Optimizers
+of TensorFlow 1 refuse it, as programs for Horovod may apply gradients of one rank on purpose.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import tensorflow as tf
+
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.errors import ConfigError
+from hostopt.tensorflow.accumulation import GradientAccumulator
+from hostopt.tensorflow.loss_scaling import decide_together
+from hostopt.tensorflow.reduced import Origin, mark, origins_of
+from hostopt.tensorflow.wrapping import reduce_gradients, reduction_of, super_of
+
+__all__: list[str] = []
+
+
+def methods_for(optimizer: Any) -> dict[str, Any]:
+    """Returns the methods that make an optimizer of its kind reduce gradients."""
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return {
+            "compute_gradients": _computing("compute_gradients"),
+            "apply_gradients": _apply_gradients,
+        }
+    if hasattr(optimizer, "stateless_apply"):
+        decide_together()
+        return {"apply": _apply_keras_3}
+    if hasattr(optimizer, "aggregate_gradients"):
+        return {
+            "compute_gradients": _computing("compute_gradients"),
+            "aggregate_gradients": _reduce_others,
+            "apply_gradients": _apply_gradients,
+        }
+    if hasattr(optimizer, "_aggregate_gradients"):
+        return {
+            "_compute_gradients": _computing("_compute_gradients"),
+            "get_gradients": _get_gradients,
+            "_aggregate_gradients": _reduce_others,
+            "apply_gradients": _apply_gradients,
+        }
+    raise ConfigError(
+        f"DistributedOptimizer is given an object of type {type(optimizer).__name__}, wanted an "
+        "optimizer of tf.compat.v1.train or Keras. Reduce gradients with allreduce instead"
+    )
+
+
+def _reduce_pairs(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    pairs = list(grads_and_vars)
+    variables = [variable for _, variable in pairs]
+    reduced = reduce_gradients(self, [gradient for gradient, _ in pairs], variables)
+    return list(zip(reduced, variables))
+
+
+# -- gradients that are computed ------------------------------------------------------------
+
+
+def _computing(name: str) -> Any:
+    """Returns the method of a name, which computes gradients, and then reduces them."""
+
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = getattr(super_of(self), name)(*args, **kwargs)
+        if self._hostopt_steps > 1:  # they are reduced when they are applied
+            vars(self)["_hostopt_unreduced"] = [gradient for gradient, _ in pairs]
+            return pairs
+        _computed(self).update(id(variable) for _, variable in pairs)
+        return _reduce_pairs(self, pairs)
+
+    return compute
+
+
+def _get_gradients(self: Any, loss: Any, params: Any) -> list[Any]:
+    variables = tf.nest.flatten(params)
+    gradients: list[Any] = super_of(self).get_gradients(loss, variables)
+    return gradients if self._hostopt_steps > 1 else reduce_gradients(self, gradients, variables)
+
+
+def _computed(self: Any) -> set[int]:
+    """Returns the ids of variables whose gradients are computed, but not applied yet."""
+    # not by setattr, with which Keras would track it
+    result: set[int] = vars(self).setdefault("_hostopt_computed", set())
+    return result
+
+
+# -- gradients that are applied -------------------------------------------------------------
+
+
+def _reduce_others(self: Any, grads_and_vars: Any, is_told_not_to: bool = False) -> list[Any]:
+    """Reduces the gradients that are not reduced yet; see `_unreduced` for the arguments."""
+    pairs = list(grads_and_vars)
+    left = _unreduced(self, pairs, is_told_not_to)
+    for i, pair in zip(left, _reduce_pairs(self, [pairs[i] for i in left])):
+        pairs[i] = pair
+    return pairs
+
+
+def _unreduced(self: Any, pairs: list[Any], is_told_not_to: bool) -> list[int]:
+    """Returns the positions of gradients that have to be reduced.
+
+    Averages are the same if they are averaged again. So gradients are left out only if they are
+    made from reduced ones and nothing else, as far as a graph shows it.
+
+    Args:
+      self: the optimizer.
+      pairs: gradients and variables.
+      is_told_not_to: True if the program says that they are reduced.
+
+    Raises:
+      ConfigError: a gradient may be reduced already, and a second sum would change it.
+    """
+    left = []
+    for i, origin in origins_of(pairs).items():
+        variable = pairs[i][1]
+        may_be_reduced = is_told_not_to or id(variable) in _computed(self)
+        may_be_reduced |= bool(origin & (Origin.REDUCED | Origin.STORED))
+        if origin == Origin.REDUCED or (may_be_reduced and variable in self._hostopt_local):
+            continue
+        if may_be_reduced:
+            _check_again(self, variable)
+        elif isinstance(self, tf.compat.v1.train.Optimizer):
+            if origin and variable not in self._hostopt_local:
+                _refuse_local(self, variable)
+            continue
+        left.append(i)
+    return left
+
+
+def _refuse_local(self: Any, variable: Any) -> None:
+    if reduction_of(self).ring().size > 1:
+        raise ConfigError(
+            f"the gradient of {variable.name!r} is not reduced over the ranks, as it comes from "
+            "elsewhere than compute_gradients. Use this or minimize; or register_local_var, for a "
+            "variable of one rank"
+        )
+
+
+def _check_again(self: Any, variable: Any) -> None:
+    """Raises ConfigError if reducing a gradient again may change it."""
+    reduction = reduction_of(self)
+    if reduction.op is not ReduceOp.AVERAGE and reduction.ring().size > 1:
+        raise ConfigError(
+            f"the gradient of {variable.name!r} may be reduced already, and a second sum would "
+            "change it. Use op=Average; or give apply_gradients what compute_gradients returns, "
+            "changed in the same tf.function and without other data, or not at all"
+        )
+
+
+def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    pairs = list(grads_and_vars)
+    if self._hostopt_steps > 1:
+        return _apply_sums(self, pairs, *args, **kwargs)
+    plain_apply = super_of(self).apply_gradients
+    pairs = _reduce_others(self, pairs, _is_told_not_to(plain_apply, pairs, *args, **kwargs))
+    _computed(self).difference_update(id(variable) for _, variable in pairs)
+    return plain_apply(pairs, *args, **kwargs)
+
+
+def _is_told_not_to(apply: Any, *args: Any, **kwargs: Any) -> bool:
+    """Returns True if a program or a LossScaleOptimizer says that gradients are reduced."""
+    bound = inspect.signature(apply).bind(*args, **kwargs).arguments
+    arguments = {**bound, **bound.get("kwargs", {})}
+    return (
+        bool(arguments.get("skip_gradients_aggregation"))
+        or arguments.get("experimental_aggregate_gradients") is False
+    )
+
+
+def _apply_sums(self: Any, pairs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Adds gradients to those of earlier steps, and reduces and applies the sums if it is time."""
+    plain_apply = super_of(self).apply_gradients
+    is_v1 = isinstance(self, tf.compat.v1.train.Optimizer)
+    is_reduced = False
+    if is_v1:
+        _check_unchanged(self, pairs)
+    elif _is_told_not_to(plain_apply, pairs, *args, **kwargs):
+        is_reduced = not _unreduced(self, pairs, is_told_not_to=True)
+    else:
+        for i, origin in origins_of(pairs).items():
+            if origin & Origin.REDUCED:
+                _check_again(self, pairs[i][1])
+
+    def apply(sums: Any) -> Any:
+        if is_reduced:
+            mark([gradient for gradient, _ in sums])
+        else:
+            sums = _reduce_pairs(self, sums)
+        return plain_apply(sums, *args, **kwargs)
+
+    steps = _global_step(*args, **kwargs) if is_v1 else _iterations(self)
+    return _accumulator(self).add_and_apply(pairs, apply, lambda: _increment(steps))
+
+
+def _check_unchanged(self: Any, pairs: list[Any]) -> None:
+    computed = vars(self).get("_hostopt_unreduced", [])
+    if not all(any(each is own for own in computed) for each, _ in pairs):
+        raise ConfigError(
+            f"backward_passes_per_step is {self._hostopt_steps}, and gradients are changed "
+            "between compute_gradients and apply_gradients, before the ranks reduce them. Use "
+            "backward_passes_per_step=1"
+        )
+
+
+def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    variables = trainable_variables
+    if variables is None:
+        variables = self._trainable_variables
+    pairs = list(zip(grads, variables))
+
+    def apply(pairs: Any) -> Any:
+        pairs = _reduce_pairs(self, pairs)
+        # an accumulator leaves out variables without a gradient
+        applied = trainable_variables if self._hostopt_steps == 1 else [v for _, v in pairs]
+        return super_of(self).apply([gradient for gradient, _ in pairs], applied)
+
+    if self._hostopt_steps == 1:
+        return apply(pairs)
+    if not self.built:
+        self.build(variables)
+    # with accumulation of its own, Keras counts the steps in which it applies gradients
+    steps = None if self.gradient_accumulation_steps else _iterations(self)
+    return _accumulator(self).add_and_apply(pairs, apply, lambda: _increment(steps))
+
+
+def _global_step(global_step: Any = None, name: Any = None) -> Any:
+    """Returns an argument of `apply_gradients` of an optimizer of `tf.compat.v1.train`."""
+    del name
+    return global_step
+
+
+def _iterations(self: Any) -> Any:
+    with tf.init_scope():  # a legacy optimizer creates the variable when it is read
+        return self.iterations
+
+
+def _increment(steps: Any) -> Any:
+    if steps is None:
+        return None
+    if hasattr(steps, "assign_add"):
+        return steps.assign_add(1)
+    return tf.compat.v1.assign_add(steps, 1)
+
+
+def _accumulator(self: Any) -> GradientAccumulator:
+    if "_hostopt_accumulator" not in vars(self):
+        self._hostopt_accumulator = GradientAccumulator(self._hostopt_steps)
+    accumulator: GradientAccumulator = self._hostopt_accumulator
+    return accumulator

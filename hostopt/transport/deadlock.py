@@ -1,0 +1,168 @@
+"""Finds ranks that wait for each other in different calls, so that none of them can continue.
+
+Calls on different channels may be made at the same time and in any order, so two ranks that wait
+in different calls may each be about to make the other's. Rank 0 looks at the waits of all ranks
+again and again. They prove a deadlock if nothing that is waited for is on its way, and if no rank
+has computed anything since the last look, or if they last longer than a stall that is warned of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import time
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Optional
+
+from hostopt.cluster import Cluster
+from hostopt.errors import CollectiveMismatchError
+from hostopt.transport.mismatch import is_same_call
+from hostopt.transport.wait import Wait
+
+__all__: list[str] = []
+
+_RequestStatus = Callable[[int, int, Sequence[int]], Awaitable[Optional[dict[str, Any]]]]
+
+_FROM_S = 1.9  # of a wait: the looks are at 2 s, 4 s, and so on
+_MAX_WAITS = 64  # in a look, each of which is a question to another rank
+_MAX_LOAD = 0.3  # threads of a process that only waits: it polls
+_SHOWN_RANKS = 4
+
+
+def busy_s() -> float:
+    """Returns how long the threads of this process have run or waited for a core, in seconds."""
+    ready_ns = 0
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
+            ready_ns += int(Path(path).read_text().split()[1])
+    return time.process_time() + ready_ns / 1e9
+
+
+class Look(NamedTuple):
+    """The waits of all ranks, none of which will end.
+
+    Args:
+      waits: the waits of each rank, the longest first.
+      busy_s: result of `busy_s` on each rank.
+      time_s: when this rank looked, on the monotonic clock.
+    """
+
+    waits: dict[int, list[dict[str, Any]]]
+    busy_s: dict[int, float]
+    time_s: float
+
+    def proves(self, earlier: Look | None, long_s: float) -> bool:
+        """Returns True if no rank can continue.
+
+        Args:
+          earlier: the look before this one, if the ranks waited then, too.
+          long_s: length of a wait that is long in any program.
+        """
+        if all(waits[-1]["for_s"] >= long_s for waits in self.waits.values()):
+            return True
+        if earlier is None or self._tags() != earlier._tags():
+            return False
+        most_s = _MAX_LOAD * (self.time_s - earlier.time_s)
+        return all(self.busy_s[rank] - earlier.busy_s[rank] <= most_s for rank in self.waits)
+
+    def error(self, cluster: Cluster) -> CollectiveMismatchError:
+        """Returns the error that names the call in which each rank waits."""
+        names = {rank: waits[0]["what"] or "a call" for rank, waits in self.waits.items()}
+        shown = [f"{cluster.describe(rank)} waits in {name}" for rank, name in names.items()]
+        if len(shown) > _SHOWN_RANKS:
+            shown[_SHOWN_RANKS:] = [f"and {len(shown) - _SHOWN_RANKS} more"]
+        other = next((rank for rank in names if names[rank] != names[0]), 1)
+        return CollectiveMismatchError(
+            f"{', '.join(shown)}: they wait for each other, and none of them can continue. Make "
+            "the same calls on all ranks, and give optimizers the same names",
+            **cluster.attributes(other),
+        )
+
+    def _tags(self) -> dict[int, list[list[int]]]:
+        return {rank: sorted(wait["tag"] for wait in waits) for rank, waits in self.waits.items()}
+
+
+class DeadlockWatch:
+    """Looks for ranks that wait for each other; used on the event loop of rank 0.
+
+    Args:
+      size: number of ranks.
+      long_s: length of a wait that is long in any program.
+    """
+
+    def __init__(self, size: int, long_s: float) -> None:
+        self._size = size
+        self._long_s = long_s
+        self._last: Look | None = None
+
+    def is_due(self, rank: int, wait: Wait, waits: Sequence[Wait]) -> bool:
+        """Returns True if a wait is the one for which a rank looks at the waits of all ranks.
+
+        Args:
+          rank: the rank; in a deadlock all ranks wait, so rank 0 looks.
+          wait: one of its waits.
+          waits: all its waits.
+        """
+        oldest = min(waits, key=lambda each: each.since_s, default=None)
+        return rank == 0 and wait is oldest and time.monotonic() - wait.since_s >= _FROM_S
+
+    async def look(
+        self, cluster: Cluster, tag: Sequence[int], request_status: _RequestStatus
+    ) -> CollectiveMismatchError | None:
+        """Asks all ranks what they wait for.
+
+        Args:
+          cluster: the ring and this rank.
+          tag: any message.
+          request_status: as `Transport.request_status`, but also for this rank.
+
+        Returns:
+          The error if they wait for each other.
+        """
+        last, self._last = self._last, await self._waits(tag, request_status)
+        if self._last is None or not self._last.proves(last, self._long_s):
+            return None
+        return self._last.error(cluster)
+
+    async def _waits(self, tag: Sequence[int], request_status: _RequestStatus) -> Look | None:
+        """Returns all waits; None if a rank waits for nothing, or if one of the waits will end."""
+        waits: dict[int, list[dict[str, Any]]] = {}
+        busy_s = {}
+        for rank in range(self._size):
+            status = await request_status(rank, rank, tag)
+            if status is None or status["error"] or status["sends"] or not status["waits"]:
+                return None
+            waits[rank], busy_s[rank] = status["waits"], status["busy_s"]
+        if sum(map(len, waits.values())) > _MAX_WAITS:
+            return None
+        is_missing = False
+        for rank, each in waits.items():
+            for wait in each:
+                status = await request_status(wait["peer"], rank, wait["tag"])
+                if status is None or status["sent"]:
+                    return None
+                call = status["call"]
+                if call is not None and [call["step"], call["bucket"]] > wait["tag"][1:3]:
+                    return None  # the peer has made the call: its data are on their way
+                if call is None or not is_same_call(call, wait["tag"]):
+                    is_missing = True
+                elif not any(own["tag"][:3] == wait["tag"][:3] for own in waits[wait["peer"]]):
+                    return None  # the peer is in the call, and waits for nothing
+        return Look(waits, busy_s, time.monotonic()) if is_missing else None
+
+
+def refusal(cluster: Cluster, peer: int, reason: str) -> CollectiveMismatchError:
+    """Returns the error of a rank that waits for a call which a peer has refused.
+
+    Args:
+      cluster: the ring and this rank.
+      peer: the peer.
+      reason: the call, and why the peer has refused it.
+    """
+    assert cluster.rank is not None
+    return CollectiveMismatchError(
+        f"{cluster.describe(peer)} has refused {reason.rstrip('. ')}. Rank {cluster.rank} makes "
+        "it: make the same calls on all ranks",
+        **cluster.attributes(peer),
+    )
