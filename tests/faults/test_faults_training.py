@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import reserved_addresses, until
+from harness import deadline_s, reserved_addresses, until
 from ranks import Rank, Ranks
 
 STEPS = 4  # also the number of checkpoints that are kept
@@ -25,7 +25,6 @@ SETTINGS = {
     "shuffled": True,
     "collective_timeout_s": 30.0,
 }
-SHORT = {"HOSTOPT_STALL_WARNING_S": "1", "HOSTOPT_COLLECTIVE_TIMEOUT_S": "3"}
 
 
 def settings(directory: Path, **chosen: Any) -> list[str]:
@@ -61,9 +60,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, np
     """Reads the checkpoints of two ranks without a fault."""
     directory = tmp_path_factory.mktemp("unbroken")
     with Ranks(directory) as ranks:
-        for rank in ranks.run(
-            "train_with_fault.py", 2, arguments=settings(directory), environ=SHORT
-        ):
+        for rank in ranks.run("train_with_fault.py", 2, arguments=settings(directory)):
             assert "has waited" not in rank.output  # no false alarm
         assert not (directory / "model" / "adam" / "hostopt-debug").exists()
         result = checkpoints(directory)
@@ -151,13 +148,17 @@ def test_a_rank_that_is_stuck_in_input_fn_is_named_with_its_stacks(
     tmp_path: Path, ranks: Ranks
 ) -> None:
     fault = {"point": "input", "step": 4, "action": "sleep"}
+    environ = {
+        "HOSTOPT_STALL_WARNING_S": str(deadline_s(1)),
+        "HOSTOPT_COLLECTIVE_TIMEOUT_S": str(deadline_s(3)),
+    }
     with reserved_addresses(2) as addresses:
-        chief, stuck = start(ranks, tmp_path, addresses, 1, fault, **SHORT)
+        chief, stuck = start(ranks, tmp_path, addresses, 1, fault, **environ)
         assert chief.wait(60) == 201, chief.output
         assert stuck.process.poll() is None
         assert "CollectiveTimeoutError" in chief.output
         assert f"rank 1 (worker:1, {addresses[1]}) is in no collective" in chief.output
-        assert "rank 0 has waited 1." in chief.output  # the warning before the timeout
+        assert "rank 0 has waited " in chief.output  # the warning before the timeout
         debug = tmp_path / "model" / "adam" / "hostopt-debug"
         assert "stuck_in_user_code" in (debug / "rank_1.stacks.txt").read_text()
         assert (
