@@ -83,7 +83,8 @@ def test_signals_reach_the_task_although_the_thread_blocks_them(actor: TaskActor
         import signal, sys, time
         signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
         print("ready", flush=True)
-        time.sleep(600)
+        while True:  # a signal just before a long sleep would wait for its end
+            time.sleep(0.01)
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
