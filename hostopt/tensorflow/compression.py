@@ -36,36 +36,34 @@ class NoneCompressor(Compressor):
     """Sends tensors unchanged."""
 
 
-class FP16Compressor(Compressor):
+class _HalfCompressor(Compressor):
+    """Sends float32 with 16 bits between hosts."""
+
+    dtype: tf.DType
+
+    @classmethod
+    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """Returns a floating tensor in the dtype of 16 bits, and its own dtype."""
+        return _cast(tensor, cls.dtype), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
+        """Returns the tensor in the dtype before `compress`."""
+        return _cast(tensor, context)
+
+
+class FP16Compressor(_HalfCompressor):
     """Sends float32 as float16 between hosts."""
 
     wire_format = "fp16"
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Returns a floating tensor as float16, and its dtype."""
-        return _cast(tensor, tf.float16), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        """Returns the tensor in the dtype before `compress`."""
-        return _cast(tensor, context)
+    dtype = tf.float16
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_HalfCompressor):
     """Sends float32 as bfloat16 between hosts."""
 
     wire_format = "bf16"
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Returns a floating tensor as bfloat16, and its dtype."""
-        return _cast(tensor, tf.bfloat16), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        """Returns the tensor in the dtype before `compress`."""
-        return _cast(tensor, context)
+    dtype = tf.bfloat16
 
 
 def _cast(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +16,7 @@ from rings import Spawn
 
 from hostopt.cluster import Cluster
 from hostopt.communicator import Communicator
-from hostopt.errors import CollectiveMismatchError, CollectiveTimeoutError
+from hostopt.errors import CollectiveMismatchError, CollectiveTimeoutError, HostOptError
 from hostopt.transport import event_loop
 from hostopt.transport.stall import find_culprit
 
@@ -90,42 +91,41 @@ def test_ranks_that_wait_in_the_same_collective() -> None:
     )
 
 
-def test_ranks_that_wait_for_each_other(spawn: Spawn, clock: Clock) -> None:
-    ring: list[Communicator] = []
-    met = threading.Barrier(2)
-
-    def work(communicator: Communicator) -> CollectiveTimeoutError:
-        ring.append(communicator)
-        both = [communicator.duplicate("odd"), communicator.duplicate("even")]
-        met.wait(30)
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            both[communicator.rank % 2].all_reduce(np.ones(9))
-        return caught.value
-
-    with ThreadPoolExecutor() as threads:
-        errors = threads.submit(spawn, 2, work, **SECONDS)
-        until(lambda: len(ring) == 2, "ring")
-        clock.advance(TIMEOUT_S, *until_blocked(ring))
-    for error in errors.result():
-        assert "they wait for each other, in different collectives" in str(error)
-        assert "odd" in str(error)
-        assert "even" in str(error)
-
-
-def test_ranks_that_wait_for_each_other_fail_before_the_deadline(
-    spawn: Spawn, clock: Clock
-) -> None:
-    ring: list[Communicator] = []
+def waiting_in_different_calls(
+    ring: list[Communicator], error: type[HostOptError]
+) -> Callable[[Communicator], str]:
+    """Returns the work of two ranks that wait for each other, which returns their errors."""
     met = threading.Barrier(2)
 
     def work(communicator: Communicator) -> str:
         ring.append(communicator)
         both = [communicator.duplicate("odd"), communicator.duplicate("even")]
         met.wait(30)
-        with pytest.raises(CollectiveMismatchError) as caught:
+        with pytest.raises(error) as caught:
             both[communicator.rank % 2].all_reduce(np.ones(9))
         return str(caught.value)
 
+    return work
+
+
+def test_ranks_that_wait_for_each_other(spawn: Spawn, clock: Clock) -> None:
+    ring: list[Communicator] = []
+    work = waiting_in_different_calls(ring, CollectiveTimeoutError)
+    with ThreadPoolExecutor() as threads:
+        errors = threads.submit(spawn, 2, work, **SECONDS)
+        until(lambda: len(ring) == 2, "ring")
+        clock.advance(TIMEOUT_S, *until_blocked(ring))
+    for text in errors.result():
+        assert "they wait for each other, in different collectives" in text
+        assert "odd" in text
+        assert "even" in text
+
+
+def test_ranks_that_wait_for_each_other_fail_before_the_deadline(
+    spawn: Spawn, clock: Clock
+) -> None:
+    ring: list[Communicator] = []
+    work = waiting_in_different_calls(ring, CollectiveMismatchError)
     with ThreadPoolExecutor() as threads:
         errors = threads.submit(spawn, 2, work, **SECONDS)
         until(lambda: len(ring) == 2, "ring")
