@@ -18,6 +18,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.core.framework.variable_pb2 import VariableDef
 from tensorflow.python.checkpoint import checkpoint_management
+from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops, iterator_ops
 from tensorflow.python.distribute import (
@@ -206,6 +207,17 @@ def outermost(graph: tf.Graph) -> tf.Graph:
 def is_compiled_by_xla(graph: tf.Graph) -> bool:
     """Returns True if a graph belongs to a function with jit_compile=True."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def constant_of(tensor: tf.Tensor) -> Any:
+    """Returns what constants alone compute, as an array; None for any other tensor.
+
+    `tf.get_static_value` computes less, and copies a large constant several times.
+    """
+    if tensor.dtype in (tf.resource, tf.variant):
+        return None
+    with tensor.graph._c_graph.get() as graph:
+        return pywrap_tf_session.TF_TryEvaluateConstant_wrapper(graph, tensor._as_tf_output())
 
 
 def control_dependencies_of(graph: tf.Graph) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import options_in_graph, variant_tensor
+from estimator_ext._tf_private import constant_of, options_in_graph, variant_tensor
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.peeked_generator import COUNT, LIMIT_S, peek
 from estimator_ext.pipeline import Pipeline, kind_of, without_seed
@@ -216,7 +216,7 @@ def _read_in_session(
 def _static_value(tensor: tf.Tensor) -> int | None:
     if tensor.op.type == "SelectV2":  # tf.data replaces seeds that are 0
         tensor = tensor.op.inputs[2]
-    value = tf.get_static_value(tensor)
+    value = constant_of(tensor)
     return None if value is None else int(value)
 
 
@@ -224,7 +224,7 @@ def _static_checksums(point: tf.data.Dataset) -> list[int] | None:
     """Returns checksums of constants, which a session would copy as a whole."""
     if kind_of(point) not in ("Tensor", "TensorSlice"):
         return None
-    values = [tf.get_static_value(tensor) for tensor in variant_tensor(point).op.inputs]
+    values = list(map(constant_of, variant_tensor(point).op.inputs))
     if any(value is None for value in values):
         return None
     rows = zip(*values) if kind_of(point) == "TensorSlice" else iter([values])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from estimator_ext._tf_private import constant_of
 from estimator_ext.batch_degree import CURE, OF_DIMENSIONS, Sum, Value, curved, joined
-from estimator_ext.constant_values import number_of
 from estimator_ext.graph import data_before, original_functions, walk
 from estimator_ext.operation_kinds import OF_THIS_RANK, VARIABLES, arguments
 from hostopt.tensorflow.ops import is_same_on_all_ranks
@@ -257,7 +257,7 @@ class LossReader:
             if index == 0 and sign < 0 and degree is not None:
                 degree = -degree
             if not values[index].has_variables:  # else it is a weight that changes
-                number = number_of(op.inputs[index])
+                number = _number_of(op.inputs[index])
                 number = 1 / number if index == 1 and sign < 0 and number else number
                 sums = {each.times(number) for each in data.sums or {Sum()}}
         elif first.degree is not None and second.degree is not None:
@@ -309,6 +309,13 @@ class LossReader:
             results.append([self.value(each) for each in body.outputs])
         self._results[op] = [joined(parts) for parts in zip(*results)]
         return Value(None, has_data=True, by=f"{op.type} {op.name!r}")
+
+
+def _number_of(tensor: tf.Tensor) -> float:
+    """Returns the absolute value of a constant; NaN if it is not known, or has several."""
+    value = constant_of(tensor)
+    numbers = np.unique(np.abs(np.asarray(np.nan if value is None else value, np.float64)))
+    return float(numbers[0]) if numbers.size == 1 else float("nan")
 
 
 def _axes(op: tf.Operation) -> set[int] | None:
