@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import operator
 import os
 import re
 import runpy
@@ -15,13 +14,17 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.adoption import Ranks, prepare_program
+from estimator_ext.compat import install
 from estimator_ext.contrib import ROOT, missing
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.sharding import POLICIES
+from estimator_ext.tensorflow_1 import file_of_module, is_in_tensorflow_1, use_of_tensorflow_1
 from hostopt.adapters.discover import set_tf_config
 from hostopt.connect import exit_in_one_line, original_of
 
 __all__: list[str] = []
+
+_log = tf.get_logger()
 
 # A name that the module `tensorflow`, or one in it, does not have: `train` and `Optimizer`.
 _REMOVED = r"module 'tensorflow(?:\._api\.v2)?(?:\.([\w.]+))?' has no attribute '(\w+)'"
@@ -43,7 +46,8 @@ def main(argv: Sequence[str]) -> None:
         set_tf_config(hostopt.Options().with_environment())
         if hostopt.Cluster.from_tf_config().size > 1:
             _fix_order_of_sets(argv)
-        ranks = prepare_program(options.auto_shard, options.loss, options.v1)
+        is_v1 = options.v1 or _is_of_tensorflow_1(options)
+        ranks = prepare_program(options.auto_shard, options.loss, is_v1)
         ranks.join()
     except hostopt.HostOptError as error:
         exit_in_one_line(error)
@@ -63,6 +67,15 @@ def _fix_order_of_sets(argv: Sequence[str]) -> None:
         sys.stdout.flush()
         command = [sys.executable, "-m", "estimator_ext", *argv]
         os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
+
+
+def _is_of_tensorflow_1(options: argparse.Namespace) -> bool:
+    install(contrib=True)
+    path = options.script[0] if options.script else file_of_module(options.module[0])
+    use = use_of_tensorflow_1(path)
+    if use:
+        _log.info("the program uses %s, as in TensorFlow 1: it runs as with --v1", use)
+    return bool(use)
 
 
 def _check_used(ranks: Ranks) -> None:
@@ -110,20 +123,12 @@ def _unsupported(error: Exception) -> UnsupportedError | None:
     if not isinstance(error, AttributeError):
         return None
     removed = re.search(_REMOVED, text)
-    if removed and _is_in_tensorflow_1(name := ".".join(filter(None, removed.groups()))):
+    if removed and is_in_tensorflow_1(name := ".".join(filter(None, removed.groups()))):
         return _needs_tensorflow_1(f"tf.{name}")
     line = re.search(r".*shape.*\.value.*", text)
     if line and "has no attribute 'value'" in text:
         return _needs_tensorflow_1(f"the attribute value of dimensions ({line[0].strip()})")
     return None
-
-
-def _is_in_tensorflow_1(name: str) -> bool:
-    try:
-        operator.attrgetter(name)(tf.compat.v1)
-    except AttributeError:
-        return False
-    return True
 
 
 def _strategy_of_tensorflow_1(argument: str) -> UnsupportedError:
@@ -174,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         "--v1",
         action="store_true",
         help="for programs of TensorFlow 1: `import tensorflow` imports tensorflow.compat.v1, "
-        "with the behavior of TensorFlow 1",
+        "with the behavior of TensorFlow 1 (default: if the program surely uses such a name)",
     )
     remainder = argparse.REMAINDER
     parser.add_argument(

@@ -21,7 +21,7 @@ PROGRAMS = {
     "run_squad": ["-m", "bert.run_squad"],
     "run_albert_classifier": [str(ROOT / "examples" / "bert" / "run_albert_classifier.py")],
 }
-OPTIONS = {"run_classifier": ["--v1"], "run_albert_classifier": ["--v1"]}
+OPTIONS = {"run_albert_classifier": ["--v1"]}
 STEPS = 20
 # Biases that are added to all inputs of a softmax, and so have no effect.
 CANCELLED = re.compile(r"/key/bias:|squad/output_bias:")
