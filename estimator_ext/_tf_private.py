@@ -30,7 +30,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
 from tensorflow.python.eager import context, record
-from tensorflow.python.framework import ops
+from tensorflow.python.framework import ops, random_seed
 from tensorflow.python.lib.io import file_io
 from tensorflow.python.ops import (
     control_flow_util,
@@ -301,12 +301,26 @@ def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:
 # -- seeds ---------------------------------------------------------------------------------
 
 
+class SeedOfRanks(int):
+    """A seed for random operations that have none themselves; the others do not depend on it."""
+
+
+def _get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
+    is_own = op_seed is not None and isinstance(_owner_of_seed()._seed, SeedOfRanks)
+    with seed_hidden() if is_own else contextlib.nullcontext():
+        return _get_seed_of_tensorflow(op_seed)
+
+
+_get_seed_of_tensorflow = random_seed.get_seed
+random_seed.get_seed = _get_seed
+
+
 def current_seed() -> int | None:
     """Returns the seed of `tf.random.set_seed`, in the default graph or eagerly."""
     return _owner_of_seed()._seed
 
 
-def set_eager_seed(seed: int) -> None:
+def set_eager_seed(seed: SeedOfRanks) -> None:
     """Does what `tf.random.set_seed` does eagerly, but keeps compiled operations."""
     owner = context.context()
     owner._seed = seed

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import current_seed, seed_hidden, set_eager_seed
+from estimator_ext._tf_private import SeedOfRanks, current_seed, seed_hidden, set_eager_seed
 
 __all__: list[str] = []
 
@@ -48,4 +48,4 @@ class CommonSeed:
 
     def _set(self, seed: int) -> None:
         self._seed = seed
-        set_eager_seed(seed)
+        set_eager_seed(SeedOfRanks(seed))

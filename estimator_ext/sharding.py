@@ -18,6 +18,7 @@ from estimator_ext._tf_private import (
     AutoShardDataset,
     DatasetV1,
     DatasetV1Adapter,
+    SeedOfRanks,
     options_in_graph,
     variant_tensor,
 )
@@ -219,7 +220,8 @@ def _in_one_order(communicator: hostopt.Communicator) -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     seed = graph.seed
     drawn = np.array(secrets.randbits(31) if seed is None else seed)
-    graph.seed = int(communicator.broadcast(drawn, name="the seed of the data's order"))
+    common = int(communicator.broadcast(drawn, name="the seed of the data's order"))
+    graph.seed = SeedOfRanks(common) if seed is None else common
     try:
         yield
     finally:

@@ -6,9 +6,10 @@ the whole batch, or is refused.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -342,7 +343,56 @@ def batched(input_context: Any = None) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(parts).repeat().batch(batch)
 
 
-PIPELINES = {"static": by_name.halves(DATA), "batched": batched}
+OF_RANKS = {"static": by_name.halves(DATA), "batched": batched}
+
+
+def rows() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(
+        {name: array.reshape(-1, array.shape[2]) for name, array in DATA.items()}
+    )
+
+
+def generated() -> tf.data.Dataset:
+    def generate() -> Iterator[dict[str, np.ndarray]]:
+        for x, y in zip(DATA["x"].reshape(-1, 5), DATA["y"].reshape(-1, 3)):
+            yield {"x": x, "y": y}
+
+    signature = {name: tf.TensorSpec([n], tf.float64) for name, n in (("x", 5), ("y", 3))}
+    return tf.data.Dataset.from_generator(generate, output_signature=signature)
+
+
+def part(i: tf.Tensor) -> tf.data.Dataset:
+    return rows().skip(12 * i).take(12)
+
+
+def interleaved(**options: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.range(4).interleave(part, cycle_length=2, block_length=3, **options)
+
+
+PARALLEL = {"num_parallel_calls": 2}
+# Of the whole data: the strategy gives each rank some of the batches.
+OF_ALL: dict[str, Callable[[int], tf.data.Dataset]] = {
+    "shuffled": lambda n: rows().shuffle(48, seed=3).repeat().batch(n),
+    "shuffled and repeated": lambda n: rows().repeat().shuffle(30, seed=3).batch(n),
+    "whole batches": lambda n: rows().repeat().batch(n, drop_remainder=True),
+    "smaller last batch": lambda n: rows().take(46).batch(n).repeat(),
+    "prefetched": lambda n: rows().repeat().batch(n).prefetch(2),
+    "cached": lambda n: rows().cache().repeat().batch(n),
+    "generator": lambda n: generated().repeat().batch(n),
+    "flat_map": lambda n: tf.data.Dataset.range(4).flat_map(part).repeat().batch(n),
+    "interleave": lambda n: interleaved().repeat().batch(n),
+    "parallel interleave": lambda n: interleaved(**PARALLEL).repeat().batch(n),
+    "filter": lambda n: rows().filter(lambda row: row["x"][0] > -1.0).repeat().batch(n),
+    "parallel map": lambda n: rows().map(lambda row: row, **PARALLEL).repeat().batch(n),
+    "unbatch": lambda n: rows().batch(5).unbatch().repeat().batch(n),
+    "padded": lambda n: rows().repeat().padded_batch(n),
+    "zip": lambda n: tf.data.Dataset.zip((rows(), rows())).map(lambda a, _: a).repeat().batch(n),
+    "concatenated": lambda n: rows().take(20).concatenate(rows().skip(20)).repeat().batch(n),
+    "chosen": lambda n: tf.data.Dataset.sample_from_datasets(
+        [rows().take(24).repeat(), rows().skip(24).repeat()], [0.5, 0.5], seed=7
+    ).batch(n),
+}
+PIPELINES = [*OF_RANKS, *OF_ALL]
 
 
 @dataclass(frozen=True)
@@ -393,13 +443,14 @@ def chosen(seed: int, count: int) -> list[Program]:
         while True:
             yield from generator.sample(list(names), len(names))
 
-    parts = zip(endless(LOSSES), endless([*UPDATES, *OTHERS]), endless(list(PIPELINES)))
+    parts = zip(endless(LOSSES), endless([*UPDATES, *OTHERS]), endless(PIPELINES))
     return list(dict.fromkeys(Program(*names) for names in itertools.islice(parts, count)))
 
 
 def train_program(program: Program, training: by_name.Training) -> None:
+    batch = GLOBAL_BATCH if training.strategy is None else GLOBAL_BATCH // 2
+
     def model_fn(features: Any, mode: str) -> Any:
-        batch = GLOBAL_BATCH if training.strategy is None else GLOBAL_BATCH // 2
         model = Model(features, batch)
         build = LOSSES[program.loss]
         if program.update in OTHERS:
@@ -410,7 +461,11 @@ def train_program(program: Program, training: by_name.Training) -> None:
             train_op = UPDATES[program.update](model, loss)
         return tf.estimator.EstimatorSpec(mode, loss=tf.reduce_sum(loss), train_op=train_op)
 
-    training.train(model_fn, PIPELINES[program.pipeline])
+    if program.pipeline in OF_RANKS:
+        input_fn: Callable[..., tf.data.Dataset] = OF_RANKS[program.pipeline]
+    else:
+        input_fn = functools.partial(OF_ALL[program.pipeline], batch)
+    training.train(model_fn, input_fn)
 
 
 if __name__ == "__main__":

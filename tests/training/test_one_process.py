@@ -9,9 +9,9 @@ from programs.one_process import Program
 
 # one for each way in which a loss is reduced, and each way of its gradient to a variable
 CHOSEN = [
-    Program("mean", "accumulated"),
+    Program("mean", "accumulated", "shuffled"),
     Program("mean", "accumulated, variables"),
-    Program("mean", "if small"),
+    Program("mean", "if small", "smaller last batch"),
     Program("branch of sums", "tape", "static"),
     Program("function", "added in a loop"),
     Program("compute_average_loss", "descent"),

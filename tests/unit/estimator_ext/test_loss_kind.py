@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from programs.one_process import LOSSES, MEANS, NEITHER, PIPELINES, SUMS, Model
+from programs.one_process import LOSSES, MEANS, NEITHER, OF_RANKS, SUMS, Model
 
 from estimator_ext.gradient_marks import MarkedGraph
 from estimator_ext.loss_kind import LossKind
@@ -19,7 +19,7 @@ BATCH = 12
 def kind_of(build: Any, pipeline: str = "batched", said: str = "") -> LossKind:
     """Returns the kind of a loss on one of two ranks."""
     with MarkedGraph().as_default() as graph:
-        features = v1.data.make_one_shot_iterator(PIPELINES[pipeline]()).get_next()
+        features = v1.data.make_one_shot_iterator(OF_RANKS[pipeline]()).get_next()
         data = set(graph.get_operations())
         v1.train.get_or_create_global_step()
         graph.read_losses(data, 2, said)
@@ -27,7 +27,7 @@ def kind_of(build: Any, pipeline: str = "batched", said: str = "") -> LossKind:
         return graph.loss_kind([build(Model(features, BATCH))])
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("pipeline", OF_RANKS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_a_mean_or_a_sum_or_neither(name: str, pipeline: str) -> None:
     kind = kind_of(LOSSES[name], pipeline)
@@ -95,7 +95,7 @@ def test_two_dimensions_of_unknown_size(build: Any, expected: str) -> None:
 
 def test_a_penalty_beside_a_sum_counts_once_on_all_ranks() -> None:
     with MarkedGraph().as_default() as graph:
-        features = v1.data.make_one_shot_iterator(PIPELINES["static"]()).get_next()
+        features = v1.data.make_one_shot_iterator(OF_RANKS["static"]()).get_next()
         data = set(graph.get_operations())
         v1.train.get_or_create_global_step()
         graph.read_losses(data, 2)
