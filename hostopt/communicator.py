@@ -59,6 +59,12 @@ class Communicator(Channel):
             opening = transport.open_channel(f"the shared memory of channel {channel}")
             self.memory = HostMemory(Channel(transport, opening, name), hosts)
 
+    def refuse(self, reason: str) -> None:
+        """See `Channel.refuse`."""
+        super().refuse(reason)
+        if self.memory is not None:  # the others may be opening it
+            self.memory.refuse(reason)
+
     @property
     def on_one_host(self) -> bool:
         """True if all ranks share memory, so that no collective uses the network."""

@@ -96,8 +96,6 @@ class NamedChannel:
           reason: what is refused, and what to do.
         """
         self.communicator.refuse(reason)
-        if self.communicator.memory is not None:  # the others may be opening it
-            self.communicator.memory.refuse(reason)
 
 
 def open_channel(communicator: Communicator, name: str, count: int) -> NamedChannel:

@@ -69,6 +69,20 @@ class BucketReducer(abc.ABC):
         """Returns gradients of zeros for a bucket, for a rank that has no gradients."""
         return self._buckets[bucket].zeros()
 
+    def refuse(self, reason: str) -> None:
+        """Counts a step that this rank refuses, and tells ranks that wait for it.
+
+        Args:
+          reason: what is refused, why, and what to do.
+        """
+        step = self._first_step + self._count_steps()
+        self.communicator.transport.call_log.refuse(self.communicator.channel, step, reason)
+        self._first_step += 1
+
+    @abc.abstractmethod
+    def _count_steps(self) -> int:
+        """Returns the number of steps that this rank has made."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Ends the reductions, and frees the buffers."""

@@ -87,6 +87,10 @@ class FusedExchange:
     def close(self) -> None:
         """Does nothing; reducers have this method."""
 
+    def refuse(self, reason: str) -> None:
+        """Counts a step that this rank refuses, and tells ranks that wait for it."""
+        self.communicator.refuse(reason)
+
     def zeros(self) -> tuple[list[Array], list[Rows]]:
         """Returns arguments of `run` for a rank that has no gradients: zeros, and no rows."""
         return self._buffer.zeros()

@@ -81,6 +81,9 @@ class InlineReducer(BucketReducer):
             )
         return views
 
+    def _count_steps(self) -> int:
+        return self._steps[0]
+
     def _sum(
         self, bucket: int, source: TensorListView, call: CollectiveCall
     ) -> tuple[Array, bool]:

@@ -156,6 +156,10 @@ class Reducer(BucketReducer):
             self._error = self._error or error
             self._changed.notify_all()
 
+    def _count_steps(self) -> int:
+        with self._changed:  # the last step may have left out its last buckets
+            return self._step + (self._next > 0)
+
     def _begin_step(self) -> None:
         self._step += 1
         self._next = 0

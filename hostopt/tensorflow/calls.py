@@ -181,11 +181,22 @@ def calling(name: str) -> Iterator[ProcessRing]:
       The ring of this process.
     """
     ring = process_ring.current()
-    try:
+    with telling(lambda error: ring.named.refuse(name, error)):
         yield ring
+
+
+@contextlib.contextmanager
+def telling(refuse: Callable[[ConfigError], None]) -> Iterator[None]:
+    """Tells the other ranks of a ConfigError, unless a call in this one has told them.
+
+    Args:
+      refuse: tells them.
+    """
+    try:
+        yield
     except ConfigError as error:
-        if "is_known_to_all" not in vars(error):  # else by a call in this one
-            ring.named.refuse(name, error)
+        if "is_known_to_all" not in vars(error):
+            refuse(error)
             vars(error)["is_known_to_all"] = True
         raise as_tensorflow_error(error) from None
 

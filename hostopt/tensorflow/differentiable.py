@@ -88,4 +88,4 @@ def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
             "floating dtype, or leave the factor out"
         )
     wide = tf.float64 if dtype.is_integer else tf.float32 if dtype.size < 4 else dtype
-    return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), dtype)
+    return tf.cast(tf.cast(tensor, wide) * tf.constant(float(factor), wide), dtype)

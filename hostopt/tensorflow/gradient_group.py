@@ -131,6 +131,19 @@ class GradientGroup:
                 self._communicator.check_same(table, f"the {self._communicator.name}")
                 self._is_checked = True
 
+    def refuse(self, reason: str) -> None:
+        """Counts a step that this rank refuses, and tells ranks that wait for it.
+
+        Args:
+          reason: what is refused, why, and what to do.
+        """
+        if not self._is_checked:
+            self._communicator.refuse(reason)
+            return
+        for each in (self._reducer, self._exchange):
+            if each is not None:
+                each.refuse(reason)
+
     def close(self) -> None:
         """Ends the reductions, and frees the buffers."""
         for each in (self._reducer, self._exchange):
@@ -224,6 +237,9 @@ class _Announced:
         else:
             self.launch(bucket, self._reducer.zeros(bucket))
             self.wait(bucket)
+
+    def refuse(self, reason: str) -> None:
+        self._reducer.refuse(reason)
 
     def close(self) -> None:
         self._reducer.close()

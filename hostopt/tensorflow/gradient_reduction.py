@@ -98,6 +98,29 @@ class GradientReduction:
             results[i] = each
         return results
 
+    def refuse(self, error: ConfigError) -> None:
+        """Makes all ranks fail that reduce gradients when this rank refuses its own.
+
+        It counts as a step of each group, and as the first one of another.
+
+        Args:
+          error: why they are refused.
+        """
+        ring = self.ring()
+        if ring.size == 1 or ring.communicator.transport.error is not None:
+            return
+        numbers = ring.keep(("groups", self.name), dict)
+        for number in numbers.values():
+            name = self._group_name(number)
+            group = ring.keep(name, lambda: None)
+            if group is not None:
+                group.refuse(f"the call {name!r}: {error.message}")
+        numbers[object()] = number = len(numbers) + 1
+        ring.named.refuse(self._group_name(number), error)
+
+    def _group_name(self, number: int) -> str:
+        return f"gradients of {self.name}" + (f" ({number})" if number > 1 else "")
+
     def _new_function(self) -> Any:
         return tf.function(self._reduce, autograph=False, reduce_retracing=True)
 
@@ -152,7 +175,7 @@ class GradientReduction:
         # operations of one group run once in a step: a second use in a function has another group
         use = count_use((self.name, table))
         number = numbers.setdefault((table, use), len(numbers) + 1)
-        name = f"gradients of {self.name}" + (f" ({number})" if number > 1 else "")
+        name = self._group_name(number)
 
         def make() -> GradientGroup:
             channel = ring.communicator.duplicate(name)

@@ -17,13 +17,20 @@ from hostopt.errors import ConfigError
 from hostopt.tensorflow.accumulation import GradientAccumulator
 from hostopt.tensorflow.loss_scaling import decide_together
 from hostopt.tensorflow.reduced import Origin, mark, origins_of
-from hostopt.tensorflow.wrapping import reduce_gradients, reduction_of, super_of
+from hostopt.tensorflow.wrapping import reduce_gradients, reduction_of, super_of, telling_others
 
 __all__: list[str] = []
 
 
 def methods_for(optimizer: Any) -> dict[str, Any]:
-    """Returns the methods that make an optimizer of its kind reduce gradients."""
+    """Returns the methods that make an optimizer of its kind reduce gradients.
+
+    Other ranks learn of gradients that they refuse.
+    """
+    return {name: telling_others(method) for name, method in _methods_for(optimizer).items()}
+
+
+def _methods_for(optimizer: Any) -> dict[str, Any]:
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return {
             "compute_gradients": _computing("compute_gradients"),

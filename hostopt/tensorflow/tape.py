@@ -19,6 +19,7 @@ from hostopt.tensorflow.wrapping import (
     reduce_gradients,
     register_local,
     super_of,
+    telling_others,
 )
 
 __all__: list[str] = []
@@ -62,7 +63,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that programs know
     change_class(
         distributed,
         {
-            "gradient": _tape_gradient,
+            "gradient": telling_others(_tape_gradient),
             "jacobian": _refuse_jacobian,
             "batch_jacobian": _refuse_jacobian,
             "get_local_and_global_gradients": _local_and_global_gradients,

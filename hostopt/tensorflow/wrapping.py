@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from hostopt import process_ring
-from hostopt.tensorflow.calls import count_in_session_graph
+from hostopt.tensorflow.calls import count_in_session_graph, telling
 from hostopt.tensorflow.gradient_reduction import GradientReduction
 
 __all__: list[str] = []
@@ -32,6 +34,18 @@ def _changed_class(instance: Any) -> Any:
 def register_local(self: Any, source: Any) -> None:
     """Makes a variable or another source local to this rank: its gradients are not reduced."""
     self._hostopt_local.add(source)
+
+
+def telling_others(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that tells the other ranks if this one refuses gradients."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._hostopt_reduction.ring()  # which must be open
+        with telling(lambda error: reduction_of(self).refuse(error)):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 def reduction_of(instance: Any) -> GradientReduction:

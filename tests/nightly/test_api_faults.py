@@ -66,18 +66,27 @@ def test_ranks_that_wait_for_each_other(ranks: Ranks, mode: str, communication: 
 
 @pytest.mark.parametrize("communication", ["shm", "grpc+tcp"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_call_that_one_rank_refuses(ranks: Ranks, mode: str, communication: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "call", "reason"),
+    [
+        ("refused", "x", "op is Adasum"),
+        ("refused gradients", "gradients of x", "'source 0' is of dtype complex64"),
+    ],
+)
+def test_a_call_that_one_rank_refuses(
+    ranks: Ranks, fault: str, call: str, reason: str, mode: str, communication: str
+) -> None:
     """Rank 1 waits until rank 0 has failed, as a program may catch the error."""
     first, second = start(
-        *(ranks, "refused", mode),
+        *(ranks, fault, mode),
         HOSTOPT_COMMUNICATION=communication,
         HOSTOPT_COLLECTIVE_TIMEOUT_S="600",
     )
     assert first.wait(60) != 0
-    assert "has refused the call 'x': op is Adasum" in first.output, first.output
+    assert f"has refused the call {call!r}: {reason}" in first.output, first.output
     assert "rank 1" in first.output
     second.signal(signal.SIGTERM)
-    assert "RAISED ConfigError: op is Adasum" in second.output, second.output
+    assert f"RAISED ConfigError: {reason}" in second.output, second.output
 
 
 @pytest.mark.parametrize(

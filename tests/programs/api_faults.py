@@ -40,6 +40,14 @@ def omit() -> Any:
     return hvd.allreduce(tf.ones([2]), name="x")
 
 
+def refused_gradients() -> Any:
+    x = tf.ones([2], [tf.float32, tf.complex64][RANK])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.math.real(tf.reduce_sum(x))
+    return hvd.DistributedGradientTape(tape, name="x").gradient(loss, x)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "op": lambda: hvd.allreduce(tf.ones([2]), op=[hvd.Sum, hvd.Max][RANK], name="x"),
     "dtype": lambda: hvd.allreduce(tf.ones([2], [tf.float32, tf.float64][RANK]), name="x"),
@@ -53,6 +61,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     ).compute_gradients(lambda: tf.reduce_sum(SAME), [SAME]),
     "names": lambda: hvd.allreduce(tf.ones([2]), name=f"x of {RANK}"),
     "refused": lambda: hvd.allreduce(tf.ones([2]), op=[hvd.Sum, hvd.Adasum][RANK], name="x"),
+    "refused gradients": refused_gradients,
     "variables": lambda: hvd.broadcast_variables([VARIABLE, VARIABLE]),
     "die": die,
     "leave": leave,
@@ -78,7 +87,7 @@ except (hostopt.HostOptError, tf.errors.OpError) as error:
     print(f"RAISED {type(error).__name__}: {error}", flush=True)
     for kind in (hostopt.CollectiveMismatchError, tf.errors.FailedPreconditionError):
         print(f"{kind.__name__}: {isinstance(error, kind)}", flush=True)
-    if FAULT == "refused" and RANK == 1:
+    if FAULT.startswith("refused") and RANK == 1:
         signal.pause()  # until the test has seen the error of rank 0
     raise
 print("DONE", flush=True)

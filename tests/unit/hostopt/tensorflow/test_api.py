@@ -298,6 +298,8 @@ def test_factors_are_not_rounded_to_the_dtype_of_the_tensor(ring: None, dtype: A
 
 
 def test_averages_and_products_of_integers_are_truncated(ring: None) -> None:
+    large = hvd.allreduce(tf.constant([2**31 - 9]), prescale_factor=0.3)
+    assert large.numpy().tolist() == [644245091]  # float32 has no number that is near to 0.3
     x = tf.constant([-7, 7, 2**24 + 1])
     assert hvd.allreduce(x).numpy().tolist() == x.numpy().tolist()
     halves = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5)

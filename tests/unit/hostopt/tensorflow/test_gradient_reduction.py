@@ -11,6 +11,7 @@ from rings import Spawn
 
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.communicator import Communicator
+from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.gradient_reduction import GradientReduction
@@ -68,3 +69,33 @@ def test_sums_over_the_ranks(spawn: Spawn, compression: Any, is_eager: bool) -> 
     for nothing, total in results:
         assert nothing is None
         np.testing.assert_array_equal(total, values.sum(0), strict=True)
+
+
+@pytest.mark.parametrize("length", [2, 100_000])  # in an exchange, and in buckets
+@pytest.mark.parametrize("steps", [0, 2])
+def test_gradients_that_one_rank_refuses_fail_on_all(
+    spawn_ring: Spawn, length: int, steps: int
+) -> None:
+    error = ConfigError("they are too salty. Leave the salt out")
+
+    def work(communicator: Communicator) -> str:
+        ring = ProcessRing(communicator)
+        reduction = GradientReduction("g", ReduceOp.SUM, ring=lambda: ring)
+        variable = tf.Variable(tf.zeros([length]))
+
+        def step() -> Any:
+            return reduction.reduce([tf.ones([length])], [variable])[0]
+
+        for _ in range(steps):
+            step()
+        reduction.refuse(error)  # on all ranks: nobody waits
+        assert np.all(step() == 2)
+        if communicator.rank == 1:
+            reduction.refuse(error)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            ring.named.barrier("end") if communicator.rank else step()
+        return str(caught.value)
+
+    (text,) = {*spawn_ring(2, work)}
+    for expected in ["rank 1", "has refused the call 'gradients of g", error.message]:
+        assert expected in text
