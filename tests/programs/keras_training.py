@@ -14,6 +14,7 @@ from one_or_two import DATA, RANK, SCOPE, SINGLE, STRATEGY, refusal
 DIRECTORY = sys.argv[1]
 X, Y = one_or_two.X.numpy(), one_or_two.Y.numpy()
 keras = tf.keras
+keras.backend.set_floatx("float64")  # rounding grows with momentum
 
 
 class OwnStep(keras.Sequential):
@@ -22,7 +23,7 @@ class OwnStep(keras.Sequential):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            loss = tf.reduce_mean((self(x, training=True) - tf.cast(y, tf.float64)) ** 2)
             scaled = loss / tf.distribute.get_strategy().num_replicas_in_sync
         gradients = tape.gradient(scaled, self.trainable_variables)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
