@@ -414,6 +414,11 @@ class Program:
         name = f"{self.loss}, {self.update}, {self.pipeline}"
         return name.replace("/", "by")  # names of files
 
+    @property
+    def is_of_version_2(self) -> bool:
+        """True for a tape around a branch, for which TensorFlow 1 waits for ever by itself."""
+        return self.loss.startswith("branch") and self.update.startswith("tape")
+
     def is_refused(self, without_v2: bool) -> bool:
         """Returns True if two ranks refuse the program.
 
