@@ -10,11 +10,8 @@ from reduction_checks import STEPS, check_equal, check_refused
 EQUAL = [
     "number of examples",
     "accumulated",
-    "sparse",
     "through a sum, all_reduce",
-    "through a mean, strategy.reduce",
     "skipped by all",
-    "used within a loop",
     "fetched by the chief",
 ]
 REFUSED = ["accumulated, data that end", "through a gradient", "skipped by some", "loop of data"]

@@ -7,25 +7,16 @@ from halves import Halves
 from programs.update_kinds import KINDS
 from update_checks import check_update, train_kinds
 
-# one kind for each way in which a gradient is found, and each reason of a refusal
+# a kind for each way to a variable, and the main reasons of a refusal; all of them train at night
 CHOSEN = [
     "adam",
     "adam, sparse",
     "tape, apply",
     "own apply_gradients, slots",
-    "own apply_gradients, clipped, sparse",
-    "own apply_gradients of a loop",
-    "own apply_gradients, no dense_shape",
     "assign_sub",
-    "tape, assign_sub",
     "accumulated",
-    "in accumulators",
-    "gradient penalty",
     "in cond",
-    "host_call, clip by hand",
     "sync replicas",
-    "own apply_gradients, nonfinite=skip",
-    "rate of a local variable",
     "mean of the batch",
     "branch of the batch",
     "queue",
