@@ -123,17 +123,26 @@ class MarkedGraph(tf.Graph):
         """
         self.marks_gradients = reduction.uses_gradients_of_graph
         if reduction.at_backward:
-            self.read_losses(data, reduction.size, said)
+            is_weighted = reduction.values.weights is not None
+            self.read_losses(data, reduction.size, said, is_weighted)
 
-    def read_losses(self, data: Collection[tf.Operation], size: int, said: str = "") -> None:
+    def read_losses(
+        self,
+        data: Collection[tf.Operation],
+        size: int,
+        said: str = "",
+        weighted: bool = False,
+    ) -> None:
         """Reads the graphs of losses from now on, in a program that does not know of ranks.
 
         Args:
           data: operations of this rank's input.
           size: number of ranks.
           said: "mean" or "sum" if the user says what the losses are, else empty.
+          weighted: True if batches may differ in length.
         """
-        known = Known(data, self._loss_functions.reductions, self.marks, size, said)
+        functions = self._loss_functions.reductions
+        known = Known(data, functions, self.marks, size, said, weighted)
         self._reader = LossReader(known)
 
     def loss_kind(

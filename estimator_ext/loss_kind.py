@@ -26,6 +26,10 @@ from estimator_ext.loss_reader import LossReader, lengths_of
 
 __all__: list[str] = []
 
+_CURE_OF_SMALLER = (
+    "Divide by the number of examples in the batch, or leave smaller batches out: "
+    "batch(n, drop_remainder=True) and repeat()"
+)
 _SMALLEST_WEIGHT = 0.5  # a smaller factor of a sum may be 1 / batch size
 
 
@@ -81,7 +85,12 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
     if value.degree != 1:
         text = f"grows with the batch size to the power of {value.degree} ({value.by})"
         return LossKind(False, "", (text, CURE))
-    return _kind_of_sums(value, lengths_of(known), known.size)
+    kind = _kind_of_sums(value, lengths_of(known), known.size)
+    if known.weighted and not (kind.is_sum or kind.problem):
+        text = f"is a sum over the batch ({value.by}) times 1 / batch size, "
+        text += "but batches may be smaller"
+        return LossKind(False, "", (text, _CURE_OF_SMALLER))
+    return kind
 
 
 class Penalties:

@@ -45,6 +45,7 @@ class Known:
       gradients: the marks of gradients (`gradient_marks`).
       size: number of ranks.
       said: "mean" or "sum" if the user says so, else empty.
+      weighted: True if batches may differ in length, and have weights.
     """
 
     data: Collection[tf.Operation]
@@ -52,6 +53,7 @@ class Known:
     gradients: Mapping[tf.Operation, Any]
     size: int
     said: str = ""
+    weighted: bool = False
 
 
 def lengths_of(known: Known) -> set[int]:

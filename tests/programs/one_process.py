@@ -164,6 +164,9 @@ NEITHER: dict[str, Callable[[Model], tf.Tensor]] = {
     "mean / examples": lambda m: m.mean / m.examples,
 }
 LOSSES = {**MEANS, **SUMS, **NEITHER}
+OF_CONSTANTS = ("sum / batch", "sum * (1 / batch)", "each / batch", "half of the sum / batch")
+OF_CONSTANTS += ("tf.losses, sum * (1 / batch)", "tf.losses, weights 1 / batch")
+OF_CONSTANTS += ("average over the batch",)
 PENALISED = ("sum and penalty", "sum and penalties", "(sum and penalty) / examples")
 
 
@@ -428,6 +431,8 @@ class Program:
         if without_v2 and self.update == "added in a loop":
             return True
         if self.update in REFUSED_UPDATES or self.loss in NEITHER:
+            return True
+        if self.pipeline == "smaller last batch" and self.loss in OF_CONSTANTS:
             return True
         return self.update in INSIDE and self.loss in PENALISED
 

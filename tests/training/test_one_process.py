@@ -17,6 +17,7 @@ CHOSEN = [
     Program("compute_average_loss", "descent"),
     Program("average and regularization", "tf.gradients"),
     Program("tf.losses, weights 1 / batch", "descent"),
+    Program("sum / batch", "descent", "smaller last batch"),
     Program("sum", "frozen at first", "static"),
     Program("sum and penalty", "descent"),
     Program("mean and penalty of a sum", "descent"),
