@@ -269,11 +269,11 @@ def _sampled(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def _iterator(dataset: tf.data.Dataset) -> tuple[tf.Operation, list[tf.Tensor]]:
     """Returns the operation that begins to read a dataset, and the tensors of the next element.
 
-    Unlike the iterators of tf.data it is in no collection.
+    Unlike the iterators of tf.data it is in no collection, and its shapes name no batch size.
     """
     specs = tf.nest.flatten(dataset.element_spec)
     kinds: dict[str, Any] = {"output_types": [spec.dtype for spec in specs]}
-    kinds["output_shapes"] = [spec.shape for spec in specs]
+    kinds["output_shapes"] = [tf.TensorShape(None) for _ in specs]
     iterator = tf.raw_ops.IteratorV2(shared_name="", container="", **kinds)
     begin = tf.raw_ops.MakeIterator(dataset=variant_tensor(dataset), iterator=iterator)
     return begin, list(tf.raw_ops.IteratorGetNext(iterator=iterator, **kinds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from estimator_ext.batch_degree import CURE, OF_DIMENSIONS, Sum, Value, curved, 
 from estimator_ext.graph import data_before, original_functions, walk
 from estimator_ext.operation_kinds import OF_THIS_RANK, VARIABLES, arguments
 from hostopt.tensorflow.ops import is_same_on_all_ranks
+from hostopt.tensorflow.reduced import outside
 
 __all__: list[str] = []
 
@@ -61,7 +63,8 @@ def lengths_of(known: Known) -> set[int]:
     result: set[int] = set()
     batched = [op for op in known.data if op.type.partition("Dataset")[0] in _BATCHING]
     # a dataset may be batched twice, as into sequences: the last one counts
-    for op in batched[:1] and walk(batched, data_before)[-1:]:
+    earlier = walk(itertools.chain(*map(data_before, batched)), data_before)
+    for op in set(batched).difference(earlier):
         sizes = [t for name, t, _ in arguments(op) if name == "batch_size"]
         result |= {int(n) for each in sizes if (n := tf.get_static_value(each)) is not None}
     for op in known.data:
@@ -94,7 +97,7 @@ class LossReader:
           targets: the tensors.
         """
         operations = [each.op for each in targets]
-        for op in walk(operations, lambda op: () if op in self._data else data_before(op)):
+        for op in walk(operations, lambda op: () if op in self._data else _sources(op)):
             if op not in self._data:  # read earlier, or an argument of a function
                 self._note_origin(op)
         for op in walk(operations, self._before):
@@ -104,9 +107,9 @@ class LossReader:
     def _note_origin(self, op: tf.Operation) -> None:
         is_placed = op.type == "Placeholder" and op.outputs[0].dtype == tf.resource
         ends = is_same_on_all_ranks(op)
-        before = [] if ends else data_before(op)
-        of_rank = OF_THIS_RANK.match(op.type) is not None and not is_placed
-        is_data = of_rank or op in self.known.data or _is_static_count(op, self._all_lengths)
+        before = [] if ends else _sources(op)
+        of_rank = OF_THIS_RANK.match(op.type) and not (is_placed or _is_captured(op))
+        is_data = bool(of_rank) or op in self.known.data or _is_static_count(op, self._all_lengths)
         is_data = is_data or any(self._data.get(each, False) for each in before)
         self._data[op] = is_data and not ends
         self._variables[op] = (
@@ -126,11 +129,11 @@ class LossReader:
         if not self._data[op] or op in self.known.data or op in self.known.gradients:
             return False
         is_scalar = op.type in _OF_SCALARS and op.outputs[0].shape.rank == 0
-        return is_scalar or op.type in _OF_TENSORS
+        return is_scalar or op.type in _OF_TENSORS or _is_captured(op)
 
     def _before(self, op: tf.Operation) -> list[tf.Operation]:
         is_end = op in self._values or not self._is_followed(op) or self._is_mean(op)
-        return [] if is_end else data_before(op)
+        return [] if is_end else _sources(op)
 
     def _is_mean(self, op: tf.Operation) -> bool:
         """Returns True for the quotient in a loss function that returns a mean."""
@@ -184,6 +187,8 @@ class LossReader:
             return Value(has_data=True, by=f"loss function {op.name.rpartition('/')[0]!r}")
         if kind in _CALLING:
             return self._of_call(op)
+        if _is_captured(op):
+            return self.value(outside(tensor))
         values = [self.value(each) for each in op.inputs]
         if kind in _REDUCTIONS:
             return self._reduced(op, values[0])
@@ -311,6 +316,19 @@ class LossReader:
             results.append([self.value(each) for each in body.outputs])
         self._results[op] = [joined(parts) for parts in zip(*results)]
         return Value(None, has_data=True, by=f"{op.type} {op.name!r}")
+
+
+def _is_captured(op: tf.Operation) -> bool:
+    """Returns True for an argument of a function that takes a tensor from around it."""
+    return op.type == "Placeholder" and outside(op.outputs[0]) is not op.outputs[0]
+
+
+def _sources(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that compute the inputs of one, also from within a function."""
+    if not _is_captured(op):
+        return data_before(op)
+    tensor = outside(op.outputs[0])
+    return [tensor.op] if hasattr(tensor, "graph") else []  # else it has a value, as a constant
 
 
 def _number_of(tensor: tf.Tensor) -> float:

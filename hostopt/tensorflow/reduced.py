@@ -79,7 +79,7 @@ class _Search:
     def __init__(self, variables: Sequence[Any]) -> None:
         handles = [getattr(each, "handle", None) for each in variables]
         tensors = [v.op.outputs[0] if h is None else h for v, h in zip(variables, handles)]
-        self._variables = {_key(_outside(tensor)) for tensor in tensors}
+        self._variables = {_key(outside(tensor)) for tensor in tensors}
         self._shapes = [tf.TensorShape(each.shape) for each in variables]
         self._known: dict[Any, Origin] = {}
 
@@ -106,9 +106,9 @@ class _Search:
         op = tensor.op
         if op.name in _reduced.get(graph, ()):
             return Origin.REDUCED, []
-        outside = _outside(tensor)
-        if outside is not tensor:
-            return Origin.NOTHING, [outside]
+        made = outside(tensor)
+        if made is not tensor:
+            return Origin.NOTHING, [made]
         if op.type in _READS:
             return self._of_variable(op, tensor), []
         inputs = list(op.inputs)
@@ -120,7 +120,7 @@ class _Search:
 
     def _of_variable(self, op: Any, value: Any) -> Origin:
         handle = op.inputs[0] if op.type == "ReadVariableOp" else op.outputs[0]
-        if _key(_outside(handle)) in self._variables or not value.dtype.is_floating:
+        if _key(outside(handle)) in self._variables or not value.dtype.is_floating:
             return Origin.NOTHING
         return Origin.STORED if value.shape in self._shapes else Origin.NOTHING
 
@@ -135,11 +135,11 @@ def _key(tensor: Any) -> Any:
     return id(tensor) if graph is None else (id(graph), tensor.op.name)
 
 
-def _outside(tensor: Any) -> Any:
+def outside(tensor: Any) -> Any:
     """Returns a tensor where it is made, outside of the functions that capture it."""
     while _graph_of(tensor) is not None and tensor.op.type == "Placeholder":
         captures = getattr(tensor.graph, "captures", ())
-        found = [outside for outside, inside in captures if inside.op.name == tensor.op.name]
+        found = [external for external, inside in captures if inside.op.name == tensor.op.name]
         if not found:
             break
         (tensor,) = found

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from programs.one_process import LOSSES, MEANS, NEITHER, OF_RANKS, SUMS, Model
+from rings import Spawn
 
+import hostopt
+from estimator_ext.data_order import OrderCheck
 from estimator_ext.gradient_marks import MarkedGraph
 from estimator_ext.loss_kind import LossKind
+from estimator_ext.loss_reader import Known, lengths_of
 
 v1 = tf.compat.v1
 BATCH = 12
@@ -111,3 +115,31 @@ def test_a_penalty_beside_a_sum_counts_once_on_all_ranks() -> None:
             values = session.run([loss - total, penalty, gradient, wanted])
     assert values[0] == pytest.approx(values[1] / 2)
     assert values[2] == pytest.approx(values[3])
+
+
+def test_weights_that_a_function_captures_are_no_data() -> None:
+    with MarkedGraph().as_default() as graph:
+        rows = tf.data.Dataset.from_tensors({"x": tf.zeros([5, 5]), "y": tf.zeros([5, 3])})
+        features = v1.data.make_one_shot_iterator(rows).get_next()
+        graph.read_losses(set(graph.get_operations()), 2)
+        graph.marks_gradients = True
+        weights = tf.identity(v1.get_variable("weights", [5, 3], use_resource=True))
+
+        def gradients() -> Any:
+            loss = tf.nn.l2_loss(features["x"] @ weights - features["y"]) + tf.nn.l2_loss(weights)
+            return tf.gradients(loss, weights)
+
+        tf.function(gradients, autograph=False)()
+        ((text, _),) = {mark.loss.problem for mark in graph.marks.values()}
+    assert text.startswith("adds a penalty on weights")
+
+
+def test_the_length_of_a_batch_is_that_of_the_last_batching(spawn: Spawn) -> None:
+    def lengths(communicator: hostopt.Communicator) -> set[int]:
+        with tf.Graph().as_default() as graph:
+            rows = tf.data.Dataset.from_tensor_slices(tf.zeros([24, 7])).batch(5).unbatch()
+            dataset, _ = OrderCheck(communicator, "").in_one_order(rows.batch(6))
+            v1.data.make_one_shot_iterator(dataset).get_next()
+            return lengths_of(Known(set(graph.get_operations()), {}, {}, 2))
+
+    assert spawn(2, lengths) == [{6}, {6}]
