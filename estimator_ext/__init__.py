@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from estimator_ext.compat import install
-from estimator_ext.estimator import Estimator, adopt
-from estimator_ext.gradients import reduce_gradients
-from estimator_ext.hooks import BroadcastVariablesHook
-from estimator_ext.loss_scale import LossScaleOptimizer
-from estimator_ext.run_config import RunConfig
+from estimator_ext.compat.compat import install
+from estimator_ext.estimator.estimator import Estimator, adopt
+from estimator_ext.estimator.run_config import RunConfig
+from estimator_ext.estimator.training import train_and_evaluate
+from estimator_ext.session.hooks import BroadcastVariablesHook
 from estimator_ext.spec import EstimatorSpec
-from estimator_ext.strategy import HostOffloadStrategy
-from estimator_ext.training import train_and_evaluate
+from estimator_ext.strategy.gradients import reduce_gradients
+from estimator_ext.strategy.loss_scale import LossScaleOptimizer
+from estimator_ext.strategy.strategy import HostOffloadStrategy
 
 __all__ = [
     "BroadcastVariablesHook",

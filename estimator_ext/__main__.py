@@ -13,16 +13,18 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.adoption import Ranks, prepare_program
-from estimator_ext.compat import install
-from estimator_ext.contrib import ROOT, missing
+from estimator_ext.compat.adoption import Ranks, prepare_program
+from estimator_ext.compat.compat import install
+from estimator_ext.compat.contrib import ROOT, missing
+from estimator_ext.compat.tensorflow_1 import (
+    file_of_module,
+    is_in_tensorflow_1,
+    use_of_tensorflow_1,
+)
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.sharding import POLICIES
-from estimator_ext.tensorflow_1 import file_of_module, is_in_tensorflow_1, use_of_tensorflow_1
+from estimator_ext.pipelines.sharding import POLICIES
 from hostopt.adapters.discover import set_tf_config
 from hostopt.connect import exit_in_one_line, original_of
-
-__all__: list[str] = []
 
 _log = tf.get_logger()
 

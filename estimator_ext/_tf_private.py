@@ -41,8 +41,6 @@ from tensorflow.python.ops import (
 )
 from tensorflow.python.training import saver
 
-__all__: list[str] = []
-
 # -- the strategy --------------------------------------------------------------------------
 
 OneDeviceExtended = one_device_strategy.OneDeviceExtended

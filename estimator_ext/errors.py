@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hostopt
 
-__all__: list[str] = []
-
 
 class UnsupportedError(hostopt.ConfigError, AttributeError):
     """A program needs a TPU, or a part of TensorFlow that was removed."""

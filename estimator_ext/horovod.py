@@ -6,11 +6,9 @@ of TensorFlow, also on those without tf.estimator.
 
 from __future__ import annotations
 
-from estimator_ext.compat import install
+from estimator_ext.compat.compat import install
 from hostopt.tensorflow import *  # noqa: F403 - the same names
 from hostopt.tensorflow.refusals import missing_attribute
-
-__all__: list[str] = []
 
 __getattr__ = missing_attribute(__name__)
 

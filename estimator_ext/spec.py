@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from estimator_ext._tf_estimator import EstimatorSpec as _StockSpec
 
-__all__: list[str] = []
-
 HostCall = tuple[Callable[..., Any], list[Any]]
 EvalMetrics = tuple[Callable[..., dict[str, Any]], Union[list[Any], dict[str, Any]]]
 

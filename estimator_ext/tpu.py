@@ -15,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from estimator_ext import estimator, run_config
 from estimator_ext._tf_estimator import EstimatorSpec
 from estimator_ext.errors import UnsupportedError
+from estimator_ext.estimator import estimator, run_config
 from estimator_ext.spec import stock_spec
 
 __all__ = [

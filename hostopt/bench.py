@@ -20,8 +20,6 @@ from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, ProtocolError
 from hostopt.options import shown
 
-__all__: list[str] = []
-
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _BATCH_S = 0.02  # minimum duration of a repetition, so that its start is negligible
 _MAX_CALLS = 1000  # maximum number in a repetition

@@ -18,8 +18,6 @@ from multiprocessing.util import Finalize
 
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 _LEAVE, _ABORT = 1, 2  # priorities of finalizers: the higher runs first
 _finalizers: dict[Callable[[], object], Finalize] = {}
 

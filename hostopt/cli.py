@@ -13,8 +13,6 @@ from hostopt.errors import HostOptError
 from hostopt.launch import output
 from hostopt.versions import VERSION
 
-__all__: list[str] = []
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.

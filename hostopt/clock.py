@@ -10,8 +10,6 @@ from hostopt.communicator import Communicator
 from hostopt.transport import event_loop
 from hostopt.transport.message import Tag
 
-__all__: list[str] = []
-
 _TRIPS = 16
 _REQUEST, _RESPONSE = 0, 1  # rounds of a tag
 _SECONDS = struct.Struct("<d")

@@ -11,8 +11,6 @@ from hostopt import tf_config
 from hostopt.errors import ConfigError
 from hostopt.tf_config import DATA, EVALUATOR, RING_JOBS
 
-__all__: list[str] = []
-
 LOCAL = "local"
 
 

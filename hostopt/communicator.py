@@ -23,8 +23,6 @@ from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 
 class Communicator(Channel):
     """Collectives over all ranks of a transport, on one channel.

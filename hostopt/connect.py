@@ -31,8 +31,6 @@ from hostopt.transport.base import Transport
 from hostopt.transport.inproc import InprocTransport
 from hostopt.tuning import fastest, format_variables, tune
 
-__all__: list[str] = []
-
 # Communicators whose rings an exception that ends this program must abort.
 _connected: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _grpc_guard = ForkGuard("gRPC", lambda: "grpc_global_tim" in native_threads())  # name of its timer

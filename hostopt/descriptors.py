@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 from hostopt.errors import HostOptError, ResourceError
 
-__all__: list[str] = []
-
 # Enough for any ring. If the hard limit is a billion, a program that closes all descriptors which
 # it may have inherited takes minutes.
 MAX_DESCRIPTORS = 1 << 16

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from hostopt.errors import HostOptError
 
-__all__: list[str] = []
-
 # Set by `hostopt run`: file to which a rank writes its exit code and the cause in one line.
 VARIABLE = "HOSTOPT_ERROR_FILE"
 _WRITE_TIMEOUT_S = 1.0

@@ -27,8 +27,6 @@ import json
 import re
 from typing import Any, ClassVar
 
-__all__: list[str] = []
-
 
 class HostOptError(RuntimeError):
     """Base class of all errors of hostopt.

@@ -26,8 +26,6 @@ from hostopt.transport import event_loop
 from hostopt.transport.mailbox import Listener
 from hostopt.transport.message import Tag
 
-__all__: list[str] = []
-
 _CHANNEL = "ranks that have joined"
 
 

@@ -26,8 +26,6 @@ from dataclasses import asdict, dataclass, replace
 from hostopt.collectives import hosts
 from hostopt.tf_config import is_address
 
-__all__: list[str] = []
-
 # Errors of file systems without locks, or without locks of this kind.
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _HELD_BY_OTHERS = (errno.EAGAIN, errno.EACCES)

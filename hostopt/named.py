@@ -22,8 +22,6 @@ from hostopt.join import Announcement, Joining, refusal
 from hostopt.named_channel import NamedChannel, describe_list, open_channel
 from hostopt.neutral import describe_arrays, neutral_arrays
 
-__all__: list[str] = []
-
 _KIND = "call"  # of the names that `Joining` knows
 
 

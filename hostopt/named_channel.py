@@ -16,8 +16,6 @@ from hostopt.collectives.reduce_op import ReduceOp, mean_of_integers
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
 from hostopt.communicator import Communicator
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 # Shared memory of a name takes a file descriptor, and about 0.5 MiB of /dev/shm for two ranks. A

@@ -11,8 +11,6 @@ import numpy as np
 from hostopt.collectives.call import Array
 from hostopt.collectives.reduce_op import ReduceOp
 
-__all__: list[str] = []
-
 
 def describe_arrays(arrays: Sequence[Array]) -> list[tuple[str, tuple[int, ...]]]:
     """Returns dtypes and shapes of arrays, in types that JSON supports."""

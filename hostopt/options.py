@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 PREFIX = "HOSTOPT_"
 MIB = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 30

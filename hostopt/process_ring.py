@@ -21,8 +21,6 @@ from hostopt.connect import connect
 from hostopt.errors import ConfigError
 from hostopt.named import NamedCollectives
 
-__all__: list[str] = []
-
 _lock = threading.RLock()
 _joined: list[ProcessRing] = []  # the ring, if there is one
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__: list[str] = []
-
 _MAX_NUMBER = 1 << 64
 
 

@@ -18,8 +18,6 @@ from hostopt.gradients.step_stats import StepTimes, slowest_rank
 from hostopt.transport import event_loop
 from hostopt.transport.message import Tag
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 # Part of the elapsed time; a smaller difference between ranks is normal.

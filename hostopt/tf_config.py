@@ -13,8 +13,6 @@ from hostopt import descriptors
 from hostopt.errors import ConfigError
 from hostopt.options import shown
 
-__all__: list[str] = []
-
 CHIEF, WORKER, EVALUATOR, DATA = "chief", "worker", "evaluator", "data"
 MASTER = "master"  # name of the chief in old programs
 RING_JOBS = (CHIEF, MASTER, WORKER)  # in rank order

@@ -19,8 +19,6 @@ from hostopt import bench
 from hostopt.communicator import Communicator
 from hostopt.options import MIB, Options
 
-__all__: list[str] = []
-
 _ALTERNATIVES = ("grpc+tcp", "grpc")  # to "auto"
 _SEGMENTS_BYTES = (MIB // 2, MIB, 2 * MIB, 4 * MIB)
 _BUCKETS_BYTES = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 
-__all__: list[str] = []
-
 VERSION = "0.1.0"
 # Versions that must be the same on all ranks, and versions that may differ.
 MUST_BE_SAME = ("hostopt",)

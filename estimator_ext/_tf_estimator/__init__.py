@@ -5,8 +5,6 @@ from __future__ import annotations
 from estimator_ext._tf_estimator._loading import DIVIDE_LOSSES as DIVIDE_LOSSES
 from estimator_ext._tf_estimator._loading import load
 
-__all__: list[str] = []
-
 # the modules `tf.estimator` and `tf.compat.v1.estimator`, which new releases no longer have
 estimator_v2 = load("api._v2.estimator")
 estimator_v1 = load("api._v1.estimator")

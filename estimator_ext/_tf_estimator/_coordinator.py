@@ -13,8 +13,6 @@ import tensorflow as tf
 
 from estimator_ext.errors import UnsupportedError
 
-__all__: list[str] = []
-
 _COORDINATED = "independent_worker"
 
 

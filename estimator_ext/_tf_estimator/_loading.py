@@ -21,8 +21,6 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_estimator import _coordinator
 
-__all__: list[str] = []
-
 _OLDEST, _NEWEST = (2, 15), (2, 21)
 _COORDINATOR = "tensorflow.python.distribute.estimator_training"
 _EXPORT = "tensorflow_estimator.python.estimator.estimator_export"

@@ -1,5 +1,3 @@
 """Launchers other than `hostopt run`: their environments, and the exchange of addresses."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from hostopt.adapters.place import Place, rank_and_size
 from hostopt.options import RANK, SIZE
 
-__all__: list[str] = []
-
 
 def find(environ: Mapping[str, str]) -> Place | None:
     """Returns the place that HOSTOPT_RANK and HOSTOPT_SIZE name, or None.

@@ -21,8 +21,6 @@ from hostopt.tf_config import CHIEF, EVALUATOR, WORKER
 from hostopt.transport.addresses import hold_port, is_loopback, port_of
 from hostopt.transport.security import read_token
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 _Find = Callable[[Mapping[str, str]], "Place | None"]

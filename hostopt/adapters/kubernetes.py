@@ -10,8 +10,6 @@ from hostopt.errors import ConfigError
 from hostopt.options import RENDEZVOUS, SIZE
 from hostopt.tf_config import read_tf_config
 
-__all__: list[str] = []
-
 INDEX = "JOB_COMPLETION_INDEX"
 
 

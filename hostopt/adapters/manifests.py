@@ -16,8 +16,6 @@ from hostopt.adapters.place import PORT
 from hostopt.launch import restarts
 from hostopt.options import SIZE
 
-__all__: list[str] = []
-
 Manifest = dict[str, Any]
 # Exit codes after which no pod is started again.
 PERMANENT = [code for code in range(1, 256) if restarts.is_permanent(code)]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 PORT = 2222  # of processes that have an address of their own
 
 

@@ -33,8 +33,6 @@ from hostopt.errors import AuthError, ConfigError, HostOptError, RendezvousTimeo
 from hostopt.options import shown
 from hostopt.transport.addresses import host_and_port, is_loopback
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 1 << 20

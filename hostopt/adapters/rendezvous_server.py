@@ -16,8 +16,6 @@ from hostopt.adapters.place import Place
 from hostopt.errors import AuthError, ConfigError, HostOptError
 from hostopt.transport.addresses import host_and_port, is_loopback, listen_address
 
-__all__: list[str] = []
-
 _REGISTER_TIMEOUT_S = 10.0  # for a process that has connected to register
 _SEND_TIMEOUT_S = 5.0
 _LOST_MS = 30_000  # until a peer counts as lost if its machine does not answer

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from hostopt.adapters.place import PORT, Place
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 
 def find(environ: Mapping[str, str]) -> Place | None:
     """Returns the place of a container of a training job, or None. Each host has one process.

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from hostopt.adapters.place import Place, number, optional_number, rank_and_size
 
-__all__: list[str] = []
-
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below those that systems give to any program
 
 

@@ -1,5 +1,3 @@
 """Collective algorithms over arrays in host memory, and their wire formats."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

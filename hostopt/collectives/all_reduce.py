@@ -14,8 +14,6 @@ from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.transport.signature import UNSIGNED, signature_of
 
-__all__: list[str] = []
-
 
 def all_reduce_in_place(
     channel: Channel,

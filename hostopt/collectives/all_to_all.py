@@ -9,8 +9,6 @@ from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.messages import CallMessages
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 
 async def exchange(
     transport: Transport, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array]

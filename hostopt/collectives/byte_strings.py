@@ -17,8 +17,6 @@ from hostopt.collectives.ring import RingGroup
 from hostopt.errors import CollectiveMismatchError
 from hostopt.transport import event_loop
 
-__all__: list[str] = []
-
 _SHOWN_NAMES = 20  # maximum number of names in an error
 
 

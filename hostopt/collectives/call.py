@@ -9,8 +9,6 @@ import numpy as np
 from hostopt.transport.message import Tag
 from hostopt.transport.signature import UNSIGNED, Signature
 
-__all__: list[str] = []
-
 Array = np.ndarray[Any, Any]
 
 

@@ -9,8 +9,6 @@ from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.transport.base import Transport
 from hostopt.transport.signature import signature_of
 
-__all__: list[str] = []
-
 
 class Channel:
     """Numbers the collective calls on one channel, in the same order on every rank.

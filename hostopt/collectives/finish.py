@@ -13,8 +13,6 @@ from hostopt.collectives.ring import RingGroup
 from hostopt.transport import event_loop
 from hostopt.transport.message import FINISH_CHANNEL, Tag
 
-__all__: list[str] = []
-
 
 def finish(channel: Channel, hosts: Hosts | None, name: str) -> None:
     """Waits for all ranks; see `Communicator.finish`."""

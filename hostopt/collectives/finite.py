@@ -11,8 +11,6 @@ import numpy as np
 
 from hostopt.collectives.call import Array
 
-__all__: list[str] = []
-
 PIECE = 1 << 17  # elements; smaller pieces cost more calls, larger ones leave the cache
 _SIGNED = {2: np.int16, 4: np.int32, 8: np.int64}
 _UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}

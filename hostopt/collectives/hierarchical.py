@@ -21,8 +21,6 @@ from hostopt.collectives.tensor_list_view import TensorListView
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 
 class HierarchicalAllReduce:
     """Two-level all-reduce of one rank.

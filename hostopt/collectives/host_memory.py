@@ -20,8 +20,6 @@ from hostopt.errors import ConfigError
 from hostopt.transport.base import Transport
 from hostopt.transport.signature import signature_of
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 # Block sizes of shared memory. Arrays up to the smaller size use a channel that takes less memory.

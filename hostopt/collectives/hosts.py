@@ -16,8 +16,6 @@ from pathlib import Path
 from hostopt import descriptors
 from hostopt.collectives import shared_file
 
-__all__: list[str] = []
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

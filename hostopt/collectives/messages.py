@@ -14,8 +14,6 @@ from hostopt.telemetry.timeline import Track
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Payload, Tag
 
-__all__: list[str] = []
-
 
 class CallMessages:
     """Sends and receives the messages of one collective call; coroutines for the event loop.

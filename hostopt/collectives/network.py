@@ -14,8 +14,6 @@ from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 
 class Group(Protocol):
     """Collectives over all ranks; see `RingGroup` for what they do."""

@@ -25,8 +25,6 @@ from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.messages import CallMessages
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 # Up to this size, recursive doubling of 4 and 8 ranks is faster than the ring.
 MOST_BYTES = 64 << 10
 _PHASE = "exchange"

@@ -10,8 +10,6 @@ import numpy as np
 
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 
 

@@ -31,8 +31,6 @@ from hostopt.collectives.wire_format import NoCompression, WireFormat
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 # Number of segments of the first chunk that a rank sends before it receives. They keep the network
 # busy. Sending the whole chunk at once would fill the receiver with freshly allocated memory, page
 # fault by page fault.

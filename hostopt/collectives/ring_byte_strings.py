@@ -13,8 +13,6 @@ from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Payload
 
-__all__: list[str] = []
-
 _LENGTH = struct.Struct("<Q")  # length of a string, at the start of its first message
 
 

@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from hostopt.collectives.call import Array
 
-__all__: list[str] = []
-
 
 class Round(NamedTuple):
     """One round of one rank.

@@ -15,8 +15,6 @@ from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.sequence_counters import SequenceCounters
 from hostopt.transport.signature import signature_of
 
-__all__: list[str] = []
-
 _SIGNATURE = signature_of("posted sum", "", np.dtype(np.float32), (2,))
 
 

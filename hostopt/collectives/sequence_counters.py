@@ -16,8 +16,6 @@ from hostopt.errors import HostOptError
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 _LINE_BYTES = 128  # two cache lines, which processors fetch together
 _LINE_WORDS = _LINE_BYTES // 8
 _PAGE_BYTES = 4096

@@ -14,8 +14,6 @@ import os
 import tempfile
 import time
 
-__all__: list[str] = []
-
 DIRECTORY = "/dev/shm"
 PREFIX = "hostopt-"
 STALE_AFTER_S = 60.0  # a younger file may not be locked yet

@@ -57,8 +57,6 @@ from hostopt.collectives.staging_buffers import StagingBuffers
 from hostopt.collectives.tensor_list_view import TensorListView
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 _LENGTH = struct.Struct("<Q")  # length of a byte string, before its first bytes
 
 

@@ -18,8 +18,6 @@ import numpy as np
 from hostopt.collectives.call import Array
 from hostopt.collectives.sequence_counters import counters_bytes
 
-__all__: list[str] = []
-
 
 def channel_bytes(count: int, block_bytes: int) -> int:
     """Returns the size of the shared memory of a channel.

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from hostopt.collectives.call import Array
 
-__all__: list[str] = []
-
 
 class TensorListView:
     """Values of a flat buffer, stored in several arrays in order, with possible gaps.

@@ -17,8 +17,6 @@ import numpy as np
 
 from hostopt.collectives.call import Array
 
-__all__: list[str] = []
-
 _BLOCK = 1 << 16  # elements; smaller blocks cost more calls, larger ones leave the cache
 _FLOAT32 = np.dtype(np.float32)
 _UINT32 = np.dtype(np.uint32)

@@ -1,5 +1,3 @@
 """The commands of `hostopt`, one module each."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-__all__: list[str] = []
-
 MAX_TASKS = 1024
 MAX_TIMES = 1_000_000
 MAX_PORT = 65_535

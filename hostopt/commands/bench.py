@@ -19,8 +19,6 @@ from hostopt.errors import ConfigError
 from hostopt.launch.launcher import launch
 from hostopt.options import Options
 
-__all__: list[str] = []
-
 _SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 _REPETITIONS = 7
 

@@ -11,8 +11,6 @@ from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError
 from hostopt.options import MIN_TIMEOUT_S, YEAR_S
 
-__all__: list[str] = []
-
 
 def add(commands: Any) -> None:
     """Adds the command to a parser's commands."""

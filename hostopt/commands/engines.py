@@ -7,8 +7,6 @@ import argparse
 from hostopt.launch.engine import Engine
 from hostopt.launch.local_engine import LocalEngine
 
-__all__: list[str] = []
-
 _MAX_S = 365 * 24 * 3600.0
 _PLACES_TIMEOUT_S = 60.0
 

@@ -14,8 +14,6 @@ from hostopt.launch import output
 from hostopt.launch.environment import find_command, with_defaults
 from hostopt.options import Options
 
-__all__: list[str] = []
-
 
 def add(commands: Any) -> None:
     """Adds the command to a parser's commands."""

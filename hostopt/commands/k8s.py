@@ -17,8 +17,6 @@ from hostopt.commands.arguments import (
     integer,
 )
 
-__all__: list[str] = []
-
 
 def add(commands: Any) -> None:
     """Adds the command to a parser's commands."""

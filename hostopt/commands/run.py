@@ -23,8 +23,6 @@ from hostopt.launch import output
 from hostopt.launch.launcher import launch
 from hostopt.launch.task_group import start_error
 
-__all__: list[str] = []
-
 
 def add(commands: Any) -> None:
     """Adds the command to a parser's commands."""

@@ -16,8 +16,6 @@ from hostopt.tf_config import is_address
 from hostopt.transport.addresses import is_loopback
 from hostopt.transport.overview import printable
 
-__all__: list[str] = []
-
 
 def add(commands: Any) -> None:
     """Adds the command to a parser's commands."""

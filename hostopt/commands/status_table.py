@@ -10,8 +10,6 @@ from typing import Any
 
 from hostopt.transport.overview import Details, awaits, find_blamed, is_send, printable
 
-__all__: list[str] = []
-
 _HEADER = ("rank", "task", "address", "step", "memory", "hostopt", "TensorFlow", "Python", "state")
 _UNKNOWN = "-"
 

@@ -9,8 +9,6 @@ from hostopt.options import MAX_COUNT
 from hostopt.telemetry.trace_files import merge
 from hostopt.telemetry.trace_picture import draw
 
-__all__: list[str] = []
-
 
 def add(commands: Any) -> None:
     """Adds the command to a parser's commands."""

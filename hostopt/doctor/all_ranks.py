@@ -24,8 +24,6 @@ from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.message import Tag
 
-__all__: list[str] = []
-
 _MUST_BE_SAME = ("hostopt", "tensorflow", "tf_keras")
 _CLOCKS_DIFFER_S = 1.0
 _MEASURE_S = 0.25

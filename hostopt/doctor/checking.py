@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from hostopt.errors import HostOptError
 
-__all__: list[str] = []
-
 OK, NOTE, WRONG = "ok", "note", "WRONG"
 
 

@@ -16,8 +16,6 @@ from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
 from hostopt.tf_config import EVALUATOR
 
-__all__: list[str] = []
-
 _CHECK_TIMEOUT_S = 10.0
 _CONNECTED_TIMEOUT_S = 30.0  # for the checks between connected ranks
 

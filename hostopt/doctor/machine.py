@@ -17,8 +17,6 @@ from hostopt.collectives import shared_file
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding
 from hostopt.options import MIB
 
-__all__: list[str] = []
-
 _TRIAL_PREFIX = ".hostopt-doctor-"
 _DOCKER_SHM_BYTES = 64 * MIB
 _FEW_FILES = 256

@@ -18,8 +18,6 @@ from hostopt.tf_config import DATA
 from hostopt.transport.addresses import host_and_port, listen_address
 from hostopt.transport.security import Security, check_tls_dir
 
-__all__: list[str] = []
-
 _RESOLVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 _EXPIRES_SOON = timedelta(days=14)

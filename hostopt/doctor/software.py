@@ -11,8 +11,6 @@ from hostopt.doctor.checking import NOTE, OK, WRONG, Finding
 from hostopt.options import PREFIX, VARIABLES, Options
 from hostopt.versions import has_keras_3
 
-__all__: list[str] = []
-
 _TESTED_PYTHON = (3, 13)
 _SHOWN = ("numpy", "grpcio", "protobuf", "tensorflow", "tf_keras")
 _LEGACY_KERAS = "TF_USE_LEGACY_KERAS"

@@ -1,5 +1,3 @@
 """Reduction of gradients over the ranks, in buckets while backward runs."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

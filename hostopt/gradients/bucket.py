@@ -18,8 +18,6 @@ import numpy as np
 from hostopt.collectives.call import Array
 from hostopt.collectives.finite import PIECE, all_within
 
-__all__: list[str] = []
-
 # TensorFlow uses an array without copying it if the array is aligned to this many bytes.
 ALIGNMENT_BYTES = 64
 

@@ -16,8 +16,6 @@ from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.step_stats import StepTimes
 from hostopt.transport.signature import Signature, signature_of
 
-__all__: list[str] = []
-
 
 class BucketReducer(abc.ABC):
     """Sums the gradient buckets of each step over the ranks, on a separate channel.

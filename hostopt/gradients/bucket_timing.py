@@ -8,8 +8,6 @@ from hostopt.gradients.bucket import Bucket, describe_bucket
 from hostopt.gradients.step_stats import StepStats
 from hostopt.telemetry.timeline import Timeline, Track
 
-__all__: list[str] = []
-
 
 class BucketTiming:
     """Records the times of launches, ring all-reduces and waits; thread-safe.

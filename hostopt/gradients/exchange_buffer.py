@@ -27,8 +27,6 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 from hostopt.gradients.bucket import TensorSpec
 
-__all__: list[str] = []
-
 _INDEX_BITS = 40
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 _MAX_TABLES = 1 << (63 - _INDEX_BITS)

@@ -22,8 +22,6 @@ from hostopt.gradients.exchange_buffer import Combined, DenseValue, ExchangeBuff
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.step_stats import StepStats, StepTimes
 
-__all__: list[str] = []
-
 
 class SideValue(Protocol):
     """An integer of each rank that is summed in the same messages as an exchange."""

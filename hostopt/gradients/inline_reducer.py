@@ -20,8 +20,6 @@ from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.shared_sums import SharedSums
 
-__all__: list[str] = []
-
 
 class InlineReducer(BucketReducer):
     """Sums buckets over the ranks of one host, on the calling thread.

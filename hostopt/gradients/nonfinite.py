@@ -17,8 +17,6 @@ from hostopt.collectives.finite import all_finite
 from hostopt.communicator import Communicator
 from hostopt.errors import NonFiniteGradientError
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 # Neither an error nor a warning: the caller checks the sums itself, as loss scaling does.

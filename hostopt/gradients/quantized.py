@@ -15,8 +15,6 @@ from hostopt.collectives.call import Array
 from hostopt.communicator import Communicator
 from hostopt.errors import ProtocolError
 
-__all__: list[str] = []
-
 _ROW = 256  # values that share a scale
 _BLOCK_ROWS = 1024  # rows that are rounded at a time, so that they stay in the processor's cache
 _BITS = {"int8": 8, "int4": 4}

@@ -19,8 +19,6 @@ from hostopt.gradients.bucket import Bucket
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 
-__all__: list[str] = []
-
 
 class Reducer(BucketReducer):
     """Sums buckets over the ranks on a communication thread, which overlaps with backward.

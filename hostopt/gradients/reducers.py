@@ -14,8 +14,6 @@ from hostopt.gradients.inline_reducer import InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 
-__all__: list[str] = []
-
 AnyReducer = Union[BucketReducer, FusedExchange]
 
 

@@ -15,8 +15,6 @@ from hostopt.collectives.tensor_list_view import TensorListView
 from hostopt.communicator import Communicator
 from hostopt.gradients.bucket import Bucket, free_buffers
 
-__all__: list[str] = []
-
 _MAX_SLOTS = 64  # bits of the free mask
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__: list[str] = []
-
 
 class StepTimes(NamedTuple):
     """Communication times of one rank in one step.

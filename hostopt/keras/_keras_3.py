@@ -7,8 +7,6 @@ from typing import Any
 
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 keras: Any = importlib.import_module("keras")
 if not hasattr(keras, "ops"):  # which Keras 3 has
     raise ConfigError(

@@ -1,5 +1,3 @@
 """The launcher behind `hostopt run`: processes, output, signals and restarts."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

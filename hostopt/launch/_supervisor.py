@@ -18,8 +18,6 @@ import signal
 import subprocess
 import sys
 
-__all__: list[str] = []
-
 _LAUNCHER_FD = 0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CANNOT_START = 2

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Place:

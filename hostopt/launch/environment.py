@@ -12,8 +12,6 @@ from pathlib import Path
 from hostopt.tf_config import DATA, EVALUATOR
 from hostopt.versions import has_keras_3
 
-__all__: list[str] = []
-
 
 def tf_config_of(cluster: Mapping[str, Sequence[str]], task: tuple[str, int]) -> str:
     """Returns the TF_CONFIG of one task.

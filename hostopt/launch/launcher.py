@@ -34,8 +34,6 @@ from hostopt.launch.roles import DataWorker, Evaluator, Ring
 from hostopt.launch.task_group import FORWARDED, Group
 from hostopt.tf_config import DATA, EVALUATOR
 
-__all__: list[str] = []
-
 _POLL_S = 0.1  # between two looks at places that are not ready
 GRACE_S = 10.0  # from the first failure to SIGTERM
 _LOG = logging.getLogger(__name__)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__: list[str] = []
-
 _MAX_WARNINGS = 1000  # that are remembered
 _MAX_CONFIGURATION = 50  # lines
 

@@ -15,8 +15,6 @@ from hostopt.launch.environment import find_command, shares_of_cores, with_defau
 from hostopt.tf_config import RING_JOBS
 from hostopt.transport.addresses import hold_port, port_of
 
-__all__: list[str] = []
-
 _SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_supervisor.py")
 
 

@@ -14,8 +14,6 @@ from hostopt.errors import ConfigError
 from hostopt.launch.metrics_server import answering
 from hostopt.launch.monitor import Monitor, Progress
 
-__all__: list[str] = []
-
 _LOG = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -11,8 +11,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-__all__: list[str] = []
-
 MOST_CONNECTIONS = 16
 CONNECTION_S = 5.0  # from the connection to the end of the answer
 REQUEST_BYTES = 8 << 10

@@ -16,8 +16,6 @@ from hostopt.launch.line_filter import LineFilter
 from hostopt.telemetry.progress import read_progress
 from hostopt.tf_config import RING_JOBS
 
-__all__: list[str] = []
-
 _LIVE_S = 1.0  # between two states of the line on a terminal
 _PLAIN_S = 30.0  # between two lines elsewhere
 _SILENT_S = 30.0  # without a step, after which the line says so

@@ -15,8 +15,6 @@ import threading
 import time
 from collections import deque
 
-__all__: list[str] = []
-
 MAX_QUEUED_BYTES = 16 << 20
 READER_TIMEOUT_S = 10.0  # without progress of the reader, before lines are dropped
 _FLUSH_TIMEOUT_S = 5.0  # without progress of the reader, at the end

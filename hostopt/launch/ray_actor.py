@@ -29,8 +29,6 @@ from hostopt.telemetry import progress
 from hostopt.transport.addresses import hold_port, port_of
 from hostopt.versions import VERSION
 
-__all__: list[str] = []
-
 _CANNOT_START = 2  # as the exit code of the supervisor
 _POLL_S = 0.5  # between two looks at the progress, and at Ray's process of the node
 _EVENTS_S = 5.0  # of a call that finds no event

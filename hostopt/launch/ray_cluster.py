@@ -14,8 +14,6 @@ from typing import Any
 
 from hostopt.errors import ConfigError, ResourceError
 
-__all__: list[str] = []
-
 CPU = "CPU"
 LOG_S = 10.0  # between two lines while it waits for places
 _FIRST_LOG_S = 1.0

@@ -22,8 +22,6 @@ from hostopt.launch.ray_cluster import CPU, Bundles, Resources
 from hostopt.launch.ray_relay import RelayedSupervisor
 from hostopt.launch.ray_reservation import RayPlace, RayReservation
 
-__all__: list[str] = []
-
 _JOIN_S = 2.0  # for a relay, before the connection to Ray is closed
 
 

@@ -6,8 +6,6 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-__all__: list[str] = []
-
 # Kinds of events. The data of a code is the number as text, that of an end is empty.
 OUT, ERR, PROGRESS, REPORT, CODE, END = "out", "err", "progress", "report", "code", "end"
 _MAX_QUEUED_BYTES = 4 << 20

@@ -30,8 +30,6 @@ from hostopt.launch.ray_events import Event
 from hostopt.options import RING_ENDED
 from hostopt.telemetry import progress
 
-__all__: list[str] = []
-
 _POLL_S = 0.5  # between two looks for the end of the ring
 _KILL_S = 3.0  # from a kill through the actor to a kill of the actor
 _UNAVAILABLE_S = 30.0  # without an answer of the actor, before it is lost

@@ -17,8 +17,6 @@ from hostopt.launch.ray_cluster import CPU, LOG_S, Bundles
 from hostopt.launch.ray_relay import describe
 from hostopt.versions import VERSION
 
-__all__: list[str] = []
-
 _START_S = 60.0  # for an actor to start on a node that has room
 _RETRY_S = 1.0  # after an actor that could not start
 _THREADS = 8  # of an actor: signals must not wait for a call that waits for events

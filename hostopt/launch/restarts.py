@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from hostopt import errors
 
-__all__: list[str] = []
-
 FIRST_DELAY_S = 1.0  # before the second attempt; doubled before each further one
 MAX_DELAY_S = 60.0
 STEADY_S = 60.0  # an attempt that lasts longer resets the delay

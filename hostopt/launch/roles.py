@@ -19,8 +19,6 @@ from hostopt.launch.task_process import TaskProcess
 from hostopt.options import DATA_DIR, RING_ENDED
 from hostopt.tf_config import CHIEF, DATA, EVALUATOR, WORKER
 
-__all__: list[str] = []
-
 _LOG = logging.getLogger(__name__)
 
 

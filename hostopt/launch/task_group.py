@@ -30,8 +30,6 @@ from hostopt.launch.restarts import RestartDecision, Restarts, TaskExit
 from hostopt.launch.task_process import TaskProcess
 from hostopt.telemetry import progress
 
-__all__: list[str] = []
-
 _POLL_S = 0.1  # between two looks at places that are not ready
 KILL_S = 5.0  # from SIGTERM to SIGKILL
 KILL_AGAIN_S = 2.0  # between SIGKILLs, in case a stopped supervisor does not deliver them

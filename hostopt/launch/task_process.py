@@ -18,8 +18,6 @@ from hostopt.launch import output
 from hostopt.launch.engine import Supervisor
 from hostopt.launch.output import QueuedWriter
 
-__all__: list[str] = []
-
 _DRAIN_TIMEOUT_S = 5.0  # for the last output of a task that has ended
 _FIRST_DRAIN_TIMEOUT_S = 0.5
 _END_TIMEOUT_S = 2.0  # for a supervisor to kill its command

@@ -16,8 +16,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 _CAPACITY = 256  # events

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-__all__: list[str] = []
-
 # Set by `hostopt run`: file to which a task writes its progress.
 VARIABLE = "HOSTOPT_PROGRESS_FILE"
 # Metrics of which more is better; of the others the loss counts, of which less is better.

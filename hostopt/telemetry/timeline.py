@@ -19,8 +19,6 @@ from hostopt.child_process import call_at_exit, cancel_at_exit
 from hostopt.cluster import Cluster
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 MAX_SPANS = 100_000

@@ -13,8 +13,6 @@ from hostopt.options import shown
 from hostopt.shapes import has_shape
 from hostopt.telemetry.timeline import Event, write_trace
 
-__all__: list[str] = []
-
 _TRACE = {"otherData": {"hostopt": {"size": int}}, "traceEvents": list}
 _SINGLE_RANK = {"rank": int, "clock_offset_us": float}
 _EVENT = {"ph": str, "name": str, "pid": int, "tid": int, "args": dict}

@@ -6,8 +6,6 @@ from hostopt.errors import ConfigError
 from hostopt.telemetry.timeline import Event
 from hostopt.telemetry.trace_files import Trace, read
 
-__all__: list[str] = []
-
 # tracks whose "step" counts training steps
 _STEP_TRACKS = ("backward", "launch", "wait", "apply")
 

@@ -11,8 +11,6 @@ from tensorflow.python.eager import context, record
 
 from hostopt.child_process import ForkGuard, native_threads
 
-__all__: list[str] = []
-
 
 def _has_threads() -> bool:
     """Returns True if TensorFlow has started threads: for eager operations, or for a session."""

@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 
 class GradientAccumulator:
     """Sums the gradients of `steps` steps on this rank, and applies them in the last of these.

@@ -19,8 +19,6 @@ from hostopt.tensorflow.reduced import mark
 from hostopt.tensorflow.refusals import choose_op, refuse_devices
 from hostopt.tensorflow.sparse import sum_rows
 
-__all__: list[str] = []
-
 
 def allreduce(
     tensor: Any,

@@ -21,8 +21,6 @@ from hostopt.communicator import Communicator
 from hostopt.errors import HostOptError
 from hostopt.tensorflow._tf_private import is_gradient_of_control_flow
 
-__all__: list[str] = []
-
 HOST_DEVICE = "/device:CPU:0"
 _UNKNOWN = tf.TensorShape(None)
 

@@ -27,8 +27,6 @@ from hostopt.tensorflow.background import (
     in_order,
 )
 
-__all__: list[str] = []
-
 
 def reduce_in_buckets(
     tensors: Sequence[tf.Tensor],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hostopt import process_ring
 
-__all__: list[str] = []
-
 
 def mpi_threads_supported() -> bool:
     """Returns True if MPI is in use, as hostopt requires its support of threads."""

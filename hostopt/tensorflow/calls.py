@@ -20,8 +20,6 @@ from hostopt.tensorflow._tf_private import is_recording
 from hostopt.tensorflow.background import abort_on_error, call_in_background
 from hostopt.tensorflow.errors import as_tensorflow_error, with_tensorflow_errors
 
-__all__: list[str] = []
-
 
 def call(
     function: Callable[..., Sequence[Array]],

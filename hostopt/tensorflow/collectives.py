@@ -30,8 +30,6 @@ from hostopt.tensorflow.differentiable import reduce_tensors, scale
 from hostopt.tensorflow.process_sets import refuse_process_set
 from hostopt.tensorflow.refusals import choose_op, refuse_devices
 
-__all__: list[str] = []
-
 
 def allgather(
     tensor: Any,

@@ -6,8 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__: list[str] = []
-
 
 class Compressor:
     """Base of compressors. A subclass of a program may override both methods.

@@ -13,8 +13,6 @@ from hostopt.errors import ConfigError
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow.calls import call, numbered, with_gradient
 
-__all__: list[str] = []
-
 
 def reduce_tensors(
     ring: ProcessRing,

@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
 
-__all__: list[str] = []
-
 # Errors of Horovod's operations and functions: tensors that differ between ranks, and arguments.
 # An operation that raises a ValueError fails with an InvalidArgumentError.
 _BASES: dict[type, tuple[type, ...]] = {

@@ -22,8 +22,6 @@ from hostopt.named import NamedCollectives
 from hostopt.tensorflow.buckets import reduce_planned, static_spec
 from hostopt.tensorflow.reductions import Reduction, exchange_operations, split
 
-__all__: list[str] = []
-
 _EXCHANGE = "exchange"
 _OPTIONS = "options"
 

@@ -22,8 +22,6 @@ from hostopt.tensorflow.gradient_group import GradientGroup, GroupOptions, descr
 from hostopt.tensorflow.reductions import Reduction
 from hostopt.tensorflow.sparse import map_values, set_shape_of, sum_rows
 
-__all__: list[str] = []
-
 DEFAULT = "default"
 
 

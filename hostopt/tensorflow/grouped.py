@@ -13,8 +13,6 @@ from hostopt.tensorflow.collectives import allgather, reducescatter
 from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.process_sets import refuse_process_set
 
-__all__: list[str] = []
-
 
 def grouped_allgather(
     tensors: Sequence[Any],

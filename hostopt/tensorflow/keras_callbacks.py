@@ -11,8 +11,6 @@ from hostopt.tensorflow.keras_models import check_execution, is_built, variables
 from hostopt.tensorflow.refusals import refuse_device
 from hostopt.tensorflow.variables import allgather_object, broadcast_variables
 
-__all__: list[str] = []
-
 
 class BroadcastVariables:
     """Gives all ranks the weights and the state of the optimizer of one rank.

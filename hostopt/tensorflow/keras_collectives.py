@@ -9,8 +9,6 @@ from hostopt.tensorflow import collectives
 from hostopt.tensorflow.allreduce import allreduce as allreduce_with_other_arguments
 from hostopt.tensorflow.compression import Compression
 
-__all__: list[str] = []
-
 
 def allreduce(
     value: Any,

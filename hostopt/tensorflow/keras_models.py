@@ -11,8 +11,6 @@ from hostopt.errors import ConfigError
 from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.optimizer import DistributedOptimizer
 
-__all__: list[str] = []
-
 
 def check_kind(model: Any, is_keras_3: bool) -> None:
     """Raises ConfigError unless a model is of the Keras that its callback is made for.

@@ -9,8 +9,6 @@ from hostopt.tensorflow import optimizer as with_other_arguments
 from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.local_sources import variables_of_layers
 
-__all__: list[str] = []
-
 
 def DistributedOptimizer(  # noqa: N802 - the name that programs know
     optimizer: Any,

@@ -11,8 +11,6 @@ import tensorflow as tf
 from hostopt import process_ring
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 
 class LearningRateSchedule:
     """Multiplies the initial learning rate by a factor that depends on the epoch.

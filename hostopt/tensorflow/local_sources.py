@@ -13,8 +13,6 @@ from hostopt.tensorflow.gradient_reduction import GradientReduction
 from hostopt.tensorflow.reduced import mark
 from hostopt.tensorflow.sparse import map_values
 
-__all__: list[str] = []
-
 
 class LocalSources:
     """Variables whose gradients are not reduced.

@@ -15,8 +15,6 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.tensorflow.allreduce import allreduce
 from hostopt.tensorflow.wrapping import reduction_of
 
-__all__: list[str] = []
-
 
 def decide_together() -> None:
     """Makes every LossScaleOptimizer of Keras 3 skip a step if one of the ranks has to."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__: list[str] = []
-
 _KINDS = (
     "None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict and numpy "
     "arrays"

@@ -15,8 +15,6 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.communicator import Communicator
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
-__all__: list[str] = []
-
 
 def all_reduce(
     tensor: tf.Tensor, communicator: Communicator, op: ReduceOp = ReduceOp.SUM, name: str = ""

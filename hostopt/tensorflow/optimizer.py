@@ -16,8 +16,6 @@ from hostopt.tensorflow.process_sets import refuse_process_set
 from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_groups
 from hostopt.tensorflow.wrapping import change_class, register_local
 
-__all__: list[str] = []
-
 
 def DistributedOptimizer(  # noqa: N802 - the name that programs know
     optimizer: Any,

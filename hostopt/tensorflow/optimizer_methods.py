@@ -19,8 +19,6 @@ from hostopt.tensorflow.loss_scaling import decide_together
 from hostopt.tensorflow.reduced import Origin, mark, origins_of
 from hostopt.tensorflow.wrapping import reduce_gradients, reduction_of, super_of, telling_others
 
-__all__: list[str] = []
-
 
 def methods_for(optimizer: Any) -> dict[str, Any]:
     """Returns the methods that make an optimizer of its kind reduce gradients.

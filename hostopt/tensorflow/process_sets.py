@@ -8,8 +8,6 @@ from typing import Any
 from hostopt import process_ring
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 _REFUSAL = (
     "process sets are not supported: every collective is over all ranks. Leave process_set out, "
     "or start a separate training for each set"

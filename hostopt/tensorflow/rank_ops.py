@@ -7,8 +7,6 @@ import tensorflow as tf
 from hostopt.tensorflow import ring
 from hostopt.tensorflow.process_sets import refuse_process_set_id
 
-__all__: list[str] = []
-
 
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Returns this rank as a tensor.

@@ -13,8 +13,6 @@ import tensorflow as tf
 
 from hostopt.tensorflow.sparse import values_of
 
-__all__: list[str] = []
-
 
 class Origin(enum.Flag):
     """Kinds of data that a tensor is computed from, except numbers and applied variables."""

@@ -23,8 +23,6 @@ from hostopt.tensorflow.buckets import build_buckets, order_of_rank_0, static_sp
 from hostopt.tensorflow.ops import all_reduce
 from hostopt.tensorflow.sparse import values_of
 
-__all__: list[str] = []
-
 # A rank receives at most this many bytes of dense arrays in an exchange, which sends all arrays to
 # all ranks. Larger ones are reduced in buckets, or in separate operations.
 _SMALL_BYTES = 256 << 10

@@ -8,8 +8,6 @@ from typing import Any
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 
-__all__: list[str] = []
-
 
 class _Adasum:
     """The operator of Horovod that `choose_op` refuses."""

@@ -13,8 +13,6 @@ from hostopt.tensorflow._tf_private import fork_guard
 from hostopt.tensorflow.calls import call
 from hostopt.tensorflow.process_sets import refuse_process_set
 
-__all__: list[str] = []
-
 
 def init(comm: Any = None, process_sets: Any = None, only_once: bool = False) -> None:
     """Joins the ring that TF_CONFIG or a launcher describes; a second call does nothing.

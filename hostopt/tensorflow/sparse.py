@@ -7,8 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__: list[str] = []
-
 
 def values_of(gradient: Any) -> tf.Tensor:
     """Returns the values of a sparse gradient, or a dense gradient itself."""

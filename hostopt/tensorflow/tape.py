@@ -22,8 +22,6 @@ from hostopt.tensorflow.wrapping import (
     telling_others,
 )
 
-__all__: list[str] = []
-
 
 def DistributedGradientTape(  # noqa: N802 - the name that programs know
     gradtape: tf.GradientTape,

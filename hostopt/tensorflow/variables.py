@@ -15,8 +15,6 @@ from hostopt.tensorflow.collectives import check_root
 from hostopt.tensorflow.process_sets import refuse_process_set
 from hostopt.tensorflow.refusals import refuse_device
 
-__all__: list[str] = []
-
 
 def broadcast_variables(
     variables: Iterable[Any],

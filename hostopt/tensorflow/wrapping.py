@@ -12,8 +12,6 @@ from hostopt import process_ring
 from hostopt.tensorflow.calls import count_in_session_graph, telling
 from hostopt.tensorflow.gradient_reduction import GradientReduction
 
-__all__: list[str] = []
-
 
 def change_class(instance: Any, methods: dict[str, Any]) -> None:
     """Gives an object a subclass of its class, of the same name, with other methods."""
@@ -69,6 +67,7 @@ def reduction_of(instance: Any) -> GradientReduction:
 def reduce_gradients(
     self: Any, gradients: Any, sources: Any, use_generic_names: bool = False
 ) -> list[Any]:
+    """Reduces gradients as an optimizer does that `instance_of` has changed."""
     reduced: list[Any] = self._hostopt_local.reduce(
         reduction_of(self), gradients, sources, use_generic_names
     )

@@ -6,8 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__: list[str] = []
-
 
 @tf.custom_gradient
 def overlap(tensor: Any) -> Any:

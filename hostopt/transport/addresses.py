@@ -5,8 +5,6 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-__all__: list[str] = []
-
 
 def listen_address(address: str) -> str:
     """Returns the address that a rank listens at.

@@ -31,8 +31,6 @@ from hostopt.transport.mismatch import find_mismatch, is_same_call
 from hostopt.transport.stall import Status, build_status, find_culprit
 from hostopt.transport.wait import Wait
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from hostopt.errors import cut
 from hostopt.transport.signature import Signature
 
-__all__: list[str] = []
-
 Call = dict[str, Any]  # what `CallLog.last` returns
 _MAX_REASON_BYTES = 6_000  # as JSON
 

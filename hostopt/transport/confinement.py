@@ -11,8 +11,6 @@ from hostopt import descriptors
 from hostopt.errors import ConfigError
 from hostopt.transport.addresses import is_loopback
 
-__all__: list[str] = []
-
 _LOOPBACK = b"lo\0"
 _MAX_DEVICE_BYTES = 16
 

@@ -20,8 +20,6 @@ from hostopt.errors import CollectiveMismatchError
 from hostopt.transport.mismatch import is_same_call
 from hostopt.transport.wait import Wait
 
-__all__: list[str] = []
-
 _RequestStatus = Callable[[int, int, Sequence[int]], Awaitable[Optional[dict[str, Any]]]]
 
 _FROM_S = 1.9  # of a wait: the looks are at 2 s, 4 s, and so on

@@ -9,8 +9,6 @@ import numpy as np
 
 from hostopt.transport.message import Tag
 
-__all__: list[str] = []
-
 
 class Destination:
     """Memory for the payload of one message.

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from hostopt.child_process import ForkGuard
 
-__all__: list[str] = []
-
 _Result = TypeVar("_Result")
 _starting = threading.RLock()  # reentrant, as a signal handler may run at any time
 

@@ -15,8 +15,6 @@ from zlib_ng.zlib_ng import crc32
 from hostopt.errors import ProtocolError
 from hostopt.transport.message import Payload, Tag
 
-__all__: list[str] = []
-
 WIRE_VERSION = 4
 _MAGIC = b"HO"
 # Flags: the checksum covers the payload, too, not only the header; no frame follows (on sockets).

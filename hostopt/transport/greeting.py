@@ -12,8 +12,6 @@ from collections.abc import Callable
 from hostopt import descriptors
 from hostopt.transport.addresses import host_and_port
 
-__all__: list[str] = []
-
 # RFC 9113: a client begins with this text and its SETTINGS, which may be empty. The server answers
 # with its own, before any call.
 _HEADER_BYTES = 9

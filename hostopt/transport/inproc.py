@@ -12,8 +12,6 @@ from hostopt.transport.base import Transport
 from hostopt.transport.message import Payload, Tag
 from hostopt.transport.stall import Status
 
-__all__: list[str] = []
-
 
 class InprocTransport(Transport):
     """One rank of a ring of threads; `connect` creates all of them.

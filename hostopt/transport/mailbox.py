@@ -17,8 +17,6 @@ from hostopt.transport.destinations import Destinations
 from hostopt.transport.message import Tag
 from hostopt.transport.wait import Schedule, Wait
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 

@@ -6,8 +6,6 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Union
 
-__all__: list[str] = []
-
 Payload = Union[bytes, memoryview]
 
 # Channel of `Communicator.finish`. Bucket 1 on it marks "I send no more messages for now".

@@ -14,8 +14,6 @@ from hostopt.errors import CollectiveMismatchError, HostOptError, error_from_dic
 from hostopt.transport.call_log import Call
 from hostopt.transport.stall import RequestStatus, Status
 
-__all__: list[str] = []
-
 _RETRY_AFTER_S = 0.1  # for ranks that are about to make their call
 _SHOWN_CALLS = 4
 

@@ -27,8 +27,6 @@ from hostopt.errors import cut
 from hostopt.transport.base import Transport
 from hostopt.versions import local_versions
 
-__all__: list[str] = []
-
 Details = dict[str, Any]
 _MAX_TEXT_BYTES = 600  # as JSON
 _MAX_MISSING = 8

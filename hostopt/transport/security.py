@@ -28,8 +28,6 @@ from hostopt.errors import ConfigError
 from hostopt.options import Options
 from hostopt.transport.addresses import host_and_port, is_loopback
 
-__all__: list[str] = []
-
 _CA, _CERT, _KEY = "ca.pem", "cert.pem", "key.pem"
 _ROUND_TRIPS = 4  # more than any TLS handshake needs
 # ssl.VERIFY_X509_PARTIAL_CHAIN, which Python 3.9 lacks: trusts an intermediate CA, as gRPC does.

@@ -6,8 +6,6 @@ import functools
 import zlib
 from typing import Any, NamedTuple
 
-__all__: list[str] = []
-
 
 class Signature(NamedTuple):
     """Describes a call; it must be the same on all ranks.

@@ -19,8 +19,6 @@ from hostopt.errors import HostOptError, error_from_dict, error_to_dict
 from hostopt.telemetry.flight_recorder import Event
 from hostopt.transport.wait import Wait
 
-__all__: list[str] = []
-
 Status = dict[str, Any]
 # The arguments are those of `Transport.request_status`.
 RequestStatus = Callable[[int, int, Sequence[int]], Awaitable[Optional[Status]]]

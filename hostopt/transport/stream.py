@@ -8,8 +8,6 @@ from typing import Callable
 from hostopt.transport import event_loop
 from hostopt.transport.message import Payload, Tag
 
-__all__: list[str] = []
-
 
 class Stream(abc.ABC):
     """Frames to one peer; used on the event loop.

@@ -8,8 +8,6 @@ from typing import Callable, NamedTuple
 from hostopt.options import Options
 from hostopt.transport.message import Tag
 
-__all__: list[str] = []
-
 # Time to find the reason for a timeout before the wait ends without one.
 _DIAGNOSIS_S = 5.0
 # A rank compares its call with its peer's after this time, and again after each doubling of it.

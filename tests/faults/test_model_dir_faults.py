@@ -19,9 +19,9 @@ from ranks import Ranks, caught
 
 import estimator_ext
 import hostopt
-from estimator_ext import input_state_file
-from estimator_ext.checkpoint_reading import check_newest, is_intact
-from estimator_ext.evaluation import MARKER, EndMarker
+from estimator_ext.checkpoints import input_state_file
+from estimator_ext.checkpoints.reading import check_newest, is_intact
+from estimator_ext.evaluation.evaluation import MARKER, EndMarker
 
 estimator_ext.install()
 

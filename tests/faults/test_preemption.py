@@ -21,7 +21,7 @@ from ranks import Rank, Ranks
 from signalled import LATE, saved_steps, settings, start
 
 import estimator_ext
-from estimator_ext.preemption import Preemption
+from estimator_ext.session.preemption import Preemption
 
 estimator_ext.install()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Callable
 
 import numpy as np
@@ -11,9 +10,9 @@ import tensorflow as tf
 
 import estimator_ext
 import hostopt
-from estimator_ext import input_state
-from estimator_ext.input_state import InputStates
-from estimator_ext.uneven_data import has_next
+from estimator_ext.input import state as input_state
+from estimator_ext.input.state import InputStates
+from estimator_ext.reduction.uneven_data import has_next
 
 EXAMPLES, BATCH = 40, 3
 
@@ -47,13 +46,15 @@ class Reader:
     def __init__(self, communicator: hostopt.Communicator, *pipelines: Pipeline) -> None:
         self.states_of = communicator
         rank, size = communicator.rank, communicator.size
-        self.guard: Any = SimpleNamespace(data_have_ended=False)
+        self.data_have_ended = False
         with tf.Graph().as_default():
             datasets = [pipeline(size, rank) for pipeline in pipelines]
             makes = v1.data.make_one_shot_iterator, v1.data.make_initializable_iterator
             iterators = [makes[index % 2](dataset) for index, dataset in enumerate(datasets)]
             self._batches = [iterator.get_next() for iterator in iterators]
-            self.states = InputStates(communicator, self.guard, has_next(self._batches))
+            self.states = InputStates(
+                communicator, lambda: self.data_have_ended, has_next(self._batches)
+            )
             self._initializers = [i.initializer for i in iterators if i._initializer is not None]
             self.session = v1.Session()
 

@@ -17,7 +17,8 @@ from structures import FUZZ_EXAMPLES
 
 import estimator_ext
 import hostopt
-from estimator_ext import checkpoint_reading, input_state_file
+from estimator_ext.checkpoints import input_state_file
+from estimator_ext.checkpoints import reading as checkpoint_reading
 
 estimator_ext.install()
 

@@ -13,7 +13,7 @@ from launcher import Launcher
 from summaries import summaries
 
 import estimator_ext
-from estimator_ext.progress import ProgressHook
+from estimator_ext.estimator.progress import ProgressHook
 from hostopt.telemetry import progress
 
 estimator_ext.install()

@@ -91,7 +91,7 @@ import glob, os
 import estimator_ext
 estimator_ext.install()
 import tensorflow as tf
-from estimator_ext.evaluation import CheckpointEvaluation
+from estimator_ext.evaluation.evaluation import CheckpointEvaluation
 
 def data():
     return tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])).repeat(3)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from session_hooks import AfterStep, Dump
 
 import estimator_ext
-from estimator_ext.sync_on_read import assign
+from estimator_ext.variables.sync_on_read import assign
 
 estimator_ext.install()
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import estimator_ext
-from estimator_ext import ring_end
+from estimator_ext.data_workers import ring_end
 
 estimator_ext.install()
 tf.get_logger().setLevel("INFO")

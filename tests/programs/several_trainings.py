@@ -39,7 +39,7 @@ def model_fn(features: Any, labels: tf.Tensor, mode: str) -> Any:
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
-from estimator_ext.progress import write_evaluation  # noqa: E402
+from estimator_ext.estimator.progress import write_evaluation  # noqa: E402
 
 strategy = estimator_ext.HostOffloadStrategy()
 config = estimator_ext.RunConfig(model_dir=sys.argv[1], train_distribute=strategy)

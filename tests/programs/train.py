@@ -19,7 +19,7 @@ from session_hooks import AfterStep, BeforeStep, Dump
 
 import estimator_ext
 import hostopt
-from estimator_ext.sync_on_read import assign
+from estimator_ext.variables.sync_on_read import assign
 
 estimator_ext.install()
 

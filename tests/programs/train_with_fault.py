@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 import train
 
-from estimator_ext import signals
+from estimator_ext.session import signals
 from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.inline_reducer import InlineReducer
 from hostopt.gradients.reducer import Reducer

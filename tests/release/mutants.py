@@ -42,13 +42,14 @@ GROUPS = {
     "reducers": "hostopt/gradients/*reducer*.py hostopt/gradients/shared_sums.py",
     "buckets": "hostopt/gradients/bucket.py",
     "exchange": "hostopt/gradients/fused_exchange.py hostopt/gradients/exchange_buffer.py",
-    "reduction": "estimator_ext/gradient_reduction.py hostopt/tensorflow/gradient_reduction.py",
-    "unreduced": "estimator_ext/unreduced_updates.py",
-    "checkpoints": "estimator_ext/checkpoint_reading.py",
-    "stop": "estimator_ext/coordinated_stop.py",
+    "reduction": """estimator_ext/reduction/gradient_reduction.py
+        hostopt/tensorflow/gradient_reduction.py""",
+    "unreduced": "estimator_ext/reduction/unreduced_updates.py",
+    "checkpoints": "estimator_ext/checkpoints/reading.py",
+    "stop": "estimator_ext/session/coordinated_stop.py",
     "restarts": "hostopt/launch/restarts.py",
-    "sharding": """estimator_ext/sharding.py estimator_ext/divided_pipeline.py
-        estimator_ext/served_pipeline.py""",
+    "sharding": """estimator_ext/pipelines/sharding.py estimator_ext/pipelines/divided_pipeline.py
+        estimator_ext/data_workers/served_pipeline.py""",
 }
 SWAPS = {"<": "<=", ">": ">=", "==": "!=", "in": "not in", "is": "is not", "and": "or"}
 SWAPS |= {new: old for old, new in SWAPS.items()}

@@ -14,9 +14,9 @@ from rings import Spawn
 
 import estimator_ext
 import hostopt
-from estimator_ext.evaluation import CheckpointEvaluation
-from estimator_ext.evaluators import Evaluators, with_evaluators
-from estimator_ext.metric_sums import find_summable
+from estimator_ext.evaluation.evaluation import CheckpointEvaluation
+from estimator_ext.evaluation.evaluators import Evaluators, with_evaluators
+from estimator_ext.evaluation.metric_sums import find_summable
 
 estimator_ext.install()
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import estimator_ext
-from estimator_ext.global_step import changes, read_before_changes
+from estimator_ext.graphs.global_step import changes, read_before_changes
 
 estimator_ext.install()
 

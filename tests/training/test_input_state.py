@@ -27,7 +27,9 @@ from rings import Spawn
 
 import estimator_ext
 import hostopt
-from estimator_ext import input_state, input_state_file, iterator_position
+from estimator_ext.checkpoints import input_state_file
+from estimator_ext.input import iterator_position
+from estimator_ext.input import state as input_state
 
 estimator_ext.install()
 
@@ -59,7 +61,7 @@ def test_exhausted_data_start_over(spawn_inproc: Spawn, tmp_path: Path, by_guard
     def end(communicator: hostopt.Communicator) -> None:
         reader = Reader(communicator, short).begin(None)
         reader.read(20)
-        reader.guard.data_have_ended = by_guard
+        reader.data_have_ended = by_guard
         reader.save(path)
 
     spawn_inproc(2, end)

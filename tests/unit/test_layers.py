@@ -35,6 +35,18 @@ LAYERS = [
     ["hostopt.keras"],
     ["hostopt.commands"],
     ["hostopt.cli"],
+    ["estimator_ext._tf_private", "estimator_ext.errors"],
+    ["estimator_ext._tf_estimator"],
+    ["estimator_ext.spec"],
+    ["estimator_ext.checkpoints", "estimator_ext.variables"],
+    ["estimator_ext.graphs"],
+    ["estimator_ext.pipelines", "estimator_ext.losses", "estimator_ext.evaluation"],
+    ["estimator_ext.reduction", "estimator_ext.input"],
+    ["estimator_ext.strategy", "estimator_ext.session"],
+    ["estimator_ext.data_workers", "estimator_ext.local_steps"],
+    ["estimator_ext.estimator"],
+    ["estimator_ext.tpu"],
+    ["estimator_ext.compat"],
     ["estimator_ext"],
 ]
 

@@ -1,5 +1,3 @@
 """Collectives whose data MPI carries. gRPC still connects the ranks and finds their faults."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

@@ -34,8 +34,6 @@ from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Tag
 
-__all__: list[str] = []
-
 # Larger arrays are exchanged in pieces. The deadline counts from the end of a piece, and the
 # counts of MPI 3 have 31 bits.
 _PIECE_BYTES = 64 << 20

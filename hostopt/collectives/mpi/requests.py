@@ -16,8 +16,6 @@ from hostopt.collectives.mpi import runtime
 from hostopt.errors import HostOptError, PeerLostError
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 # Time of polling without sleep: a rank that sleeps wakes up late, and then the others wait for it.
 _SPIN_S, _SPIN_S_PER_BYTE = 2e-3, 5e-9
 _POLLS = 16  # about 5 us, between offers of the core to other threads

@@ -22,8 +22,6 @@ from typing import Any
 from hostopt.errors import ConfigError
 from hostopt.options import Options
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05

@@ -30,8 +30,6 @@ from hostopt.errors import ConfigError, RendezvousTimeoutError
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 
-__all__: list[str] = []
-
 # Channels with communicators: MPICH has 2048 in a process. Channels of further names use the ring.
 _MAX_CHANNELS = 500
 _GROUP_TAG = 0x686F

@@ -7,8 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__: list[str] = []
-
 
 def _find() -> Any:
     if not hasattr(tf.keras, "ops"):  # which Keras 3 has

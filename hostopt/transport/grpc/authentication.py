@@ -18,8 +18,6 @@ from hostopt.errors import AuthError
 from hostopt.transport.grpc.peers import Peers
 from hostopt.transport.security import Security
 
-__all__: list[str] = []
-
 Metadata = tuple[tuple[str, str], ...]
 Caller = dict[str, str]  # metadata of a call
 

@@ -7,8 +7,6 @@ from hostopt.options import Options
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.timing import Timing
 
-__all__: list[str] = []
-
 _MAX_HTTP2_FRAME_BYTES = (1 << 24) - 1
 _NEVER_MS = (1 << 31) - 1
 

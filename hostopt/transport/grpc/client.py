@@ -14,8 +14,6 @@ from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.grpc.timing import Timing
 from hostopt.transport.security import Tls
 
-__all__: list[str] = []
-
 # Minimum time for an attempt to connect with TLS, whose handshake takes several round trips. gRPC
 # uses the first of two equal options.
 HANDSHAKE_TIME = ("grpc.min_reconnect_backoff_ms", 3_000)

@@ -14,8 +14,6 @@ from hostopt.transport.grpc.notes import read_leave
 from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
 
-__all__: list[str] = []
-
 
 class Departure:
     """Sends and receives the Leave messages of one rank.

@@ -14,8 +14,6 @@ import socket
 
 from hostopt.descriptors import open_descriptors
 
-__all__: list[str] = []
-
 _ports: set[int] = set()  # ports of the servers of this process
 
 

@@ -13,8 +13,6 @@ from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.message import Payload, Tag
 from hostopt.transport.stream import Stream
 
-__all__: list[str] = []
-
 # Last message of a stream that ends in good order. gRPC alone does not always tell the end of a
 # stream from a broken connection.
 END_OF_STREAM = b"end"

@@ -15,8 +15,6 @@ from hostopt.transport.grpc.notes import read_note
 from hostopt.transport.grpc.peers import INCARNATION, Peers
 from hostopt.versions import MAY_DIFFER, MUST_BE_SAME, local_versions
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 _DIFFERS_BY_RANK = ("incarnation", "met", "data_port", *MAY_DIFFER)

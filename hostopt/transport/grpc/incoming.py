@@ -22,8 +22,6 @@ from hostopt.transport.tcp.frame_receiver import FrameReceiver
 from hostopt.transport.tcp.handshake import Identity
 from hostopt.transport.tcp.socket_stream import RECEIVED_ALL
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 _HAS_LEFT = "it has closed its communicator"

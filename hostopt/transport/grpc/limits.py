@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from hostopt.options import Options
 
-__all__: list[str] = []
-
 # Time for the handshake of a connection. gRPC keeps a connection that is not HTTP/2 for so long,
 # even if it has ended.
 HANDSHAKE_S = 5.0

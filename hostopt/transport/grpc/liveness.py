@@ -22,8 +22,6 @@ from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.stall import Status
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 _SILENT = "no answer to ping, its process is frozen, or its host or link is silent"

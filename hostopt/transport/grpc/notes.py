@@ -9,8 +9,6 @@ from hostopt.errors import HostOptError, error_from_dict
 from hostopt.shapes import Each, Or, has_shape
 from hostopt.transport.grpc.limits import DETAILS_BYTES, NOTE_DEPTH
 
-__all__: list[str] = []
-
 _ERROR = {"kind": str, "message": str, "facts": dict}
 _TAG = (int,) * 7
 LEAVE = {"sender": int, "from": str, "to": Or(str, None)}  # and "error", an _ERROR

@@ -14,8 +14,6 @@ from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.overview import Details
 
-__all__: list[str] = []
-
 
 class Observation:
     """The overview that one rank gives of its ring; used on the event loop.

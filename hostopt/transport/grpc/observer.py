@@ -22,8 +22,6 @@ from hostopt.transport.grpc.server import OBSERVE
 from hostopt.transport.overview import printable
 from hostopt.transport.security import Security, probe
 
-__all__: list[str] = []
-
 _MAX_RANKS = 4096
 # Time to wait for the answer; longer than the rank waits for its peers.
 ANSWER_S = 5.0

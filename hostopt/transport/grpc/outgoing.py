@@ -20,8 +20,6 @@ from hostopt.transport.tcp.data_socket import DataSocket
 from hostopt.transport.tcp.handshake import Identity
 from hostopt.transport.tcp.socket_stream import SocketStream
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 

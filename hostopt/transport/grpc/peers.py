@@ -16,8 +16,6 @@ from hostopt.cluster import Cluster
 from hostopt.transport.frame import Origin
 from hostopt.transport.grpc.limits import most_note_bytes
 
-__all__: list[str] = []
-
 INCARNATION = re.compile("[0-9a-f]{1,16}")
 
 

@@ -15,8 +15,6 @@ from hostopt.transport.grpc.ring_context import RingContext
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.security import Security, probe
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 

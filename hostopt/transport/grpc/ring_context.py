@@ -11,8 +11,6 @@ from hostopt.transport.grpc.timing import Timing
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.stream import Streams
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class RingContext:

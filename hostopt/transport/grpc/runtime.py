@@ -34,7 +34,6 @@ import grpc as grpc  # noqa: E402, PLC0414  after the variables that it reads
 if not _SET_BY_USER:
     del os.environ[_EXPERIMENTS]
 
-__all__: list[str] = []
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 _SETTINGS = {

@@ -29,8 +29,6 @@ from hostopt.transport.grpc.strangers import Strangers
 from hostopt.transport.grpc.timing import Timing
 from hostopt.transport.security import Tls
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 OBSERVE = "Observe"  # the method of observers

@@ -28,8 +28,6 @@ from hostopt.transport.addresses import host_and_port
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.authentication import Claim
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 # Descriptors are examined after this time even if their number has not changed.

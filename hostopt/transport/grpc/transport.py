@@ -59,8 +59,6 @@ from hostopt.transport.security import Security
 from hostopt.transport.stall import Status
 from hostopt.transport.stream import Streams
 
-__all__: list[str] = []
-
 
 class GrpcTransport(Transport):
     """One rank of a ring over gRPC. The constructor returns once all peers are connected.

@@ -1,5 +1,3 @@
 """Bulk data on TCP sockets, beside the gRPC connections of the same ranks."""
 
 from __future__ import annotations
-
-__all__: list[str] = []

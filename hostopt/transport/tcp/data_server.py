@@ -16,8 +16,6 @@ from hostopt.transport.tcp import handshake
 from hostopt.transport.tcp.data_socket import DataSocket
 from hostopt.transport.tcp.handshake import Identity
 
-__all__: list[str] = []
-
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 128

@@ -8,8 +8,6 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-__all__: list[str] = []
-
 Data = memoryview
 
 # A wait for a large payload ends once this much of it has arrived, which saves wake-ups.

@@ -9,8 +9,6 @@ from hostopt.transport.frame import HEADER_BYTES, FrameReader, Header
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.tcp.data_socket import DataSocket
 
-__all__: list[str] = []
-
 
 class FrameReceiver:
     """Reads the frames of one peer.

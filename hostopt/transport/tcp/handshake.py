@@ -24,8 +24,6 @@ from hostopt.transport.frame import WIRE_VERSION
 from hostopt.transport.security import Security
 from hostopt.transport.tcp.data_socket import DataSocket
 
-__all__: list[str] = []
-
 _MAGIC = b"HOD"
 _GREETING = struct.Struct("<3sBIQQ16s")
 _NONCE_BYTES, _PROOF_BYTES = 16, 64

@@ -12,8 +12,6 @@ from hostopt.transport.message import FINISH_CHANNEL, Payload, Tag
 from hostopt.transport.stream import Stream
 from hostopt.transport.tcp.data_socket import DataSocket, StalledError
 
-__all__: list[str] = []
-
 # What the receiver writes once it has read the last frame.
 RECEIVED_ALL = b"\x02"
 _LAST_TAG = Tag(FINISH_CHANNEL, 0)

@@ -1,0 +1,1 @@
+"""Checkpoints and other files in the model directory: read, written, locked."""

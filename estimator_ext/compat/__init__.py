@@ -1,0 +1,1 @@
+"""Programs that were written for tf.estimator, and run unchanged."""

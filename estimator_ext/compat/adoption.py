@@ -1,0 +1,279 @@
+"""Trains the stock estimators of an unmodified program on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+from estimator_ext import _tf_estimator, tpu
+from estimator_ext.checkpoints.atomic_files import write_atomically
+from estimator_ext.checkpoints.model_dir_lock import training_without_ring
+from estimator_ext.compat.compat import install, use_v1_api
+from estimator_ext.compat.spawned_children import call_in_children
+from estimator_ext.errors import UnsupportedError
+from estimator_ext.estimator.estimator import adopt
+from estimator_ext.estimator.host_offload_estimator import HostOffloadEstimator
+from estimator_ext.estimator.run_config import adopt_cluster
+from estimator_ext.estimator.training import train_and_evaluate
+from estimator_ext.strategy.strategy import HostOffloadStrategy
+from estimator_ext.strategy.strategy_of_ranks import StrategyOfRanks
+from hostopt.launch.environment import tf_config_of
+
+_APIS = (tf.distribute, tf.compat.v1.distribute)
+_PARAMETER_SERVERS = tuple(api.experimental.ParameterServerStrategy for api in _APIS)
+_MULTI_WORKER = (
+    tf.distribute.MultiWorkerMirroredStrategy,
+    *(api.experimental.MultiWorkerMirroredStrategy for api in _APIS),
+)
+
+
+class Ranks:
+    """The ranks that an unmodified program trains on.
+
+    A program may set TF_CONFIG itself. So it is read whenever the program creates a configuration,
+    an estimator or a strategy for several workers.
+
+    Args:
+      auto_shard: as for `HostOffloadStrategy`.
+      loss_is: as for `StrategyOfRanks`.
+    """
+
+    def __init__(self, auto_shard: str, loss_is: str = "") -> None:
+        self._options = auto_shard, loss_is
+        self._strategy: StrategyOfRanks | None = None
+        self._unused = [state() for state, _ in _GENERATORS]
+        self.are_used = False  # by an estimator or a strategy of the program
+
+    def join(self, resolver: Any = None) -> StrategyOfRanks | None:
+        """Returns the strategy of the cluster that this process belongs to, or None.
+
+        A cluster is never left: a program that unsets TF_CONFIG still trains with the others.
+
+        Args:
+          resolver: cluster resolver of the program, which counts if TF_CONFIG names no cluster.
+
+        Raises:
+          hostopt.ConfigError: TF_CONFIG cannot be used, or the program has changed it to another
+            rank or another number of ranks.
+        """
+        named = hostopt.Cluster.from_tf_config()
+        if named.task is None and resolver is not None:
+            named = hostopt.Cluster.from_resolver(resolver)
+            if named.task is not None:
+                jobs, task = resolver.cluster_spec().as_dict(), named.task
+                os.environ["TF_CONFIG"] = tf_config_of(jobs, (task.type, task.index))
+        if named.task is None:
+            return self._strategy
+        if self._strategy is None:
+            self._strategy = StrategyOfRanks(*self._options)
+            if named.size > 1:
+                self._act_as_one_process(named)
+        joined = self._strategy.cluster
+        if (named.rank, named.size) != (joined.rank, joined.size):
+            raise UnsupportedError(
+                f"the program has changed TF_CONFIG: it names {named.task.name} of {named.size} "
+                f"ranks, but this process is {joined.task} of {joined.size}. Start as many "
+                "processes as the program names, or keep it from setting TF_CONFIG"
+            )
+        return self._strategy
+
+    def _act_as_one_process(self, cluster: hostopt.Cluster) -> None:
+        """Makes Python's shuffles the same on all ranks, and the files those of one process."""
+        seed = zlib.crc32(repr(cluster.ring).encode())  # differs between runs
+        for (state, set_seed), unused in zip(_GENERATORS, self._unused):
+            if state() == unused:  # or else the program has seeded it
+                set_seed(seed)
+        write_atomically(cluster.rank or 0)
+
+
+def _state_of_numpy() -> tuple[Any, ...]:
+    name, keys, *position = np.random.get_state()
+    return (name, keys.tobytes(), *position)
+
+
+_GENERATORS: tuple[tuple[Callable[[], Any], Callable[[int], Any]], ...] = (
+    (random.getstate, random.seed),
+    (_state_of_numpy, np.random.seed),
+)
+
+
+def prepare_program(auto_shard: str, loss_is: str, is_v1: bool) -> Ranks:
+    """Makes this process, and interpreters that it spawns, run a program of TensorFlow 2.15.
+
+    Args:
+      auto_shard: as for `HostOffloadStrategy`.
+      loss_is: as for `StrategyOfRanks`.
+      is_v1: True if `import tensorflow` imports the API of TensorFlow 1.
+
+    Returns:
+      The ranks that its estimators train on.
+
+    Raises:
+      hostopt.ConfigError: `tf.keras` is already Keras 3.
+    """
+    install(contrib=True)
+    if is_v1:
+        use_v1_api()
+    ranks = Ranks(auto_shard, loss_is)
+    _replace_strategies(ranks)
+    _adopt_configurations(ranks)
+    _adopt_estimators(ranks)
+    call_in_children(prepare_program, auto_shard, loss_is, is_v1)
+    return ranks
+
+
+def _replace_strategies(ranks: Ranks) -> None:
+    """Replaces strategies for several workers in a cluster, and refuses parameter servers."""
+
+    def refuse(self: Any, *arguments: Any, **options: Any) -> None:
+        del self, arguments, options
+        raise UnsupportedError(
+            "the program creates a ParameterServerStrategy, but there are no parameter servers. "
+            "Remove it: the ranks have a HostOffloadStrategy, and each holds all variables"
+        )
+
+    def make(kind: type, *arguments: Any, **options: Any) -> Any:
+        given = (*arguments, *options.values())
+        resolvers = [each for each in given if callable(getattr(each, "cluster_spec", None))]
+        strategy = ranks.join(*resolvers)
+        if strategy is None:
+            return object.__new__(kind)
+        ranks.are_used = True
+        strategy.extended.reduces_at_backward = False  # the program knows of ranks
+        return strategy  # of another class, so Python does not call __init__
+
+    for kind in _PARAMETER_SERVERS:
+        kind.__init__ = refuse
+    for kind in _MULTI_WORKER:
+        kind.__new__ = staticmethod(make)
+
+
+def _adopt_configurations(ranks: Ranks) -> None:
+    """Gives each RunConfig the strategy of the ranks, unless it has one."""
+    init = _tf_estimator.RunConfig.__init__
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def init_on_ranks(self: Any, *arguments: Any, **options: Any) -> None:
+        strategy = ranks.join()
+        if strategy is None:
+            init(self, *arguments, **options)
+            return
+        fields = signature.bind(self, *arguments, **options).arguments
+        experimental = fields.get("experimental_distribute")
+        if getattr(experimental, "train_distribute", None) is None:
+            fields["train_distribute"] = fields.get("train_distribute") or strategy
+        if fields.get("eval_distribute") is strategy:
+            del fields["eval_distribute"]  # one process evaluates
+        init(**fields)
+        if self.train_distribute is strategy:
+            adopt_cluster(self, strategy)
+
+    _tf_estimator.RunConfig.__init__ = init_on_ranks
+
+
+def _adopt_estimators(ranks: Ranks) -> None:
+    """Makes every estimator train on the ranks, unless its configuration has another strategy.
+
+    Without a cluster an estimator is the stock one, but locks its model_dir while it trains.
+    The stock `train_and_evaluate` and `tpu` are replaced by those of this package.
+    """
+    stock = _tf_estimator.estimator_v1.Estimator  # tf.estimator.Estimator is a subclass
+    init = stock.__init__
+
+    @functools.wraps(init)
+    def init_on_ranks(
+        self: Any,
+        model_fn: Any,
+        model_dir: Any = None,
+        config: Any = None,
+        params: Any = None,
+        warm_start_from: Any = None,
+    ) -> None:
+        strategy = ranks.join()
+        if strategy is not None:
+            config = _on_ranks(config, strategy)
+        init(self, model_fn, model_dir, config, params, warm_start_from)
+        ranks.are_used = True
+        if strategy is not None and config.train_distribute is strategy:
+            adopt(self)
+
+    train = stock.train
+
+    @functools.wraps(train)
+    def train_locked(self: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(self, HostOffloadEstimator):  # which does so itself
+            return train(self, *arguments, **options)
+        with training_without_ring(self._model_dir, self._config):
+            return train(self, *arguments, **options)
+
+    stock.__init__ = init_on_ranks
+    stock.train = train_locked
+    for api in (_tf_estimator.estimator_v1, _tf_estimator.estimator_v2):
+        api.train_and_evaluate = _train_and_evaluate
+    _tf_estimator.estimator_v1.tpu = tpu
+
+
+def _on_ranks(config: Any, strategy: HostOffloadStrategy) -> Any:
+    """Returns a copy of the configuration, with the strategy if it has none."""
+    config = _tf_estimator.RunConfig() if config is None else copy.copy(config)
+    if not isinstance(config, _tf_estimator.RunConfig):
+        return config  # the stock class raises the error
+    if config.train_distribute is None:  # made before the program has set TF_CONFIG
+        config._train_distribute = strategy
+    chosen, size = config.train_distribute, strategy.cluster.size
+    if not isinstance(chosen, HostOffloadStrategy) and size > 1:
+        raise UnsupportedError(
+            f"the program trains with {type(chosen).__name__}, which supports one process, in a "
+            f"cluster of {size} ranks. Remove it: the ranks have a HostOffloadStrategy"
+        )
+    return config
+
+
+def _train_and_evaluate(estimator: Any, train_spec: Any, eval_spec: Any) -> Any:
+    """Does what the stock function does; a rank that has not evaluated does so when asked."""
+    strategy = getattr(estimator, "_train_distribution", None)
+    if not isinstance(strategy, HostOffloadStrategy):
+        return _tf_estimator.train_and_evaluate(estimator, train_spec, eval_spec)
+    metrics, exports = train_and_evaluate(estimator, train_spec, eval_spec)
+    is_unmodified = isinstance(strategy, StrategyOfRanks) and strategy.cluster.rank is not None
+    if metrics is None and is_unmodified and isinstance(eval_spec, _tf_estimator.EvalSpec):
+        metrics = _MetricsWhenRead(estimator, eval_spec)
+    return metrics, exports
+
+
+class _MetricsWhenRead(Mapping):
+    """The metrics of the last checkpoint, which are computed when the program reads one."""
+
+    def __init__(self, estimator: Any, spec: Any) -> None:
+        self._metrics: dict[str, Any] | None = None
+        self._evaluate = functools.partial(
+            estimator.evaluate, spec.input_fn, spec.steps, spec.hooks, name=spec.name
+        )
+
+    def _read(self) -> dict[str, Any]:
+        if self._metrics is None:
+            self._metrics = self._evaluate()
+        return self._metrics
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return "{not evaluated on this rank}" if self._metrics is None else repr(self._metrics)

@@ -1,0 +1,160 @@
+"""Tells from the source of a program that it was written for TensorFlow 1."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.machinery import PathFinder
+from types import ModuleType
+
+import tensorflow as tf
+
+# They may run later, or never.
+_LATER = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp)
+_LATER += (ast.GeneratorExp, ast.Try, ast.For, ast.With, ast.AsyncFunctionDef)
+
+
+def use_of_tensorflow_1(path: str) -> str:
+    """Returns what a program will surely use that only TensorFlow 1 has, such as "tf.flags".
+
+    It looks at statements that run in any case. A program that imports `tensorflow.compat.v1`, and
+    reads the attribute `value` of dimensions somewhere, has that of TensorFlow 1 in mind.
+
+    Args:
+      path: file of the program.
+
+    Returns:
+      The expression; "" if there is none.
+    """
+    try:
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):  # which Python reports when it runs the program
+        return ""
+    nodes = list(ast.walk(tree))
+    modules = _imported(nodes, "tensorflow").difference(*map(_changed, nodes))
+    for node in _Run(tree).nodes(tree.body):
+        name = _name(node, modules)
+        if _is_only_in_tensorflow_1(name):
+            return f"tf.{name}"
+    if _imported(nodes, "tensorflow.compat.v1"):
+        return next((ast.unparse(node) for node in nodes if _is_value_of_dimension(node)), "")
+    return ""
+
+
+def is_in_tensorflow_1(name: str) -> bool:
+    """Returns True for a name that `tensorflow.compat.v1` has.
+
+    Args:
+      name: such as "train.Optimizer".
+    """
+    try:
+        operator.attrgetter(name)(tf.compat.v1)
+    except AttributeError:
+        return False
+    return True
+
+
+def file_of_module(name: str) -> str:
+    """Returns the file that `python -m` runs, without importing packages; "" if there is none.
+
+    Args:
+      name: name of a module or a package.
+    """
+    path: Iterable[str] | None = [os.getcwd(), *sys.path]
+    spec = None
+    for part in [*name.split("."), "__main__"]:
+        if path is None:  # the module was no package
+            break
+        spec = PathFinder.find_spec(part, list(path))
+        if spec is None:
+            return ""
+        path = spec.submodule_search_locations
+    return (spec.origin if spec else None) or ""
+
+
+class _Run:
+    """The statements that run when a module does.
+
+    Args:
+      tree: the module.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._functions = {e.name: e for e in tree.body if isinstance(e, ast.FunctionDef)}
+
+    def nodes(self, body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+        """Yields the statements and expressions that are evaluated in any case."""
+        for node in body:
+            yield from self._nodes_of(node)
+            if isinstance(node, (ast.Return, ast.Raise)):
+                return
+
+    def _nodes_of(self, node: ast.AST) -> Iterator[ast.AST]:
+        yield node
+        if isinstance(node, _LATER):
+            return
+        if isinstance(node, (ast.If, ast.While)):
+            is_main = ast.unparse(node.test) == "__name__ == '__main__'"
+            yield from self.nodes([node.test, *(node.body if is_main else [])])
+            return
+        if isinstance(node, ast.FunctionDef):
+            yield from self.nodes([*node.decorator_list, node.args])
+            return
+        yield from self.nodes(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called = self._functions.pop(node.func.id, None)
+            if called is not None:
+                yield from self.nodes(called.body)
+
+
+def _changed(node: ast.AST) -> set[str]:
+    """Returns names that become another module, or whose attributes change."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {each.asname or each.name for each in node.names if each.name != "tensorflow"}
+    if isinstance(node, (ast.Name, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+        name = node.value if isinstance(node, ast.Attribute) else node
+        return {name.id} if isinstance(name, ast.Name) else set()
+    return set()
+
+
+def _imported(nodes: Iterable[ast.AST], name: str) -> set[str]:
+    """Returns what a program calls a module."""
+    aliases = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return {alias.asname or alias.name for alias in aliases if alias.name == name}
+
+
+def _is_value_of_dimension(node: ast.AST) -> bool:
+    """Returns True for `x.shape[0].value` and `x.get_shape()[0].value`."""
+    if not (isinstance(node, ast.Attribute) and node.attr == "value"):
+        return False
+    if not isinstance(node.value, ast.Subscript):
+        return False
+    shape = node.value.value
+    shape = shape.func if isinstance(shape, ast.Call) else shape
+    return isinstance(shape, ast.Attribute) and shape.attr in ("shape", "get_shape")
+
+
+def _is_only_in_tensorflow_1(name: str) -> bool:
+    """Returns True for a name that `tensorflow.compat.v1` has, and `tensorflow` has not."""
+    found: object = tf
+    for part in name.split(".") if name and not name.startswith("contrib") else []:
+        if not isinstance(found, ModuleType):
+            return False
+        if not hasattr(found, part):
+            return is_in_tensorflow_1(name)
+        found = getattr(found, part)
+    return False
+
+
+def _name(node: ast.AST, modules: set[str]) -> str:
+    """Returns the name that an expression reads in `tensorflow`; "" for any other."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    is_found = parts and isinstance(node, ast.Name) and node.id in modules
+    return ".".join(parts) if is_found else ""

@@ -1,0 +1,1 @@
+"""Processes beside the ranks that read and prepare data for them."""

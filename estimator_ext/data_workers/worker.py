@@ -1,0 +1,240 @@
+"""A data worker: a process that prepares the data of the ranks, with TensorFlow's tf.data service.
+
+::
+
+    rank 0 --- pipeline ---> data:0, dispatcher      (files or numbers of elements)
+                                  |  splits
+                  +---------------+---------------+
+                  v                               v
+              data:0, worker                  data:1, worker
+                  |  elements                     |
+                  +------> rank 0, rank 1 <-------+
+
+The dispatcher listens at the address of data:0. The worker of data:0 listens at a port of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext.data_workers.ring_end import ring_end_of
+from estimator_ext.strategy.strategy import HostOffloadStrategy
+from hostopt.options import DATA_DIR
+from hostopt.tf_config import DATA
+from hostopt.transport.addresses import hold_port, host_and_port, is_loopback, port_of
+from hostopt.transport.confinement import confine
+from hostopt.transport.greeting import wait_for
+
+_log = tf.get_logger()
+
+_NO_PROXY = "no_grpc_proxy"  # gRPC reads it before no_proxy
+_POLL_S = 0.5
+_KEPT_S = 3600.0
+_HEARTBEAT_MS = 1000  # from a worker to the dispatcher, which may have restarted
+_service = tf.data.experimental.service
+
+
+def serve_if_data_worker(strategy: Any) -> None:
+    """Prepares data for the ranks until they have ended, if this process is a data worker.
+
+    A data worker then exits, and does not return: it has served all trainings of the program, and
+    what follows them, such as `evaluate`, is for the ranks.
+
+    Args:
+      strategy: strategy of a training, or None.
+
+    Raises:
+      hostopt.ConfigError: the address cannot be used, or it can be reached from other machines.
+      hostopt.RendezvousTimeoutError: the dispatcher or the chief did not start in time.
+      SystemExit: the ranks have ended.
+    """
+    if not _is_data_worker(strategy):
+        return
+    cluster, options = strategy.cluster, strategy.options
+    check_reach(cluster, options)
+    bypass_proxies(cluster)
+    ring_end = ring_end_of(cluster, options)
+    if not ring_end.has_come():
+        with ring_end.signals_wait(), _serving(cluster, options) as confined_ports:
+            _log.info("%s prepares data until the ranks have ended", cluster.task)
+            while not ring_end.has_come():
+                time.sleep(_POLL_S)
+                for port in confined_ports:  # a connection may have begun before it was confined
+                    confine(port)
+    _log.info("the ranks have ended: %s exits", cluster.task)
+    sys.exit(0)
+
+
+def check_is_no_data_worker(strategy: Any, call: str) -> None:
+    """Checks that this process may evaluate, predict or export.
+
+    Args:
+      strategy: strategy of a training, or None.
+      call: name of the method of Estimator.
+
+    Raises:
+      hostopt.ConfigError: this process is a data worker.
+    """
+    if _is_data_worker(strategy):
+        raise hostopt.ConfigError(
+            f"Estimator.{call} is called in {strategy.cluster.task}, which only prepares data for "
+            "the ranks. Call it if strategy.cluster.is_chief, or use "
+            "estimator_ext.train_and_evaluate"
+        )
+
+
+def _is_data_worker(strategy: Any) -> bool:
+    return isinstance(strategy, HostOffloadStrategy) and strategy.cluster.role == DATA
+
+
+def check_reach(cluster: hostopt.Cluster, options: hostopt.Options) -> bool:
+    """Checks that only processes that may do so can reach the data workers.
+
+    Args:
+      cluster: the ranks and data workers.
+      options: `insecure`.
+
+    Returns:
+      True if all of them are on this machine.
+
+    Raises:
+      hostopt.ConfigError: they are not, and `insecure` is False; or an address is of IPv6.
+    """
+    remote = [task for task in (*cluster.ring, *cluster.data) if not is_loopback(task.address)]
+    if remote and not options.insecure:
+        raise hostopt.ConfigError(
+            f"data workers are used and {remote[0]} is not on a loopback address: TensorFlow's "
+            "tf.data service knows neither token nor TLS, and runs any pipeline that it is sent. "
+            "Run all on one machine, or set insecure=True if nobody else can reach these "
+            "addresses, as in a private network or a VPN"
+        )
+    for task in cluster.data:
+        if ":" in host_and_port(task.address)[0]:
+            raise hostopt.ConfigError(
+                f"{task} has an address of IPv6, and TensorFlow's tf.data service listens on IPv4 "
+                "only. Give data workers addresses of IPv4"
+            )
+    return not remote
+
+
+def bypass_proxies(cluster: hostopt.Cluster) -> None:
+    """Makes TensorFlow's gRPC connect to the data workers without the proxy of the environment.
+
+    Args:
+      cluster: the data workers.
+    """
+    kept = os.environ.get(_NO_PROXY, os.environ.get("no_proxy", ""))
+    hosts = [host_and_port(task.address)[0] for task in cluster.data]
+    os.environ[_NO_PROXY] = ",".join(dict.fromkeys([*filter(None, kept.split(",")), *hosts]))
+
+
+@contextlib.contextmanager
+def _serving(cluster: hostopt.Cluster, options: hostopt.Options) -> Iterator[list[int]]:
+    """Scope in which the servers of this task run; yields the ports that are confined."""
+    task, dispatcher = cluster.task, cluster.data[0]
+    assert task is not None
+    directory = os.environ.get(DATA_DIR, "")
+    host, port = task.address.rpartition(":")[0], host_and_port(task.address)[1]
+    servers: list[Any] = []
+    ports: list[int] = []
+    held = contextlib.ExitStack()
+    try:
+        if task == dispatcher:
+            config = _service.DispatcherConfig(
+                port, work_dir=directory or None, fault_tolerant_mode=bool(directory)
+            )
+            servers.append(_start(_service.DispatchServer, config, cluster))
+            ports += _confined(port, cluster, options)
+            port = held.enter_context(_port_of_worker(directory))
+        else:
+            _wait_for(dispatcher, options)
+        config = _service.WorkerConfig(
+            dispatcher.address,
+            worker_address=f"{host}:{port}",
+            port=port,
+            heartbeat_interval_ms=_HEARTBEAT_MS,
+            dispatcher_timeout_ms=int(1000 * options.rendezvous_timeout_s),
+        )
+        servers.append(_start(_service.WorkerServer, config, cluster))
+        ports += _confined(port, cluster, options)
+        held.close()
+        yield ports
+    finally:
+        held.close()
+        # A server stops when it is deleted, which blocks the interpreter as long as another one is
+        # frozen. So a thread keeps them until the process ends.
+        threading.Thread(target=_keep, args=[servers], daemon=True).start()
+
+
+def _keep(servers: list[Any]) -> None:
+    """Never returns, so that its arguments are never deleted."""
+    while servers:
+        time.sleep(_KEPT_S)
+
+
+def _start(kind: Any, config: Any, cluster: hostopt.Cluster) -> Any:
+    """Returns a server that has started."""
+    try:
+        return kind(config)
+    except (tf.errors.UnavailableError, tf.errors.DeadlineExceededError) as error:
+        raise hostopt.PeerLostError(
+            f"{cluster.task} cannot register with {cluster.data[0]}, which assigns the data: "
+            f"{error.message}. Check its output"
+        ) from error
+    except tf.errors.OpError as error:
+        raise hostopt.ConfigError(
+            f"{cluster.task} cannot listen at port {config.port}: {error.message}. Choose another "
+            'port for it under "data", or end the process that has it'
+        ) from error
+
+
+def _confined(port: int, cluster: hostopt.Cluster, options: hostopt.Options) -> list[int]:
+    """Confines a server to this machine if all tasks are on it; returns its port if it is."""
+    if not check_reach(cluster, options):
+        return []
+    try:
+        confine(port)
+    except hostopt.ConfigError as error:
+        if not options.insecure:
+            raise
+        _log.warning("other machines can reach this data worker: %s", error)
+        return []
+    return [port]
+
+
+@contextlib.contextmanager
+def _port_of_worker(directory: str) -> Iterator[int]:
+    """Reserves the port of the worker beside the dispatcher, the same after a restart."""
+    path = Path(directory, "port-of-worker")
+    if directory and path.exists():
+        yield int(path.read_text())
+        return
+    with hold_port() as holder:
+        port = port_of(holder)
+        if directory:
+            written = path.with_suffix(".new")
+            written.write_text(str(port))
+            written.replace(path)
+        yield port
+
+
+def _wait_for(dispatcher: hostopt.Task, options: hostopt.Options) -> None:
+    until_s = time.monotonic() + options.rendezvous_timeout_s
+    if not wait_for(dispatcher.address, until_s):
+        raise hostopt.RendezvousTimeoutError(
+            f"{dispatcher}, which assigns the data, did not answer within "
+            f"{options.rendezvous_timeout_s:g} s. Check its output, or raise "
+            "rendezvous_timeout_s if it needs longer to start",
+            task=dispatcher.name,
+            address=dispatcher.address,
+        )

@@ -1,0 +1,1 @@
+"""The Estimator: its configuration, its training, its progress."""

@@ -1,0 +1,97 @@
+"""Host calls: a function of the user builds the part of a step that runs on the host.
+
+The numbers are the steps of a gradient in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext.graphs.global_step import changes
+from estimator_ext.spec import EstimatorSpec, stock_spec
+from hostopt.tensorflow.background import HOST_DEVICE
+
+
+def run_on_host(spec: StockSpec, mode: str, iterations: int = 1) -> StockSpec:
+    """Builds the host call and the host metrics of an extended spec.
+
+    Args:
+      spec: spec that model_fn returned; a stock spec is returned unchanged.
+      mode: a `tf.estimator.ModeKeys`.
+      iterations: number of steps of a loop.
+
+    Returns:
+      A stock spec whose train_op runs the host call and increments global_step, or whose
+      eval_metric_ops come from eval_metrics.
+
+    Raises:
+      ValueError: the host call returns neither an operation nor a tensor, model_fn increments
+        global_step itself, a loop has a host call, or there are two kinds of metrics.
+    """
+    if not isinstance(spec, EstimatorSpec):
+        return spec
+    if mode == ModeKeys.TRAIN and spec.host_call is not None:
+        _check_no_loop(iterations)
+        return stock_spec(spec, train_op=_train_op(spec))
+    if mode == ModeKeys.EVAL and spec.eval_metrics is not None:
+        return stock_spec(spec, eval_metric_ops=_eval_metric_ops(spec))
+    return stock_spec(spec)
+
+
+def _check_no_loop(iterations: int) -> None:
+    if iterations > 1:
+        raise ValueError(
+            f"EstimatorSpec has a host_call and RunConfig.iterations_per_loop is {iterations}, "
+            "wanted 1 with a host_call: the host is called once in each run of the session. Leave "
+            "iterations_per_loop out, or return train_op=optimizer.minimize(...) without host_call"
+        )
+
+
+def _train_op(spec: EstimatorSpec) -> tf.Operation:
+    function, tensors = spec.host_call
+    # after the loss, so that a step without data runs nothing; without a name scope, which would
+    # become part of the variables' names
+    with tf.device(HOST_DEVICE), tf.control_dependencies([spec.loss]):
+        result = function(*[_to_host(tensor) for tensor in tensors])
+    if isinstance(result, tf.Variable):  # as assign_add returns
+        result = result.op
+    if not isinstance(result, (tf.Operation, tf.Tensor)):
+        raise ValueError(
+            f"the function of host_call must return an Operation or Tensor for the step to run, "
+            f"got {result!r}. Return for example optimizer.apply_gradients(...)"
+        )
+    global_step = tf.compat.v1.train.get_global_step()
+    _check_not_incremented(global_step)
+    with tf.control_dependencies([spec.train_op, result]):
+        return global_step.assign_add(1, read_value=False)
+
+
+def _eval_metric_ops(spec: EstimatorSpec) -> dict[str, Any]:
+    if spec.eval_metric_ops:
+        raise ValueError("EstimatorSpec cannot contain both eval_metrics and eval_metric_ops.")
+    function, tensors = spec.eval_metrics
+    with tf.device(HOST_DEVICE):
+        if isinstance(tensors, dict):
+            return function(**{name: _to_host(tensor) for name, tensor in tensors.items()})
+        return function(*[_to_host(tensor) for tensor in tensors])
+
+
+def _to_host(tensor: Any) -> Any:
+    """2. Sends a tensor to the host as soon as it is computed; None stays None."""
+    if tensor is None:
+        return None
+    return tf.nest.map_structure(tf.identity, tensor, expand_composites=True)
+
+
+def _check_not_incremented(global_step: tf.Variable) -> None:
+    op = next(changes(global_step), None)
+    if op is not None:
+        raise ValueError(
+            "Illegal increment of the `global_step` variable: operation "
+            f"{op.name!r} changes it, but with a host_call the Estimator increments it once a "
+            "step. Call apply_gradients and minimize without global_step"
+        )

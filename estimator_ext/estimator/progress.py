@@ -1,0 +1,309 @@
+"""Progress of a training: what `hostopt run` shows, and where the time of a step goes.
+
+Operations of the graph note when the input has arrived and when the update has ended. They run
+only in the steps that fetch them, which are at most ten in a second::
+
+    run begins     input has arrived     last launch     last reduction     update has ended
+        |--- input ---|- forward, backward -|--- exposed ---|----- update -----|- between steps -
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext._tf_private import control_flow_context
+from estimator_ext.checkpoints.file_errors import absolute
+from estimator_ext.estimator.step_report import StepReportHook
+from estimator_ext.graphs.walks import walk
+from estimator_ext.reduction.uneven_data import BatchWeights
+from hostopt.gradients.reducers import AnyReducer
+from hostopt.gradients.step_stats import StepTimes, merge
+from hostopt.telemetry.progress import is_written, main_metric, write_progress
+from hostopt.tensorflow.background import HOST_DEVICE
+
+_SAMPLE_S = 0.1  # between two steps whose times are measured
+_WRITE_S = 1.0
+_RATE_WRITES = 10  # over which the present speed is computed
+_SAMPLES, _MIN_SAMPLES = 1000, 5  # the newest ones
+# Share of the samples to leave out, the longest ones: whenever hooks fetch another set of tensors
+# for the first time, TensorFlow prepares the graph for it.
+_OUTLIERS = 0.02
+
+_first_steps: dict[str, int] = {}  # of this process, by model_dir
+_best: dict[tuple[str | None, str], tuple[float, int]] = {}  # by names of evaluation and metric
+
+
+class Parts(NamedTuple):
+    """Times of the parts of a step, in ms. The summary shows them by field name."""
+
+    input: float
+    forward_and_backward: float
+    exposed_communication: float
+    update: float
+    between_steps: float
+
+
+class _Sample(NamedTuple):
+    parts: Parts
+    communication_ms: float
+
+
+class StepTimestamps:
+    """Operations that note times in a step, and the number of its examples.
+
+    All ranks must create them, as their graphs must be the same.
+
+    Args:
+      spec: spec of the step.
+      weights: weights of the ranks' batches, for which a rank waits until all have their input;
+        None if there are none.
+    """
+
+    def __init__(self, spec: StockSpec, weights: BatchWeights | None = None) -> None:
+        step = walk([getattr(each, "op", each) for each in (spec.train_op, spec.loss)])
+        # an operation outside of a branch or loop cannot wait for one inside
+        outer = [op for op in step if control_flow_context(op) is None]
+        inputs = [op for op in outer if op.type.startswith("IteratorGetNext")]
+        batches = [each for op in inputs for each in op.outputs if each.shape.rank]
+        with tf.device(HOST_DEVICE), tf.name_scope("progress"):
+            with tf.control_dependencies([weights.mean_weight] if weights else inputs):
+                input_s = tf.timestamp()
+            with tf.control_dependencies([spec.loss, spec.train_op]):
+                end_s = tf.timestamp()
+            examples = tf.shape(batches[-1])[0] if batches else tf.constant(0)
+        self.examples = examples
+        self.times = {"input_s": input_s, "end_s": end_s}
+
+
+class SaveTimes(tf.compat.v1.train.CheckpointSaverListener):
+    """Measures how long checkpoints take, and notes the last one."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self.last_step: int | None = None
+        self.last_s: float | None = None  # in Unix time
+        self._begin_s = 0.0
+
+    def before_save(self, session: Any, global_step_value: int) -> None:
+        """Notes the time."""
+        self._begin_s = time.monotonic()
+
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        """Adds the time, and notes the step."""
+        self.total_s += time.monotonic() - self._begin_s
+        self.last_step, self.last_s = int(global_step_value), time.time()
+
+
+class ProgressHook(tf.compat.v1.train.SessionRunHook):
+    """Measures some steps of the chief, and writes the progress once a second.
+
+    Args:
+      fetches: loss, examples and times of a step; any of them may be missing.
+      communication: reducers of the graph and the report on all ranks.
+      batches: number of batches of all ranks in a run of the session.
+      hooks: hooks of the training, of which one may know the last step.
+      model_dir: directory of the checkpoints.
+      summary_steps: steps between two summaries; 0 for none.
+    """
+
+    def __init__(
+        self,
+        fetches: Mapping[str, tf.Tensor],
+        communication: tuple[Sequence[AnyReducer], StepReportHook | None],
+        batches: int,
+        hooks: Sequence[Any],
+        model_dir: str,
+        summary_steps: int,
+    ) -> None:
+        self.saves = SaveTimes()
+        self._fetches = dict(fetches)
+        self._reducers, self._report = communication
+        self._batches = batches
+        self._hooks = hooks
+        self._model_dir = model_dir
+        self._summary_steps = summary_steps
+        self._first_step = self._summary_step = self._runs = 0
+        self._begin_s = self._run_begin_s = self._next_sample_s = self._next_write_s = 0.0
+        self._to_wall_s = 0.0  # from the monotonic clock to that of the operations
+        self._unfinished: tuple[_Sample, float, float] | None = None
+        self._is_sampled = False
+        self._loss: float | None = None
+        self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
+        self._examples: deque[int] = deque(maxlen=_SAMPLES)
+        self._recent: deque[tuple[float, int, int]] = deque(maxlen=_RATE_WRITES)
+
+    @property
+    def is_needed(self) -> bool:
+        """True if anyone reads what this hook measures: the launcher, or the summaries."""
+        return bool(self._summary_steps) or is_written()
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Reads the first step."""
+        del coord
+        self._first_step = self._summary_step = _global_step(session)
+
+    def before_run(self, run_context: Any) -> Any:
+        """Fetches the times of this step if they are due."""
+        del run_context
+        now_s = time.monotonic()
+        self._finish_sample(now_s)
+        if not self._runs:
+            self._begin_s = now_s
+        self._is_sampled = now_s >= self._next_sample_s
+        if not self._is_sampled:
+            return None
+        self._next_sample_s = now_s + _SAMPLE_S
+        self._run_begin_s, self._to_wall_s = now_s, time.time() - now_s
+        return tf.compat.v1.train.SessionRunArgs(self._fetches)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Counts the step, and writes the progress if it is due."""
+        self._runs += 1
+        if not self._is_sampled:
+            return
+        values = run_values.results
+        if "loss" in values:
+            self._loss = float(values["loss"])
+        if "examples" in values:
+            self._examples.append(int(values["examples"]))
+        if "end_s" in values:
+            self._begin_sample(values)
+        now_s = time.monotonic()
+        if now_s >= self._next_write_s:
+            self._next_write_s = now_s + _WRITE_S
+            self._write(run_context.session)
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Writes the progress at the end of training."""
+        if self._runs:
+            self._finish_sample(time.monotonic())
+            self._write(session, is_ended=True)
+
+    def _begin_sample(self, values: Mapping[str, float]) -> None:
+        input_s, end_s = values["input_s"] - self._to_wall_s, values["end_s"] - self._to_wall_s
+        times = self._times_of_run()
+        exposed_ms = update_ms = 0.0
+        if times is not None:
+            exposed_ms = times.exposed_ms
+            update_ms = max(1e3 * (end_s - times.last_launch_s) - exposed_ms, 0.0)
+        compute_ms = max(1e3 * (end_s - input_s) - exposed_ms - update_ms, 0.0)
+        parts = Parts(1e3 * (input_s - self._run_begin_s), compute_ms, exposed_ms, update_ms, 0.0)
+        sample = _Sample(parts, times.communication_ms if times else 0.0)
+        self._unfinished = sample, end_s, self.saves.total_s
+
+    def _finish_sample(self, now_s: float) -> None:
+        """Adds the time between the sampled step and the next one, without saves."""
+        if self._unfinished is None:
+            return
+        sample, end_s, saves_s = self._unfinished
+        self._unfinished = None
+        between_ms = 1e3 * max(now_s - end_s - (self.saves.total_s - saves_s), 0.0)
+        parts = sample.parts._replace(between_steps=between_ms)
+        self._samples.append(sample._replace(parts=parts))
+
+    def _times_of_run(self) -> StepTimes | None:
+        """Returns the communication times of the last run; None if it left out reductions."""
+        times = [each.last_times for each in self._reducers]
+        measured = [each for each in times if each and each.last_launch_s >= self._run_begin_s]
+        return merge(measured) if measured and len(measured) == len(times) else None
+
+    def _write(self, session: Any, is_ended: bool = False) -> None:
+        step, now_s = _global_step(session), time.monotonic()
+        self._recent.append((now_s, self._runs, step))
+        since_s, runs, first = self._recent[0]
+        examples = statistics.fmean(self._examples or [0]) * self._batches
+        elapsed_s = max(now_s - self._begin_s, 1e-9)
+        values: dict[str, Any] = {
+            "first_step": _first_steps.setdefault(self._model_dir, self._first_step),
+            "resumed_step": self._first_step,
+            "step": step,
+            "last_step": self._last_step(),
+            "mean_steps_per_s": (step - self._first_step) / elapsed_s,
+            "mean_examples_per_s": examples * self._runs / elapsed_s,
+            "is_ended": is_ended,
+            "model_dir": absolute(self._model_dir),
+            **self._measured(),
+        }
+        if now_s > since_s:
+            values["steps_per_s"] = (step - first) / (now_s - since_s)
+            values["examples_per_s"] = examples * (self._runs - runs) / (now_s - since_s)
+        if self._loss is not None:
+            values["loss"] = self._loss
+        if self._report is not None:
+            values.update(self._report.totals)
+            if self._report.timeline_path is not None:
+                values["timeline"] = str(self._report.timeline_path.absolute())
+            if self._report.stragglers is not None:
+                values["slowest_rank"] = self._report.stragglers.slowest_rank
+        if self.saves.last_step is not None:
+            values["checkpoint_step"] = self.saves.last_step
+            values["checkpoint_time_s"] = self.saves.last_s
+        write_progress("training", values)
+        self._add_summary(step, values.get("times_ms", {}))
+
+    def _measured(self) -> dict[str, Any]:
+        """Returns mean times of the newest samples, without the longest ones."""
+        samples = sorted(self._samples, key=lambda sample: sum(sample.parts))
+        if len(samples) < _MIN_SAMPLES:
+            return {}
+        samples = samples[: -1 - math.ceil(_OUTLIERS * len(samples))]
+        means = [statistics.fmean(part) for part in zip(*(each.parts for each in samples))]
+        times_ms = Parts(*means)._asdict()
+        values: dict[str, Any] = {
+            "times_ms": {**times_ms, "save": 1e3 * self.saves.total_s / self._runs}
+        }
+        total_ms = statistics.fmean(each.communication_ms for each in samples)
+        if total_ms:
+            values["communication_ms"] = total_ms
+            values["hidden_percent"] = 100 * (1 - times_ms["exposed_communication"] / total_ms)
+        return values
+
+    def _last_step(self) -> int | None:
+        stops = [h for h in self._hooks if isinstance(h, tf.compat.v1.train.StopAtStepHook)]
+        return min((int(h._last_step) for h in stops if h._last_step is not None), default=None)
+
+    def _add_summary(self, step: int, times_ms: Mapping[str, float]) -> None:
+        every = self._summary_steps
+        if not every or step // every == self._summary_step // every:
+            return
+        self._summary_step = step
+        summary = tf.compat.v1.Summary()
+        for name, value in times_ms.items():
+            summary.value.add(tag=f"step_ms/{name}", simple_value=value)
+        tf.compat.v1.summary.FileWriterCache.get(self._model_dir).add_summary(summary, step)
+
+
+def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Writes the progress of an evaluation.
+
+    Args:
+      metrics: values by name, and global_step.
+      name: name of the evaluation, if it has one.
+
+    Returns:
+      The metrics.
+    """
+    numbers = (bool, int, float, np.bool_, np.integer, np.floating)
+    scalars = {key: float(each) for key, each in metrics.items() if isinstance(each, numbers)}
+    step = int(scalars.pop("global_step", 0))
+    metric, value, sign = main_metric(scalars)
+    best, at = _best.get((name, metric), (math.nan, step))
+    if math.isnan(best) or sign * value > sign * best:
+        best, at = value, step
+    _best[name, metric] = best, at
+    shown = {"step": step, "metric": metric, "value": value, "best": best, "best_step": at}
+    write_progress("evaluation", shown)
+    return metrics
+
+
+def _global_step(session: Any) -> int:
+    return int(session.run(tf.compat.v1.train.get_global_step()))

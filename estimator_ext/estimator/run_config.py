@@ -1,0 +1,254 @@
+"""RunConfig: the stock configuration with the cluster of the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_estimator import RunConfig as _StockRunConfig
+from estimator_ext.data_workers.service import MODES as DATA_MODES
+from estimator_ext.data_workers.service import OFF, mode_of
+from estimator_ext.input.state import KINDS
+from estimator_ext.reduction.uneven_data import MODES
+from estimator_ext.strategy.strategy import HostOffloadStrategy
+from hostopt.options import MAX_COUNT, shown
+
+
+class RunConfig(_StockRunConfig):
+    """Configuration of an Estimator; takes every argument of `tf.estimator.RunConfig`.
+
+    With a `HostOffloadStrategy` as train_distribute, the role of this process (is_chief,
+    task_type, task_id, global_id_in_cluster, num_worker_replicas) comes from the cluster of the
+    strategy. cluster_spec has only this task, so that TensorFlow starts no server on an address
+    of the ring. The whole ring is `train_distribute.cluster`.
+
+    Args:
+      *args: positional arguments of `tf.estimator.RunConfig`.
+      timeline: file name for Chrome traces; with "trace.json" rank 0 writes "trace.rank0.json",
+        and so on. None records nothing. HOSTOPT_TIMELINE overrides it.
+      accumulate_steps: number of micro-batches whose mean gradient makes one step: one reduction,
+        one update, one global_step.
+      uneven_data: behavior when the data of a rank end before those of others. "join": the rank
+        takes part with weight zero until all data have ended, so that each example counts once.
+        "stop": all ranks stop.
+      resume_data: how a restarted process finds its position in the data. "state": the states of
+        tf.data iterators are saved and restored. "skip": the batches are counted, and as many are
+        read and dropped. The data must be the same in each process, as a deterministic Python
+        generator yields them.
+      iterations_per_loop: number of steps in one run of the session, in a loop of the graph.
+        Hooks, summaries and checkpoints run between loops.
+      prefetch_depth: number of batches that the training dataset prefetches; None adds no
+        prefetching to the dataset of input_fn.
+      strict: True applies the rules of accelerator estimators: input_fn returns a dataset, an
+        evaluation has metrics, an EstimatorSpec has all fields of its mode, and 'input_fn' is a
+        reserved key of params. The rules also apply with iterations_per_loop above 1, and if the
+        Estimator has a batch size.
+      data_service: "distributed_epoch" (or "dynamic", a newer name of it): data workers prepare
+        the training data, and each element goes to one rank. "off": each rank prepares its data.
+        None is "distributed_epoch" if the cluster has data workers.
+      **fields: keyword arguments of `tf.estimator.RunConfig`.
+
+    Raises:
+      hostopt.ConfigError: timeline or accumulate_steps without a `HostOffloadStrategy`; a timeline
+        for a strategy that has connected without it; iterations_per_loop above 1 with several
+        workers or with accumulate_steps; a data_service without data workers, or with
+        resume_data "skip".
+      ValueError: accumulate_steps, uneven_data, resume_data, iterations_per_loop, prefetch_depth,
+        strict or data_service is not one of its possible values.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        timeline: str | None = None,
+        accumulate_steps: int = 1,
+        uneven_data: str = "join",
+        resume_data: str = "state",
+        iterations_per_loop: int = 1,
+        prefetch_depth: int | None = None,
+        strict: bool = False,
+        data_service: str | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__(*args, **fields)
+        self._timeline = timeline
+        self._accumulate_steps = positive_integer("accumulate_steps", accumulate_steps)
+        self._uneven_data = _one_of("uneven_data", uneven_data, MODES)
+        self._resume_data = _one_of("resume_data", resume_data, KINDS)
+        self._iterations_per_loop = positive_integer("iterations_per_loop", iterations_per_loop)
+        self._prefetch_depth = prefetch_depth
+        if prefetch_depth is not None:
+            positive_integer("prefetch_depth", prefetch_depth)
+        if not isinstance(strict, bool):
+            raise ValueError(f"strict is {shown(strict)}, wanted True or False. Give one of them")
+        self._strict = strict
+        if data_service is not None:
+            _one_of("data_service", data_service, DATA_MODES)
+        self._data_service = data_service
+        self.check_loop()
+        if isinstance(self.train_distribute, HostOffloadStrategy):
+            if timeline is not None:
+                self.train_distribute.record_timeline(timeline)
+            adopt_cluster(self, self.train_distribute)
+            self._check_resume(mode_of(self, self.train_distribute.cluster))
+        elif data_service not in (None, OFF):
+            raise hostopt.ConfigError(
+                f"data_service is {data_service!r}, wanted None: only ranks of a "
+                "HostOffloadStrategy as train_distribute have data workers"
+            )
+        elif timeline is not None:
+            raise hostopt.ConfigError(
+                f"timeline is {timeline!r}, wanted None: only a HostOffloadStrategy as "
+                "train_distribute records one"
+            )
+        elif accumulate_steps > 1:
+            raise hostopt.ConfigError(
+                f"accumulate_steps is {accumulate_steps}, wanted 1: only a HostOffloadStrategy as "
+                "train_distribute accumulates gradients"
+            )
+
+    def _check_resume(self, mode: str) -> None:
+        if mode != OFF and self._resume_data == KINDS[1]:
+            raise hostopt.ConfigError(
+                "resume_data is 'skip' in a cluster with data workers, which prepare the batches "
+                "in an order that differs each time. Leave it out, or set data_service='off'"
+            )
+
+    @property
+    def timeline(self) -> str | None:
+        """File name for Chrome traces, as given; None for none."""
+        return self._timeline
+
+    @property
+    def accumulate_steps(self) -> int:
+        """Number of micro-batches of a step."""
+        return self._accumulate_steps
+
+    @property
+    def uneven_data(self) -> str:
+        """Behavior when the data of a rank end before those of others: "join" or "stop"."""
+        return self._uneven_data
+
+    @property
+    def resume_data(self) -> str:
+        """Kind of position from which the data resume after a restart: "state" or "skip"."""
+        return self._resume_data
+
+    @property
+    def iterations_per_loop(self) -> int:
+        """Number of steps of one run of the session."""
+        return self._iterations_per_loop
+
+    @property
+    def prefetch_depth(self) -> int | None:
+        """Number of batches that are prefetched; None for no added prefetching."""
+        return self._prefetch_depth
+
+    @property
+    def strict(self) -> bool:
+        """True if the rules of accelerator estimators apply regardless of the other options."""
+        return self._strict
+
+    @property
+    def data_service(self) -> str | None:
+        """Mode of the data workers, as given; None for the default of the cluster."""
+        return self._data_service
+
+    def check_loop(self) -> None:
+        """Checks `iterations_per_loop` against the other options.
+
+        Raises:
+          hostopt.ConfigError: it is above 1 with several workers or with accumulate_steps.
+        """
+        if self._iterations_per_loop == 1:
+            return
+        text = f"iterations_per_loop is {self._iterations_per_loop}, wanted 1"
+        strategy = self.train_distribute
+        workers = number_of_workers(strategy)
+        if workers > 1 or _has_local_steps(strategy):
+            raise hostopt.ConfigError(
+                f"{text} with {workers} workers: they communicate once in each run of the "
+                "session. Leave it out, or train with one worker"
+            )
+        if self._accumulate_steps > 1:
+            raise hostopt.ConfigError(
+                f"{text} with accumulate_steps={self._accumulate_steps}: each micro-batch is a "
+                "run of the session. Leave one of the two out"
+            )
+
+
+def number_of_workers(strategy: Any) -> int:
+    """Returns the number of processes that train together.
+
+    Args:
+      strategy: strategy of a training, or None.
+    """
+    if isinstance(strategy, HostOffloadStrategy):
+        return strategy.cluster.size
+    return strategy.num_replicas_in_sync if strategy else 1
+
+
+def _has_local_steps(strategy: Any) -> bool:
+    return isinstance(strategy, HostOffloadStrategy) and strategy.local_steps.is_used
+
+
+def _one_of(name: str, value: Any, words: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in words:
+        raise ValueError(
+            f"{name} is {shown(value)}, wanted one of {', '.join(words)}. Give one of them, or "
+            "leave it out"
+        )
+    return value
+
+
+def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:
+    """Checks that the value of an option is a positive integer.
+
+    Args:
+      name: name of the option.
+      value: value given by the user.
+      most: largest possible value.
+
+    Returns:
+      The value.
+
+    Raises:
+      ValueError: the value is not an integer from 1 to `most`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise ValueError(
+            f"{name} is {shown(value)}, wanted a whole number above 0 and up to {most}. Give one, "
+            "or leave it out"
+        )
+    return value
+
+
+def adopt_cluster(config: _StockRunConfig, strategy: HostOffloadStrategy) -> None:
+    """Sets the role of this process in a configuration, from the cluster of a strategy.
+
+    Args:
+      config: configuration, stock or extended, which is changed in place. It no longer uses
+        TensorFlow's distribute coordinator.
+      strategy: strategy with the cluster and the settings of a session.
+    """
+    if config._session_config is not None:  # if None, Estimator sets a default first
+        config._session_config = strategy.update_config_proto(config._session_config)
+        # the stock class sets them for a cluster that has a "master"
+        config._session_config.ClearField("device_filters")
+    config._distribute_coordinator_mode = None
+    config._experimental_max_worker_delay_secs = 0
+    cluster, task = strategy.cluster, strategy.cluster.task
+    if task is None:
+        return
+    in_ring = cluster.rank is not None
+    config._cluster_spec = tf.train.ClusterSpec({task.type: [task.address]} if in_ring else {})
+    config._task_type = task.type
+    config._task_id = task.index
+    config._is_chief = cluster.is_chief
+    config._global_id_in_cluster = cluster.rank
+    config._num_worker_replicas = cluster.size if in_ring else 0
+    config._num_ps_replicas = 0
+    config._master = config._evaluation_master = ""

@@ -1,0 +1,350 @@
+"""The graph of a training on a ring: the step, its reductions, and the order of all hooks.
+
+A session calls the hooks in this order. The stock Estimator puts the chief's hooks before the
+others; the other ranks have no chief's hooks.
+
+    chief                                   other ranks
+    [K1] SessionGuardHook                   [K1] SessionGuardHook
+    [K2] BeginStopSaveHook
+    [K3] DesyncCheckHook
+    [K4] CheckpointSaverHook, hooks of
+         the model_fn for the chief,
+         step counter, summaries
+    [K5] BroadcastVariablesHook             [K5] BroadcastVariablesHook
+    [K6] hooks of the input                 [K6] hooks of the input
+    [K7] StepReportHook                     [K7] StepReportHook
+                                            [K2] BeginStopSaveHook
+                                            [K3] DesyncCheckHook
+    [K8] hooks of `train`, NaN, logging     [K8] hooks of `train`, NaN, logging
+    [K9] training hooks of the model_fn     [K9] training hooks of the model_fn
+    [K10] accumulation                      [K10] accumulation
+    [K11] InputStateHook                    [K11] InputStateHook
+    [K12] ProgressHook
+    [K13] EndStopSaveHook                   [K13] EndStopSaveHook
+    [K14] GlobalStepCheckHook               [K14] GlobalStepCheckHook
+
+- K1 is first: no other hook may see an error that TensorFlow mistakes for the end of the data.
+- K2 collects the states that K4 saves, and K3 checks the variables that K4 saves.
+- K2 and K3 read global_step, which the chief has restored and the other ranks get in K5.
+- K5 is before K6 and K8, which may read variables.
+- K11 is after K6 and K8 to K10, which may initialize iterators or run the input.
+- K13 is after all hooks that may request a stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_private import loss_is_scaled
+from estimator_ext.checkpoints.file_errors import translate_io_errors
+from estimator_ext.checkpoints.reading import check_shapes, newest
+from estimator_ext.checkpoints.saving import (
+    add_saver,
+    checked_saver,
+    find_savers,
+    has_own_saver,
+    has_saver,
+)
+from estimator_ext.estimator.progress import ProgressHook, StepTimestamps
+from estimator_ext.estimator.step_report import StepReportHook, show_steps
+from estimator_ext.estimator.training_input import build_input
+from estimator_ext.graphs.fingerprint import Updates, read_updates
+from estimator_ext.graphs.global_step import read_before_changes
+from estimator_ext.input.state import InputStateHook, InputStates, log_random_operations
+from estimator_ext.local_steps.hook import SyncHook
+from estimator_ext.local_steps.replica_building import build_replicas, check_outer_slots
+from estimator_ext.local_steps.replicas import Replicas
+from estimator_ext.reduction.gradient_marks import MarkedGraph
+from estimator_ext.reduction.gradient_reduction import GradientReduction
+from estimator_ext.reduction.skipped_updates import HooksWithoutNan
+from estimator_ext.reduction.unreduced_updates import (
+    check_mended,
+    mend_unreduced_updates,
+    warn_of_local_variables,
+)
+from estimator_ext.session.coordinated_stop import BeginStopSaveHook, EndStopSaveHook
+from estimator_ext.session.guard import SessionGuardHook
+from estimator_ext.session.hooks import BroadcastVariablesHook
+from estimator_ext.session.preemption import PreemptionHook
+from estimator_ext.spec import operations_of_step, stock_spec
+from estimator_ext.strategy.strategy import HostOffloadStrategy
+from estimator_ext.variables.desync import DesyncCheckHook
+from estimator_ext.variables.sync_on_read import SyncOnRead
+
+
+class ModelFunctions(NamedTuple):
+    """Functions of an Estimator that build parts of the graph.
+
+    Args:
+      call_input_fn: calls input_fn with an input context.
+      is_sharded: True if input_fn takes an input context.
+      create_global_step: creates global_step in a graph.
+      call_model_fn: calls model_fn with features and labels; returns a stock spec.
+    """
+
+    call_input_fn: Callable[[tf.distribute.InputContext], Any]
+    is_sharded: bool
+    create_global_step: Callable[[tf.Graph], tf.Variable]
+    call_model_fn: Callable[[Any, Any], Any]
+
+
+class TrainingGraph:
+    """The graph of a training and its hooks.
+
+    Args:
+      strategy: strategy of the training.
+      reduction: reductions of the graph.
+      config: configuration of the Estimator.
+      model_dir: directory of the Estimator; None on a rank without files.
+      hooks: hooks of `train`.
+    """
+
+    def __init__(
+        self,
+        strategy: HostOffloadStrategy,
+        reduction: GradientReduction,
+        config: Any,
+        model_dir: str | None,
+        hooks: Sequence[Any],
+    ) -> None:
+        self._strategy = strategy
+        self._communicator = strategy.communicator
+        self._is_chief = strategy.cluster.is_chief
+        self._reduction = reduction
+        self._config = config
+        self._model_dir = model_dir
+        self._hooks = hooks
+        self._restored: str | None = None  # checkpoint that the chief restores
+        self.spec: Any = None  # stock spec of the step, with hooks of the chief and of all ranks
+        self.first_hooks: list[Any] = []  # hooks to call before those of `train`
+        self.global_step: tf.Variable | None = None
+        self.input_states: Any = None
+
+    def build(self, functions: ModelFunctions, stack: contextlib.ExitStack) -> None:
+        """Builds the step and its hooks in the default graph.
+
+        Collective: all ranks must call it.
+
+        Args:
+          functions: functions of the Estimator.
+          stack: receives the scopes of the savers and of the data workers, as long as it trains.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        inputs = build_input(
+            self._strategy,
+            self._reduction,
+            self._config,
+            functions.call_input_fn,
+            functions.is_sharded,
+            stack,
+        )
+        data = set(graph.get_operations())
+        guard = SessionGuardHook(data, self._strategy.options.collective_timeout_s)  # [K1]
+        separate = self._communicator.duplicate("the data")
+        states = self.input_states = InputStates(
+            separate, lambda: guard.data_have_ended, inputs.has_next, inputs.counter
+        )
+        self.global_step = functions.create_global_step(graph)
+        graph.watch(self._reduction, data, self._strategy.extended.loss_is)
+        self.spec = self._strategy.extended.call_for_each_replica(
+            functions.call_model_fn, args=(inputs.features, inputs.labels)
+        )
+        graph.marks_gradients = False
+        updates, suspects = self._reduce(data)
+        replicas = build_replicas(self._strategy, self.spec, data)
+        self.first_hooks = [
+            BroadcastVariablesHook(self._communicator),  # [K5]
+            *inputs.hooks,  # [K6]
+            *self._step_report(),  # [K7]
+        ]
+        stamps = StepTimestamps(self.spec, self._reduction.values.weights)
+        progress = self._progress(stamps)
+        if self._reduction.accumulation is not None:
+            self._add_training_hooks(self._reduction.accumulation.hook())  # [K10]
+        if self._is_chief:  # now, as input_fn or model_fn may have written a checkpoint
+            self._restored = newest(self._model_dir)
+        if self._restored is not None and not has_own_saver(self.spec):
+            check_shapes(self._restored, tf.compat.v1.global_variables())
+            check_outer_slots(self._restored)
+        self._add_training_hooks(InputStateHook(states, self._restored))  # [K11]
+        self._prepare_savers(states, data, stack)
+        if self._is_chief and progress.is_needed:
+            for saver in find_savers(self._all_hooks()):
+                saver._listeners.insert(0, progress.saves)
+            self._add_training_hooks(progress)  # [K12]
+        coordination: list[Any] = []
+        if updates is not None or replicas is not None:
+            coordination = [self._coordinate(states, replicas, stamps.examples)]  # [K2]
+        if updates is not None:
+            self._communicator.check_same(updates.texts, "the updates of variables")
+            coordination += self._desync_checks(updates.mirrored, suspects)  # [K3]
+        self._order_first_hooks(guard, coordination)
+
+    def _reduce(self, data: Collection[tf.Operation]) -> tuple[Updates | None, Mapping[str, str]]:
+        """Builds the reductions of the step.
+
+        Returns:
+          The updates of variables in the step, None for a single rank; and, by name of a variable,
+          a description of the values in its updates that may differ by rank.
+        """
+        graph, reduction = tf.compat.v1.get_default_graph(), self._reduction
+        targets = operations_of_step(self.spec)
+        updates, suspects, is_mean = None, {}, loss_is_scaled()
+        read_before_changes(targets)
+        if reduction.uses_gradients_of_graph:
+            data = {*data, *graph.factors}
+            updates = read_updates(targets, data, reduction.sums)
+            if mend_unreduced_updates(reduction, updates, data):
+                updates = read_updates(targets, data, reduction.sums)
+            is_mean = reduction.marked.decide(self.spec.loss, is_mean)
+            reduction.check_skipped(updates)
+        if reduction.size == 1:
+            updates = None  # there are no other ranks to compare with
+        elif updates is not None:
+            suspects = check_mended(updates, data)
+            warn_of_local_variables(updates)
+        self._check_accumulation()
+        loss = self.spec.loss
+        if reduction.accumulation is not None:
+            loss = reduction.accumulation.mean(loss, "loss")
+        is_same = updates.is_same if updates else lambda tensor: False
+        loss, last = reduction.build_step(targets, is_same, loss, is_mean)
+        # the step waits for all reductions, and fails at the end of the data
+        train_op = tf.group(self.spec.train_op, *last) if last else self.spec.train_op
+        self.spec = stock_spec(self.spec, loss=loss, train_op=train_op)
+        return updates, suspects
+
+    def _check_accumulation(self) -> None:
+        accumulation = self._reduction.accumulation
+        if accumulation is not None and not accumulation.is_used:
+            raise hostopt.ConfigError(
+                f"accumulate_steps is {accumulation.micro_batches}, but the step updates no "
+                "variable with a gradient that is computed outside of branches, loops and "
+                "functions. Compute gradients outside of them, or leave accumulate_steps out"
+            )
+
+    def _step_report(self) -> list[StepReportHook]:
+        """Reports on the reducers; there are none with one rank, or without buckets."""
+        reducers = tuple(self._reduction.reducers)  # a hook may add more, not run in each step
+        timeline = self._communicator.transport.timeline
+        if not reducers:
+            return []
+        if timeline is not None:
+            self.spec = show_steps(self.spec, reducers, timeline)
+        communicator = self._communicator.duplicate("step reports")
+        return [StepReportHook(communicator, reducers, self._config, self._model_dir)]
+
+    def _progress(self, stamps: StepTimestamps) -> ProgressHook:
+        """Returns the hook that shows the progress of the chief."""
+        accumulation = self._reduction.accumulation
+        fetches = {"loss": self.spec.loss, "examples": stamps.examples}
+        if accumulation is None:  # otherwise most batches of a step have runs of their own
+            fetches.update(stamps.times)
+        if getattr(self._config, "iterations_per_loop", 1) > 1:
+            fetches = {}  # the parts of a loop cannot be fetched
+        reports = [hook for hook in self.first_hooks if isinstance(hook, StepReportHook)]
+        return ProgressHook(
+            fetches,
+            (tuple(self._reduction.reducers), reports[0] if reports else None),
+            self._communicator.size * (accumulation.micro_batches if accumulation else 1),
+            self._hooks,
+            self._model_dir or "",
+            self._config.save_summary_steps or 0,
+        )
+
+    def _prepare_savers(
+        self, states: InputStates, data: Collection[tf.Operation], stack: contextlib.ExitStack
+    ) -> None:
+        """Adds the saver of the stock class, so that other hooks can come before it: [K4]."""
+        for hook in self._hooks:
+            if isinstance(hook, PreemptionHook):
+                hook.preemption.saves = has_saver(self.spec, self._hooks, self._config)
+        if not self._is_chief:
+            return
+        self.spec = add_saver(self.spec, self._hooks, self._config, self._model_dir)
+        savers = find_savers(self._all_hooks())
+        for saver in savers:
+            stack.enter_context(checked_saver(saver, self._restored))
+        states.listen(savers)
+        log_random_operations(self.spec.train_op, data)
+
+    def _desync_checks(
+        self, mirrored: Sequence[tf.Variable], suspects: Mapping[str, str]
+    ) -> list[DesyncCheckHook]:
+        every_steps = self._strategy.options.desync_check_steps
+        if not every_steps:
+            return []
+        communicator = self._communicator.duplicate("the variables of the ranks")
+        steps_per_run = getattr(self._config, "iterations_per_loop", 1)
+        return [DesyncCheckHook(communicator, mirrored, every_steps, steps_per_run, suspects)]
+
+    def _coordinate(
+        self, states: InputStates, replicas: Replicas | None, examples: tf.Tensor
+    ) -> BeginStopSaveHook | SyncHook:
+        """Coordinates stops and saves: adds [K13] and returns [K2]."""
+        communicator, hooks = self._communicator, self._all_hooks()
+        separate = communicator.duplicate("variables that are synchronised when they are read")
+        sync_on_read = SyncOnRead(separate, tf.compat.v1.global_variables())
+        stops = EndStopSaveHook(communicator, self._reduction.flags, hooks)
+        self._add_training_hooks(stops)
+        coordinated = (self._reduction.flags, sync_on_read, states, find_savers(hooks))
+        if replicas is None:
+            return BeginStopSaveHook(communicator, *coordinated)
+        local = (self._strategy, replicas, stops, examples, self._config, hooks)
+        return SyncHook(communicator.duplicate("states of the ranks"), *coordinated, *local)
+
+    def _order_first_hooks(self, guard: SessionGuardHook, coordination: Sequence[Any]) -> None:
+        if self._is_chief:
+            chief_hooks = [guard, *coordination, *self.spec.training_chief_hooks]
+            self.spec = stock_spec(self.spec, training_chief_hooks=chief_hooks)
+        else:
+            self.first_hooks = [guard, *self.first_hooks, *coordination]
+        if self._strategy.options.nonfinite != "error":
+            self.first_hooks = HooksWithoutNan(self.first_hooks)
+
+    def _all_hooks(self) -> list[Any]:
+        """Hooks of `train` and of the spec on this rank."""
+        chief_hooks = self.spec.training_chief_hooks if self._is_chief else ()
+        return [*self._hooks, *self.spec.training_hooks, *chief_hooks]
+
+    def _add_training_hooks(self, *hooks: Any) -> None:
+        self.spec = stock_spec(self.spec, training_hooks=[*self.spec.training_hooks, *hooks])
+
+
+@contextlib.contextmanager
+def build(
+    strategy: HostOffloadStrategy,
+    config: Any,
+    model_dir: str | None,
+    hooks: Sequence[Any],
+    functions: ModelFunctions,
+) -> Iterator[TrainingGraph]:
+    """Builds the graph of a training, which is the default graph within the block.
+
+    Collective: all ranks must enter it. An error in the block ends the training on all ranks.
+
+    Args:
+      strategy: strategy of the training.
+      config: configuration of the Estimator.
+      model_dir: directory of the Estimator; None on a rank without files.
+      hooks: hooks of `train`.
+      functions: functions of the Estimator.
+
+    Yields:
+      The graph.
+    """
+    with (
+        MarkedGraph().as_default(),
+        strategy.extended.training_graph() as reduction,
+        translate_io_errors(model_dir),
+        contextlib.ExitStack() as stack,
+    ):
+        tf.compat.v1.set_random_seed(config.tf_random_seed)
+        training = TrainingGraph(strategy, reduction, config, model_dir, hooks)
+        training.build(functions, stack)
+        yield training

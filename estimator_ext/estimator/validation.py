@@ -1,0 +1,118 @@
+"""Validation of input_fn, model_fn, params, and of subclasses that train by themselves.
+
+All but the last apply by the rules of accelerator estimators: with `RunConfig(strict=True)`, with
+iterations_per_loop above 1, and if the Estimator has a batch size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext.errors import UnsupportedError
+from estimator_ext.strategy.strategy import HostOffloadStrategy
+
+_STOCK = "leave out strict, iterations_per_loop and batch sizes for the stock rules"
+_WANTED = "features or (features, labels), each a tensor or a dict of tensors"
+# What a subclass may override to train; the stock class forbids it, but some disable its check.
+_TRAINING = (
+    "_train_model",
+    "_train_model_default",
+    "_train_model_distributed",
+    "_train_with_estimator_spec",
+)
+_NEEDED = {
+    ModeKeys.TRAIN: ("loss", "train_op"),
+    ModeKeys.EVAL: ("loss",),
+    ModeKeys.PREDICT: ("predictions",),
+}
+
+
+def check_params(params: dict[str, Any] | None) -> None:
+    """Checks that params has no reserved key.
+
+    Args:
+      params: params of the user.
+
+    Raises:
+      ValueError: params has the key 'input_fn'.
+    """
+    if isinstance(params, dict) and "input_fn" in params:
+        raise ValueError(
+            "params has the key 'input_fn', wanted any other name: 'input_fn' is reserved. Rename "
+            f"it, or {_STOCK}"
+        )
+
+
+def check_data(data: Any) -> None:
+    """Checks that an input_fn returned a dataset of features, or of features and labels.
+
+    Args:
+      data: the value that input_fn returned.
+
+    Raises:
+      ValueError: it is not such a dataset.
+    """
+    if not isinstance(data, tf.data.Dataset):
+        raise ValueError(
+            f"input_fn must return Dataset: got a {type(data).__name__}, wanted a tf.data.Dataset "
+            f"of {_WANTED}. Return for example tf.data.Dataset.from_tensors((features, labels))"
+            f".repeat(), or {_STOCK}, which allow tensors"
+        )
+    element = data.element_spec
+    if isinstance(element, (tuple, list)) and len(element) != 2:
+        raise ValueError(
+            f"input_fn returned a Dataset of {type(element).__name__}s of {len(element)}, wanted "
+            f"{_WANTED}. Put several features into one dict"
+        )
+
+
+def check_spec(spec: StockSpec, mode: str) -> None:
+    """Checks that a spec has all fields that its mode requires.
+
+    Args:
+      spec: spec that model_fn returned, stock or extended.
+      mode: the `tf.estimator.ModeKeys` for which model_fn was called.
+
+    Raises:
+      ValueError: a field is missing, or a spec for evaluation has no metrics.
+    """
+    for name in _NEEDED[mode]:
+        value = getattr(spec, name)
+        if value is None or (isinstance(value, dict) and not value):
+            raise ValueError(
+                f"Missing {name}: model_fn was called with mode {mode!r} and returned an "
+                f"EstimatorSpec of mode {spec.mode!r} without {name}. Give it {name}"
+            )
+    has_metrics = spec.eval_metric_ops or getattr(spec, "eval_metrics", None) is not None
+    if mode == ModeKeys.EVAL and not has_metrics:
+        raise ValueError(
+            "EstimatorSpec must contain either eval_metrics or eval_metric_ops in evaluation, got "
+            f"neither. Give it metrics, or {_STOCK}"
+        )
+
+
+def check_is_on_ranks(estimator: Any) -> None:
+    """Checks that an estimator does not train on this rank alone, beside its strategy.
+
+    Args:
+      estimator: a `HostOffloadEstimator`. Its attribute `_is_on_ranks` is True if the graph of
+        its training is built for all ranks.
+
+    Raises:
+      UnsupportedError: it is not, and there are several ranks.
+    """
+    strategy = estimator._train_distribution
+    size = strategy.cluster.size if isinstance(strategy, HostOffloadStrategy) else 1
+    if estimator._is_on_ranks or size == 1:
+        return
+    kinds = itertools.takewhile(lambda k: "_is_on_ranks" not in vars(k), type(estimator).__mro__)
+    own = [f"{k.__qualname__}.{name}" for k in kinds for name in _TRAINING if name in vars(k)]
+    raise UnsupportedError(
+        f"{', '.join(own) or type(estimator).__qualname__} trains each of {size} ranks alone, "
+        "beside their strategy. Call the method that it overrides, or train in one process"
+    )

@@ -1,0 +1,1 @@
+"""Evaluation: evaluators beside the training, and metrics that are summed."""

@@ -1,0 +1,326 @@
+"""Evaluation of checkpoints during a training and at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_estimator import BestExporter, Estimator, EvalSpec, Evaluator, TrainSpec
+from estimator_ext.checkpoints.file_errors import replace_file, translate_io_errors
+from estimator_ext.checkpoints.reading import check, newest, read_step
+from estimator_ext.evaluation.chief_liveness import ChiefLiveness
+from estimator_ext.evaluation.evaluators import Evaluators
+from hostopt.options import RING_ENDED
+
+_log = tf.get_logger()
+
+MARKER = "hostopt-training-ended.json"
+_POLL_S = 0.5
+_EVENTS_OF_EVAL = "eval/*.tfevents.*"  # the default of BestExporter
+# An evaluator may find the marker of an earlier run, before the chief of this run removes it. A
+# marker that stays this long is of this run.
+_OLD_MARKER_S = 60.0
+
+
+@dataclass(frozen=True)
+class EndMarker:
+    """File that the chief writes into model_dir when training has ended.
+
+    Args:
+      model_dir: directory that the chief and the evaluators share.
+    """
+
+    model_dir: str
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self.model_dir, MARKER)
+
+    def write(self, checkpoint: str | None) -> None:
+        """Writes the marker at the end of training.
+
+        Args:
+          checkpoint: path of the last checkpoint; None if there is none.
+        """
+        note = {"checkpoint": os.path.basename(checkpoint or ""), "time_ns": time.time_ns()}
+        with translate_io_errors(self.model_dir):
+            tf.io.gfile.makedirs(self.model_dir)
+        replace_file(self._path, [json.dumps(note).encode()])
+
+    def remove(self) -> None:
+        """Removes the marker at the start of training."""
+        with translate_io_errors(self.model_dir):
+            if tf.io.gfile.exists(self._path):
+                tf.io.gfile.remove(self._path)
+
+    def read(self) -> bytes | None:
+        """Returns the content of the marker, which differs between runs; None if there is none."""
+        with (
+            translate_io_errors(self.model_dir),
+            contextlib.suppress(tf.errors.NotFoundError),
+            tf.io.gfile.GFile(self._path, "rb") as file,
+        ):
+            return bytes(file.read())
+        return None
+
+
+class _Evaluator(Evaluator):
+    """The stock evaluator; its exporters get an Estimator that evaluates alone."""
+
+    def _export_eval_result(self, *arguments: Any) -> Any:
+        shared = self._estimator
+        self._estimator = copy.copy(shared)
+        self._estimator._evaluators = None
+        try:
+            return super()._export_eval_result(*arguments)
+        finally:
+            self._estimator = shared
+
+
+def recall_best(estimator: Estimator, eval_spec: EvalSpec) -> None:
+    """Gives each BestExporter the best result of earlier processes, if it has exported a model.
+
+    The stock class reads that result too, but exports the first evaluation of a process anyway.
+
+    Args:
+      estimator: Estimator that is evaluated.
+      eval_spec: spec with the exporters; an exporter without event_file_pattern starts anew.
+    """
+    for exporter in eval_spec.exporters or ():
+        is_best = isinstance(exporter, BestExporter) and exporter._event_file_pattern
+        if not is_best or exporter._model_dir == estimator.model_dir:
+            continue
+        exports = os.path.join(estimator.model_dir, "export", exporter.name)
+        has_exports = tf.io.gfile.isdir(exports) and any(
+            name.rstrip("/").isdigit() for name in tf.io.gfile.listdir(exports)
+        )
+        pattern = os.path.join(estimator.model_dir, exporter._event_file_pattern)
+        if exporter._event_file_pattern == _EVENTS_OF_EVAL:  # but an EvalSpec may have a name
+            pattern = os.path.join(estimator.eval_dir(eval_spec.name), "*.tfevents.*")
+        best = _best_result(exporter._compare_fn, tf.io.gfile.glob(pattern))
+        if has_exports and best is not None:
+            exporter._model_dir = estimator.model_dir
+            exporter._best_eval_result, exporter._has_exported = best, True
+
+
+def _best_result(
+    is_better: Callable[..., bool], event_files: Sequence[str]
+) -> dict[str, float] | None:
+    best: dict[str, float] | None = None
+    for file in event_files:
+        with contextlib.suppress(tf.errors.DataLossError):  # the end, if its writer was killed
+            for event in tf.compat.v1.train.summary_iterator(file):
+                values = (each for each in event.summary.value if each.HasField("simple_value"))
+                result = {each.tag: each.simple_value for each in values}
+                if "loss" in result and (
+                    best is None or is_better(best_eval_result=best, current_eval_result=result)
+                ):
+                    best = result
+    return best
+
+
+class CheckpointEvaluation:
+    """Evaluates each checkpoint of an Estimator once and keeps the last results.
+
+    Args:
+      estimator: Estimator whose checkpoints are evaluated.
+      train_spec: spec with the last step of the training.
+      eval_spec: spec with data, hooks and exporters.
+    """
+
+    def __init__(self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
+        recall_best(estimator, eval_spec)
+        self._estimator = estimator
+        self._has_exporters = bool(eval_spec.exporters)
+        self._evaluator = _Evaluator(estimator, eval_spec, train_spec.max_steps)
+        self._results: tuple[Any, Any] = (None, [])
+        self._last_warning = ""
+
+    def run(self) -> tuple[Any, Any]:
+        """Evaluates the newest checkpoint if it has not been evaluated yet.
+
+        A deleted or damaged checkpoint is skipped, as there may be another one.
+
+        Returns:
+          (metrics, export results) of the last evaluation.
+        """
+        path = None
+        try:
+            path = self._estimator.latest_checkpoint()
+            result, exports = self._evaluator.evaluate_and_export()
+        except (ValueError, IndexError, tf.errors.OpError, hostopt.CheckpointError):
+            if not self._warn_of_damage(path):
+                raise
+            return self._results
+        if result.metrics:
+            self._results = (result.metrics, exports)
+        return self._results
+
+    def _warn_of_damage(self, path: str | None) -> bool:
+        """Returns True, and warns, if a checkpoint or the newest one now cannot be read."""
+        try:
+            for each in (path, newest(self._estimator.model_dir)):
+                if each is not None:
+                    check(each)
+        except hostopt.CheckpointError as damage:
+            if str(damage) != self._last_warning:
+                text = "%s. It is not evaluated; if training deletes checkpoints faster than this "
+                _log.warning(text + "evaluator evaluates them, raise keep_checkpoint_max", damage)
+            self._last_warning = str(damage)
+            return True
+        return False
+
+    def run_final(self) -> tuple[Any, Any]:
+        """Evaluates the last checkpoint and runs the final exports.
+
+        Returns:
+          (metrics, export results) of the last evaluation.
+        """
+        if self._warn_of_damage(None):
+            return self._results
+        path = self._estimator.latest_checkpoint()
+        if path:
+            # Also exports at the end of a run that ended before max_steps, and if this checkpoint
+            # was evaluated before it was known to be the last one.
+            self._evaluator._max_training_steps = read_step(path)
+            if self._has_exporters and not self._evaluator.is_final_export_triggered:
+                self._evaluator._previous_ckpt_path = None
+        return self.run()
+
+
+def evaluate_final(
+    estimator: Estimator, train_spec: TrainSpec, eval_specs: list[EvalSpec]
+) -> tuple[Any, Any]:
+    """Evaluates the last checkpoint in a process that evaluates alone.
+
+    Args:
+      estimator: Estimator whose checkpoint is evaluated.
+      train_spec: spec of the training.
+      eval_specs: at least one.
+
+    Returns:
+      (metrics, export results); with several EvalSpecs, two dicts by name.
+    """
+    results = [CheckpointEvaluation(estimator, train_spec, s).run_final() for s in eval_specs]
+    if len(eval_specs) == 1:
+        return results[0]
+    names = [spec.name for spec in eval_specs]
+    metrics, exports = zip(*results)
+    return dict(zip(names, metrics)), dict(zip(names, exports))
+
+
+def evaluate_until_end(
+    estimator: Estimator,
+    train_spec: TrainSpec,
+    eval_spec: EvalSpec,
+    beat: Callable[[], None] = lambda: None,
+) -> tuple[Any, Any]:
+    """Evaluates new checkpoints until training has ended, then the last one.
+
+    Args:
+      estimator: Estimator whose checkpoints are evaluated.
+      train_spec: spec of the training.
+      eval_spec: spec of the evaluation.
+      beat: called at least twice a second between evaluations.
+
+    Returns:
+      (metrics, export results) of the last evaluation.
+    """
+    evaluation = CheckpointEvaluation(estimator, train_spec, eval_spec)
+    chief = ChiefLiveness(estimator.model_dir, estimator.config.train_distribute.options)
+    watch = _EndWatch(EndMarker(estimator.model_dir), chief, beat)
+    pause_s = eval_spec.start_delay_secs
+    while not watch.ends_within(pause_s):
+        started_s = time.monotonic()
+        evaluation.run()
+        pause_s = max(eval_spec.throttle_secs - (time.monotonic() - started_s), _POLL_S)
+    _log.info("training has ended: the final evaluation follows")
+    return evaluation.run_final()
+
+
+def evaluate_announced(
+    estimator: Estimator, model_dir: str, eval_spec: EvalSpec, evaluators: Evaluators
+) -> tuple[Any, Any]:
+    """Evaluates the checkpoints that evaluator 0 announces.
+
+    Args:
+      estimator: Estimator of `with_evaluators`.
+      model_dir: directory of the checkpoints.
+      eval_spec: spec of the evaluation.
+      evaluators: all evaluators.
+
+    Returns:
+      (metrics, []) of the last evaluation.
+    """
+    metrics = None
+    while (name := evaluators.wait_for_checkpoint()) is not None:
+        path = os.path.join(model_dir, name)
+        try:
+            metrics = estimator.evaluate(
+                eval_spec.input_fn, eval_spec.steps, eval_spec.hooks, path, eval_spec.name
+            )
+        except hostopt.CheckpointError as error:
+            _log.warning("%s", error)
+    return metrics, []
+
+
+class _EndWatch:
+    """Watches for the end of training.
+
+    The chief writes the marker. In addition, `hostopt run` creates the file RING_ENDED when all
+    ranks have exited with code 0: a program may exit before it trains, or without a marker.
+
+    Args:
+      marker: marker of the chief.
+      chief: signs of life of the chief.
+      beat: called at least twice a second.
+    """
+
+    def __init__(self, marker: EndMarker, chief: ChiefLiveness, beat: Callable[[], None]) -> None:
+        self._marker = marker
+        self._chief = chief
+        self._beat = beat
+        self._old = marker.read()
+        self._trusted_from_s = time.monotonic() + _OLD_MARKER_S
+        self._ring_ended = os.environ.get(RING_ENDED, "")
+
+    def ends_within(self, pause_s: float) -> bool:
+        """Pauses, or returns as soon as training has ended.
+
+        Args:
+          pause_s: longest pause.
+
+        Returns:
+          True if training has ended.
+
+        Raises:
+          hostopt.RetryableError: the chief shows no signs of life for too long.
+        """
+        until_s = time.monotonic() + pause_s
+        while not self._has_ended():
+            self._beat()
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            pause_s = min(_POLL_S, remaining_s)
+            time.sleep(pause_s)
+            self._chief.waited(pause_s)
+        return True
+
+    def _has_ended(self) -> bool:
+        if os.path.exists(self._ring_ended):
+            return True
+        content = self._marker.read()
+        if content is None:
+            self._old = None  # a later marker is of this run
+            return False
+        return content != self._old or time.monotonic() >= self._trusted_from_s

@@ -1,0 +1,1 @@
+"""Walks over a graph, kinds of its operations, and fingerprints of their values."""

@@ -1,0 +1,179 @@
+"""Checks that a graph changes global_step, and that all reads of it in a step come first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext._tf_private import (
+    add_control_inputs,
+    control_flow_context,
+    control_outputs,
+    is_reference,
+)
+from estimator_ext.graphs.walks import functions_called, operations_before, walk
+
+_CHANGES = re.compile(r"Assign|(Resource)?(Scatter|CountUpTo|StridedSliceAssign)")
+# Pass on a variable, also in the control flow of TensorFlow 1.
+_PASSING = re.compile(r"(Ref)?(Identity|IdentityN|Switch|Enter|Merge|NextIteration|Exit)$")
+
+
+class GlobalStepCheckHook(tf.compat.v1.train.SessionRunHook):
+    """Refuses a training whose graph never changes global_step.
+
+    It must be the last of all hooks, as others may add operations when they begin.
+
+    Args:
+      global_step: the global_step of the training.
+    """
+
+    def __init__(self, global_step: tf.Variable) -> None:
+        self._global_step = global_step
+
+    def begin(self) -> None:
+        """Checks the graph, which is complete except for the saver.
+
+        Raises:
+          ValueError: no operation changes global_step.
+        """
+        if next(changes(self._global_step), None) is None:
+            raise ValueError(
+                "global_step would stay as it is for ever: no operation of the training changes "
+                "it, so neither a number of steps nor a checkpoint would ever come. Give it to "
+                "the optimizer, as in optimizer.minimize(loss, global_step=tf.compat.v1.train."
+                "get_global_step()) or apply_gradients(..., global_step=...), or return an "
+                "estimator_ext.EstimatorSpec with a host_call, which increments it by itself"
+            )
+
+
+def read_before_changes(targets: Sequence[tf.Operation]) -> None:
+    """Makes updates of global_step wait for all operations of a step that read it.
+
+    A model_fn may group `global_step.assign(global_step + 1)` with its update, as BERT does. The
+    learning rate might then use the old or the new value, and another one on each rank. The reads
+    may be in a branch, a loop or a function.
+
+    Args:
+      targets: operations that run in a step, in the default graph.
+    """
+    variable = tf.compat.v1.train.get_global_step()
+    if variable is None:
+        return
+    in_step = operations_before(targets)
+    users = [op for op in _users(_tensor_of(variable)) if op in in_step]
+    updates = [op for op in users if _changes_within(op)]
+    reads = [op for op in users if op not in updates]
+    for update in (op for op in updates if control_flow_context(op) is None):
+        already = operations_before([update])
+        ends = [end for op in reads if op not in already for end in _ends(op) if end in in_step]
+        before = [op for op in dict.fromkeys(ends) if update not in operations_before([op])]
+        add_control_inputs(update, [_done(op) for op in before if op not in already])
+
+
+def _done(op: tf.Operation) -> tf.Operation:
+    """Returns an operation that runs after one and all operations of the functions it calls.
+
+    A consumer by control may run before the branches of a conditional operation are done.
+    """
+    if op.outputs and any(True for _ in functions_called(op)):
+        with tf.control_dependencies(None), tf.device(op.device):
+            return tf.raw_ops.IdentityN(input=op.outputs)[0].op
+    return op
+
+
+def _tensor_of(variable: tf.Variable) -> tf.Tensor:
+    """Returns the resource or reference that operations take to use a variable."""
+    handle = getattr(variable, "handle", None)
+    return variable.op.outputs[0] if handle is None else handle
+
+
+def _users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """Yields operations that read or change a variable, or call a function that may do so."""
+    for op in tensor.consumers():
+        if _PASSING.match(op.type):
+            for output in op.outputs:
+                yield from _users(output)
+        else:
+            yield op
+
+
+def _changes_within(op: tf.Operation) -> bool:
+    """Returns True if an operation changes global_step, or calls a function that does."""
+    step = _tensor_of(tf.compat.v1.train.get_global_step())
+    if _CHANGES.match(op.type):
+        changed = op.inputs[0]
+        while _PASSING.match(changed.op.type):
+            changed = changed.op.inputs[0]
+        return bool(changed.op is step.op)  # global_step may also be the assigned value
+    arguments = _arguments_of(op, step)
+    return any(True for argument in arguments for _ in _changes_of(argument, set()))
+
+
+def _ends(read: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations after a read that are outside branches and loops of TensorFlow 1."""
+
+    def is_outside(op: tf.Operation) -> bool:
+        context = control_flow_context(op)
+        if op.type in ("Exit", "RefExit"):  # the last operation of a loop belongs to it
+            context = context.outer_context
+        return context is None
+
+    def after(op: tf.Operation) -> list[tf.Operation]:
+        if is_outside(op):
+            return []
+        users = [user for output in op.outputs for user in output.consumers()]
+        return list(dict.fromkeys([*users, *control_outputs(op)]))
+
+    return [op for op in walk([read], after) if is_outside(op)]
+
+
+def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
+    """Yields operations that change a variable, also in functions, branches and loops.
+
+    Args:
+      variable: resource or reference variable of the default graph.
+
+    Yields:
+      The operations, except those that initialize or restore the variable.
+    """
+    initializers = {variable.initializer.name, f"{variable.op.name}/Assign"}
+    for op in _changes_of(_tensor_of(variable), set()):
+        if op.name not in initializers and not _restores(op):
+            yield op
+
+
+def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
+    if not _is_variable(tensor) or tensor.ref() in seen:  # a value, or seen before in a loop
+        return
+    seen.add(tensor.ref())
+    for op in tensor.consumers():
+        if _CHANGES.match(op.type):
+            if op.inputs[0].name == tensor.name:
+                yield op
+            continue
+        within = op.outputs if _PASSING.match(op.type) else _arguments_of(op, tensor)
+        for each in within:
+            yield from _changes_of(each, seen)
+
+
+def _is_variable(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype == tf.resource or is_reference(tensor))
+
+
+def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+    """Yields the arguments that receive a tensor in the functions that an operation calls."""
+    for _, body in functions_called(op):
+        # the first inputs of the operation may be no arguments, such as the index of a branch
+        for passed, argument in zip(reversed(op.inputs), reversed(body.inputs)):
+            if passed.name == tensor.name:
+                yield argument
+
+
+def _restores(op: tf.Operation) -> bool:
+    """Returns True if an operation assigns a value that is read from a checkpoint."""
+    sources = [tensor.op for tensor in op.inputs[1:]]
+    sources += [tensor.op for source in sources for tensor in source.inputs]
+    return any(source.type.startswith("Restore") for source in sources)

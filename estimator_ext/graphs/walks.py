@@ -1,0 +1,182 @@
+"""Walks over a graph, from operations to those that they depend on or that depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext._tf_private import control_flow_context, get_func_graph, original_func_graph
+
+LOOPS_BACK = ("NextIteration", "RefNextIteration")
+BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+LOOPS = ("While", "StatelessWhile")
+CALLS = (*BRANCHES, *LOOPS, "PartitionedCall", "StatefulPartitionedCall")
+
+Neighbours = Callable[[tf.Operation], Iterable[tf.Operation]]
+
+
+def data_before(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that compute the inputs of one.
+
+    Args:
+      op: an operation.
+
+    Returns:
+      Each operation once, in the order of the inputs.
+    """
+    return list(dict.fromkeys(tensor.op for tensor in op.inputs))
+
+
+def runs_before(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that run before one because of its inputs or control inputs.
+
+    Args:
+      op: an operation.
+
+    Returns:
+      Each operation once.
+    """
+    return list(dict.fromkeys([*data_before(op), *op.control_inputs]))
+
+
+def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> list[tf.Operation]:
+    """Returns operations and all those before them, in topological order.
+
+    Args:
+      targets: the operations to begin with.
+      before: returns the operations that one depends on directly.
+
+    Returns:
+      Each operation once, after those that it depends on. There is one exception: the end of a
+      loop (`LOOPS_BACK`) comes after the beginning of the loop, which depends on it.
+    """
+    order: list[tf.Operation] = []
+    entered: set[tf.Operation] = set()
+    done: set[tf.Operation] = set()
+    loop_ends: list[tf.Operation] = []
+    todo = list(targets)
+    # Depth first, with a stack in place of recursion: graphs are deeper than Python's stack. An
+    # operation stays on the stack below those before it, and is appended when it is on top again.
+    while todo or loop_ends:
+        if not todo:
+            todo.append(loop_ends.pop())
+        op = todo[-1]
+        if op not in entered:
+            entered.add(op)
+            new = [each for each in before(op) if each not in entered]
+            loop_ends += [each for each in new if each.type in LOOPS_BACK]
+            todo += [each for each in new if each.type not in LOOPS_BACK]
+            continue
+        todo.pop()
+        if op not in done:
+            done.add(op)
+            order.append(op)
+    return order
+
+
+def operations_before(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
+    """Returns all operations that run if some operations are run.
+
+    Args:
+      operations: operations of one graph.
+
+    Returns:
+      These operations and those before them, by data or control.
+    """
+    return set(walk(operations))
+
+
+def ancestors(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Returns all operations that run if some operations are run, in the order of the graph.
+
+    Args:
+      targets: operations of one graph, at least one.
+
+    Returns:
+      These operations and those before them, in the order in which they were built.
+    """
+    before = operations_before(targets)
+    return [op for op in targets[0].graph.get_operations() if op in before]
+
+
+def depends_on(
+    targets: Iterable[tf.Operation],
+    sources: Collection[tf.Operation],
+    before: Neighbours = runs_before,
+) -> bool:
+    """Returns True if a target is one of the sources or depends on one.
+
+    Args:
+      targets: the operations to begin with.
+      sources: the operations to look for.
+      before: returns the operations that one depends on directly.
+    """
+    return not set(sources).isdisjoint(walk(targets, before))
+
+
+def predicates_around(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the predicates that decide whether an operation runs, in TensorFlow 1 control flow.
+
+    Args:
+      op: an operation.
+
+    Returns:
+      The predicates of the branches and loops around the operation, the innermost first.
+    """
+    predicates, context = [], control_flow_context(op)
+    while context is not None:
+        if context.IsCondContext():
+            predicates.append(context.pred)
+        elif context.IsWhileContext():
+            predicates.append(context.pivot)
+        context = context.outer_context
+    return predicates
+
+
+def decided_before(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that run before one, and those that decide whether it runs.
+
+    Args:
+      op: an operation.
+
+    Returns:
+      These operations, except the condition of a loop, which depends on the loop's operations.
+    """
+    decides = [tensor.op for tensor in predicates_around(op)]
+    return [*runs_before(op), *(each for each in decides if each.type != "LoopCond")]
+
+
+def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
+    """Yields copies of the graphs of the functions that an operation calls.
+
+    Args:
+      op: an operation.
+
+    Yields:
+      Name of the attribute that holds the function, such as `then_branch`, and the graph.
+    """
+    for attribute, name in _names_of_functions(op):
+        yield attribute, get_func_graph(op, None, name)
+
+
+def original_functions(op: tf.Operation) -> list[tuple[str, Any]]:
+    """Returns the graphs of the functions that an operation calls, as the program built them.
+
+    Args:
+      op: an operation.
+
+    Returns:
+      As `functions_called`. Operations that call the same function share its graph.
+    """
+    return [(each, original_func_graph(op, name)) for each, name in _names_of_functions(op)]
+
+
+def _names_of_functions(op: tf.Operation) -> Iterator[tuple[str, str]]:
+    for attribute in op.op_def.attr:
+        if attribute.type not in ("func", "list(func)"):
+            continue
+        value = op.get_attr(attribute.name)
+        for function in value if attribute.type == "list(func)" else [value]:
+            yield attribute.name, function.name

@@ -1,0 +1,1 @@
+"""The position of a rank in its data, which checkpoints keep."""

@@ -1,0 +1,36 @@
+"""Reads of the input outside of the step, which a loop of steps forbids to hooks and summaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from estimator_ext._tf_private import add_control_inputs
+
+_ALLOWED = "hostopt/reads_outside_of_the_loop"
+
+
+def forbid_reads(operations: Iterable[tf.Operation], message: str) -> None:
+    """Makes operations that read a batch fail, unless `allowed_reads` is fed.
+
+    Args:
+      operations: operations of the default graph; those that do not read a batch remain allowed.
+      message: text of the error.
+    """
+    with tf.control_dependencies(None):
+        is_allowed = tf.compat.v1.placeholder_with_default(False, [], "reads_are_allowed")
+        check = tf.raw_ops.Assert(condition=is_allowed, data=[message])
+    tf.compat.v1.add_to_collection(_ALLOWED, is_allowed)
+    for op in operations:
+        if op.type.startswith("IteratorGetNext"):
+            add_control_inputs(op, [check])
+
+
+def allowed_reads(graph: tf.Graph) -> dict[tf.Tensor, bool]:
+    """Returns a feed_dict with which a session can read a batch outside of the step.
+
+    Args:
+      graph: graph of the session.
+    """
+    return dict.fromkeys(graph.get_collection(_ALLOWED), True)

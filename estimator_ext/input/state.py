@@ -1,0 +1,288 @@
+"""Input state: the position of each rank in its data, saved with checkpoints and restored.
+
+The state of ``model.ckpt-100`` is ``model.ckpt-100.input``. Rank 0 writes it before the
+checkpoint, so that no checkpoint lacks it. It holds the position of each rank: the state of each
+iterator, as tf.data saves it, including shuffle buffers, or the number of batches that were read.
+Rank 0 collects the positions, as the ranks need not share a file system.
+
+A training that starts in another process resumes its data at that position. It reads the data
+from the beginning, as the stock Estimator does, if it runs in the same process, if the data had
+ended on all ranks, or if its input_fn, number of ranks or kind of position has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_private import GLOBAL_ITERATORS
+from estimator_ext.checkpoints import input_state_file
+from estimator_ext.checkpoints.file_errors import remove
+from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed, pack, step_of, unpack
+from estimator_ext.checkpoints.reading import read_step
+from estimator_ext.graphs.walks import ancestors
+from estimator_ext.input.batch_position import BatchCounter, BatchPosition
+from estimator_ext.input.iterator_position import IteratorPosition
+from estimator_ext.input.iterators import fingerprint
+
+_log = tf.get_logger()
+KINDS = (IteratorPosition.kind, BatchPosition.kind)  # values of `RunConfig.resume_data`
+
+_RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
+
+
+@functools.cache
+def _identifier(pid: int) -> str:
+    """Identifies a process; a child of fork() has an identifier that differs from its parent's."""
+    return secrets.token_hex(8)
+
+
+class InputStates:
+    """Positions of the ranks of a training in their data; created after the input is built.
+
+    Args:
+      communicator: communicator for this object alone (a `duplicate`).
+      data_have_ended: returns True if the data have ended.
+      more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
+        data have ended.
+      counter: counter of the batches, to skip them after a restart; None to save the states of the
+        iterators.
+    """
+
+    def __init__(
+        self,
+        communicator: hostopt.Communicator,
+        data_have_ended: Callable[[], bool],
+        more: tf.Tensor,
+        counter: BatchCounter | None = None,
+    ) -> None:
+        self._communicator = communicator
+        self._data_have_ended = data_have_ended
+        iterators = list(tf.compat.v1.get_collection(GLOBAL_ITERATORS))
+        self._position: IteratorPosition | BatchPosition
+        if counter is None:
+            self._position = IteratorPosition(communicator.rank, iterators, more)
+        else:
+            self._position = BatchPosition(communicator, counter)
+        self._pipelines = [fingerprint(iterator.op) for iterator in iterators]
+        self._has_begun = False
+        self._collected: list[bytes] = []
+        self._has_resumed = False  # True if any rank resumes at a saved position
+        self.starts_over = False  # True if the training should begin again, from the first batch
+
+    def listen(self, savers: Sequence[tf.compat.v1.train.CheckpointSaverHook]) -> None:
+        """Registers listeners that write the states before each checkpoint of this rank.
+
+        Args:
+          savers: hooks that save.
+        """
+        for saver in savers:
+            saver._listeners.append(_Listener(self, saver))
+
+    def begin(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
+        """Restores the positions of all ranks. Collective: all ranks must call it.
+
+        Args:
+          session: session of this rank, whose iterators are initialized.
+          checkpoint: on rank 0, path of the restored checkpoint; None if there is none.
+
+        Raises:
+          hostopt.CheckpointError: the states of the checkpoint cannot be restored.
+        """
+        communicator = self._communicator
+        states = []
+        if communicator.rank == 0:
+            states = _read(checkpoint, communicator.size) or [b""] * communicator.size
+        state = communicator.scatter_bytes(states, "the states of the data")
+        packed = self._unpack(state) if state else None
+        has_ended = self._position.load(session, packed)
+        of_ranks = communicator.all_gather(
+            np.array([has_ended, packed is not None]), "whether the data had ended"
+        )
+        all_ended = of_ranks[:, 0].all()
+        self._has_resumed = bool(of_ranks[:, 1].any() and not all_ended)
+        if all_ended:  # resuming would end each training before its first step
+            self._log_start_over()
+        self._position.resume(session, from_start=bool(all_ended))
+        self._has_begun = True
+
+    def gather(self, session: tf.compat.v1.Session, *, has_more: bool = False) -> None:
+        """Collects the states of all ranks on rank 0. Collective: all ranks must call it.
+
+        Args:
+          session: session of this rank.
+          has_more: True if a rank has data left. Otherwise data that have ended are read from the
+            beginning after a restart.
+        """
+        packed = None
+        if has_more or not self._data_have_ended():
+            packed = self._position.save(session)
+        state = b""
+        if packed is not None:
+            state = pack({"pipelines": self._pipelines, **packed.attributes}, packed.parts)
+        self._collected = self._communicator.gather_bytes(state, "the states of the data")
+
+    def forget(self) -> None:
+        """Drops the collected states, because a step follows."""
+        self._collected = []
+
+    def write(self, session: tf.compat.v1.Session, checkpoint: str) -> None:
+        """Writes the collected states before a checkpoint is saved, and removes outdated files.
+
+        Args:
+          session: session of this rank.
+          checkpoint: path of the checkpoint that is saved next.
+
+        Raises:
+          hostopt.CheckpointError: the states cannot be written.
+        """
+        if self._communicator.size == 1 and self._has_begun:
+            self.gather(session)
+        if not self._collected:  # before the first step; a restored checkpoint has its states
+            return
+        _write(checkpoint, self._collected)
+        _remove_old(checkpoint)
+
+    def end(self, checkpoint: str | None, *, has_stepped: bool) -> None:
+        """Finds out if the data had ended at the position at which they were resumed.
+
+        A position of batches does not show this before the next one is read. Then the training
+        should begin again, from the first batch: with this position it would never make a step.
+
+        Args:
+          checkpoint: on rank 0, path of the restored checkpoint, whose states are removed then.
+          has_stepped: True if the training has made a step.
+        """
+        if has_stepped or not (self._has_resumed and self._data_have_ended()):
+            return
+        self.starts_over = True
+        self._log_start_over()
+        if checkpoint is not None:
+            _write(checkpoint, [b""] * self._communicator.size)
+
+    def _log_start_over(self) -> None:
+        rank = self._communicator.rank
+        _log.info("rank %d: its data had ended, and are read from the beginning", rank)
+
+    def _unpack(self, state: bytes) -> Packed | None:
+        """The saved position; None if the pipelines or the kind of the position have changed."""
+        packed, reason = unpack(state), ""
+        kind = KINDS["batches" in packed.attributes]
+        if packed.attributes["pipelines"] != self._pipelines:
+            reason = "input_fn builds another pipeline than the one whose state was saved"
+        elif kind != self._position.kind:
+            reason = f"resume_data was {kind!r}, and now it is {self._position.kind!r}"
+        if not reason:
+            return packed
+        rank = self._communicator.rank
+        _log.warning("rank %d: its data are read from the beginning: %s", rank, reason)
+        return None
+
+
+class InputStateHook(tf.compat.v1.train.SessionRunHook):
+    """Restores the input state; it must come after all hooks that may initialize iterators.
+
+    Args:
+      states: states of the training.
+      newest: on rank 0, path of the checkpoint that will be restored; None if there is none. It
+        is found before the session, as savers may save before this hook is called.
+    """
+
+    def __init__(self, states: InputStates, newest: str | None) -> None:
+        self._states = states
+        self._newest = newest
+        self._first_step = 0
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Restores the positions."""
+        del coord
+        self._first_step = step = _global_step(session)
+        is_restored = self._newest and read_step(self._newest) == step
+        self._states.begin(session, self._newest if is_restored else None)
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Finds out if the data had ended before the first step."""
+        self._states.end(self._newest, has_stepped=_global_step(session) != self._first_step)
+
+
+class _Listener(tf.compat.v1.train.CheckpointSaverListener):
+    """Writes the input state when a saver is about to save."""
+
+    def __init__(self, states: InputStates, saver: tf.compat.v1.train.CheckpointSaverHook) -> None:
+        self._states = states
+        self._saver = saver
+
+    def before_save(self, session: tf.compat.v1.Session, global_step_value: int) -> None:
+        """Writes the states."""
+        self._states.write(session, f"{self._saver._save_path}-{global_step_value}")
+
+
+def log_random_operations(train_op: Any, data: Collection[tf.Operation]) -> None:
+    """Logs random operations of a model whose results differ after a restart.
+
+    Args:
+      train_op: operation or tensor of a step.
+      data: operations of the input.
+    """
+    operations = ancestors([getattr(train_op, "op", train_op)])
+    names = [op.name for op in operations if op.type.startswith(_RANDOM) and op not in data]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        _log.info(
+            "these random numbers differ after a restart: %s%s. Use tf.random.stateless_* with a "
+            "seed computed from global_step to avoid that",
+            ", ".join(names[:3]),
+            more,
+        )
+
+
+def _write(checkpoint: str, states: Sequence[bytes]) -> None:
+    attributes = {"process": _identifier(os.getpid()), "step": step_of(checkpoint)}
+    input_state_file.write(checkpoint, attributes, states)
+
+
+def _read(checkpoint: str | None, size: int) -> list[bytes]:
+    """The saved state of each rank; [] if there are none, or they do not fit."""
+    if checkpoint is None:
+        return []
+    packed = input_state_file.read(checkpoint)
+    if packed is None:
+        if step_of(checkpoint) != "0":  # saved before the first step
+            _log.warning(
+                "the data are read from the beginning: %s was saved without their state",
+                checkpoint,
+            )
+        return []
+    if packed.attributes["process"] == _identifier(os.getpid()):
+        return []
+    if not any(packed.parts):  # they had ended, or their position cannot be saved
+        _log.info("the data are read from the beginning: no position was saved in %s", checkpoint)
+        return []
+    if len(packed.parts) != size:
+        _log.warning(
+            "the data are read from the beginning: %s was saved by %d ranks, and now there are %d",
+            checkpoint,
+            len(packed.parts),
+            size,
+        )
+        return []
+    return packed.parts
+
+
+def _global_step(session: tf.compat.v1.Session) -> int:
+    return int(session.run(tf.compat.v1.train.get_global_step()))
+
+
+def _remove_old(checkpoint: str) -> None:
+    """Removes the input states of deleted checkpoints."""
+    for other in tf.io.gfile.glob(f"{checkpoint.rpartition('-')[0]}-*{SUFFIX}"):
+        saved = other[: -len(SUFFIX)]
+        if saved != checkpoint and not tf.io.gfile.exists(f"{saved}.index"):
+            remove(other)

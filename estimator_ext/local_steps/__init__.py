@@ -1,0 +1,1 @@
+"""Local steps: replicas that train alone and synchronise every few steps."""

@@ -1,0 +1,287 @@
+"""Synchronisations of ranks that train by themselves in between.
+
+All ranks count the same number of steps to the next synchronisation, of one fragment of the model
+after the other. It begins with an exchange of what each rank has done and wants. Everything that
+all ranks must do together happens after a synchronisation of the whole model: saves, evaluations
+and stops.
+
+With a delay, a synchronisation of a fragment runs in the background::
+
+    step       t                       t + delay                t + interval
+    this rank  takes the difference    applies its mean         takes the next one
+    thread     |--- exchange, reduce ---|
+
+About once a second the ranks exchange whether one of them requests a stop, such as after SIGTERM.
+Nobody waits for the answer before the next exchange. If there is a request, the synchronisation
+takes place at once, after the same step on all ranks.
+
+A rank whose data have ended takes part in all exchanges, without steps, until all data have ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+from estimator_ext.input.state import InputStates
+from estimator_ext.local_steps.replica_part import Difference
+from estimator_ext.local_steps.replicas import Fragment, Replicas
+from estimator_ext.local_steps.schedule import SyncSchedule
+from estimator_ext.local_steps.synchronisation import RankState, Synchronisation
+from estimator_ext.session.coordinated_stop import CoordinatedTimer, EndStopSaveHook
+from estimator_ext.session.preemption import PreemptionHook
+from estimator_ext.variables.sync_on_read import SyncOnRead, assign
+from hostopt.tensorflow.ops import StopSaveFlags
+
+_NO_EXAMPLES = 1e-6  # weight of a step whose examples are unknown, or that has none
+
+
+class _Pending(NamedTuple):
+    """A synchronisation in the background."""
+
+    fragment: Fragment
+    differences: list[Difference]
+    states: Future[list[RankState]]
+
+
+class SyncHook(tf.compat.v1.train.SessionRunHook):
+    """Synchronises the ranks; it must come before hooks that save. All ranks must have it.
+
+    Args:
+      communicator: a `duplicate` that nothing else uses.
+      flags: requests of the ranks.
+      sync_on_read: variables that differ by rank.
+      input_states: states of the input iterators of all ranks.
+      savers: hooks of this rank that save checkpoints.
+      strategy: the `HostOffloadStrategy` of the training.
+      replicas: the variables of all ranks.
+      stops: the hook that ends the training on all ranks.
+      examples: scalar, the number of examples in a step.
+      config: configuration of the Estimator.
+      hooks: hooks of this rank, of which one knows its signals.
+    """
+
+    def __init__(
+        self,
+        communicator: hostopt.Communicator,
+        flags: StopSaveFlags,
+        sync_on_read: SyncOnRead,
+        input_states: InputStates,
+        savers: Sequence[tf.compat.v1.train.CheckpointSaverHook],
+        strategy: Any,
+        replicas: Replicas,
+        stops: EndStopSaveHook,
+        examples: tf.Tensor,
+        config: Any,
+        hooks: Sequence[Any],
+    ) -> None:
+        self._communicator = communicator
+        self._options = strategy.local_steps
+        self._schedule = SyncSchedule(communicator, self._options, flags, stops)
+        self._replicas = replicas
+        self._flags = flags
+        self._sync_on_read = sync_on_read
+        self._input_states = input_states
+        self._stops = stops
+        self._examples_in_step = examples
+        # of accumulated micro-batches only the last one is counted
+        self._knows_examples = getattr(config, "accumulate_steps", 1) == 1
+        self._ends_together = getattr(config, "uneven_data", "join") == "stop"
+        self._checks = strategy.options.desync_check_steps > 0
+        for saver in savers:
+            saver._timer = CoordinatedTimer(saver._timer, flags)
+        self._savers = savers
+        self._preemptions = [h.preemption for h in hooks if isinstance(h, PreemptionHook)]
+        self._synchronisation = Synchronisation(communicator)
+        self._pending: _Pending | None = None
+        self._global_step: Any = None
+        self._step = 0  # of this rank
+        self._increment = 0  # of global_step in a step of this rank; 0 while unknown
+        self._steps = 0  # of this rank, since the last synchronisation
+        self._examples = [0.0] * len(replicas.fragments)  # since the last one of each fragment
+        self._since_s = 0.0
+        # the same on all ranks
+        self._step_s = 0.0  # duration of a step of the slowest rank; 0 while unknown
+        self._next_fragment = 0
+
+    def begin(self) -> None:
+        """Finds global_step."""
+        self._global_step = tf.compat.v1.train.get_global_step()
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Stores the first step."""
+        del coord
+        self._step = int(session.run(self._global_step))
+
+    def before_run(self, run_context: Any) -> Any:
+        """Fetches the number of examples."""
+        session = run_context.session
+        self._begin(session)
+        self._sync_on_read.restore_local(session)
+        self._input_states.forget()
+        self._flags.set_total(0.0)
+        if not self._steps:  # saves and evaluations do not count
+            self._since_s = time.monotonic()
+        return tf.compat.v1.train.SessionRunArgs(self._examples_in_step)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Synchronises if it is time."""
+        session, count = run_context.session, float(run_values.results)
+        count = count if count and self._knows_examples else _NO_EXAMPLES
+        self._examples = [examples + count for examples in self._examples]
+        self._steps += 1
+        if not self._increment:
+            self._increment = int(session.run(self._global_step)) - self._step
+        self._step += self._increment
+        self._communicator.transport.training_step = self._step  # for `hostopt status`
+        if self._is_due(session):
+            self._synchronise(session, has_ended=False)
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Synchronises until all ranks have ended, and collects on the chief what it saves."""
+        self._begin(session)
+        self._sync_on_read.restore_local(session)
+        while not (self._is_due(session) and self._synchronise(session, has_ended=True)):
+            self._flags.stop |= any(preemption.signum for preemption in self._preemptions)
+        self._synchronisation.close()
+        self._communicator.finish("the last step")
+        self._sync_on_read.aggregate_to_chief(session)
+        self._input_states.gather(session)
+
+    def _begin(self, session: tf.compat.v1.Session) -> None:
+        if not self._schedule.has_begun:  # the hooks have broadcast the variables
+            self._replicas.begin(session)
+            self._schedule.begin(self._step, 0.0)
+
+    def _is_due(self, session: tf.compat.v1.Session) -> bool:
+        """Counts a step, and returns True if a synchronisation follows it on all ranks."""
+        self._schedule.position += 1
+        if self._schedule.position == self._options.delay:
+            self._finish_pending(session)
+        return self._schedule.is_due(self._local_step_s())
+
+    def _local_step_s(self) -> float:
+        return (time.monotonic() - self._since_s) / self._steps if self._steps else 0.0
+
+    # -- synchronisations -------------------------------------------------------------------
+
+    def _synchronise(self, session: tf.compat.v1.Session, *, has_ended: bool) -> bool:
+        """Synchronises the ranks, or begins to; returns True if all of them have ended."""
+        step, schedule = self._schedule.end_interval(), self._schedule
+        self._finish_pending(session)  # if the interval is shorter than the delay
+        latest = max(step, self._step)  # this rank may have no data left
+        self._flags.save = any(saver._timer.is_due(latest) for saver in self._savers)
+        is_warm_up = step <= self._options.warmup_steps
+        if self._options.delay and not (is_warm_up or schedule.is_whole_next):
+            self._start(session, has_ended)
+            schedule.begin(step, self._step_s)
+            return False
+        states, examples = self._synchronisation.exchange(self._state(has_ended), self._examples)
+        step = max(int(state.step) for state in states)
+        all_ended = self._note_requests(states)
+        is_last = all_ended or bool(
+            self._flags.ranks_stopping or self._stops.steps_left(step) == 0
+        )
+        is_whole = is_last or schedule.is_whole_next or bool(self._flags.ranks_saving)
+        self._reduce(session, examples, is_whole, is_warm_up)
+        schedule.is_whole_next = False
+        if step != self._step:  # that of the rank with the most steps
+            assign(session, [self._global_step], [np.int64(step)])
+        self._step = step
+        self._note_speed(states)
+        schedule.begin(step, self._step_s, is_last=is_last)
+        if self._flags.ranks_saving:
+            self._sync_on_read.aggregate_to_chief(session)
+            self._input_states.gather(session, has_more=not all_ended)
+            if has_ended and not all_ended:
+                self._save_meanwhile(session)
+        return all_ended
+
+    def _save_meanwhile(self, session: tf.compat.v1.Session) -> None:
+        """Saves on the chief if its data have ended and those of others have not."""
+        for saver in self._savers:
+            if saver._timer.is_due(self._step):
+                saver._timer.update_last_triggered_step(self._step)
+                saver._save(session, self._step)
+        self._sync_on_read.restore_local(session)
+        self._input_states.forget()
+
+    def _state(self, has_ended: bool) -> RankState:
+        fragment = self._replicas.fragments[self._next_fragment]
+        state = RankState(
+            self._step,
+            self._increment,
+            self._local_step_s(),
+            self._flags.save,
+            self._flags.stop,
+            has_ended,
+            self._replicas.anchor_checksum(fragment) if self._checks else 0,
+        )
+        self._steps = 0
+        return state
+
+    def _note_requests(self, states: Sequence[RankState]) -> bool:
+        """Sets the flags for the other hooks, and returns True if all ranks have ended."""
+        ended = sum(state.has_ended for state in states)
+        stopping = sum(state.stops for state in states)
+        if self._ends_together and ended:
+            stopping = max(stopping, 1)
+        self._flags.ranks_saving = int(sum(state.saves for state in states))
+        self._flags.ranks_stopping = int(stopping)
+        return ended == len(states)
+
+    def _note_speed(self, states: Sequence[RankState]) -> None:
+        self._step_s = max(state.step_s for state in states)
+        self._schedule.increment = max(1, *(int(state.increment) for state in states))
+
+    def _reduce(
+        self,
+        session: tf.compat.v1.Session,
+        examples: Sequence[Sequence[float]],
+        is_whole: bool,
+        is_warm_up: bool,
+    ) -> None:
+        """Synchronises the next fragment, or the whole model, and waits for it."""
+        fragments = self._replicas.fragments
+        numbers = range(len(fragments)) if is_whole or is_warm_up else [self._next_fragment]
+        for number in numbers:
+            if not sum(examples[number]):  # no rank has made a step
+                continue
+            weight = self._synchronisation.weight(examples[number])
+            differences = self._replicas.take(session, fragments[number], self._step)
+            for difference in differences:
+                difference.reduce(weight, is_whole=is_whole)
+            self._replicas.apply(session, fragments[number], differences, self._step)
+            self._examples[number] = 0.0
+        if is_whole:
+            weight = self._synchronisation.weight(examples[0])
+            self._replicas.complete(session, weight, self._step)
+        # a training that resumes from a checkpoint begins with the first fragment, too
+        self._next_fragment = 0 if is_whole else (self._next_fragment + 1) % len(fragments)
+
+    def _start(self, session: tf.compat.v1.Session, has_ended: bool) -> None:
+        """Begins the synchronisation of the next fragment in the background."""
+        state, number = self._state(has_ended), self._next_fragment
+        fragment = self._replicas.fragments[number]
+        differences = self._replicas.take(session, fragment, self._step)
+        states = self._synchronisation.start(state, self._examples[number], differences)
+        self._pending = _Pending(fragment, differences, states)
+        self._examples[number] = 0.0
+        self._next_fragment = (number + 1) % len(self._replicas.fragments)
+
+    def _finish_pending(self, session: tf.compat.v1.Session) -> None:
+        """Applies the synchronisation that runs in the background, if there is one."""
+        if self._pending is None:
+            return
+        (fragment, differences, future), self._pending = self._pending, None
+        states = future.result()
+        self._replicas.apply(session, fragment, differences, self._step, is_late=True)
+        requests = sum(state.saves + state.stops + state.has_ended for state in states)
+        self._schedule.is_whole_next |= bool(requests)
+        self._note_speed(states)

@@ -1,0 +1,219 @@
+"""Variables of one dtype, which are synchronised as one array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+from estimator_ext.variables.sync_on_read import assign
+from hostopt.collectives.finite import all_finite
+from hostopt.collectives.wire_format import WireFormat, new_wire_format
+from hostopt.gradients.quantized import NAMES as QUANTIZED
+from hostopt.gradients.quantized import QuantizedSum
+from hostopt.tensorflow.background import HOST_DEVICE
+
+
+class ReplicaPart:
+    """Variables of one dtype, and their values after the last synchronisation.
+
+    Args:
+      communicator: the ring.
+      variables: the variables, in the default graph.
+      compression: format of the differences on the wire; None for none.
+
+    Attributes:
+      variables: the variables.
+      anchor: the values after the last synchronisation, of shape [n].
+    """
+
+    def __init__(
+        self,
+        communicator: hostopt.Communicator,
+        variables: list[tf.Variable],
+        compression: str | None,
+    ) -> None:
+        self.communicator = communicator
+        self.name = f"the differences of {len(variables)} variables from {variables[0].op.name!r}"
+        self.variables = variables
+        dtype = variables[0].dtype.base_dtype
+        self._dtype = dtype.as_numpy_dtype
+        # sums of the small dtypes are computed in float32
+        self._sum_dtype = np.float64 if dtype == tf.float64 else np.float32
+        self.wire_format: WireFormat | None = None
+        self.quantized: QuantizedSum | None = None
+        if self._sum_dtype is np.float32 and compression in QUANTIZED:
+            self.quantized = QuantizedSum(communicator, compression)
+        elif self._sum_dtype is np.float32:
+            self.wire_format = new_wire_format(compression)
+        self.anchor = np.empty(0, self._sum_dtype)
+        self._flat = self._joined_in_graph()
+
+    def _joined_in_graph(self) -> tf.Tensor:
+        """Joins the variables in one copy; a session copies variables that it returns."""
+        with tf.device(HOST_DEVICE):
+            values = [tf.cast(v.read_value(), self._sum_dtype) for v in self.variables]
+            return tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+
+    def read(self, session: tf.compat.v1.Session) -> Any:
+        """Returns the values of the variables, of shape [n]."""
+        return session.run(self._flat)
+
+    def read_anchor(self, session: tf.compat.v1.Session) -> None:
+        """Reads the variables as anchor."""
+        self.anchor = self.read(session)
+
+    def read_first_anchor(self, session: tf.compat.v1.Session) -> None:
+        """Reads the variables as anchor before the first step.
+
+        Args:
+          session: session of this rank.
+
+        Raises:
+          hostopt.NonFiniteGradientError: a variable is not finite.
+        """
+        self.read_anchor(session)
+        if not all_finite(self.anchor):
+            raise hostopt.NonFiniteGradientError(
+                f"variable {self._nonfinite_names(self.anchor)[0]!r} is NaN or Inf before the "
+                "first step, and local steps synchronise what the steps change in it. Initialize "
+                "it with finite numbers, or leave sync_every, sync_secs and outer_optimizer out"
+            )
+
+    def split(self, flat: Any) -> list[Any]:
+        """Returns the values of the variables in an array of shape [n], as views if possible."""
+        sizes = [variable.shape.num_elements() for variable in self.variables]
+        shapes = [variable.shape.as_list() for variable in self.variables]
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        return [
+            part.reshape(shape).astype(self._dtype, copy=False)
+            for part, shape in zip(parts, shapes)
+        ]
+
+    def assign_local(self, session: tf.compat.v1.Session, flat: Any) -> Any:
+        """Assigns values to the variables of this rank; returns them as the dtype rounds them.
+
+        TensorFlow may keep the array and change it in the next step.
+        """
+        values = self.split(flat)
+        assign(session, self.variables, values)
+        return flat if self._dtype is self._sum_dtype else self._joined(values)
+
+    def assign(self, session: tf.compat.v1.Session, flat: Any) -> None:
+        """Assigns values to the variables, which become the anchor."""
+        self.anchor = self.assign_local(session, flat).copy()
+
+    def check_anchor(self, step: int) -> None:
+        """Checks that the anchor is finite, with the same result on all ranks.
+
+        Args:
+          step: global_step, for errors.
+
+        Raises:
+          hostopt.NonFiniteGradientError: it is not.
+        """
+        if not all_finite(self.anchor):
+            name = self._nonfinite_names(self.anchor)[0]
+            raise hostopt.NonFiniteGradientError(
+                f"variable {name!r} is NaN or Inf after the synchronisation at step {step}, and "
+                "the variables of the ranks were finite. Lower the learning rate of the outer "
+                "optimizer, or use another sync_compression",
+                step=step,
+            )
+
+    def _joined(self, values: list[Any]) -> Any:
+        flat = [each.reshape(-1).astype(self._sum_dtype, copy=False) for each in values]
+        return np.concatenate(flat)
+
+    def take(self, session: tf.compat.v1.Session, step: int) -> Difference:
+        """Returns the anchor minus the variables, which an outer optimizer takes as gradient.
+
+        Args:
+          session: session of this rank.
+          step: global_step, for errors.
+
+        Raises:
+          hostopt.NonFiniteGradientError: it is not finite.
+        """
+        local = self.read(session)
+        values = self.anchor - local
+        if not all_finite(values):
+            raise self._nonfinite(values, step)
+        return Difference(self, local, values)
+
+    def _nonfinite_names(self, flat: Any) -> list[str]:
+        return [
+            variable.op.name
+            for variable, value in zip(self.variables, self.split(flat))
+            if not np.isfinite(value).all()
+        ]
+
+    def _nonfinite(self, values: Any, step: int) -> hostopt.NonFiniteGradientError:
+        names = self._nonfinite_names(values)
+        cluster, rank = self.communicator.transport.cluster, self.communicator.rank
+        return hostopt.NonFiniteGradientError(
+            f"variable {names[0]!r} of {cluster.describe(rank)} is NaN or Inf at the "
+            f"synchronisation after step {step}. Look at its data and its loss, lower the "
+            "learning rate or clip",
+            **cluster.attributes(rank),
+            step=step,
+        )
+
+
+class Difference:
+    """Anchor minus variables of a rank; later the mean over the ranks.
+
+    Args:
+      part: its variables.
+      local: values of the variables, of shape [n].
+      values: the difference, of shape [n].
+    """
+
+    def __init__(self, part: ReplicaPart, local: Any, values: Any) -> None:
+        self.values = values
+        self._part = part
+        self._local = local
+
+    def reduce(self, weight: float, *, is_whole: bool) -> None:
+        """Replaces the difference by its mean. Any thread may call it.
+
+        Collective: all ranks must call it.
+
+        Args:
+          weight: weight of this rank; the weights of all ranks add up to 1.
+          is_whole: True leaves nothing out: no compression, and what was left out before is added.
+        """
+        part = self._part
+        self.values *= self.values.dtype.type(weight)
+        if part.quantized is not None and not is_whole:
+            part.quantized.sum_in_place(self.values, part.name)
+            return
+        if part.quantized is not None:
+            self.values += part.quantized.take_residual()
+        call = part.communicator.next_call(part.name)
+        wire_format = None if is_whole else part.wire_format
+        part.communicator.all_reduce_in_place(self.values, hostopt.ReduceOp.SUM, call, wire_format)
+
+    def progress(self, session: tf.compat.v1.Session) -> Any:
+        """Returns what this rank has changed since the difference was taken."""
+        local = self._part.read(session)
+        local -= self._local
+        return local
+
+    def apply(self, session: tf.compat.v1.Session, is_late: bool) -> None:
+        """Subtracts the mean from the anchor, and assigns the result.
+
+        Args:
+          session: session of this rank.
+          is_late: True keeps what this rank has changed since the difference was taken.
+        """
+        part = self._part
+        if not is_late:
+            part.assign(session, np.subtract(part.anchor, self.values, out=self.values))
+            return
+        part.anchor -= self.values
+        progress = self.progress(session)
+        progress += part.anchor
+        part.assign_local(session, progress)

@@ -1,0 +1,1 @@
+"""Losses: means or sums over the examples of a batch."""

@@ -1,0 +1,160 @@
+"""Finds out if a loss is a mean or a sum over the examples of its batch.
+
+One process computes the loss of a whole batch, and each rank that of its part. The gradient of the
+whole batch is the mean of the ranks' gradients if the loss is a mean, and their sum if it is a
+sum.
+
+A loss of degree 0 is a mean, one of degree 1 a sum, and any other is neither (`losses.degree`). A
+constant factor of a sum may be 1 / n, which the graph does not tell from a weight: it is one if it
+is the batch size of the data.
+
+A penalty on weights does not depend on the data. Beside a sum it counts once in one process, but
+once on each rank, so it is noted, to be divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_ext._tf_private import control_flow_context, outermost, replace_input
+from estimator_ext.losses.degree import CURE, CURE_OF_BOTH, OF_BOTH, Sum, Value, joined
+from estimator_ext.losses.reader import LossReader, lengths_of
+
+_CURE_OF_SMALLER = (
+    "Divide by the number of examples in the batch, or leave smaller batches out: "
+    "batch(n, drop_remainder=True) and repeat()"
+)
+_SMALLEST_WEIGHT = 0.5  # a smaller factor of a sum may be 1 / batch size
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """A loss: a mean or a sum over the batch, or neither.
+
+    Args:
+      is_sum: True for a sum.
+      reason: how this is known.
+      problem: if it is neither, a text of what it is, and the remedy; else empty.
+      penalties: inputs of additions that do not depend on the data, by operation and index, which
+        count once in the sum of all ranks.
+      is_assumed: True if nothing shows it.
+    """
+
+    is_sum: bool
+    reason: str
+    problem: tuple[str, str] | tuple[()] = ()
+    penalties: tuple[tuple[tf.Operation, int], ...] = ()
+    is_assumed: bool = False
+
+
+def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True) -> LossKind:
+    """Returns the kind of a loss.
+
+    Args:
+      targets: tensors that are differentiated, all elements of which are added up.
+      reader: the reader of the graph.
+      can_divide: True if the penalties of the loss can still be divided.
+    """
+    known = reader.known
+    if known.said:
+        return LossKind(known.said == "sum", f"--loss {known.said}")
+    tensors = [each for each in targets if isinstance(each, tf.Tensor)]
+    reader.read(tensors)
+    values = [reader.summed(reader.value(each), each) for each in tensors]
+    value = joined(values)
+    if value.problem:
+        return LossKind(False, "", value.problem)
+    for op, index in value.penalties:
+        is_inside = outermost(op.graph) is not op.graph or control_flow_context(op) is not None
+        if is_inside or not can_divide:
+            text = f"adds a penalty on weights ({op.inputs[index].name}) to a sum over the batch"
+            return LossKind(False, "", (text, CURE_OF_BOTH))
+    if not value.has_data:
+        return LossKind(False, "it does not depend on the data")
+    if value.degree is None:
+        reason = f"this is assumed, as {value.by} hides how it is reduced over the batch"
+        return LossKind(False, reason, is_assumed=True)
+    if value.degree == 0:
+        return LossKind(False, f"{value.by} reduces it", penalties=value.penalties)
+    if value.degree != 1:
+        text = f"grows with the batch size to the power of {value.degree} ({value.by})"
+        return LossKind(False, "", (text, CURE))
+    kind = _kind_of_sums(value, lengths_of(known), known.size)
+    if known.weighted and not (kind.is_sum or kind.problem):
+        text = f"is a sum over the batch ({value.by}) times 1 / batch size, "
+        text += "but batches may be smaller"
+        return LossKind(False, "", (text, _CURE_OF_SMALLER))
+    return kind
+
+
+class Penalties:
+    """Factors of the penalties in the losses of a graph, which are 1 until they are divided."""
+
+    def __init__(self) -> None:
+        self.factors: dict[tuple[tf.Operation, int], tf.Operation] = {}
+
+    def prepare(self, kind: LossKind) -> None:
+        """Multiplies the penalties of a loss by factors, before its backward pass is built.
+
+        Args:
+          kind: the kind of the loss.
+        """
+        for op, index in kind.penalties:
+            if (op, index) not in self.factors:
+                self.factors[op, index] = _multiply(op, index)
+
+    def divide(self, kind: LossKind, share: Any) -> None:
+        """Divides the penalties of a loss.
+
+        Args:
+          kind: the kind of the loss.
+          share: the new factor, a number or a scalar tensor.
+        """
+        for key in kind.penalties:
+            factor = self.factors[key]
+            graph, device = factor.graph, tf.device(factor.device)
+            with graph.as_default(), tf.control_dependencies(None), device:
+                replace_input(factor, 0, tf.cast(share, factor.outputs[0].dtype))
+
+
+def _multiply(op: tf.Operation, index: int) -> tf.Operation:
+    """Multiplies an input of an operation by a factor of 1, and returns the factor."""
+    penalty = op.inputs[index]
+    with op.graph.as_default(), tf.control_dependencies(None), tf.device(penalty.device):
+        one = tf.ones([], penalty.dtype)
+        factor = tf.raw_ops.PlaceholderWithDefault(input=one, shape=[])
+        replace_input(op, index, penalty * factor)
+    return factor.op
+
+
+def _kind_of_sums(value: Value, lengths: Collection[int], size: int) -> LossKind:
+    sums = value.sums or {Sum()}
+    kinds = {_is_sum(each, lengths, size) for each in sums}
+    if None in kinds:
+        factors = [c for each in sums for c in each.constants if not c >= _SMALLEST_WEIGHT]
+        text = f"is a sum over the batch ({value.by}) times a constant ({factors[0]:g}), "
+        text += "which may be a weight or 1 / batch size"
+        return LossKind(False, "", (text, CURE))
+    if len(kinds) > 1:
+        return LossKind(False, "", (f"{OF_BOTH} ({value.by})", CURE_OF_BOTH))
+    (is_sum,) = kinds
+    reason = f"{value.by} sums it up" + ("" if is_sum else ", times 1 / batch size")
+    return LossKind(bool(is_sum), reason, penalties=value.penalties)
+
+
+def _is_sum(total: Sum, lengths: Collection[int], size: int) -> bool | None:
+    """Returns True for a sum, False for a mean, None if a factor may be a weight or 1 / n."""
+    counts = [n for n in (total.count, *lengths) if n > 1]
+    if any(_is_one(c * n) for c in total.constants for n in counts):
+        return False
+    if any(_is_one(c * n * size) for c in total.constants for n in lengths):
+        return True  # divided by the batch size of all ranks
+    return True if all(c >= _SMALLEST_WEIGHT for c in total.constants) else None
+
+
+def _is_one(number: float) -> bool:
+    return abs(number - 1) < 1e-5

@@ -1,0 +1,357 @@
+"""Reads the degree of a loss in the number of examples, from the operations that compute it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from estimator_ext._tf_private import constant_of
+from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, VARIABLES, arguments
+from estimator_ext.graphs.walks import data_before, original_functions, walk
+from estimator_ext.losses.degree import CURE, OF_DIMENSIONS, Sum, Value, curved, joined
+from hostopt.tensorflow.ops import is_same_on_all_ranks
+from hostopt.tensorflow.reduced import outside
+
+_PASSING = ("Identity", "Cast", "StopGradient", "PreventGradient", "CheckNumerics", "Snapshot")
+_PASSING += ("PlaceholderWithDefault", "Neg", "EnsureShape", "Reshape", "Squeeze", "ExpandDims")
+_PASSING += ("Switch", "RefSwitch", "Abs", "Relu")
+_PRODUCTS = ("Mul", "MulNoNan")
+_QUOTIENTS = ("RealDiv", "Div", "DivNoNan", "Xdivy")
+_REDUCTIONS = ("Sum", "Mean", "L2Loss")
+_JOINING = ("Pack", "ConcatV2", "Select", "SelectV2", "Merge")
+_CALLING = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf")
+_OF_TENSORS = (*_PASSING, *_PRODUCTS, *_QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALLING)
+# followed in scalars only
+_ADDING = ("AddV2", "Add", "AddN", "Sub")
+_LARGER = ("Maximum", "Minimum")
+_CURVES = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid", "Softplus", "Pow")
+_COUNTS = ("Size", "StridedSlice", "Prod")
+_OF_SCALARS = (*_ADDING, *_LARGER, *_CURVES, *_COUNTS, "Reciprocal", "Inv")
+_BATCHING = ("Batch", "ParallelBatch", "PaddedBatch", "MapAndBatch")  # kinds of datasets
+
+
+@dataclass(frozen=True)
+class Known:
+    """Facts of a graph that are known before its losses are read.
+
+    Args:
+      data: operations of this rank's input.
+      reductions: reductions of loss functions, by the scope of their operations.
+      gradients: the marks of gradients (`gradient_marks`).
+      size: number of ranks.
+      said: "mean" or "sum" if the user says so, else empty.
+      weighted: True if batches may differ in length, and have weights.
+    """
+
+    data: Collection[tf.Operation]
+    reductions: Mapping[str, str]
+    gradients: Mapping[tf.Operation, Any]
+    size: int
+    said: str = ""
+    weighted: bool = False
+
+
+def lengths_of(known: Known) -> set[int]:
+    """Returns the numbers of examples in a batch of this rank, as far as they are static."""
+    result: set[int] = set()
+    batched = [op for op in known.data if op.type.partition("Dataset")[0] in _BATCHING]
+    # a dataset may be batched twice, as into sequences: the last one counts
+    earlier = walk(itertools.chain(*map(data_before, batched)), data_before)
+    for op in set(batched).difference(earlier):
+        sizes = [t for name, t, _ in arguments(op) if name == "batch_size"]
+        result |= {int(n) for each in sizes if (n := tf.get_static_value(each)) is not None}
+    for op in known.data:
+        if op.type.startswith(("Iterator", "QueueDequeue")):
+            shapes = [each.shape for each in op.outputs if each.dtype != tf.variant]
+            lengths = [shape.as_list()[0] for shape in shapes if shape.rank]
+            result |= {length for length in lengths if length is not None}
+    return result
+
+
+class LossReader:
+    """Reads values from the end of a graph that computes losses, each operation once.
+
+    Args:
+      known: what is known of the graph.
+    """
+
+    def __init__(self, known: Known) -> None:
+        self.known = known
+        self._values: dict[tf.Operation, Value] = {}
+        self._results: dict[tf.Operation, list[Value]] = {}  # of functions that are called
+        self._data: dict[tf.Operation, bool] = {}
+        self._variables: dict[tf.Operation, bool] = {}
+        self._lengths: set[int] | None = None
+
+    def read(self, targets: Sequence[tf.Tensor]) -> None:
+        """Reads all operations that compute tensors of one graph.
+
+        Args:
+          targets: the tensors.
+        """
+        operations = [each.op for each in targets]
+        for op in walk(operations, lambda op: () if op in self._data else _sources(op)):
+            if op not in self._data:  # read earlier, or an argument of a function
+                self._note_origin(op)
+        for op in walk(operations, self._before):
+            if op not in self._values and self._is_followed(op):
+                self._values[op] = self._of(op)
+
+    def _note_origin(self, op: tf.Operation) -> None:
+        is_placed = op.type == "Placeholder" and op.outputs[0].dtype == tf.resource
+        ends = is_same_on_all_ranks(op)
+        before = [] if ends else _sources(op)
+        of_rank = OF_THIS_RANK.match(op.type) and not (is_placed or _is_captured(op))
+        is_data = bool(of_rank) or op in self.known.data or _is_static_count(op, self._all_lengths)
+        is_data = is_data or any(self._data.get(each, False) for each in before)
+        self._data[op] = is_data and not ends
+        self._variables[op] = (
+            op.type in VARIABLES
+            or is_placed
+            or any(self._variables.get(each, False) for each in before)
+        )
+
+    @property
+    def _all_lengths(self) -> set[int]:
+        if self._lengths is None:
+            self._lengths = lengths_of(self.known)
+        return self._lengths
+
+    def _is_followed(self, op: tf.Operation) -> bool:
+        """Returns True if the inputs of an operation say what its value is."""
+        if not self._data[op] or op in self.known.data or op in self.known.gradients:
+            return False
+        is_scalar = op.type in _OF_SCALARS and op.outputs[0].shape.rank == 0
+        return is_scalar or op.type in _OF_TENSORS or _is_captured(op)
+
+    def _before(self, op: tf.Operation) -> list[tf.Operation]:
+        is_end = op in self._values or not self._is_followed(op) or self._is_mean(op)
+        return [] if is_end else _sources(op)
+
+    def _is_mean(self, op: tf.Operation) -> bool:
+        """Returns True for the quotient in a loss function that returns a mean."""
+        reduction = self.known.reductions.get(op.name.rpartition("/")[0], "none")
+        return op.type in _QUOTIENTS and reduction not in ("none", "sum")
+
+    # -- values -----------------------------------------------------------------------------
+
+    def value(self, tensor: tf.Tensor) -> Value:
+        """Returns what is known of a tensor that has been read."""
+        op = tensor.op
+        if op in self._results:
+            return self._results[op][tensor.value_index]
+        if op in self._values:
+            return self._values[op]
+        if not self._data.get(op, False):
+            return Value(has_variables=self._variables.get(op, False))
+        if op in self.known.gradients:
+            return self._of_gradient(op)
+        return self._of_leaf(tensor)
+
+    def _of_leaf(self, tensor: tf.Tensor) -> Value:
+        """A value with a dimension of examples belongs to each example by itself."""
+        axis = self._axis(tensor)
+        by = f"{tensor.op.type} {tensor.op.name!r}"
+        return Value(None if axis is None else 0, axis, True, by=by)
+
+    def _axis(self, tensor: tf.Tensor) -> int | None:
+        """Returns the dimension of the examples in a tensor that depends on data."""
+        if not tensor.shape.rank:
+            return None
+        shape = tensor.shape.as_list()
+        if None in shape:
+            return shape.index(None)
+        found = [axis for axis, n in enumerate(shape) if n in self._all_lengths and n > 1]
+        if not found and any(shape[0] % n == 0 for n in self._all_lengths if n):
+            found = [0]  # a multiple, as after a reshape
+        return found[0] if found else None
+
+    def _of_gradient(self, op: tf.Operation) -> Value:
+        mark = self.known.gradients[op]
+        source, axis = mark.source, None
+        if source.dtype != tf.resource and self._data.get(source.op, False):
+            axis = self._axis(source)
+        by = f"gradient {op.name!r}"
+        return Value(int(mark.loss.is_sum) - (axis is not None), axis, True, by=by)
+
+    def _of(self, op: tf.Operation) -> Value:
+        kind, tensor = op.type, op.outputs[0]
+        if self._is_mean(op):
+            return Value(has_data=True, by=f"loss function {op.name.rpartition('/')[0]!r}")
+        if kind in _CALLING:
+            return self._of_call(op)
+        if _is_captured(op):
+            return self.value(outside(tensor))
+        values = [self.value(each) for each in op.inputs]
+        if kind in _REDUCTIONS:
+            return self._reduced(op, values[0])
+        if kind in _PRODUCTS or kind in _QUOTIENTS:
+            return self._product(op, values)
+        if kind in _COUNTS:
+            return self._count(op)
+        if kind in _ADDING:
+            return self._added(op, values)
+        if kind in _CURVES or kind in ("Reciprocal", "Inv"):
+            return curved(kind, values[0])
+        if kind in _LARGER or kind in _JOINING:
+            value = joined(values[1:] if kind.startswith("Select") else values)
+            has_axis = value.axis is not None
+            return replace(value, axis=self._axis(tensor) if has_axis else None)
+        return self._placed(values[0], tensor)
+
+    def _placed(self, value: Value, tensor: tf.Tensor) -> Value:
+        """Returns the value of a tensor that has the same elements, in another shape."""
+        if value.axis is None:
+            return value
+        axis = self._axis(tensor)
+        return replace(value, axis=axis, degree=None if axis is None else value.degree)
+
+    def summed(self, value: Value, tensor: tf.Tensor) -> Value:
+        """Returns the value of the sum of all elements of a tensor."""
+        if not value.has_data or value.axis is None:
+            return value
+        degree = None if value.degree is None else value.degree + 1
+        by = f"the gradient of all elements of {tensor.op.name!r}"
+        sums = value.sums or frozenset({Sum()})
+        return replace(value, degree=degree, axis=None, by=by, sums=sums)
+
+    def _reduced(self, op: tf.Operation, value: Value) -> Value:
+        kind, by = "Mean" if op.type == "Mean" else "Sum", f"{op.type} {op.name!r}"
+        axes = _axes(op)
+        shape = op.inputs[0].shape.as_list() if axes is not None else []
+        unknown = {axis for axis, length in enumerate(shape) if length is None}
+        if value.axis is None:  # a sum over one of two dimensions, then a mean over the other
+            is_unclear = value.other == "Sum" and kind == "Mean" and unknown
+            return replace(value, problem=(OF_DIMENSIONS, CURE)) if is_unclear else value
+        if axes is None:
+            return replace(value, degree=None, axis=None, by=by)
+        if value.axis not in axes:
+            keeps = op.type != "L2Loss" and op.get_attr("keep_dims")
+            fewer = 0 if keeps else sum(axis < value.axis for axis in axes)
+            other = kind if unknown & axes else value.other
+            return replace(value, axis=value.axis - fewer, other=other)
+        if kind == "Mean":
+            return replace(value, axis=None, by=by, other="")
+        if value.other == "Mean":
+            return replace(value, axis=None, by=by, problem=(OF_DIMENSIONS, CURE))
+        count = 0 if None in shape else int(np.prod([shape[axis] for axis in axes]))
+        constants = [each.constants for each in value.sums] or [()]
+        return replace(
+            value,
+            degree=None if value.degree is None else value.degree + 1,
+            axis=None,
+            by=by,
+            sums=frozenset(Sum(count, each) for each in constants),
+            other="Sum" if unknown - axes else "",
+        )
+
+    def _product(self, op: tf.Operation, values: Sequence[Value]) -> Value:
+        first, second = values
+        sign = -1 if op.type in _QUOTIENTS else 1
+        problem = first.problem or second.problem
+        sums: Collection[Sum] = first.sums or second.sums
+        degree: float | None = None
+        if not (first.has_data and second.has_data):
+            data, index = (first, 1) if first.has_data else (second, 0)
+            degree = data.degree
+            if index == 0 and sign < 0 and degree is not None:
+                degree = -degree
+            if not values[index].has_variables:  # else it is a weight that changes
+                number = _number_of(op.inputs[index])
+                number = 1 / number if index == 1 and sign < 0 and number else number
+                sums = {each.times(number) for each in data.sums or {Sum()}}
+        elif first.degree is not None and second.degree is not None:
+            degree = first.degree + sign * second.degree
+        rank = op.outputs[0].shape.rank
+        axes = [
+            v.axis + (rank or 0) - (t.shape.rank or 0)
+            for v, t in zip(values, op.inputs)
+            if v.axis is not None
+        ]
+        by = first.by if first.has_data else second.by
+        penalties = (*first.penalties, *second.penalties)
+        axis = axes[0] if axes else None
+        return Value(degree, axis, True, True, frozenset(sums), by, problem, penalties)
+
+    def _count(self, op: tf.Operation) -> Value:
+        """Returns the value of a number that is taken from a shape."""
+        source = op.inputs[0]
+        if op.type == "Size":
+            axis, index = self.value(source).axis, None
+        elif source.op.type in ("Shape", "ShapeN"):
+            axis = self.value(source.op.inputs[source.value_index]).axis
+            begin = tf.get_static_value(op.inputs[1]) if op.type == "StridedSlice" else None
+            index = None if begin is None else int(begin[0])
+        elif _is_static_count(op, self._all_lengths):
+            axis = index = 0
+        else:
+            return self._of_leaf(op.outputs[0])
+        degree = 0 if axis is None or index not in (None, axis) else 1
+        return Value(degree, None, True, sums=frozenset({Sum()}), by=f"{op.type} {op.name!r}")
+
+    def _added(self, op: tf.Operation, values: Sequence[Value]) -> Value:
+        value = joined(values)
+        if not value.degree:
+            return value
+        found = [i for i, v in enumerate(values) if not v.has_data and v.has_variables]
+        penalties = tuple((op, index) for index in found)
+        return replace(value, penalties=(*value.penalties, *penalties))
+
+    def _of_call(self, op: tf.Operation) -> Value:
+        results = []
+        for _, body in original_functions(op):
+            passed = op.inputs[len(op.inputs) - len(body.inputs) :]
+            for argument, tensor in zip(body.inputs, passed):
+                self._data[argument.op] = self._data.get(tensor.op, False)
+                self._variables[argument.op] = self._variables.get(tensor.op, False)
+                self._values[argument.op] = self.value(tensor)
+            self.read(body.outputs)
+            results.append([self.value(each) for each in body.outputs])
+        self._results[op] = [joined(parts) for parts in zip(*results)]
+        return Value(None, has_data=True, by=f"{op.type} {op.name!r}")
+
+
+def _is_captured(op: tf.Operation) -> bool:
+    """Returns True for an argument of a function that takes a tensor from around it."""
+    return op.type == "Placeholder" and outside(op.outputs[0]) is not op.outputs[0]
+
+
+def _sources(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that compute the inputs of one, also from within a function."""
+    if not _is_captured(op):
+        return data_before(op)
+    tensor = outside(op.outputs[0])
+    return [tensor.op] if hasattr(tensor, "graph") else []  # else it has a value, as a constant
+
+
+def _number_of(tensor: tf.Tensor) -> float:
+    """Returns the absolute value of a constant; NaN if it is not known, or has several."""
+    value = constant_of(tensor)
+    numbers = np.unique(np.abs(np.asarray(np.nan if value is None else value, np.float64)))
+    return float(numbers[0]) if numbers.size == 1 else float("nan")
+
+
+def _axes(op: tf.Operation) -> set[int] | None:
+    """Returns the dimensions over which an operation reduces; None if they are not known."""
+    rank = op.inputs[0].shape.rank
+    if rank is None:
+        return None
+    if op.outputs[0].shape.rank == 0:
+        return set(range(rank))
+    axes = tf.get_static_value(op.inputs[1])
+    return None if axes is None else {int(axis) % rank for axis in np.ravel(axes)}
+
+
+def _is_static_count(op: tf.Operation, lengths: Collection[int]) -> bool:
+    """Returns True for a number of examples that is taken from a static shape."""
+    if op.type != "StridedSlice" or op.outputs[0].shape.rank != 0:
+        return False
+    shape, begin = map(tf.get_static_value, op.inputs[:2])
+    is_known = shape is not None and begin is not None
+    is_shape = op.inputs[0].op.name.rpartition("/")[2].startswith("Shape")
+    return is_known and is_shape and int(shape[begin[0]]) in lengths

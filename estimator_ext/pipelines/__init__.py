@@ -1,0 +1,1 @@
+"""Pipelines of tf.data: their order, their shards, the lengths of their batches."""

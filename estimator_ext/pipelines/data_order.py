@@ -1,0 +1,277 @@
+"""Compares the order of the data of all ranks, before each takes its shard by position.
+
+Where the order may be lost, as in parallel calls, it is fixed first. Then the ranks compare the
+numbers with which their transformations were called, such as seeds, and the first elements at the
+points of the pipeline (see `pipeline`). Generators compare their elements while they are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_private import constant_of, options_in_graph, variant_tensor
+from estimator_ext.errors import UnsupportedError
+from estimator_ext.pipelines.peeked_generator import COUNT, LIMIT_S, peek
+from estimator_ext.pipelines.pipeline import Pipeline, kind_of, without_seed
+from estimator_ext.pipelines.samples import checksum, sample_of, samples_of
+from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error
+
+_log = tf.get_logger()
+
+_END = -1  # instead of a checksum
+
+
+class OrderCheck:
+    """Compares the data of the ranks.
+
+    Args:
+      communicator: communicator for this object alone (a `duplicate`).
+      remedy: what to do about different orders, for the error.
+    """
+
+    def __init__(self, communicator: hostopt.Communicator, remedy: str) -> None:
+        self._communicator = communicator
+        self._remedy = remedy
+        self._of_generators: list[hostopt.Communicator] = []
+
+    def in_one_order(
+        self, dataset: tf.data.Dataset, config: tf.compat.v1.ConfigProto | None = None
+    ) -> tuple[tf.data.Dataset, int]:
+        """Checks that all ranks have the same elements in the same order.
+
+        Collective: all ranks must call it.
+
+        Args:
+          dataset: the dataset of this rank, before it is sharded.
+          config: configuration of a session that reads elements; None eagerly.
+
+        Returns:
+          The dataset, in which parallel calls keep their order; a random number of rank 0.
+
+        Raises:
+          UnsupportedError: the ranks have different orders, or would have them later.
+        """
+        pipeline = Pipeline(dataset)
+        problem = pipeline.problem()
+        numbers: Numbers = []
+        first: First = []
+        if pipeline.in_graph:
+            changed = pipeline.make_deterministic()
+            if changed and self._communicator.rank == 0:
+                _log.info("parallel calls keep their order, as all ranks need it: %s", changed)
+        if not problem:
+            read = _read_in_graph if pipeline.in_graph else _read_eagerly
+            numbers, first = read(pipeline, config)
+            problem = _without_seed(dict(numbers))
+        self._watch(pipeline)
+        report = {"problem": problem, "numbers": numbers, "first": first}
+        reports = _gather(self._communicator, {**report, "seed": secrets.randbits(31)})
+        self._check(reports)
+        return _kept_in_order(dataset), reports[0]["seed"]
+
+    def check_rows(self, columns: Sequence[Any]) -> None:
+        """Checks that all ranks have the same rows in the same order.
+
+        Collective: all ranks must call it.
+
+        Args:
+          columns: arrays, or columns of a DataFrame, of which the beginnings are compared.
+
+        Raises:
+          UnsupportedError: they differ.
+        """
+        samples = [np.asarray(each[:COUNT]) for each in columns]
+        report = {"problem": "", "numbers": [], "first": [["rows", [checksum(samples)]]]}
+        self._check(_gather(self._communicator, report))
+
+    def _watch(self, pipeline: Pipeline) -> None:
+        """Has generators compare their first elements when they are read."""
+        for index, state in enumerate(pipeline.generators):
+            if index == len(self._of_generators):
+                channel = self._communicator.duplicate(f"elements of generator {index}")
+                self._of_generators.append(channel)
+            channel = self._of_generators[index]
+
+            def compare(checksums: list[int], channel: hostopt.Communicator = channel) -> None:
+                first = [["from_generator()", checksums]]
+                self._check(_gather(channel, {"problem": "", "numbers": [], "first": first}))
+
+            peek(state).compare_next(abort_on_error(channel, compare))
+
+    def _check(self, reports: Sequence[dict[str, Any]]) -> None:
+        for rank, report in enumerate(reports):
+            found = report["problem"]
+            if not found and (difference := _difference(reports[0], report)):
+                found = f"{difference}. {self._remedy}"
+            if found:
+                raise UnsupportedError(
+                    f"the ranks would take shards of other data, or of another order: on rank "
+                    f"{rank} {found}"
+                )
+
+
+def _gather(channel: hostopt.Communicator, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the reports of all ranks."""
+    texts = channel.all_gather_bytes(json.dumps(report).encode(), "the order of the data")
+    return [json.loads(each) for each in texts]
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Describes the first difference between the reports of two ranks; "" if there is none."""
+    for (name, value), (other_name, other_value) in zip(one["numbers"], other["numbers"]):
+        if name != other_name:
+            return f"the dataset has {other_name!r} where rank 0 has {name!r}"
+        if value != other_value:
+            return f"the dataset has {other_value} for {name!r}, and {value} on rank 0"
+    if [len(one[key]) for key in ("numbers", "first")] != [
+        len(other[key]) for key in ("numbers", "first")
+    ]:
+        return "the dataset has other transformations than on rank 0"
+    for (name, checksums), (_, others) in zip(one["first"], other["first"]):
+        for index, (a, b) in enumerate(zip(checksums, others)):
+            if a != b:
+                return f"element {index} of {name} is not that of rank 0"
+    return ""
+
+
+def _without_seed(numbers: dict[str, int]) -> str:
+    for name, value in numbers.items():
+        if name.endswith(": seed") and value == numbers[f"{name}2"] == 0:
+            return without_seed(name.partition(" ")[0])
+    return ""
+
+
+def _kept_in_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    with options_in_graph():
+        if dataset.options().deterministic is not False:
+            return dataset
+    options = tf.data.Options()
+    options.deterministic = True
+    return dataset.with_options(options)
+
+
+# -- first elements ------------------------------------------------------------------------
+
+Numbers = list[tuple[str, int]]
+First = list[tuple[str, list[int]]]
+
+
+def _read_eagerly(pipeline: Pipeline, config: None) -> tuple[Numbers, First]:
+    del config
+    numbers = [(name, int(value)) for name, value in pipeline.scalars()]
+    first: First = []
+    with tf.device(HOST_DEVICE):
+        for point in pipeline.readable():
+            elements = ([each.numpy() for each in samples_of(element)] for element in point)
+            first.append((kind_of(point), _checksums(elements)))
+    return numbers, first
+
+
+def _read_in_graph(
+    pipeline: Pipeline, config: tf.compat.v1.ConfigProto | None
+) -> tuple[Numbers, First]:
+    """Reads in a session of its own, if at all, so that the training finds all elements."""
+    numbers = {name: _static_value(value) for name, value in pipeline.scalars()}
+    first = [(kind_of(point), _static_checksums(point)) for point in pipeline.readable()]
+    if None in numbers.values() or any(checksums is None for _, checksums in first):
+        _read_in_session(pipeline, config, numbers, first)
+    known = [(name, value) for name, value in numbers.items() if value is not None]
+    return known, [(name, checksums or []) for name, checksums in first]
+
+
+def _read_in_session(
+    pipeline: Pipeline,
+    config: tf.compat.v1.ConfigProto | None,
+    numbers: dict[str, int | None],
+    first: list[tuple[str, list[int] | None]],
+) -> None:
+    """Reads the numbers and checksums that are None."""
+    scalars = {name: value for name, value in pipeline.scalars() if numbers[name] is None}
+    points = {
+        index: point for index, point in enumerate(pipeline.readable()) if first[index][1] is None
+    }
+    with tf.name_scope("data_order"), tf.control_dependencies(None), tf.device(HOST_DEVICE):
+        iterators = [_iterator(_sampled(point)) for point in points.values()]
+        tables = [tf.compat.v1.tables_initializer()] if pipeline.reads_tables else []
+    with tf.compat.v1.Session(config=config) as session, _logged_errors():
+        session.run(tables)
+        values = session.run(scalars)
+        numbers.update((name, int(value)) for name, value in values.items())
+        for (index, point), (begin, following) in zip(points.items(), iterators):
+            session.run(begin)
+            first[index] = kind_of(point), _checksums(_run(session, following))
+
+
+def _static_value(tensor: tf.Tensor) -> int | None:
+    if tensor.op.type == "SelectV2":  # tf.data replaces seeds that are 0
+        tensor = tensor.op.inputs[2]
+    value = constant_of(tensor)
+    return None if value is None else int(value)
+
+
+def _static_checksums(point: tf.data.Dataset) -> list[int] | None:
+    """Returns checksums of constants, which a session would copy as a whole."""
+    if kind_of(point) not in ("Tensor", "TensorSlice"):
+        return None
+    values = list(map(constant_of, variant_tensor(point).op.inputs))
+    if any(value is None for value in values):
+        return None
+    rows = zip(*values) if kind_of(point) == "TensorSlice" else iter([values])
+    return _checksums([sample_of(value) for value in row] for row in rows)
+
+
+def _run(session: tf.compat.v1.Session, following: list[tf.Tensor]) -> Iterator[Any]:
+    with contextlib.suppress(tf.errors.OutOfRangeError):
+        while True:
+            yield session.run(following)
+
+
+@contextlib.contextmanager
+def _logged_errors() -> Iterator[None]:
+    """Logs an error of the data, which the training will raise, too."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        _log.warning("not all of the first elements can be compared: %s", error.message)
+
+
+def _checksums(elements: Iterator[Any]) -> list[int]:
+    found: list[int] = []
+    deadline_s = time.monotonic() + LIMIT_S
+    with _logged_errors():
+        for element in elements:
+            found.append(checksum(element))
+            if len(found) == COUNT or time.monotonic() > deadline_s:
+                return found
+        found.append(_END)
+    return found
+
+
+def _sampled(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    @tf.autograph.experimental.do_not_convert
+    def sample(*element: Any) -> tuple[tf.Tensor, ...]:
+        return tuple(samples_of(element)) or (tf.zeros([0]),)
+
+    return dataset.map(sample)
+
+
+def _iterator(dataset: tf.data.Dataset) -> tuple[tf.Operation, list[tf.Tensor]]:
+    """Returns the operation that begins to read a dataset, and the tensors of the next element.
+
+    Unlike the iterators of tf.data it is in no collection, and its shapes name no batch size.
+    """
+    specs = tf.nest.flatten(dataset.element_spec)
+    kinds: dict[str, Any] = {"output_types": [spec.dtype for spec in specs]}
+    kinds["output_shapes"] = [tf.TensorShape(None) for _ in specs]
+    iterator = tf.raw_ops.IteratorV2(shared_name="", container="", **kinds)
+    begin = tf.raw_ops.MakeIterator(dataset=variant_tensor(dataset), iterator=iterator)
+    return begin, list(tf.raw_ops.IteratorGetNext(iterator=iterator, **kinds))

@@ -1,0 +1,129 @@
+"""Gradient accumulation: several micro-batches for each reduction and update.
+
+A hook runs all micro-batches but the last before the step. The step itself computes the last one,
+reduces and updates. So hooks, summaries and global_step see one step for each update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hostopt.tensorflow.background import HOST_DEVICE
+
+_log = tf.get_logger()
+
+
+class Accumulation:
+    """Means over the micro-batches of a step, built into the training graph.
+
+    Args:
+      micro_batches: number of micro-batches in a step, at least 2.
+      examples: scalar of float32, the number of examples in this micro-batch, which is its weight
+        in a mean; None if all micro-batches have the same weight.
+    """
+
+    def __init__(self, micro_batches: int, examples: tf.Tensor | None = None) -> None:
+        self.micro_batches = micro_batches
+        self._examples = examples
+        self._additions: list[tf.Operation] = []
+        self.is_used = False  # True once any mean is built
+        self.all_examples = None if examples is None else self.total(examples, "examples")
+
+    def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Builds the mean of a tensor over the micro-batches of a step.
+
+        Args:
+          tensor: value of one micro-batch, of static shape and floating dtype.
+          name: part of the accumulator's name.
+
+        Returns:
+          Tensor like `tensor`, on the host, to be computed once in each step.
+        """
+        self.is_used = True
+        with tf.device(HOST_DEVICE):
+            if self._examples is None:
+                return self.total(tensor, name) / self.micro_batches
+            total = self.total(tensor * tf.cast(self._examples, tensor.dtype), name)
+            return tf.math.divide_no_nan(total, tf.cast(self.all_examples, tensor.dtype))
+
+    def total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Builds the sum of a tensor over the micro-batches of a step.
+
+        Args:
+          tensor: value of one micro-batch, of static shape and floating dtype.
+          name: part of the accumulator's name.
+
+        Returns:
+          Tensor like `tensor`, on the host, to be computed once in each step.
+        """
+        with tf.device(HOST_DEVICE):
+            accumulator = tf.compat.v1.Variable(
+                # a function, as an initializer must not depend on the data of the step
+                lambda: tf.zeros(tensor.shape, tensor.dtype),
+                trainable=False,
+                collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+                name=f"accumulated/{name}",
+                use_resource=True,
+            )
+            self._additions.append(accumulator.assign_add(tensor, read_value=False))
+            total = accumulator.read_value() + tensor
+            with tf.control_dependencies([total]):
+                reset = accumulator.assign(tf.zeros_like(total), read_value=False)
+            with tf.control_dependencies([reset]):
+                return tf.identity(total)
+
+    @property
+    def additions(self) -> list[tf.Operation]:
+        """The operations that run once for each micro-batch."""
+        updates = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.UPDATE_OPS)
+        return [getattr(each, "op", each) for each in (*self._additions, *updates)]
+
+    def hook(self) -> tf.compat.v1.train.SessionRunHook:
+        """Returns the hook that runs all micro-batches but the last; call it after all means."""
+        additions = tf.group(*self.additions)
+        return _MicroBatchesHook(self.micro_batches - 1, additions, self._examples is None)
+
+
+class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
+    """Runs an operation several times before each step.
+
+    Args:
+      times: number of runs before a step.
+      operation: adds one micro-batch to the accumulators.
+      data_may_end: True if the data of this rank may end in the middle of a step.
+    """
+
+    def __init__(self, times: int, operation: tf.Operation, data_may_end: bool) -> None:
+        self._times = times
+        self._data_may_end = data_may_end
+        self._operation = operation
+        self._pending = 0
+
+    def before_run(self, run_context: Any) -> None:
+        """Accumulates the micro-batches before the last one.
+
+        The end of the data ends the training here, as it does in a step.
+
+        Args:
+          run_context: context of this step.
+        """
+        for _ in range(self._times):
+            run_context.session.run(self._operation)
+            self._pending += 1
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Resets the number of micro-batches that wait for a step."""
+        del run_context, run_values
+        self._pending = 0
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Logs micro-batches that the end of the data has left without a step."""
+        del session
+        if self._pending and self._data_may_end:
+            _log.info(
+                "the data ended after %d of %d micro-batches, which make no step",
+                self._pending,
+                self._times + 1,
+            )

@@ -1,0 +1,249 @@
+"""Reductions of a training graph, built together when all of them are known.
+
+While a model_fn runs, each reduction is only noted. Its result is a stand-in that passes on this
+rank's value. When the graph of the step is complete, `reduction.schedule` groups the reductions
+into as few exchanges as possible, and the stand-ins are replaced by their results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_private import control_flow_context, replace_input, replace_tensor
+from estimator_ext.graphs.walks import operations_before
+from estimator_ext.reduction.schedule import Deferred, make_schedule, needs_no_reduction
+from estimator_ext.reduction.unique_rows import are_only_summed, skip_deduplication
+from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.ops import StopSaveFlags
+from hostopt.tensorflow.reductions import AnyReducer, Reduction, need_exchange, reduce_tensors
+from hostopt.tensorflow.sparse import parts_of
+
+STAND_IN = "HostReduced"
+_REFUSED = "HostReducedGradient"
+
+
+class DeferredReductions:
+    """The reductions of one graph.
+
+    Args:
+      communicator: the ring.
+      graph: the training graph.
+      flags: travel with the last exchange of a step, if it has one.
+    """
+
+    def __init__(
+        self, communicator: hostopt.Communicator, graph: tf.Graph, flags: StopSaveFlags
+    ) -> None:
+        self._communicator = communicator
+        self._graph = graph
+        self._flags = flags
+        self._is_built = False
+        self._deferred: list[Deferred] = []
+        self._names: Counter[str] = Counter()  # number of reductions of each name
+        self._built: list[tf.Tensor] = []  # results of reductions that could not be deferred
+        self.last_results: list[tf.Tensor] = []  # computed after all reductions of a step
+        self.loss: tf.Tensor | None = None  # the reduced loss, if an exchange carries it
+
+    def can_take(self, values: Sequence[Any]) -> bool:
+        """Returns True if reductions of these tensors can be built later.
+
+        Args:
+          values: tensors and sparse gradients.
+
+        Returns:
+          False after `build`; False within a branch, a loop or a function, which has its own
+          graph or control-flow context.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        return (
+            not self._is_built
+            and graph is self._graph
+            and control_flow_context(graph) is None
+            and all(
+                part.graph is graph and control_flow_context(part.op) is None
+                for value in values
+                for part in parts_of(value)
+            )
+        )
+
+    def add(
+        self, reduction: Reduction, weight: tf.Tensor | None = None, nonfinite: str | None = None
+    ) -> Any:
+        """Notes a reduction.
+
+        Args:
+          reduction: the reduction, whose name need not be unique.
+          weight: scalar of float64, the factor of this rank's gradients; None for 1.
+          nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
+
+        Returns:
+          The result on the host: tensor or sparse gradient like the value of the reduction.
+        """
+        value = reduction.value
+        reduction = dataclasses.replace(reduction, name=self._unique(reduction.name))
+        with tf.device(HOST_DEVICE), tf.name_scope(""):
+            if isinstance(value, tf.IndexedSlices):
+                # the result may have more rows than this rank's value
+                indices = _stand_in(value.indices, [None])
+                values = _stand_in(value.values, [None, *reduction.row_shape])
+                result: Any = tf.IndexedSlices(values, indices, value.dense_shape)
+            else:
+                result = _stand_in(value, value.shape)
+        stand_ins = tuple(tensor.op for tensor in parts_of(result))
+        self._deferred.append(Deferred(reduction, stand_ins, weight, nonfinite))
+        return result
+
+    def add_built(self, result: tf.Tensor) -> None:
+        """Notes a reduction that was built at once because its shape is not static.
+
+        Args:
+          result: of a tensor that is not a gradient, outside branches and loops.
+        """
+        self._built.append(result)
+
+    def refuse_before(self, repeated: Sequence[tf.Operation]) -> None:
+        """Checks that no reduction runs for each micro-batch, if batches have weights.
+
+        The ranks exchange the weights, and whether their data have ended, once per step.
+
+        Args:
+          repeated: operations that run for each micro-batch.
+
+        Raises:
+          hostopt.ConfigError: a reduction runs for each micro-batch.
+        """
+        before = operations_before(repeated)
+        values = [(op, each.reduction.name) for each in self._deferred for op in each.stand_ins]
+        values += [(result.op, result.op.name) for result in self._built]
+        for op, name in values:
+            if op in before:
+                raise hostopt.ConfigError(
+                    f"{name!r} is reduced over the ranks for each of the micro-batches of "
+                    "accumulate_steps, but the data of a rank may end within a step, or batches "
+                    "differ in length. Make the data endless, with repeat() before batch(), or "
+                    "leave accumulate_steps out"
+                )
+
+    def _unique(self, name: str) -> str:
+        self._names[name] += 1
+        count = self._names[name]
+        return name if count == 1 else self._unique(f"{name}#{count}")
+
+    def build(
+        self,
+        targets: Sequence[tf.Operation],
+        is_same: Callable[[tf.Tensor], bool],
+        loss: Reduction,
+        repeated: Sequence[tf.Operation] = (),
+    ) -> list[AnyReducer]:
+        """Builds all noted reductions.
+
+        Collective: all ranks must call it.
+
+        Args:
+          targets: operations that run in each step.
+          is_same: returns True if all ranks have the same value of a tensor.
+          loss: joins the last exchange of the step, unless it depends on it.
+          repeated: operations that run for each micro-batch of a step.
+
+        Returns:
+          The reducers, to be closed with the graph.
+
+        Raises:
+          hostopt.ConfigError: a tensor cannot be reduced.
+          hostopt.CollectiveMismatchError: two ranks reduce different tensors.
+        """
+        self._is_built = True
+        deferred = [  # [R2]
+            _with_kind_of_rows(each)
+            for each in self._deferred
+            if not needs_no_reduction(each.reduction, is_same)
+        ]
+        targets = [*targets, *self._used_by_any_rank(targets, deferred)]
+        schedule = make_schedule(targets, deferred, self._built, loss.value.op, repeated)
+        self.last_results += schedule.unused
+        reducers: list[AnyReducer] = []
+        for index, group in enumerate(schedule.groups):  # [R3]
+            results, made = self._reduce(group, loss if index == schedule.with_loss else None)
+            self.last_results += [parts_of(result)[0] for result in results]
+            reducers += made
+        for each in schedule.outside:  # [R5]
+            reducers += self._reduce([each])[1]
+        return reducers
+
+    def _used_by_any_rank(
+        self, targets: Sequence[tf.Operation], deferred: Sequence[Deferred]
+    ) -> list[tf.Operation]:
+        """Returns the stand-ins of all values that the step of any rank uses."""
+        values = {each.reduction.name: each for each in deferred if not each.reduction.is_gradient}
+        if not values:
+            return []
+        used = operations_before(targets)
+        names = [name for name, each in values.items() if not used.isdisjoint(each.stand_ins)]
+        texts = self._communicator.all_gather_bytes(
+            json.dumps(names).encode(), "the reductions that the ranks use in a step"
+        )
+        of_all = dict.fromkeys(name for text in texts for name in json.loads(text))
+        return [op for name in of_all if name in values for op in values[name].stand_ins]
+
+    def _reduce(
+        self, group: Sequence[Deferred], loss: Reduction | None = None
+    ) -> tuple[list[Any], list[AnyReducer]]:
+        """Builds the reductions of a group, with the loss if they make an exchange."""
+        nonfinite = next((e.nonfinite for e in group if e.reduction.is_gradient), None)
+        weight = next((e.weight for e in group if e.reduction.is_gradient), None)
+        reductions = [each.reduction for each in group]
+        flags = None
+        if loss is not None and need_exchange(reductions, self._communicator):
+            reductions, flags = [*reductions, loss], self._flags
+            flags.travel = True
+        results, reducers = reduce_tensors(
+            reductions, self._communicator, weight, nonfinite, flags
+        )
+        for each, result in zip(group, results):
+            for stand_in, part in zip(each.stand_ins, parts_of(result)):
+                _replace(stand_in, part)
+            if each.reduction.is_sparse and each.reduction.sums_rows:
+                skip_deduplication(result)
+        if flags is not None:
+            self.loss = results[-1]
+        return results, reducers
+
+
+def _stand_in(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
+    # a value that is not a gradient gets the gradient of `ValueReduction`, around the stand-in
+    graph = tf.compat.v1.get_default_graph()
+    with graph.gradient_override_map({"PlaceholderWithDefault": _REFUSED}):
+        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name=STAND_IN)
+
+
+@tf.RegisterGradient(_REFUSED)
+def _refuse(op: tf.Operation, grad: tf.Tensor) -> Any:
+    del grad
+    raise hostopt.ConfigError(
+        f"a loss is differentiated through {op.inputs[0].op.name!r}, a gradient that is reduced "
+        "over the ranks. Differentiate before reducing, or use tf.stop_gradient"
+    )
+
+
+def _replace(stand_in: tf.Operation, result: tf.Tensor) -> None:
+    """Gives the result to all consumers of a stand-in, and to hooks that fetch the stand-in."""
+    replace_tensor(stand_in.outputs[0], result)
+    replace_input(stand_in, 0, result)
+
+
+def _with_kind_of_rows(deferred: Deferred) -> Deferred:
+    """Returns a reduction that sums rows of one index if all its consumers would do so."""
+    reduction = deferred.reduction
+    if not reduction.is_sparse:
+        return deferred
+    sums_rows = are_only_summed(*(op.outputs[0] for op in deferred.stand_ins))
+    reduction = dataclasses.replace(reduction, sums_rows=sums_rows)
+    return dataclasses.replace(deferred, reduction=reduction)

@@ -1,0 +1,318 @@
+"""Sums of gradients over the ranks, in one graph.
+
+The way of a gradient, from the backward pass to the next forward pass:
+
+    [G1] backward computes the gradient on the accelerator
+    [G2] an identity operation on the host receives it
+    [G3] the last gradient of a bucket packs the bucket and launches its reduction
+    [G4] a thread runs the ring on the bucket while backward continues
+    [G5] the graph waits for the bucket and gets the sums
+    [G6] the user's optimizer applies them on the host, while later buckets still travel
+    [G7] the next step reads the variables through a copy cached on the accelerator
+
+This module decides what is reduced, and by which weight. `hostopt.tensorflow` reduces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_private import loss_is_scaled
+from estimator_ext.graphs.fingerprint import Updates
+from estimator_ext.graphs.walks import data_before, depends_on, operations_before
+from estimator_ext.reduction.accumulation import Accumulation
+from estimator_ext.reduction.conditional import refuse_reductions_of_some_ranks
+from estimator_ext.reduction.deferred import DeferredReductions
+from estimator_ext.reduction.gradient_marks import mark_of, marked_graph
+from estimator_ext.reduction.marked_gradients import MarkedGradients
+from estimator_ext.reduction.skipped_updates import SkippedUpdates
+from estimator_ext.reduction.value_reduction import ValueReduction
+from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.tensorflow import ops
+from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.reductions import AnyReducer, Reduction, check_gradients, reduce_tensors
+from hostopt.tensorflow.sparse import map_values, set_shape_of, values_of
+
+
+class GradientReduction:
+    """Reduces the gradients of one graph, and holds all state of its reductions.
+
+    Args:
+      strategy: the `HostOffloadStrategy`; its communicator is opened by the first reduction.
+      sparse_as_dense: True makes sparse gradients dense.
+      at_backward: True for programs that do not know of ranks: gradients are reduced to those of
+        one process. An optimizer reduces those that come straight from backward. All others, such
+        as clipped or accumulated ones, are reduced where they leave backward, as soon as the step
+        is complete (`unreduced_updates`).
+      graph: a training graph, whose reductions are built at its end; None builds each at once.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        sparse_as_dense: bool,
+        at_backward: bool = False,
+        graph: tf.Graph | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self.is_local = strategy.local_steps.is_used  # nothing is reduced in a step
+        self.size = 1 if self.is_local else strategy.cluster.size
+        self._sparse_as_dense = sparse_as_dense
+        self.at_backward = at_backward
+        self.flags = ops.StopSaveFlags()
+        self._deferred: DeferredReductions | None = None
+        if graph is not None and self.size > 1:
+            self._deferred = DeferredReductions(strategy.communicator, graph, self.flags)
+        self.values = ValueReduction(strategy, self._deferred, self.flags)
+        self.accumulation: Accumulation | None = None
+        self.skipping = SkippedUpdates()
+        self.model_knows_size = ""  # the place where the program reads the number of ranks
+        self.has_divided = False  # True once a loss is computed as in one process
+        self.marked = MarkedGradients(self.size, self.sum_gradients, self.values)
+        self.reducers: list[AnyReducer] = []  # to be closed with the graph
+        self.sums: set[tf.Operation] = set()  # of the micro-batches of a single rank
+        self._reduced: dict[Any, tf.Tensor] = {}  # sums by variable, not to be reduced again
+
+    @property
+    def uses_gradients_of_graph(self) -> bool:
+        """True if the gradients of the training graph must be known (`gradient_marks`)."""
+        is_alone = self.size == 1 and self.accumulation is None
+        return not is_alone or self._strategy.options.nonfinite == "skip"
+
+    @property
+    def follows_gradients(self) -> bool:
+        """True if gradients are reduced to those of one process, whoever applies them."""
+        return self.at_backward and not self.model_knows_size and self.uses_gradients_of_graph
+
+    def close(self) -> None:
+        """Ends the threads of the reducers."""
+        for reducer in self.reducers:
+            reducer.close()
+        self.reducers.clear()
+
+    def check_skipped(self, updates: Updates) -> None:
+        """Checks that updates can be skipped, if the option `nonfinite` asks for it.
+
+        Args:
+          updates: the updates of the step.
+
+        Raises:
+          hostopt.ConfigError: an update cannot be skipped.
+        """
+        if self._strategy.options.nonfinite == "skip":
+            self.skipping.check(updates)
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def build_step(
+        self,
+        targets: Sequence[tf.Operation],
+        is_same: Callable[[tf.Tensor], bool],
+        loss: tf.Tensor,
+        is_mean: bool,
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Builds the deferred reductions and the reduction of the loss.
+
+        Collective: all ranks must call it.
+
+        Args:
+          targets: operations that run in each step.
+          is_same: returns True if all ranks have the same value of a tensor.
+          loss: the loss of this rank.
+          is_mean: True for the mean over the ranks, False for the sum.
+
+        Returns:
+          The reduced loss, and tensors that are available after all reductions of the step and
+          fail at the end of the data.
+
+        Raises:
+          hostopt.ConfigError: a tensor cannot be reduced, or not on all ranks in the same steps.
+        """
+        loss = self.values.weigh_loss(loss, is_mean)
+        deferred, weights = self._deferred, self.values.weights
+        if deferred is None:
+            return loss, []
+        loss = tf.reshape(loss, [])  # the static shape may be unknown, or [1] as in TensorFlow
+        op = hostopt.ReduceOp.AVERAGE if is_mean else hostopt.ReduceOp.SUM
+        reduction = Reduction(loss, "the loss", op, is_gradient=False)
+        ends = [] if weights is None else [weights.mean_weight]
+        targets = [*targets, *(tensor.op for tensor in ends)]
+        repeated = [] if self.accumulation is None else self.accumulation.additions
+        refuse_reductions_of_some_ranks(operations_before(targets), is_same)
+        if weights is not None:
+            deferred.refuse_before(repeated)
+        self._add_reducers(deferred.build(targets, is_same, reduction, repeated))
+        total = deferred.loss
+        if total is None:  # no exchange could carry it
+            total = self.values.reduce_loss(loss, is_mean, deferred.last_results)
+        return total, [*deferred.last_results, *ends]
+
+    # -- gradients --------------------------------------------------------------------------
+
+    def reduce_now(
+        self, pairs: Sequence[tuple[Any, tf.Variable]], nonfinite: str | None
+    ) -> list[Any]:
+        """Sums gradients; the next `reduce_pairs` passes on what is computed from the sums.
+
+        Args:
+          pairs: gradients and their variables.
+          nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
+
+        Returns:
+          The sums.
+        """
+        sums = self.reduce_pairs(tf.distribute.ReduceOp.SUM, pairs, nonfinite)
+        self._reduced.update((v.ref(), values_of(total)) for total, (_, v) in zip(sums, pairs))
+        return sums
+
+    def reduce_pairs(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        nonfinite: str | None = None,
+    ) -> list[Any]:
+        """Reduces those gradients that have not been reduced yet: [G2] to [G5].
+
+        Args:
+          reduce_op: SUM or MEAN.
+          pairs: gradients and their variables.
+          nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
+
+        Returns:
+          The results, in the order of `pairs`.
+        """
+        results = [value for value, _ in pairs]
+        for value, variable in pairs:
+            if isinstance(variable, tf.Variable):
+                set_shape_of(value, variable.shape)
+        left = [i for i, pair in enumerate(pairs) if not self._take_reduced(*pair)]
+        follows = self.follows_gradients and marked_graph() is not None
+        if follows:  # the others are reduced where they leave backward
+            left = [i for i in left if mark_of(results[i]) is not None]
+        gradients = [(results[i], *_name_and_row_shape(pairs[i][1], results[i])) for i in left]
+        if follows:
+            marks = [mark_of(gradient) for gradient, *_ in gradients]
+            sums = self.marked.reduce(gradients, marks, nonfinite)
+        else:
+            sums = self.sum_gradients(gradients, loss_is_scaled(), nonfinite)
+            if reduce_op == tf.distribute.ReduceOp.MEAN:
+                with tf.device(HOST_DEVICE):
+                    sums = [map_values(lambda v: v / self.size, total) for total in sums]
+        for i, total in zip(left, sums):
+            results[i] = total
+        return results
+
+    def _take_reduced(self, gradient: Any, variable: Any) -> bool:
+        """Returns True if a gradient is computed from a sum of `reduce_now`, which counts once."""
+        reference = variable.ref() if isinstance(variable, tf.Variable) else None
+        total = self._reduced.pop(reference, None)
+        if total is None:
+            return False
+        values = values_of(gradient)
+        if values.graph is not total.graph:  # a branch has its own graph: assume that it is
+            return True
+        return depends_on([values.op], [total.op], data_before)
+
+    def sum_gradients(
+        self,
+        gradients: Sequence[tuple[Any, str, tuple[int, ...]]],
+        is_mean: bool,
+        nonfinite: str | None = None,
+    ) -> list[Any]:
+        """Sums dense and sparse gradients over the ranks.
+
+        Args:
+          gradients: for each one the tensor or `tf.IndexedSlices`, the name of its variable, and
+            the shape of a row.
+          is_mean: True if the sums make a mean, in which a rank counts by its examples.
+          nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
+
+        Returns:
+          The sums, on the host.
+        """
+        if not gradients:
+            return []
+        values, names = [value for value, *_ in gradients], [name for _, name, _ in gradients]
+        if self._sparse_as_dense or self.accumulation is not None:
+            values = [tf.convert_to_tensor(value) for value in values]
+        if self.accumulation is not None:
+            values = [self.accumulation.mean(v, name) for v, name in zip(values, names)]
+        if self.size == 1:
+            sums = self._check(values, names, nonfinite)
+        else:
+            reductions = [
+                Reduction(value, name, row_shape=row_shape, sums_rows=False)
+                for value, (_, name, row_shape) in zip(values, gradients)
+            ]
+            sums = self._sum(reductions, self.values.weight(is_mean), nonfinite)
+        if (nonfinite or self._strategy.options.nonfinite) == "skip":
+            self.skipping.watch([values_of(total) for total in sums])
+        return sums
+
+    def _check(
+        self, values: Sequence[Any], names: Sequence[str], nonfinite: str | None
+    ) -> list[Any]:
+        """Checks the gradients of a single rank, which are their own sums."""
+        communicator = self._strategy.communicator
+        check = NonFiniteCheck(communicator, nonfinite, is_local=True)
+        self.skipping.checks.append(check)
+        sums = check_gradients(values, names, communicator, check)
+        if self.accumulation is not None:
+            self.sums.update(total.op for total in sums)
+        return sums
+
+    def _sum(
+        self, reductions: Sequence[Reduction], weight: tf.Tensor | None, nonfinite: str | None
+    ) -> list[Any]:
+        """Sums gradients at the end of the training graph if possible, else here."""
+        if self._deferred and self._deferred.can_take([each.value for each in reductions]):
+            return [self._deferred.add(each, weight, nonfinite) for each in reductions]
+        communicator = self._strategy.communicator
+        sums, reducers = reduce_tensors(reductions, communicator, weight, nonfinite)
+        self._add_reducers(reducers)
+        return sums
+
+    def _add_reducers(self, reducers: Sequence[AnyReducer]) -> None:
+        self.reducers += reducers
+        self.skipping.checks += [reducer.nonfinite_check for reducer in reducers]
+
+
+def read_accumulators(
+    reduction: GradientReduction,
+    reduce_op: tf.distribute.ReduceOp,
+    pairs: Sequence[tuple[Any, Any]],
+) -> list[tuple[Any, Any]]:
+    """Returns pairs in which variables that a program gives as gradients are read.
+
+    Args:
+      reduction: reductions of the graph.
+      reduce_op: SUM or MEAN, which is that of a moving average of a variable.
+      pairs: values and their destinations.
+    """
+    if not reduction.follows_gradients or reduce_op != tf.distribute.ReduceOp.SUM:
+        return list(pairs)
+    kind = tf.Variable
+    return [
+        (tf.convert_to_tensor(v) if isinstance(v, kind) and isinstance(d, kind) else v, d)
+        for v, d in pairs
+    ]
+
+
+def _name_and_row_shape(variable: Any, gradient: Any) -> tuple[str, tuple[int, ...]]:
+    """Returns the name of a gradient's variable and, for a sparse gradient, the shape of a row."""
+    is_variable = isinstance(variable, tf.Variable)
+    name = variable.op.name if is_variable else values_of(gradient).op.name
+    if not isinstance(gradient, tf.IndexedSlices):
+        return name, ()
+    shape = variable.shape if is_variable else gradient.shape
+    for row in (shape[1:], gradient.values.shape[1:]):
+        if row.is_fully_defined():
+            return name, tuple(row.as_list())
+    raise hostopt.ConfigError(
+        f"the gradient of {name!r} is sparse, and {name!r} is of shape {shape}, wanted one whose "
+        "rows have a known shape. Create the variable with a static shape"
+    )

@@ -1,0 +1,118 @@
+"""Skips the updates of steps whose gradients are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from estimator_ext._tf_private import add_control_inputs
+from estimator_ext.graphs.fingerprint import Updates
+from estimator_ext.graphs.walks import BRANCHES, data_before, depends_on, predicates_around, walk
+from estimator_ext.reduction.gradient_marks import marks_of_graph
+from hostopt.errors import ConfigError
+from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.tensorflow.background import HOST_DEVICE
+
+_CHECKS = ("IsFinite", "IsNan", "IsInf")
+
+
+class SkippedUpdates:
+    """Makes the updates of a graph conditional: all sums of the step must be finite."""
+
+    def __init__(self) -> None:
+        self.checks: list[NonFiniteCheck] = []  # of all reductions, once the step is built
+        self._finite: tf.Tensor | None = None
+        self._predicates: dict[tf.Operation, bool] = {}  # True for checks
+
+    def watch(self, sums: Sequence[tf.Tensor]) -> None:
+        """Makes all updates depend on these sums too, including updates that are built already.
+
+        Args:
+          sums: tensors that are available after the checks of their reductions.
+        """
+        sources = [tensor.op for tensor in sums]
+        if self._finite is None or depends_on(sources, [self._finite.op]):
+            # these sums depend on updates, which cannot wait for them
+            with tf.device(HOST_DEVICE), tf.control_dependencies(sources):
+                self._finite = tf.numpy_function(
+                    self._all_finite, [], tf.bool, name="HostAllFinite"
+                )
+            self._finite.set_shape([])
+        else:
+            add_control_inputs(self._finite.op, sources)
+
+    def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that builds updates which run only if all sums are finite.
+
+        Args:
+          function: builds operations; called once.
+
+        Returns:
+          `function` itself if no sums are watched; otherwise a function that builds the same
+          operations in a branch, and returns an operation.
+        """
+        finite = self._finite
+        if finite is None:
+            return function
+
+        def guarded(*args: Any, **kwargs: Any) -> tf.Operation:
+            def update() -> tf.Tensor:
+                built = tf.nest.flatten(function(*args, **kwargs))
+                with tf.control_dependencies([each for each in built if each is not None]):
+                    return tf.constant(True)
+
+            return tf.cond(finite, update, lambda: tf.constant(False)).op
+
+        return guarded
+
+    def check(self, updates: Updates) -> None:
+        """Checks that every update with a gradient can be skipped.
+
+        Args:
+          updates: the updates of the step.
+
+        Raises:
+          hostopt.ConfigError: an update uses a gradient even if it is not finite.
+        """
+        marks = marks_of_graph()
+        trained = {updates.variable_of(mark.source.op) for mark in marks.values()}
+        for variable in sorted(trained & updates.changes.keys()):
+            for update in updates.changes[variable]:
+                if not self._guards(update) and depends_on([update], marks, data_before):
+                    raise ConfigError(
+                        f"nonfinite='skip' cannot leave out operation {update.name!r} "
+                        f"({update.type}), which updates variable {variable!r} with a gradient by "
+                        "itself. Use nonfinite='error', or an optimizer that applies gradients as "
+                        "those of tf.compat.v1.train do"
+                    )
+
+    def _guards(self, op: tf.Operation) -> bool:
+        """Returns True if an operation runs only if a check, also of the program, finds no NaN."""
+        predicates = predicates_around(op) + [op.inputs[0]] * (op.type in BRANCHES)
+        return any(self._is_check(predicate.op) for predicate in predicates)
+
+    def _is_check(self, predicate: tf.Operation) -> bool:
+        if predicate not in self._predicates:
+            self._predicates[predicate] = any(
+                op.type in _CHECKS or (self._finite is not None and op is self._finite.op)
+                for op in walk([predicate], data_before)
+            )
+        return self._predicates[predicate]
+
+    def _all_finite(self) -> np.bool_:
+        return np.bool_(all(check.finite for check in self.checks))
+
+
+class HooksWithoutNan(list[Any]):
+    """A list of hooks to which the stock Estimator cannot add a `NanTensorHook`.
+
+    That hook would end the training at a NaN loss. Hooks of the user stay.
+    """
+
+    def append(self, hook: Any) -> None:
+        """Adds a hook, unless it is a `NanTensorHook`."""
+        if not isinstance(hook, tf.compat.v1.train.NanTensorHook):
+            super().append(hook)

@@ -1,0 +1,1 @@
+"""The life of a session: signals, agreed stops, closing in time."""

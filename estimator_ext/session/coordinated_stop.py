@@ -1,0 +1,162 @@
+"""Coordinated stops and saves: all ranks stop after the same step, and know when the chief saves.
+
+Before each step a rank adds its requests to a sum over the ranks, which shares the message of the
+loss if there is one. All ranks have the sum when the step has ended. A stop that only one rank
+requests therefore happens one step later, after the same step on all ranks. A stop that all ranks
+know beforehand, such as at max_steps, happens immediately.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext.input.state import InputStates
+from estimator_ext.variables.sync_on_read import SyncOnRead
+from hostopt.tensorflow.ops import StopSaveFlags
+
+_log = tf.get_logger()
+
+_Saver = tf.compat.v1.train.CheckpointSaverHook
+
+
+class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
+    """Exchanges the flags of each step and collects on the chief what it is about to save.
+
+    It must come before all other hooks. All ranks must have it, and `EndStopSaveHook`.
+
+    Args:
+      communicator: the ring.
+      flags: requests of the ranks; they travel with the loss if the loss is summed by the graph.
+      sync_on_read: variables that differ by rank.
+      input_states: states of the input iterators of all ranks.
+      savers: hooks of this rank that save checkpoints.
+    """
+
+    def __init__(
+        self,
+        communicator: hostopt.Communicator,
+        flags: StopSaveFlags,
+        sync_on_read: SyncOnRead,
+        input_states: InputStates,
+        savers: Sequence[_Saver],
+    ) -> None:
+        self._communicator = communicator
+        self._flags_sum = None
+        if not flags.travel:
+            self._flags_sum = communicator.open_scalar_sum("requests to stop or save")
+        self._flags = flags
+        self._sync_on_read = sync_on_read
+        self._input_states = input_states
+        for saver in savers:
+            saver._timer = CoordinatedTimer(saver._timer, flags)
+        self._timers = [saver._timer for saver in savers]
+        self._step = 0
+        self._increment = 0  # of global_step in a step, which need not be 1; 0 while unknown
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Stores the first step."""
+        del coord
+        self._step = int(session.run(tf.compat.v1.train.get_global_step()))
+
+    def before_run(self, run_context: Any) -> None:
+        """Sends the requests of this rank."""
+        self._sync_on_read.restore_local(run_context.session)
+        self._input_states.forget()
+        next_step = self._step + (self._increment or 1)
+        self._flags.save = any(timer.is_due(next_step) for timer in self._timers)
+        if self._flags_sum is not None:
+            self._flags_sum.start(0.0, float(self._flags.local))
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Receives the requests of all ranks; collects on the chief what it is about to save."""
+        del run_values
+        if self._flags_sum is not None:
+            self._flags.set_total(float(self._flags_sum.wait()[1]))
+        self._count(run_context.session)
+        if self._flags.ranks_saving:
+            self._sync_on_read.aggregate_to_chief(run_context.session)
+            self._input_states.gather(run_context.session)
+
+    def _count(self, session: tf.compat.v1.Session) -> None:
+        """Updates the step; reads it only if needed, as that takes as long as a small step."""
+        step = self._step + self._increment
+        if self._timers and (self._flags.ranks_saving or not self._increment):
+            step = int(session.run(tf.compat.v1.train.get_global_step()))
+            self._increment = self._increment or step - self._step
+        self._step = step
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Collects on the chief what it saves at the end."""
+        self._communicator.finish("the last step")  # ranks that have more steps report an error
+        self._sync_on_read.restore_local(session)
+        self._sync_on_read.aggregate_to_chief(session)
+        self._input_states.gather(session)
+
+
+class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
+    """Turns a stop that a hook of this rank requests into a stop of all ranks.
+
+    It must come after all other hooks. All ranks must have it.
+
+    Args:
+      communicator: the ring.
+      flags: those of `BeginStopSaveHook`.
+      hooks: hooks of this rank. All ranks stop at once at a step at which a `StopAtStepHook` of
+        every rank stops.
+    """
+
+    def __init__(
+        self, communicator: hostopt.Communicator, flags: StopSaveFlags, hooks: Sequence[Any]
+    ) -> None:
+        self._communicator = communicator.duplicate("the steps at which ranks stop")
+        self._flags = flags
+        self._hooks = [h for h in hooks if isinstance(h, tf.compat.v1.train.StopAtStepHook)]
+        self._common_last_steps: set[int] = set()
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Finds the steps at which all ranks stop."""
+        del session, coord
+        last_steps = json.dumps([int(hook._last_step) for hook in self._hooks]).encode()
+        gathered = self._communicator.all_gather_bytes(last_steps)
+        self._common_last_steps = set.intersection(*(set(json.loads(each)) for each in gathered))
+
+    def is_common_last(self, step: int) -> bool:
+        """Returns True if all ranks stop at a step, without a request."""
+        return any(step >= last for last in self._common_last_steps)
+
+    def steps_left(self, step: int) -> int | None:
+        """Returns the number of steps to the next one at which all ranks stop, or None."""
+        return min((last - step for last in self._common_last_steps), default=None)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Stops if a rank has requested it; postpones a stop that only this rank knows of."""
+        del run_values
+        if self._flags.ranks_stopping:
+            _log.info("training stops: requested by %d rank(s)", self._flags.ranks_stopping)
+            run_context.request_stop()
+        elif run_context.stop_requested:
+            step = run_context.session.run(tf.compat.v1.train.get_global_step())
+            if not self.is_common_last(step):
+                run_context._stop_requested = False
+                self._flags.stop = True
+
+
+class CoordinatedTimer(tf.compat.v1.train.SecondOrStepTimer):
+    """Triggers a save only if it was due before the step, so that all ranks know of it."""
+
+    def __init__(self, timer: tf.compat.v1.train.SecondOrStepTimer, flags: StopSaveFlags) -> None:
+        super().__init__(timer._every_secs, timer._every_steps)
+        self._flags = flags
+
+    def is_due(self, step: int) -> bool:
+        """True if a save should follow a step."""
+        return bool(super().should_trigger_for_step(step))
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """True if a save follows a step."""
+        return bool(self._flags.ranks_saving) and self.is_due(step)

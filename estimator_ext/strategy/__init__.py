@@ -1,0 +1,1 @@
+"""The strategy of tf.distribute that puts variables on the host and reduces gradients."""

@@ -1,0 +1,348 @@
+"""The part of HostOffloadStrategy that TensorFlow calls: placement of variables, and input."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_private import (
+    DistributedDataset,
+    DistributedDatasetsFromFunction,
+    DistributedDatasetsFromFunctionV1,
+    DistributedDatasetV1,
+    InputFunctionIterator,
+    InputWorkers,
+    OneDeviceExtended,
+    OneDeviceReplicaContext,
+    UpdateContext,
+    colocate_with,
+    scaled_loss,
+    set_initializer,
+)
+from estimator_ext.reduction.gradient_reduction import GradientReduction, read_accumulators
+from estimator_ext.variables.cached_reads import read_where_needed, true_in_version_1
+from estimator_ext.variables.sync_on_read import is_sync_on_read
+from hostopt.tensorflow import ops
+from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.sparse import slices_of
+
+
+class _RankExtended(OneDeviceExtended):
+    """One rank of a cluster: its role and its shard of the input."""
+
+    @property
+    def _strategy(self) -> Any:
+        return self._container_strategy()
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return 1 if self._strategy.local_steps.is_used else self._size
+
+    @property
+    def _size(self) -> int:
+        return self._strategy.cluster.size
+
+    def _in_multi_worker_mode(self) -> bool:
+        return False  # else TensorFlow wraps each value, though there is only one replica
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._strategy.cluster.is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self._strategy.cluster.is_chief
+
+    def input_context(self) -> tf.distribute.InputContext:
+        """Returns the number of ranks and the index of this one, for an input_fn."""
+        size = self._size
+        return tf.distribute.InputContext(size, self._strategy.cluster.rank or 0, size)
+
+    def _input_workers_with_options(self, options: Any = None) -> InputWorkers:
+        del options  # batches stay on the host until the accelerator reads them
+        return InputWorkers([(HOST_DEVICE, (HOST_DEVICE,))])
+
+    def _make_input_fn_iterator(self, input_fn: Any, replication_mode: Any = None) -> Any:
+        del replication_mode  # with one replica per worker both modes are the same
+        return InputFunctionIterator(
+            input_fn, self._input_workers, [self.input_context()], self._strategy
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        kind = DistributedDataset if _is_eager() else DistributedDatasetV1
+        return kind(
+            dataset=dataset,
+            input_workers=self._input_workers_with_options(options),
+            strategy=self._strategy,
+            num_replicas_in_sync=self._num_replicas_in_sync,
+            input_context=self.input_context(),
+            options=options,
+        )
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        kind = (
+            DistributedDatasetsFromFunction if _is_eager() else DistributedDatasetsFromFunctionV1
+        )
+        return kind(
+            input_workers=self._input_workers_with_options(options),
+            strategy=self._strategy,
+            input_contexts=[self.input_context()],
+            dataset_fn=dataset_fn,
+            options=options,
+        )
+
+
+class HostOffloadExtended(_RankExtended):
+    """Forward and backward on `device`; variables, updates and reductions on the host.
+
+    Args:
+      strategy: the strategy that users hold.
+      device: the accelerator.
+      variables_on_host, sparse_as_dense, auto_shard: options of the strategy.
+      cluster_resolver: the resolver that the user gave, or None.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        device: str,
+        variables_on_host: bool,
+        sparse_as_dense: bool,
+        auto_shard: str | None,
+        cluster_resolver: Any,
+    ) -> None:
+        super().__init__(strategy, device)
+        self.auto_shard = auto_shard
+        self.reduces_at_backward, self.loss_is = False, ""  # see `GradientReduction`
+        self._variables_on_host = variables_on_host
+        self._sparse_as_dense = sparse_as_dense
+        self._cluster_resolver = cluster_resolver  # read by tf.distribute.Strategy
+        self._default_reduction = GradientReduction(strategy, sparse_as_dense)
+        self.reduction = self._default_reduction  # of the graph under construction
+
+    @contextlib.contextmanager
+    def training_graph(self) -> Iterator[GradientReduction]:
+        """Makes the default graph the training graph of an Estimator.
+
+        Within the block the strategy is in scope, optimizers scale losses, variables keep their
+        initializers (a hook broadcasts their values), and reductions are built by
+        `GradientReduction.build_step`. The block lasts as long as the training.
+
+        Yields:
+          The reductions of this graph, which are closed at the end of the block.
+        """
+        strategy, default = self._strategy, self._default_reduction
+        graph = tf.compat.v1.get_default_graph()
+        self.reduction = reduction = GradientReduction(
+            strategy, self._sparse_as_dense, self.reduces_at_backward, graph
+        )
+        reduction.model_knows_size = default.model_knows_size  # if it asked before the training
+        try:
+            # an error reaches the other ranks first: reducers that close may wait for a peer
+            with strategy.propagate_errors(), strategy.scope(), scaled_loss(strategy):
+                # the strategy's getter drops partitioners, which the other graphs do not
+                tf.compat.v1.get_variable_scope().set_custom_getter(None)
+                yield reduction
+        finally:
+            default.model_knows_size = ""
+            self.reduction = default
+            reduction.close()
+
+    @contextlib.contextmanager
+    def separate_reduction(self) -> Iterator[None]:
+        """Scope of operations that are not part of the step of a training graph."""
+        reduction = self.reduction
+        self.reduction = GradientReduction(self._strategy, self._sparse_as_dense)
+        try:
+            yield
+        finally:
+            self.reduction = reduction
+
+    def close_reducers(self) -> None:
+        """Ends the threads of the reducers of all graphs built so far."""
+        self.reduction.close()
+        self._default_reduction.close()
+
+    # -- variables -------------------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = true_in_version_1(self._place_variable(next_creator, **kwargs))
+        if self.reduction is self._default_reduction and self._size > 1:
+            # only the initializer takes rank 0's value: TensorFlow also uses initial_value
+            name = f"the initial value of {variable.op.name!r}"
+            value = ops.broadcast(variable.initial_value, self._strategy.communicator, name=name)
+            with tf.device(variable.device):
+                set_initializer(variable, variable.assign(value, read_value=False))
+        return variable
+
+    def _place_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        colocated = kwargs.pop("colocate_with", None)
+        if isinstance(colocated, (list, tuple)):  # the devices that non_slot_devices returned
+            with tf.device(colocated[0]):
+                return next_creator(**kwargs)
+        if colocated is not None:  # a slot is placed beside its variable
+            with tf.device(None), colocate_with(colocated):
+                return next_creator(**kwargs)
+        dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
+        on_host = self._variables_on_host or dtype.is_integer
+        is_cached = on_host and kwargs.get("trainable") is not False and dtype.is_floating
+        is_chosen = kwargs.get("caching_device") is not None  # by the program
+        if is_cached:
+            kwargs["caching_device"] = self._device  # [G7]
+        with tf.device(HOST_DEVICE if on_host else self._device):
+            variable = next_creator(**kwargs)
+        if is_cached:
+            read_where_needed(variable, is_chosen)
+        return variable
+
+    def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
+        value = tf.identity(replica_local_var)
+        if not is_sync_on_read(replica_local_var):
+            return value
+        mean = replica_local_var.aggregation == tf.VariableAggregation.MEAN
+        op = tf.distribute.ReduceOp.MEAN if mean else tf.distribute.ReduceOp.SUM
+        return self._reduce_to(op, value, None, None)
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        with tf.device(self._device), ReplicaContext(self._strategy):
+            return fn(*args, **kwargs)
+
+    # -- reductions ------------------------------------------------------------------------
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        del options
+        is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        if self._num_replicas_in_sync == 1 or (is_mean and _is_mirrored(value)):
+            return value
+        tensor = tf.convert_to_tensor(value)
+        named = destinations if isinstance(destinations, tf.Variable) else tensor
+        return self.reduction.values.reduce(tensor, named.op.name, is_mean)
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
+    ) -> list[Any]:
+        del options
+        pairs = read_accumulators(self.reduction, reduce_op, value_destination_pairs)
+        if not pairs:  # an optimizer of TensorFlow drops gradients that are None
+            raise ValueError(
+                "No gradients provided for any variable. Check whether the loss depends on the "
+                "variables that are to be trained"
+            )
+        # an optimizer passes variables as destinations, `all_reduce` of the replica context none
+        gradients = [pair for pair in pairs if _is_gradient(*pair)]
+        reduced = iter(self.reduction.reduce_pairs(reduce_op, gradients))
+        return [
+            next(reduced) if _is_gradient(*pair) else self._reduce_value(reduce_op, *pair)
+            for pair in pairs
+        ]
+
+    def _reduce_value(self, reduce_op: Any, value: Any, destination: Any) -> Any:
+        """Reduces a value that is not the gradient of a variable, such as a norm or a count."""
+        result = self._reduce_to(reduce_op, value, destination, None)
+        if isinstance(value, tf.IndexedSlices) and not isinstance(result, tf.IndexedSlices):
+            with tf.device(HOST_DEVICE):
+                return slices_of(result, value.indices.dtype)
+        return result
+
+    # -- updates ---------------------------------------------------------------------------
+
+    def _update(self, var: tf.Variable, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        """Runs the user's optimizer on the device of the variable: [G6]."""
+        if var is not tf.compat.v1.train.get_global_step():  # which counts skipped updates too
+            fn = self.reduction.skipping.guard(fn)
+        return self._on_device(var.device, fn, (var, *args), kwargs, group)
+
+    def _update_non_slot(
+        self, colocate_with: Any, fn: Any, args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        fn = self.reduction.skipping.guard(fn)
+        return self._on_device(colocate_with[0], fn, args, kwargs, group)
+
+    def _on_device(self, device: str, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        with tf.device(device), UpdateContext(device):
+            result = fn(*args, **kwargs)
+            return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str]:
+        del var_list
+        return (HOST_DEVICE if self._variables_on_host else self._device,)
+
+    @property
+    def parameter_devices(self) -> tuple[str]:
+        return self.non_slot_devices(None)
+
+    # -- refusals --------------------------------------------------------------------------
+
+    def _configure(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses the stock Estimator and its coordinator, which call this, with several ranks."""
+        if self._size > 1:
+            raise hostopt.ConfigError(
+                "tf.estimator.Estimator cannot train with a HostOffloadStrategy of "
+                f"{self._size} ranks. Use estimator_ext.Estimator, which takes "
+                "the same arguments; a canned estimator has them as model_fn and config"
+            )
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        if not isinstance(colocate_with_variable, tf.Variable):
+            raise hostopt.ConfigError(
+                f"an optimizer is to be placed beside {colocate_with_variable.name!r}, wanted a "
+                "variable: SyncReplicasOptimizer is for workers with parameter servers. Use the "
+                "optimizer that it wraps, as gradients are reduced over all ranks anyway"
+            )
+        super()._validate_colocate_with_variable(colocate_with_variable)
+
+
+class ReplicaContext(OneDeviceReplicaContext):
+    """Context of a model_fn, in which `all_reduce` reduces over the ranks.
+
+    The gradient of TensorFlow's own `all_reduce` would count each rank once.
+    """
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does.
+
+        Args:
+          reduce_op: `tf.distribute.ReduceOp`, or its name.
+          value: tensors and `tf.IndexedSlices`, in any structure.
+          options: `tf.distribute.experimental.CommunicationOptions`, which have no effect.
+
+        Returns:
+          The results, in the same structure.
+        """
+        if isinstance(reduce_op, str):
+            reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
+
+        def reduce(strategy: Any, *values: Any) -> Any:
+            pairs = [(each, None) for each in values]
+            return strategy.extended.batch_reduce_to(reduce_op, pairs, options)
+
+        tensors = [
+            each if isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
+            for each in tf.nest.flatten(value)
+        ]
+        if not tensors:
+            return value
+        return tf.nest.pack_sequence_as(value, self.merge_call(reduce, args=tensors))
+
+
+def _is_eager() -> bool:
+    """Returns True if datasets are iterated eagerly, False if in a graph of TensorFlow 1."""
+    return tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def _is_mirrored(value: Any) -> bool:
+    """Returns True if a value is a variable that is the same on all ranks."""
+    return isinstance(value, tf.Variable) and value.trainable and not is_sync_on_read(value)
+
+
+def _is_gradient(value: Any, destination: Any) -> bool:
+    """Returns True if a pair to be reduced is a gradient and its variable."""
+    return isinstance(destination, tf.Variable) and not isinstance(value, tf.Variable)

@@ -1,0 +1,333 @@
+"""The part of HostOffloadStrategy that TensorFlow calls in functions of TensorFlow 2 and eagerly.
+
+Graphs of sessions are left to the base class.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_private import (
+    VARIABLE_POLICIES,
+    DistributedVariable,
+    UpdateContext,
+    create_mirrored_variable,
+    is_compiled_by_xla,
+    select_replica,
+)
+from estimator_ext.pipelines.common_seed import CommonSeed
+from estimator_ext.pipelines.data_order import OrderCheck
+from estimator_ext.strategy import function_values
+from estimator_ext.strategy.extended import HostOffloadExtended, ReplicaContext
+from estimator_ext.strategy.function_gradients import FunctionGradients
+from estimator_ext.strategy.function_input import (
+    SAME_ORDER,
+    check_endless,
+    check_lengths,
+    check_no_data_workers,
+    in_one_order,
+    with_policy,
+)
+from estimator_ext.strategy.mirrored_variables import (
+    CLASSES,
+    HostVariable,
+    check_variables,
+    refuse_update_outside_run,
+)
+from hostopt.process_ring import ProcessRing
+from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.calls import call_name
+
+
+class _Replica(HostOffloadExtended):
+    """This rank as a replica: its ring, device, steps and input."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._seed = CommonSeed(self._strategy.cluster)
+        self._ring: ProcessRing | None = None
+        self._order: OrderCheck | None = None
+        self._runs = threading.local()
+
+    def ring(self) -> ProcessRing:
+        """Returns the ring of this strategy; the first call waits until all are connected."""
+        if self._ring is None:
+            self._ring = ProcessRing(self._strategy.communicator)
+        return self._ring
+
+    def close_reducers(self) -> None:
+        """Ends the threads of all reducers."""
+        super().close_reducers()
+        self._order = None
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._num_replicas_in_sync == 1
+
+    @property
+    def _step_device(self) -> str:
+        """Device of forward and backward; the host if there is no virtual accelerator."""
+        device = tf.DeviceSpec.from_string(self._device)
+        if device.device_type != "CPU":
+            return self._device
+        count = len(tf.config.list_logical_devices("CPU"))
+        return self._device if (device.device_index or 0) < count else HOST_DEVICE
+
+    # -- replicas --------------------------------------------------------------------------
+
+    def _in_multi_worker_mode(self) -> bool:
+        return _in_functions() and not self._is_alone
+
+    @property
+    def _task_id(self) -> int:  # in the names of directories that ranks but for the chief save to
+        return self._strategy.cluster.rank or 0
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> int:
+        del replica_id_in_sync_group
+        return 0
+
+    @property
+    def experimental_enable_get_next_as_optional(self) -> bool:
+        """True if ranks may have different numbers of batches."""
+        return _in_functions()
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        return (select_replica(0, value),)
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        if not _in_functions():
+            return super()._call_for_each_replica(fn, args, kwargs)
+        was_running, self._runs.now = self.is_running, True
+        try:
+            replica = FunctionReplicaContext(self._strategy)
+            with tf.device(self._step_device), self._seed.hidden(), replica:
+                return fn(*select_replica(0, args), **select_replica(0, kwargs))
+        finally:
+            self._runs.now = was_running
+
+    @property
+    def is_running(self) -> bool:
+        """True in a function that `strategy.run` calls, also while it merges replicas."""
+        return getattr(self._runs, "now", False)
+
+    # -- input -----------------------------------------------------------------------------
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        check_no_data_workers(self._strategy.cluster)
+        if not self._is_alone:
+            if _in_functions():
+                check_lengths(self.ring(), dataset)
+                dataset = with_policy(dataset, self.auto_shard)
+            dataset = in_one_order(self._order_check(), dataset, self._seed)
+        return super()._experimental_distribute_dataset(dataset, options)
+
+    def _order_check(self) -> OrderCheck:
+        if self._order is None:
+            channel = self._strategy.communicator.duplicate("the order of the data")
+            self._order = OrderCheck(channel, SAME_ORDER)
+        return self._order
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        def checked(context: tf.distribute.InputContext) -> Any:
+            dataset = dataset_fn(context)
+            check_endless(self.ring(), dataset)
+            return dataset
+
+        check_no_data_workers(self._strategy.cluster)
+        is_checked = _in_functions() and not self._is_alone
+        return super()._distribute_datasets_from_function(
+            checked if is_checked else dataset_fn, options
+        )
+
+
+class FunctionExtended(_Replica):
+    """Variables, reductions and updates; see `HostOffloadExtended` for the arguments."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._gradients = FunctionGradients(self.ring, self._sparse_as_dense)
+
+    # -- variables -------------------------------------------------------------------------
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        if not _in_functions():
+            return super()._create_variable(next_creator, **kwargs)
+        if not self._is_alone:
+            _refuse_keras_3()
+
+        def create(**kwargs: Any) -> list[Any]:
+            return [self._create_with_value_of_rank_0(next_creator, **kwargs)]
+
+        return create_mirrored_variable(
+            self._strategy, create, CLASSES, VARIABLE_POLICIES, **kwargs
+        )
+
+    def _create_with_value_of_rank_0(self, next_creator: Any, **kwargs: Any) -> Any:
+        kwargs.pop("colocate_with", None)
+        on_host = (
+            self._variables_on_host or tf.as_dtype(kwargs.get("dtype") or "float32").is_integer
+        )
+        if not self._is_alone:
+            kwargs["initial_value"] = self._of_rank_0(**kwargs)
+        with tf.device(HOST_DEVICE if on_host else self._step_device):
+            return next_creator(**kwargs)
+
+    def _of_rank_0(
+        self, initial_value: Any, name: str | None = None, dtype: Any = None, **_: Any
+    ) -> Callable[..., tf.Tensor]:
+        def value_of_rank_0(**kwargs: Any) -> tf.Tensor:
+            value = initial_value(**kwargs) if callable(initial_value) else initial_value
+            value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
+            value = tf.convert_to_tensor(value, dtype)
+            call = f"the initial value of {name!r}"
+            return function_values.broadcast(self.ring(), value, call)
+
+        return value_of_rank_0
+
+    def read_var(self, replica_local_var: Any) -> tf.Tensor:
+        if not _in_functions():
+            return super().read_var(replica_local_var)
+        if isinstance(replica_local_var, DistributedVariable):
+            return replica_local_var._get_cross_replica()
+        return tf.identity(replica_local_var)
+
+    # -- reductions ------------------------------------------------------------------------
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        if not _in_functions():
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        if self._is_alone or (is_mean and isinstance(value, HostVariable)):
+            return _local(value)
+        return self._reduce_values(reduce_op, [value])[0]
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
+    ) -> list[Any]:
+        if not _in_functions():
+            return super()._batch_reduce_to(reduce_op, value_destination_pairs, options)
+        pairs = [(_local(value), destination) for value, destination in value_destination_pairs]
+        if self._is_alone:
+            return [value for value, _ in pairs]
+        _refuse_xla()
+        is_gradient = [isinstance(each, tf.Variable) for _, each in pairs]
+        is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        gradients = [pair for pair, chosen in zip(pairs, is_gradient) if chosen]
+        check_variables(self._strategy, [variable for _, variable in gradients])
+        values = [value for (value, _), chosen in zip(pairs, is_gradient) if not chosen]
+        reduced = iter(self._gradients.reduce(gradients, is_mean) if gradients else [])
+        results = iter(self._reduce_values(reduce_op, values) if values else [])
+        return [next(reduced if chosen else results) for chosen in is_gradient]
+
+    def _reduce_values(self, reduce_op: Any, values: Sequence[Any]) -> list[Any]:
+        _refuse_xla()
+        tensors = [tf.convert_to_tensor(_local(value)) for value in values]
+        is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        return function_values.all_reduce(self.ring(), tensors, is_mean)
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: Any, options: Any
+    ) -> Any:
+        value = tf.convert_to_tensor(_local(value))
+        if self._is_alone:
+            return value
+        _refuse_xla()
+        return function_values.all_gather(self.ring(), value, int(axis))
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        if self._is_alone or not _in_functions() or isinstance(tensor, (int, float)):
+            return tensor
+        _refuse_xla()
+        tensor = tf.convert_to_tensor(_local(tensor))
+        name = call_name("broadcast", None, tensor)
+        return function_values.broadcast(self.ring(), tensor, name)
+
+    # -- updates ---------------------------------------------------------------------------
+
+    def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        if not _in_functions():
+            return super()._update(var, fn, args, kwargs, group)
+        if not self._is_alone and not self.is_running:
+            refuse_update_outside_run(var, args)
+        return self.update_variable(var, fn, args, kwargs, group)
+
+    def update_variable(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        """Calls a function that updates a variable, on the device of the variable.
+
+        Args:
+          var: the variable.
+          fn: the function; its first argument is the variable of this rank.
+          args: its other arguments.
+          kwargs: its arguments by name.
+          group: True to return its result, False to return a tuple of the results of replicas.
+
+        Returns:
+          The result.
+        """
+        component = var.values[0] if isinstance(var, DistributedVariable) else var
+        return self._run_update(component.device, fn, (component, *args), kwargs, group)
+
+    def _update_non_slot(
+        self, colocate_with: Any, fn: Any, args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        if not _in_functions():
+            return super()._update_non_slot(colocate_with, fn, args, kwargs, group)
+        return self._run_update(colocate_with[0], fn, args, kwargs, group)
+
+    def _run_update(self, device: str, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        with tf.device(device), UpdateContext(0):
+            result = fn(*select_replica(0, args), **select_replica(0, kwargs or {}))
+            return result if group else tf.nest.map_structure(self._local_results, result)
+
+
+class FunctionReplicaContext(ReplicaContext):
+    """Context of a function that `strategy.run` calls; the replica is numbered by its rank."""
+
+    def __init__(self, strategy: Any) -> None:
+        tf.distribute.ReplicaContext.__init__(self, strategy, strategy.cluster.rank or 0)
+
+
+def _in_functions() -> bool:
+    """Returns True eagerly and in functions, False in a graph of TensorFlow 1."""
+    return bool(tf.compat.v1.executing_eagerly_outside_functions())
+
+
+def _local(value: Any) -> Any:
+    """Returns the value of this replica, without aggregation if it is a variable."""
+    if isinstance(value, DistributedVariable):
+        return value.values[0].read_value()
+    return select_replica(0, value)
+
+
+def _refuse_xla() -> None:
+    """Raises ConfigError in a function with jit_compile=True, in which nothing can be reduced."""
+    if not tf.executing_eagerly() and is_compiled_by_xla(tf.compat.v1.get_default_graph()):
+        raise hostopt.ConfigError(
+            "a function with jit_compile=True reduces values over the ranks, which XLA cannot "
+            "compile. Set jit_compile=False in Model.compile or in tf.function"
+        )
+
+
+_KERAS_3 = "keras.src.backend.tensorflow.core"
+
+
+def _refuse_keras_3() -> None:
+    """Raises ConfigError if Keras 3 creates a variable."""
+    frame: Any = sys._getframe(1) if _KERAS_3 in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _KERAS_3:
+            raise hostopt.ConfigError(
+                "a model or an optimizer of Keras 3 is created in the scope of a "
+                "HostOffloadStrategy of several ranks. Use hostopt.keras.DistributedOptimizer "
+                "without a strategy, or Keras 2: install tf_keras and set TF_USE_LEGACY_KERAS=1"
+            )
+        frame = frame.f_back

@@ -1,0 +1,132 @@
+"""Variables that have the same value on all ranks, in functions of TensorFlow 2 and eagerly.
+
+TensorFlow's strategies allow gradients outside `strategy.run`, and updates with the data of one
+rank. Here both are refused, as each rank would then train a different model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext._tf_private import (
+    VARIABLE_CLASSES,
+    MirroredVariable,
+    could_possibly_record,
+    updating_replica,
+)
+from estimator_ext.graphs.operation_kinds import OF_THIS_RANK
+from estimator_ext.graphs.walks import data_before, walk
+from estimator_ext.strategy.function_values import compared
+from hostopt.tensorflow.ops import is_same_on_all_ranks
+
+_REMEDY = "Do this in a function that is given to strategy.run, with an optimizer"
+
+
+class HostVariable(MirroredVariable):
+    """A variable of a `HostOffloadStrategy`, with one component: the variable of this rank."""
+
+    @property
+    def _is_shared(self) -> bool:
+        return bool(self.trainable and self.distribute_strategy.num_replicas_in_sync > 1)
+
+    def _get(self) -> Any:
+        if self._is_shared and could_possibly_record():
+            self._check_in_run("its gradient is computed")
+        return super()._get()
+
+    @property
+    def handle(self) -> Any:
+        """The resource of this rank's variable."""
+        if self._is_shared and updating_replica() is not None:
+            self._check_in_run("it is updated")
+        return super().handle
+
+    def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if self._is_shared and updating_replica() is not None:
+            self._check_in_run("it is updated")
+        return super()._update(update_fn, value, **kwargs)
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        is_local = self.aggregation == tf.VariableAggregation.NONE
+        if self._is_shared and is_local and _may_differ_between_ranks(value):
+            raise hostopt.ConfigError(
+                f"variable {self.name!r} is updated in strategy.run with a value of this rank, "
+                "so that ranks would train different models. Reduce it with "
+                "replica_context.all_reduce in a tf.function, use an optimizer, or create the "
+                "variable with aggregation=tf.VariableAggregation.MEAN"
+            )
+        return super()._update_replica(update_fn, value, **kwargs)
+
+    def _update_cross_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        extended = self.distribute_strategy.extended
+        if self._is_shared and not isinstance(value, HostVariable):
+            if not isinstance(value, tf.IndexedSlices):
+                value = tf.convert_to_tensor(value, self.dtype)
+            if _may_differ_between_ranks(value):
+                value = compared(extended.ring(), value, self.name)
+        return extended.update_variable(self, update_fn, (value,), kwargs, True)
+
+    def _check_in_run(self, event: str) -> None:
+        if not self.distribute_strategy.extended.is_running:
+            raise hostopt.ConfigError(
+                f"variable {self.name!r}: {event} outside strategy.run, where ranks do not reduce "
+                f"gradients. {_REMEDY}"
+            )
+
+
+CLASSES = {
+    key: HostVariable if kind is MirroredVariable else kind
+    for key, kind in VARIABLE_CLASSES.items()
+}
+
+
+def refuse_update_outside_run(variable: Any, arguments: Any) -> None:
+    """Raises ConfigError if an optimizer applies a gradient outside `strategy.run`.
+
+    Args:
+      variable: the variable that is updated.
+      arguments: arguments of the update, such as a gradient.
+    """
+    tensors = [each for each in arguments if tf.is_tensor(each)]
+    if variable.trainable and any(not isinstance(each, tf.Variable) for each in tensors):
+        raise hostopt.ConfigError(
+            f"variable {variable.name!r}: an optimizer updates it outside strategy.run, where "
+            f"ranks do not reduce gradients. {_REMEDY}"
+        )
+
+
+def check_variables(strategy: Any, variables: Any) -> None:
+    """Raises ConfigError if a trained variable was created outside the strategy's scope.
+
+    Args:
+      strategy: the strategy.
+      variables: the variables.
+    """
+    for variable in variables:
+        if not strategy.extended.variable_created_in_scope(variable):
+            raise hostopt.ConfigError(
+                f"variable {variable.name!r} was created outside strategy.scope(), so its initial "
+                "value may differ between ranks. Create the model and the optimizer in the scope"
+            )
+
+
+def _may_differ_between_ranks(value: Any) -> bool:
+    """Returns True if a value may depend on data of this rank, and is not reduced."""
+    if isinstance(value, tf.IndexedSlices):
+        return _may_differ_between_ranks(value.values) or _may_differ_between_ranks(value.indices)
+    if not tf.is_tensor(value):
+        return False
+    if not hasattr(value, "graph"):  # eagerly, its origin is unknown
+        return True
+    origins = walk([value.op], lambda op: [] if is_same_on_all_ranks(op) else data_before(op))
+    return any(map(_is_of_this_rank, origins))
+
+
+def _is_of_this_rank(op: tf.Operation) -> bool:
+    """Returns True for data, random numbers with a state, and values of Python functions."""
+    is_kind = op.type == "OptionalGetValue" or OF_THIS_RANK.match(op.type) is not None
+    is_seeded = op.type.startswith("Stateless")
+    return is_kind and not is_seeded and any(each.dtype != tf.resource for each in op.outputs)

@@ -1,0 +1,338 @@
+"""HostOffloadStrategy: the strategy that users hold, with its options and its connection."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from estimator_ext.pipelines.sharding import check_policy
+from estimator_ext.strategy.function_extended import FunctionExtended
+from estimator_ext.strategy.keras_steps import join_results
+from estimator_ext.strategy.local_steps import LocalSteps, OuterOptimizer
+from hostopt import tf_config
+from hostopt.adapters.discover import set_tf_config
+from hostopt.connect import exit_with_error_code
+from hostopt.options import shown
+from hostopt.tensorflow._tf_private import fork_guard
+from hostopt.tensorflow.background import HOST_DEVICE
+
+VIRTUAL_ACCELERATOR = "/device:CPU:1"
+_MAX_DEVICES = 1023  # a session creates all CPU devices up to the one that is named
+
+
+class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
+    """Synchronous data parallelism with variables, optimizer slots and reductions on the host.
+
+    The accelerator of this process runs forward and backward. The host sums the gradients over
+    the ranks of the cluster while backward continues, and the optimizer updates the variables on
+    the host.
+
+    Args:
+      cluster_resolver: the cluster and this task, such as
+        `tf.distribute.cluster_resolver.TFConfigClusterResolver()`; TF_CONFIG by default.
+      variables_on_host: True keeps variables and slots in host memory, and caches a copy of each
+        trainable variable on the accelerator in each step. False keeps them on the accelerator.
+      accelerator: device of forward and backward. The default is the first GPU or, without a
+        GPU, the virtual accelerator, which is the second CPU device of the session.
+      communication: "auto" reduces in shared memory among ranks of one host, and over TCP sockets
+        between hosts. "grpc+tcp" uses only sockets. "grpc" sends all data in gRPC messages. "shm"
+        raises an error if ranks of one host cannot share memory. "mpi" has MPI carry the data of
+        ranks that mpirun has started.
+      bucket_mb: size of a gradient bucket in MiB; its size in bytes is a multiple of 128.
+      compression: "fp16" or "bf16" sends float32 gradients with 16 bits between hosts; None sends
+        all 32 bits. Sums are always computed in float32.
+      sparse_as_dense: True makes sparse gradients (`tf.IndexedSlices`) dense before they travel.
+        False sends the rows of each rank to all ranks, uncompressed.
+      auto_shard: how TensorFlow shards the dataset of an input_fn without an argument
+        input_context. "data": each rank reads all data and keeps its shard. "file": each rank
+        reads its shard of the files. "off": each rank uses all data. None acts like "off" and
+        warns. For `experimental_distribute_dataset` and `Model.fit` it replaces the policy in the
+        options of the dataset, and None keeps it.
+      rendezvous_timeout_s: seconds to wait for all ranks to connect.
+      stall_warning_s: seconds after which a waiting rank logs which rank it waits for.
+      collective_timeout_s: seconds without progress after which a waiting rank raises an error.
+      checksum: True adds a CRC-32 of the payload to each message. None does so if a peer is
+        reached over a network without TLS.
+      nonfinite: reaction to NaN or Inf in a reduced gradient. "error" ends the training, "skip"
+        skips the update of the step on all ranks, "warn" logs a warning and continues.
+      desync_check_steps: number of steps between two replica consistency checks, in which the
+        ranks compare their variables; 0 for no checks.
+      token_file: file with the token that all ranks share, readable only by its owner. The
+        environment variable HOSTOPT_TOKEN may hold the token itself instead.
+      tls_dir: directory with ca.pem, cert.pem and key.pem, for mutual TLS between the ranks.
+      insecure: True lets ranks on several machines connect without token and TLS.
+      evaluator_timeout_s: seconds without a sign of the chief after which an evaluator ends.
+      sync_every: number of steps after which the ranks synchronise their variables. With 1 they
+        reduce gradients in each step; otherwise each rank trains by itself in between.
+      sync_secs: seconds between two synchronisations, instead of `sync_every`.
+      sync_warmup_steps: number of first steps of a training after each of which the ranks
+        synchronise.
+      outer_optimizer: optimizer of `tf.compat.v1.train`, or a function that returns one. It is
+        applied at a synchronisation to the variables of the last one, with their difference from
+        the mean of the ranks as gradient. None takes the mean.
+      sync_slots: what a synchronisation does with the slots of the training's optimizer. "average"
+        averages them over the ranks, "keep" does so only for a checkpoint, "reset" initializes
+        them. None is "keep" with `outer_optimizer` or `sync_delay`, and "average" otherwise.
+      sync_compression: "fp16", "bf16", "int8" or "int4" sends the differences with fewer bits.
+      sync_fragments: number of parts of the model that are synchronised one after the other within
+        `sync_every` steps.
+      sync_delay: number of steps that a rank makes while a synchronisation runs in the background.
+
+    Raises:
+      hostopt.ConfigError: the resolver, TF_CONFIG or an option is invalid, or this process was
+        forked from one that had used TensorFlow.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        variables_on_host: bool = True,
+        accelerator: str | None = None,
+        *,
+        communication: str = "auto",
+        bucket_mb: float = 25.0,
+        compression: str | None = None,
+        sparse_as_dense: bool = False,
+        auto_shard: str | None = None,
+        rendezvous_timeout_s: float = 300.0,
+        stall_warning_s: float = 30.0,
+        collective_timeout_s: float = 300.0,
+        checksum: bool | None = None,
+        nonfinite: str = "error",
+        desync_check_steps: int = 1000,
+        token_file: str | None = None,
+        tls_dir: str | None = None,
+        insecure: bool = False,
+        evaluator_timeout_s: float = 3600.0,
+        sync_every: int = 1,
+        sync_secs: float | None = None,
+        sync_warmup_steps: int = 0,
+        outer_optimizer: OuterOptimizer = None,
+        sync_slots: str | None = None,
+        sync_compression: str | None = None,
+        sync_fragments: int = 1,
+        sync_delay: int = 0,
+    ) -> None:
+        exit_with_error_code()
+        fork_guard.check()
+        self.local_steps = LocalSteps(
+            sync_every,
+            sync_secs,
+            sync_warmup_steps,
+            outer_optimizer,
+            sync_slots,
+            sync_compression,
+            sync_fragments,
+            sync_delay,
+        )
+        check_policy(auto_shard)
+        _check_flag("variables_on_host", variables_on_host)
+        _check_flag("sparse_as_dense", sparse_as_dense)
+        if accelerator is not None:
+            _check_device(accelerator)
+        self.options = hostopt.Options(
+            communication=communication,
+            bucket_mb=bucket_mb,
+            compression=compression,
+            rendezvous_timeout_s=rendezvous_timeout_s,
+            stall_warning_s=stall_warning_s,
+            collective_timeout_s=collective_timeout_s,
+            checksum=checksum,
+            nonfinite=nonfinite,
+            desync_check_steps=desync_check_steps,
+            token_file=token_file,
+            tls_dir=tls_dir,
+            insecure=insecure,
+            evaluator_timeout_s=evaluator_timeout_s,
+        ).with_environment()
+        if tf_config.read_tf_config(os.environ) or not _names_cluster(cluster_resolver):
+            set_tf_config(self.options)
+        self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
+        if cluster_resolver is None:  # programs ask `strategy.cluster_resolver` for their task
+            cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        device = accelerator or _find_accelerator(self.cluster)
+        super().__init__(
+            FunctionExtended(
+                self, device, variables_on_host, sparse_as_dense, auto_shard, cluster_resolver
+            )
+        )
+        self._communicator: hostopt.Communicator | None = None
+        self._last_error: BaseException | None = None
+        self._connecting = threading.Lock()
+
+    @property
+    def communicator(self) -> hostopt.Communicator:
+        """The connection to the other ranks; the first access waits until all are connected."""
+        with self._connecting:
+            if self._communicator is None:
+                fork_guard.check()  # the parent may have created the strategy
+                self._communicator = hostopt.connect(self.cluster, self.options)
+            return self._communicator
+
+    @property
+    def accelerator(self) -> str:
+        """Device of forward and backward."""
+        return self.extended.worker_devices[0]
+
+    def update_config_proto(
+        self, config_proto: tf.compat.v1.ConfigProto
+    ) -> tf.compat.v1.ConfigProto:
+        """Adds the devices of this strategy to the configuration of a session.
+
+        Args:
+          config_proto: configuration of a session, or None.
+
+        Returns:
+          A copy with the virtual accelerator, if it is used, and without GPUs except on ranks.
+        """
+        config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
+        if config_proto is not None:
+            config.CopyFrom(config_proto)
+        device = tf.DeviceSpec.from_string(self.accelerator)
+        if device.device_type == "CPU":
+            config.device_count["CPU"] = max(config.device_count["CPU"], device.device_index + 1)
+        if self.cluster.rank is None:
+            config.device_count["GPU"] = 0
+        return config
+
+    def record_timeline(self, path: str) -> None:
+        """Records a timeline from the rendezvous on.
+
+        Args:
+          path: as for `Options.timeline`; HOSTOPT_TIMELINE overrides it.
+
+        Raises:
+          hostopt.ConfigError: the ranks are connected already, with another timeline or none.
+        """
+        options = dataclasses.replace(self.options, timeline=path).with_environment()
+        if self._communicator is not None and options != self.options:
+            raise hostopt.ConfigError(
+                f"timeline {options.timeline!r} is given to a strategy that is connected to the "
+                f"other ranks with timeline {self.options.timeline!r}. Make the RunConfig first"
+            )
+        self.options = options
+
+    def leave_records_in(self, model_dir: str) -> None:
+        """Sets a directory for the report of an abort, if no option does: stacks and last events.
+
+        Args:
+          model_dir: directory of the training; nothing is written to one that is not local.
+        """
+        if self.options.debug_dir is None and "://" not in model_dir:
+            recorder = self.communicator.transport.recorder
+            recorder.directory = os.path.join(model_dir, "hostopt-debug")
+
+    @contextlib.contextmanager
+    def propagate_errors(self) -> Iterator[None]:
+        """Aborts the other ranks if an error leaves the block, and raises errors they report.
+
+        TensorFlow replaces an error in a callback with one of its own types. This block raises the
+        original error.
+
+        Yields:
+          Nothing.
+
+        Raises:
+          hostopt.HostOptError: a collective failed, even if TensorFlow changed the error's type.
+        """
+        try:
+            yield
+        except hostopt.HostOptError as error:
+            self._abort(error)
+            raise
+        except BaseException as error:
+            root = self._communicator.transport.error if self._communicator else None
+            if error is self._last_error:  # an inner block has handled it
+                raise
+            if root is not None and isinstance(error, (tf.errors.OpError, RuntimeError)):
+                raise root from error
+            self._abort(error)
+            raise
+
+    def _abort(self, error: BaseException) -> None:
+        self._last_error = error
+        if self._communicator is not None:
+            self._communicator.abort(error)
+
+    def close(self) -> None:
+        """Disconnects from the other ranks; the next access to `communicator` connects again."""
+        with self._connecting:
+            self.extended.close_reducers()
+            if self._communicator is not None:
+                self._communicator.close()
+                self._communicator = None
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Calls a function as the step of this rank, as `tf.distribute.Strategy.run` does.
+
+        Args:
+          fn: the function, in which optimizers reduce gradients over the ranks.
+          args: its arguments, such as the next batch of a distributed dataset.
+          kwargs: its arguments by name.
+          options: `tf.distribute.RunOptions`, which have no effect.
+
+        Returns:
+          The result of this rank; `reduce` and `gather` combine the results of all ranks.
+        """
+        if self.local_steps.is_used:
+            raise hostopt.ConfigError(
+                "sync_every, sync_secs or outer_optimizer is set, and strategy.run reduces "
+                "gradients in each step. Train with estimator_ext.Estimator, or leave them out"
+            )
+        results = super().run(fn, args, kwargs, options)
+        return results if self.cluster.size == 1 else join_results(self, fn, results)
+
+    def gather(self, value: Any, axis: int) -> tf.Tensor:
+        """Joins the values of all ranks, as `tf.distribute.Strategy.gather` does.
+
+        Collective: all ranks must call it.
+
+        Args:
+          value: tensor, or result of `run`. Its size along `axis` may differ between ranks.
+          axis: number of the dimension along which values are joined, from 0.
+
+        Returns:
+          The joined value, on each rank.
+        """
+        return self.extended._local_results(self.extended._gather_to(value, HOST_DEVICE, axis))[0]
+
+    def __deepcopy__(self, memo: object) -> HostOffloadStrategy:
+        return self  # Estimator copies its configuration; all copies share one connection
+
+
+def _names_cluster(resolver: Any) -> bool:
+    """Returns False if a resolver names no cluster; TensorFlow's own read TF_CONFIG when asked."""
+    cluster_spec = getattr(resolver, "cluster_spec", None)
+    return callable(cluster_spec) and bool(cluster_spec())
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise hostopt.ConfigError(
+            f"{name} is {shown(value)}, wanted True or False. Give one of them, or leave it out"
+        )
+
+
+def _check_device(name: Any) -> None:
+    try:
+        device = tf.DeviceSpec.from_string(name)
+    except (TypeError, ValueError, AttributeError):
+        device = None
+    if not (device and device.device_type and 0 <= (device.device_index or 0) <= _MAX_DEVICES):
+        raise hostopt.ConfigError(
+            f"accelerator is {shown(name)}, wanted the name of a device with a number up to "
+            f"{_MAX_DEVICES}. Give one such as '/device:GPU:0', or leave it out"
+        )
+
+
+def _find_accelerator(cluster: hostopt.Cluster) -> str:
+    if cluster.rank is None:  # must not even look for a GPU
+        return HOST_DEVICE
+    return "/device:GPU:0" if tf.config.list_physical_devices("GPU") else VIRTUAL_ACCELERATOR

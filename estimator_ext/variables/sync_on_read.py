@@ -1,0 +1,153 @@
+"""Sync-on-read variables, which each rank changes locally, such as BatchNorm's moving averages.
+
+Each rank has a local value (`tf.VariableSynchronization.ON_READ`). A checkpoint holds the mean or
+the sum over the ranks, depending on the variable's aggregation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hostopt
+from hostopt.collectives.reduce_op import DTYPES
+
+_PART_BYTES = 64 << 20
+_REDUCED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
+
+
+def is_sync_on_read(variable: Any) -> bool:
+    """Returns True if each rank has a local value, and reading aggregates the values of all ranks.
+
+    Args:
+      variable: a variable of the graph.
+
+    Returns:
+      True for an ON_READ variable with the aggregation MEAN or SUM.
+    """
+    on_read = getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
+    return on_read and variable.aggregation in _REDUCED
+
+
+class SyncOnRead:
+    """The sync-on-read variables of a training.
+
+    Args:
+      communicator: a `duplicate` that nothing else uses.
+      variables: all variables of the graph, the same on all ranks.
+
+    Raises:
+      hostopt.ConfigError: a sync-on-read variable has a dtype that cannot be reduced.
+    """
+
+    def __init__(
+        self, communicator: hostopt.Communicator, variables: Sequence[tf.Variable]
+    ) -> None:
+        self._communicator = communicator
+        self._variables = sorted(filter(is_sync_on_read, variables), key=lambda v: v.op.name)
+        self._local_values: list[Any] = []  # of rank 0, while it holds the aggregates
+        for variable in self._variables:
+            if variable.dtype.base_dtype.name not in DTYPES:
+                raise hostopt.ConfigError(
+                    f"variable {variable.op.name!r} is sync-on-read and of dtype "
+                    f"{variable.dtype.base_dtype.name}, wanted one of {', '.join(DTYPES)}"
+                )
+
+    def aggregate_to_chief(self, session: tf.compat.v1.Session) -> None:
+        """Assigns the means and sums over all ranks to the variables of rank 0.
+
+        Collective: all ranks must call it.
+
+        Args:
+          session: the session of this rank.
+        """
+        local_values = session.run(self._variables)
+        totals = [self._reduce(*pair) for pair in zip(self._variables, local_values)]
+        if self._communicator.rank == 0:
+            self._local_values = local_values
+            assign(session, self._variables, totals)
+
+    def restore_local(self, session: tf.compat.v1.Session) -> None:
+        """Assigns rank 0's local values again, after `aggregate_to_chief`.
+
+        Args:
+          session: the session of this rank.
+        """
+        if self._local_values:
+            assign(session, self._variables, self._local_values)
+            self._local_values = []
+
+    def _reduce(self, variable: tf.Variable, value: Any) -> Any:
+        mean = variable.aggregation == tf.VariableAggregation.MEAN
+        total = self._communicator.all_reduce(value, name=f"variable {variable.op.name!r}")
+        return (total / self._communicator.size).astype(total.dtype) if mean else total
+
+
+def assign(
+    session: tf.compat.v1.Session, variables: Sequence[tf.Variable], values: Sequence[Any]
+) -> None:
+    """Assigns values to variables without new operations, as the graph may be finalized.
+
+    It runs the initializers and feeds their inputs.
+
+    Args:
+      session: the session of this rank.
+      variables: variables with initializers.
+      values: arrays of the variables' shapes.
+    """
+    left = list(zip(variables, values))
+    while left:
+        feeds: dict[tf.Tensor, Any] = {}
+        now, later = [], []
+        for variable, value in left:  # two initializers may share a tensor: one run for each
+            source = variable.initializer.inputs[1]
+            (later if source.ref() in feeds else now).append((variable, value))
+            feeds.setdefault(source.ref(), value)
+        session.run(
+            [variable.initializer for variable, _ in now],
+            {reference.deref(): value for reference, value in feeds.items()},
+        )
+        left = later
+
+
+def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
+    """Divides variables into parts, each to be read or written in one run of a session.
+
+    One run per variable would be slow, as TensorFlow prepares each run. One run for all variables
+    would need memory for a copy of the whole model and its slots.
+
+    Args:
+      variables: variables of static shapes.
+
+    Yields:
+      Consecutive variables: a single one, or several of at most 64 MiB together.
+    """
+    part: list[tf.Variable] = []
+    nbytes = 0
+    for variable in variables:
+        size = (variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size
+        if part and nbytes + size > _PART_BYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append(variable)
+        nbytes += size
+    if part:
+        yield part
+
+
+def initial_local_value(variable: tf.Variable, value: Any, rank: int) -> Any:
+    """Returns the value that a rank starts with after a checkpoint is restored.
+
+    Args:
+      variable: the variable.
+      value: the value that rank 0 has restored or initialized.
+      rank: this rank.
+
+    Returns:
+      `value`. For a sum, rank 0 gets `value` and the other ranks 0.
+    """
+    is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
+    return np.zeros_like(value) if is_sum and rank != 0 else value

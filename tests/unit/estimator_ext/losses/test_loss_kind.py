@@ -1,0 +1,145 @@
+"""Losses: means or sums over the batch, by the graphs that compute them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from programs.one_process import LOSSES, MEANS, NEITHER, OF_RANKS, SUMS, Model
+from rings import Spawn
+
+import hostopt
+from estimator_ext.losses.kind import LossKind
+from estimator_ext.losses.reader import Known, lengths_of
+from estimator_ext.pipelines.data_order import OrderCheck
+from estimator_ext.reduction.gradient_marks import MarkedGraph
+
+v1 = tf.compat.v1
+BATCH = 12
+
+
+def kind_of(build: Any, pipeline: str = "batched", said: str = "") -> LossKind:
+    """Returns the kind of a loss on one of two ranks."""
+    with MarkedGraph().as_default() as graph:
+        features = v1.data.make_one_shot_iterator(OF_RANKS[pipeline]()).get_next()
+        data = set(graph.get_operations())
+        v1.train.get_or_create_global_step()
+        graph.read_losses(data, 2, said)
+        graph.marks_gradients = True
+        return graph.loss_kind([build(Model(features, BATCH))])
+
+
+@pytest.mark.parametrize("pipeline", OF_RANKS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_a_mean_or_a_sum_or_neither(name: str, pipeline: str) -> None:
+    kind = kind_of(LOSSES[name], pipeline)
+    found = "neither" if kind.problem else "sum" if kind.is_sum else "mean"
+    expected = "mean" if name in MEANS else "sum" if name in SUMS else "neither"
+    assert found == expected, kind
+
+
+def test_the_table_has_each_kind() -> None:
+    assert min(map(len, (MEANS, SUMS, NEITHER))) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mean and sum", "adds terms that are means over the batch and terms that are sums"),
+        ("small sum", r"is a sum over the batch \(.*\) times a constant \(0.001\), which may be"),
+        ("root of a sum", r"is a function \(Sqrt\) of a sum over the batch"),
+        ("mean / examples", "grows with the batch size to the power of -1"),
+    ],
+)
+def test_a_problem_says_what_the_loss_is(name: str, text: str) -> None:
+    problem, remedy = kind_of(LOSSES[name]).problem
+    assert re.search(text, problem)
+    assert "--loss mean" in remedy or "Divide the sums" in remedy
+
+
+def test_the_user_may_say_what_a_loss_is() -> None:
+    assert kind_of(LOSSES["small sum"], said="sum") == LossKind(True, "--loss sum")
+    assert kind_of(LOSSES["small sum"], said="mean") == LossKind(False, "--loss mean")
+
+
+def unknown(m: Model) -> tf.Tensor:
+    return tf.numpy_function(lambda each: each.mean(), [m.each], tf.float64)
+
+
+def test_what_python_computes_is_assumed_to_be_a_mean() -> None:
+    kind = kind_of(unknown)
+    assert not kind.is_sum
+    assert kind.is_assumed
+    assert kind.reason.startswith("this is assumed, as PyFunc")
+
+
+def sequences(m: Model) -> tf.Tensor:
+    """Two dimensions of unknown size, of which the first is that of the examples."""
+    return v1.placeholder_with_default(m.squares, [None, None])
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda x: tf.reduce_mean(tf.reduce_sum(x, 1)), "mean"),
+        (lambda x: tf.reduce_sum(tf.reduce_sum(x, 1)), "sum"),
+        (lambda x: tf.reduce_sum(tf.reduce_sum(x, 0)), "sum"),
+        (lambda x: tf.reduce_sum(tf.reduce_mean(x, 0)), "mean"),
+        # time may come first
+        (lambda x: tf.reduce_mean(tf.reduce_sum(x, 0)), "neither"),
+        (lambda x: tf.reduce_sum(tf.reduce_mean(x, 1)), "neither"),
+    ],
+)
+def test_two_dimensions_of_unknown_size(build: Any, expected: str) -> None:
+    kind = kind_of(lambda m: build(sequences(m)))
+    assert ("neither" if kind.problem else "sum" if kind.is_sum else "mean") == expected
+
+
+def test_a_penalty_beside_a_sum_counts_once_on_all_ranks() -> None:
+    with MarkedGraph().as_default() as graph:
+        features = v1.data.make_one_shot_iterator(OF_RANKS["static"]()).get_next()
+        data = set(graph.get_operations())
+        v1.train.get_or_create_global_step()
+        graph.read_losses(data, 2)
+        graph.marks_gradients = True
+        model = Model(features, BATCH)
+        penalty, total = model.penalty, model.sum
+        loss = total + penalty
+        (gradient,) = tf.gradients(loss, model.variables[:1])
+        wanted = tf.gradients(total, model.variables[0])[0] + 0.05 * model.variables[0]
+        graph.divide_penalties(graph.loss_kind([loss]), 0.5)
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            values = session.run([loss - total, penalty, gradient, wanted])
+    assert values[0] == pytest.approx(values[1] / 2)
+    assert values[2] == pytest.approx(values[3])
+
+
+def test_weights_that_a_function_captures_are_no_data() -> None:
+    with MarkedGraph().as_default() as graph:
+        rows = tf.data.Dataset.from_tensors({"x": tf.zeros([5, 5]), "y": tf.zeros([5, 3])})
+        features = v1.data.make_one_shot_iterator(rows).get_next()
+        graph.read_losses(set(graph.get_operations()), 2)
+        graph.marks_gradients = True
+        weights = tf.identity(v1.get_variable("weights", [5, 3], use_resource=True))
+
+        def gradients() -> Any:
+            loss = tf.nn.l2_loss(features["x"] @ weights - features["y"]) + tf.nn.l2_loss(weights)
+            return tf.gradients(loss, weights)
+
+        tf.function(gradients, autograph=False)()
+        ((text, _),) = {mark.loss.problem for mark in graph.marks.values()}
+    assert text.startswith("adds a penalty on weights")
+
+
+def test_the_length_of_a_batch_is_that_of_the_last_batching(spawn: Spawn) -> None:
+    def lengths(communicator: hostopt.Communicator) -> set[int]:
+        with tf.Graph().as_default() as graph:
+            rows = tf.data.Dataset.from_tensor_slices(tf.zeros([24, 7])).batch(5).unbatch()
+            dataset, _ = OrderCheck(communicator, "").in_one_order(rows.batch(6))
+            v1.data.make_one_shot_iterator(dataset).get_next()
+            return lengths_of(Known(set(graph.get_operations()), {}, {}, 2))
+
+    assert spawn(2, lengths) == [{6}, {6}]
