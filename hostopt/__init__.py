@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hostopt.cluster import Cluster, Task
+from hostopt.cluster.cluster import Cluster, Task
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.connect import connect
 from hostopt.errors import (
     AuthError,

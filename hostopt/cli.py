@@ -7,10 +7,10 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from hostopt import descriptors
 from hostopt.commands import bench, doctor, execute, k8s, run, status, trace
 from hostopt.errors import HostOptError
 from hostopt.launch import output
+from hostopt.process import descriptors
 from hostopt.versions import VERSION
 
 

@@ -11,25 +11,25 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from hostopt import descriptors
 from hostopt.adapters import mpi
 from hostopt.adapters.discover import set_tf_config
-from hostopt.child_process import ForkGuard, call_on_error, native_threads
-from hostopt.clock import measure_offset
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import BLOCK_BYTES, find_hosts, open_hierarchical
 from hostopt.collectives.hosts import local_host_id
 from hostopt.collectives.mpi import runtime
 from hostopt.collectives.mpi.world import open_world
-from hostopt.communicator import Communicator
-from hostopt.error_report import summary_of, write_details, write_report
 from hostopt.errors import ConfigError, HostOptError, ResourceError
+from hostopt.measure.clock import measure_offset
+from hostopt.measure.tuning import fastest, format_variables, tune
 from hostopt.options import Options
+from hostopt.process import descriptors
+from hostopt.process.child_process import ForkGuard, call_on_error, native_threads
+from hostopt.process.error_report import summary_of, write_details, write_report
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.inproc import InprocTransport
-from hostopt.tuning import fastest, format_variables, tune
 
 # Communicators whose rings an exception that ends this program must abort.
 _connected: weakref.WeakSet[Communicator] = weakref.WeakSet()

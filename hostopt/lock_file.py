@@ -23,8 +23,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from hostopt.cluster.tf_config import is_address
 from hostopt.collectives import hosts
-from hostopt.tf_config import is_address
 
 # Errors of file systems without locks, or without locks of this kind.
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from hostopt import tf_config
-from hostopt.child_process import call_at_exit
+from hostopt.by_name.named import NamedCollectives
+from hostopt.cluster import tf_config
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.hosts import Hosts, group_by_host, local_host_id
-from hostopt.communicator import Communicator
 from hostopt.connect import connect
 from hostopt.errors import ConfigError
-from hostopt.named import NamedCollectives
+from hostopt.process.child_process import call_at_exit
 
 _lock = threading.RLock()
 _joined: list[ProcessRing] = []  # the ring, if there is one

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hostopt.cluster.tf_config import CHIEF, WORKER
 from hostopt.errors import ConfigError
 from hostopt.launch.environment import tf_config_of
-from hostopt.tf_config import CHIEF, WORKER
 from hostopt.transport.addresses import hold_port, port_of
 from hostopt.versions import has_keras_3
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import certificates, common
-from hostopt import bench
+from hostopt.measure import bench
 
 HERE = Path(__file__).resolve().parent
 SIZES = ("4KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from benchmarks import common
-from hostopt import bench
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
+from hostopt.measure import bench
 
 
 class Gloo:

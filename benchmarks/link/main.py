@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import common, network
-from hostopt import bench
+from hostopt.measure import bench
 
 HERE = Path(__file__).resolve().parent
 SYSTEMS = {"tcp": "plain TCP, both ways", "none": "float32", "bf16": "bf16", "fp16": "fp16"}

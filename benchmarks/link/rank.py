@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import hostopt
 from benchmarks import common, network
-from hostopt import bench
+from hostopt.measure import bench
 
 _STREAM_PORT = 3333
 _CHUNK_BYTES = 1 << 20

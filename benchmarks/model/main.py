@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from benchmarks import common
-from hostopt import bench
+from hostopt.measure import bench
 
 HERE = Path(__file__).resolve().parent
 INPUTS = {name: HERE.parent / name / "results.json" for name in ("allreduce", "link", "overlap")}

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import common, network
 from benchmarks.model import main as model
-from hostopt import bench
+from hostopt.measure import bench
 
 HERE = Path(__file__).resolve().parent
 SIZES = ("256KiB", "1MiB", "16MiB")  # smaller ones do not use the ring, which is modelled

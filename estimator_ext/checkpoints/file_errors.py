@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 import hostopt
-from hostopt import descriptors
+from hostopt.process import descriptors
 
 _MB = 1e6
 _NOT_RESTORED = "Restoring from checkpoint failed"  # message of TensorFlow

@@ -15,8 +15,8 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.checkpoints.file_errors import cannot_save, is_local
 from hostopt import lock_file
+from hostopt.cluster.tf_config import RING_JOBS, read_tf_config
 from hostopt.connect import exit_with_error_code
-from hostopt.tf_config import RING_JOBS, read_tf_config
 
 _log = tf.get_logger()
 

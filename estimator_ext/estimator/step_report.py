@@ -14,7 +14,7 @@ from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext.spec import stock_spec
 from hostopt.gradients.reducers import AnyReducer
 from hostopt.gradients.step_stats import StepTimes, merge
-from hostopt.stragglers import StragglerReports, Stragglers
+from hostopt.measure.stragglers import StragglerReports, Stragglers
 from hostopt.telemetry.timeline import Timeline, Track
 from hostopt.tensorflow.background import HOST_DEVICE
 

@@ -16,8 +16,8 @@ from estimator_ext.pipelines.sharding import check_policy
 from estimator_ext.strategy.function_extended import FunctionExtended
 from estimator_ext.strategy.keras_steps import join_results
 from estimator_ext.strategy.local_steps import LocalSteps, OuterOptimizer
-from hostopt import tf_config
 from hostopt.adapters.discover import set_tf_config
+from hostopt.cluster import tf_config
 from hostopt.connect import exit_with_error_code
 from hostopt.options import shown
 from hostopt.tensorflow._tf_private import fork_guard

@@ -10,14 +10,14 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from hostopt import tf_config
 from hostopt.adapters import by_hand, kubernetes, mpi, rendezvous_server, sagemaker, slurm
 from hostopt.adapters.place import PORT, Place
-from hostopt.cluster import Cluster
-from hostopt.error_report import VARIABLE as STARTED_BY_HOSTOPT
+from hostopt.cluster import tf_config
+from hostopt.cluster.cluster import Cluster
+from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
 from hostopt.errors import ConfigError
 from hostopt.options import LAUNCHER, PROCESS, RANK, RENDEZVOUS, SIZE, Options, shown
-from hostopt.tf_config import CHIEF, EVALUATOR, WORKER
+from hostopt.process.error_report import VARIABLE as STARTED_BY_HOSTOPT
 from hostopt.transport.addresses import hold_port, is_loopback, port_of
 from hostopt.transport.security import read_token
 

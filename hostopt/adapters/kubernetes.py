@@ -6,9 +6,9 @@ import socket
 from collections.abc import Mapping
 
 from hostopt.adapters.place import PORT, Place, rank_and_size
+from hostopt.cluster.tf_config import read_tf_config
 from hostopt.errors import ConfigError
 from hostopt.options import RENDEZVOUS, SIZE
-from hostopt.tf_config import read_tf_config
 
 INDEX = "JOB_COMPLETION_INDEX"
 

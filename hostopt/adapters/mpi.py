@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hostopt.adapters.place import Place, optional_number, rank_and_size
-from hostopt.error_report import VARIABLE as STARTED_BY_HOSTOPT
 from hostopt.errors import ConfigError
+from hostopt.process.error_report import VARIABLE as STARTED_BY_HOSTOPT
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")  # set for each process, by launchers
 _PROXY = "hydra_pmi_proxy"  # has started all processes of a run on this machine

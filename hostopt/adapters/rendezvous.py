@@ -27,10 +27,11 @@ import struct
 import time
 from typing import Any
 
-from hostopt import descriptors, tf_config
 from hostopt.adapters.place import Place
+from hostopt.cluster import tf_config
 from hostopt.errors import AuthError, ConfigError, HostOptError, RendezvousTimeoutError
 from hostopt.options import shown
+from hostopt.process import descriptors
 from hostopt.transport.addresses import host_and_port, is_loopback
 
 _log = logging.getLogger(__name__)

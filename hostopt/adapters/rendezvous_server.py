@@ -10,10 +10,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from hostopt import descriptors, tf_config
 from hostopt.adapters import rendezvous
 from hostopt.adapters.place import Place
+from hostopt.cluster import tf_config
 from hostopt.errors import AuthError, ConfigError, HostOptError
+from hostopt.process import descriptors
 from hostopt.transport.addresses import host_and_port, is_loopback, listen_address
 
 _REGISTER_TIMEOUT_S = 10.0  # for a process that has connected to register

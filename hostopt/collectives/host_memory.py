@@ -7,7 +7,6 @@ import logging
 import mmap
 import weakref
 
-from hostopt import descriptors
 from hostopt.collectives import shared_file
 from hostopt.collectives.channel import Channel
 from hostopt.collectives.hierarchical import HierarchicalAllReduce
@@ -17,6 +16,7 @@ from hostopt.collectives.shared_file import SharedFile
 from hostopt.collectives.shared_memory import SharedMemoryChannel
 from hostopt.collectives.staging_buffers import channel_bytes
 from hostopt.errors import ConfigError
+from hostopt.process import descriptors
 from hostopt.transport.base import Transport
 from hostopt.transport.signature import signature_of
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hostopt import descriptors
 from hostopt.collectives import shared_file
+from hostopt.process import descriptors
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

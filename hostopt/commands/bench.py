@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hostopt import bench, tuning
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.commands.arguments import MAX_TASKS, MAX_TIMES, integer
 from hostopt.connect import connect, connect_ring
 from hostopt.errors import ConfigError
 from hostopt.launch.launcher import launch
+from hostopt.measure import bench, tuning
 from hostopt.options import Options
 
 _SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")

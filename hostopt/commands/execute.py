@@ -7,7 +7,7 @@ import os
 from typing import Any, NoReturn
 
 from hostopt.adapters.discover import set_tf_config
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.commands.arguments import USAGE_ERROR, add_command, add_evaluators, command_of
 from hostopt.errors import ConfigError
 from hostopt.launch import output

@@ -6,7 +6,6 @@ import argparse
 import os
 from typing import Any
 
-from hostopt import descriptors
 from hostopt.commands import engines
 from hostopt.commands.arguments import (
     MAX_PORT,
@@ -22,6 +21,7 @@ from hostopt.commands.arguments import (
 from hostopt.launch import output
 from hostopt.launch.launcher import launch
 from hostopt.launch.task_group import start_error
+from hostopt.process import descriptors
 
 
 def add(commands: Any) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hostopt import lock_file
+from hostopt.cluster.tf_config import is_address
 from hostopt.commands.status_table import format_overview
 from hostopt.errors import ConfigError, PeerLostError
 from hostopt.options import Options
-from hostopt.tf_config import is_address
 from hostopt.transport.addresses import is_loopback
 from hostopt.transport.overview import printable
 

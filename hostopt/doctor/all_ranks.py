@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from hostopt.clock import measure_offset
-from hostopt.cluster import Cluster
-from hostopt.communicator import Communicator
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.connect import connect_ring
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding
 from hostopt.doctor.machine import existing, trial_file
 from hostopt.doctor.network import calls
 from hostopt.doctor.software import installed
 from hostopt.errors import RendezvousTimeoutError
+from hostopt.measure.clock import measure_offset
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.message import Tag

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
+from hostopt.cluster.tf_config import EVALUATOR
 from hostopt.doctor import all_ranks, machine, network, software
 from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
-from hostopt.tf_config import EVALUATOR
 
 _CHECK_TIMEOUT_S = 10.0
 _CONNECTED_TIMEOUT_S = 30.0  # for the checks between connected ranks

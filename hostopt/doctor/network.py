@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from hostopt.cluster import Cluster, Task
+from hostopt.cluster.cluster import Cluster, Task
+from hostopt.cluster.tf_config import DATA
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, outcomes
 from hostopt.options import Options
-from hostopt.tf_config import DATA
 from hostopt.transport.addresses import host_and_port, listen_address
 from hostopt.transport.security import Security, check_tls_dir
 

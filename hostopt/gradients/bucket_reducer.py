@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hostopt.collectives.call import Array
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.wire_format import WireFormat
-from hostopt.communicator import Communicator
 from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket
 from hostopt.gradients.bucket_timing import BucketTiming
 from hostopt.gradients.nonfinite import NonFiniteCheck

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.gradients.exchange_buffer import Combined, DenseValue, ExchangeBuffer, Rows, Table
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.step_stats import StepStats, StepTimes

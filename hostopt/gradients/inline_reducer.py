@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 
 from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.tensor_list_view import TensorListView
-from hostopt.communicator import Communicator
 from hostopt.gradients.bucket import Bucket
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite
-from hostopt.communicator import Communicator
 from hostopt.errors import NonFiniteGradientError
 
 _log = logging.getLogger(__name__)

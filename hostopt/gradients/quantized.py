@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from hostopt.collectives.call import Array
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ProtocolError
 
 _ROW = 256  # values that share a scale

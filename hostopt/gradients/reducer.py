@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 
 from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite, safe_limit
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
 from hostopt.gradients.bucket import Bucket
 from hostopt.gradients.bucket_reducer import BucketReducer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Union
 
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.wire_format import WireFormat
-from hostopt.communicator import Communicator
 from hostopt.gradients.bucket import Bucket
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.fused_exchange import FusedExchange

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.tensor_list_view import TensorListView
-from hostopt.communicator import Communicator
 from hostopt.gradients.bucket import Bucket, free_buffers
 
 _MAX_SLOTS = 64  # bits of the free mask

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hostopt.tf_config import DATA, EVALUATOR
+from hostopt.cluster.tf_config import DATA, EVALUATOR
 from hostopt.versions import has_keras_3
 
 

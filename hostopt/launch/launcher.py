@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from hostopt import descriptors
+from hostopt.cluster.tf_config import DATA, EVALUATOR
 from hostopt.launch import metrics, output
 from hostopt.launch.engine import Engine, Reservation
 from hostopt.launch.environment import find_command
@@ -32,7 +32,7 @@ from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
 from hostopt.launch.roles import DataWorker, Evaluator, Ring
 from hostopt.launch.task_group import FORWARDED, Group
-from hostopt.tf_config import DATA, EVALUATOR
+from hostopt.process import descriptors
 
 _POLL_S = 0.1  # between two looks at places that are not ready
 GRACE_S = 10.0  # from the first failure to SIGTERM

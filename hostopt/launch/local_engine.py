@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hostopt.cluster.tf_config import RING_JOBS
 from hostopt.launch.engine import Place
 from hostopt.launch.environment import find_command, shares_of_cores, with_defaults
-from hostopt.tf_config import RING_JOBS
 from hostopt.transport.addresses import hold_port, port_of
 
 _SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_supervisor.py")

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hostopt import descriptors
 from hostopt.errors import ConfigError
 from hostopt.launch.metrics_server import answering
 from hostopt.launch.monitor import Monitor, Progress
+from hostopt.process import descriptors
 
 _LOG = logging.getLogger(__name__)
 _HOST = "127.0.0.1"

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hostopt.cluster.tf_config import RING_JOBS
 from hostopt.errors import ConfigError
 from hostopt.launch import output
 from hostopt.launch.line_filter import LineFilter
 from hostopt.telemetry.progress import read_progress
-from hostopt.tf_config import RING_JOBS
 
 _LIVE_S = 1.0  # between two states of the line on a terminal
 _PLAIN_S = 30.0  # between two lines elsewhere

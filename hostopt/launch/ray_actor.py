@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
-from hostopt import error_report
 from hostopt.launch import ray_events
 from hostopt.launch.environment import find_command, with_defaults
 from hostopt.launch.local_engine import supervise
@@ -25,6 +24,7 @@ from hostopt.launch.ray_events import Event, EventQueue
 from hostopt.launch.task_group import start_error
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import PREFIX, RING_ENDED
+from hostopt.process import error_report
 from hostopt.telemetry import progress
 from hostopt.transport.addresses import hold_port, port_of
 from hostopt.versions import VERSION

@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hostopt import error_report
 from hostopt.launch import ray_events
 from hostopt.launch.ray_actor import Job
 from hostopt.launch.ray_events import Event
 from hostopt.options import RING_ENDED
+from hostopt.process import error_report
 from hostopt.telemetry import progress
 
 _POLL_S = 0.5  # between two looks for the end of the ring

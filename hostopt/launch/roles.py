@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hostopt.cluster.tf_config import CHIEF, DATA, EVALUATOR, WORKER
 from hostopt.launch import restarts
 from hostopt.launch.engine import Place, Reservation
 from hostopt.launch.restarts import RestartDecision, Slots, TaskExit
@@ -17,7 +18,6 @@ from hostopt.launch.task_group import (
 )
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import DATA_DIR, RING_ENDED
-from hostopt.tf_config import CHIEF, DATA, EVALUATOR, WORKER
 
 _LOG = logging.getLogger(__name__)
 

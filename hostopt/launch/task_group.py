@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
-from hostopt import descriptors, error_report
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.launch import restarts, task_process
 from hostopt.launch.engine import Engine, Place
@@ -28,6 +27,7 @@ from hostopt.launch.environment import tf_config_of
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import RestartDecision, Restarts, TaskExit
 from hostopt.launch.task_process import TaskProcess
+from hostopt.process import descriptors, error_report
 from hostopt.telemetry import progress
 
 _POLL_S = 0.1  # between two looks at places that are not ready

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hostopt import descriptors
-from hostopt.child_process import call_at_exit, cancel_at_exit
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
+from hostopt.process import descriptors
+from hostopt.process.child_process import call_at_exit, cancel_at_exit
 
 _log = logging.getLogger(__name__)
 

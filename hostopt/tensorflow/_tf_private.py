@@ -9,7 +9,7 @@ from tensorflow.python.autograph.core import config
 from tensorflow.python.client import session
 from tensorflow.python.eager import context, record
 
-from hostopt.child_process import ForkGuard, native_threads
+from hostopt.process.child_process import ForkGuard, native_threads
 
 
 def _has_threads() -> bool:

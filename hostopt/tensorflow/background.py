@@ -17,7 +17,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from hostopt.collectives.call import Array
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import HostOptError
 from hostopt.tensorflow._tf_private import is_gradient_of_control_flow
 

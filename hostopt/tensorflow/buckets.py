@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hostopt.collectives.call import Array
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
 from hostopt.gradients.bucket_reducer import BucketReducer

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hostopt import process_ring
 from hostopt.collectives.call import Array
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow._tf_private import is_recording

@@ -10,15 +10,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hostopt.by_name.join import Announcement, Joining
+from hostopt.by_name.named import NamedCollectives
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.wire_format import new_wire_format
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError
 from hostopt.gradients.bucket import plan_buckets
 from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducers import open_reducer
-from hostopt.join import Announcement, Joining
-from hostopt.named import NamedCollectives
 from hostopt.tensorflow.buckets import reduce_planned, static_spec
 from hostopt.tensorflow.reductions import Reduction, exchange_operations, split
 

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hostopt.collectives.call import Array
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 

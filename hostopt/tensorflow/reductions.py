@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError
 from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table
 from hostopt.gradients.fused_exchange import FusedExchange, SideValue

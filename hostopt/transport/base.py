@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError, HostOptError, error_to_dict
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder

@@ -7,8 +7,8 @@ import os
 import socket
 from collections.abc import Iterator
 
-from hostopt import descriptors
 from hostopt.errors import ConfigError
+from hostopt.process import descriptors
 from hostopt.transport.addresses import is_loopback
 
 _LOOPBACK = b"lo\0"

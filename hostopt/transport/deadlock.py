@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveMismatchError
 from hostopt.transport.mismatch import is_same_call
 from hostopt.transport.wait import Wait

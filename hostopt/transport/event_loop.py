@@ -13,7 +13,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from hostopt.child_process import ForkGuard
+from hostopt.process.child_process import ForkGuard
 
 _Result = TypeVar("_Result")
 _starting = threading.RLock()  # reentrant, as a signal handler may run at any time

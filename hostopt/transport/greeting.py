@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from hostopt import descriptors
+from hostopt.process import descriptors
 from hostopt.transport.addresses import host_and_port
 
 # RFC 9113: a client begins with this text and its SETTINGS, which may be empty. The server answers

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hostopt.cluster import Cluster, Task
+from hostopt.cluster.cluster import Cluster, Task
+from hostopt.cluster.tf_config import WORKER
 from hostopt.errors import HostOptError, PeerLostError
 from hostopt.options import Options
-from hostopt.tf_config import WORKER
 from hostopt.transport.base import Transport
 from hostopt.transport.message import Payload, Tag
 from hostopt.transport.stall import Status

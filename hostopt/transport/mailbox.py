@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport.destinations import Destinations

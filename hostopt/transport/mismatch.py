@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveMismatchError, HostOptError, error_from_dict
 from hostopt.transport.call_log import Call
 from hostopt.transport.stall import RequestStatus, Status

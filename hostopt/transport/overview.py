@@ -22,8 +22,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from hostopt.error_report import cause_of
 from hostopt.errors import cut
+from hostopt.process.error_report import cause_of
 from hostopt.transport.base import Transport
 from hostopt.versions import local_versions
 

@@ -22,10 +22,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hostopt import descriptors
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.options import Options
+from hostopt.process import descriptors
 from hostopt.transport.addresses import host_and_port, is_loopback
 
 _CA, _CERT, _KEY = "ca.pem", "cert.pem", "key.pem"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import HostOptError, error_from_dict, error_to_dict
 from hostopt.telemetry.flight_recorder import Event
 from hostopt.transport.wait import Wait

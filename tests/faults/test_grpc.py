@@ -13,7 +13,7 @@ from harness import jobs_of
 from ring_scripts import MEET
 from rings import NewRing, Spawn
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.transport.grpc import client
 
 SUM = """

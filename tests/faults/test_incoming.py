@@ -12,7 +12,7 @@ import pytest
 from harness import is_gone
 from rings import NewRing, Spawn
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 
 

@@ -7,7 +7,7 @@ from rings import NewRing
 SCRIPT = """
 import sys
 import hostopt
-from hostopt.named import NamedCollectives
+from hostopt.by_name.named import NamedCollectives
 
 communicator = hostopt.connect()
 named = NamedCollectives(communicator)

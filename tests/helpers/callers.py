@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rings import Spawn
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ProtocolError
 
 

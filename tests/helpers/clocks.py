@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness import until
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.telemetry import flight_recorder
 from hostopt.transport import deadlock, event_loop, mailbox, stall, wait
 

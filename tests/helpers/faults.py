@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hostopt.collectives import host_memory
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.sequence_counters import SequenceCounters
 from hostopt.collectives.shared_file import SharedFile
-from hostopt.communicator import Communicator
 from hostopt.transport.grpc import server, timing
 from hostopt.transport.grpc.grpc_stream import END_OF_STREAM
 

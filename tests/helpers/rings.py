@@ -27,9 +27,9 @@ from harness import (
     task_of,
 )
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.hosts import Hosts
-from hostopt.communicator import Communicator
 from hostopt.errors import HostOptError
 from hostopt.options import Options
 from hostopt.transport.grpc.transport import GrpcTransport

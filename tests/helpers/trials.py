@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hostopt.measure.tuning import Trial
 from hostopt.options import MIB
-from hostopt.tuning import Trial
 
 SIZES = (MIB // 2, MIB, 2 * MIB)
 

@@ -14,7 +14,7 @@ from harness import python
 from keras_ranks import HAS_KERAS_3
 from launcher import lines_of
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.launch import environment, launcher
 from hostopt.launch.environment import with_defaults
 from hostopt.launch.local_engine import LocalEngine

@@ -44,7 +44,7 @@ def by_plan(then: str) -> list[str]:
         NOTE
         + textwrap.dedent("""
             import json
-            from hostopt import error_report
+            from hostopt.process import error_report
             config = json.loads(os.environ["TF_CONFIG"])
             slot, size = int(os.environ.get("HOSTOPT_SLOT", -1)), 0
             size = len(config["cluster"]["chief"] + config["cluster"].get("worker", []))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness import reserved_addresses, run_python, start_python
 
-from hostopt import bench
+from hostopt.measure import bench
 
 BENCH = ("-m", "hostopt.cli", "bench")
 

@@ -151,7 +151,7 @@ def test_a_doctor_reports_the_loss_of_its_peer(processes: NewRing) -> None:
         1,
         """
         import os
-        from hostopt.cluster import Cluster
+        from hostopt.cluster.cluster import Cluster
         from hostopt.connect import connect_ring
         from hostopt.options import Options
         options = Options(communication="grpc")

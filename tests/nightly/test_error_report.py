@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hostopt import error_report
-from hostopt.error_report import cause_of, summary_of
+from hostopt.process import error_report
+from hostopt.process.error_report import cause_of, summary_of
 
 
 def raised(function: Callable[[], object]) -> BaseException:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness import run_python
 
-from hostopt import tuning
+from hostopt.measure import tuning
 from hostopt.options import Options
 
 BENCH = ("-m", "hostopt.cli", "bench", "-np", "2", "--suggest")

@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 
 import hostopt
+from hostopt.by_name.named import NamedCollectives
 from hostopt.collectives.mpi import group as mpi_group
 from hostopt.collectives.mpi.group import MpiGroup
 from hostopt.collectives.reduce_op import DTYPES
 from hostopt.collectives.wire_format import new_wire_format
-from hostopt.named import NamedCollectives
 
 SIZES = (0, 1, 5, 1000, 70_001)
 SHAPES = ((), (3,), (2, 0), (4, 5, 2))

@@ -15,8 +15,8 @@ import numpy as np
 
 import hostopt
 from hostopt.collectives.call import CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import HostOptError, error_to_dict
 
 _BUCKETS = 2

@@ -17,9 +17,9 @@ from clocks import Clock, until_blocked
 from harness import jobs_of, reserved_addresses, task_of, until
 from rings import NewRing, Spawn
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

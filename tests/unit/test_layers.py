@@ -16,18 +16,14 @@ from modules import FILES, tree_of
 # From the bottom up. A module imports from layers below its own, or from its own package.
 LAYERS = [
     ["hostopt.errors", "hostopt.versions", "hostopt.shapes"],
-    ["hostopt.child_process", "hostopt.descriptors", "hostopt.error_report", "hostopt.options"],
-    ["hostopt.tf_config"],
+    ["hostopt.process", "hostopt.options"],
     ["hostopt.cluster"],
     ["hostopt.telemetry"],
     ["hostopt.transport"],
     ["hostopt.launch", "hostopt.collectives"],
-    ["hostopt.adapters"],
-    ["hostopt.communicator", "hostopt.lock_file"],
-    ["hostopt.join", "hostopt.named_channel", "hostopt.neutral"],
-    ["hostopt.clock", "hostopt.gradients", "hostopt.named"],
-    ["hostopt.stragglers", "hostopt.bench"],
-    ["hostopt.tuning"],
+    ["hostopt.adapters", "hostopt.lock_file"],
+    ["hostopt.by_name", "hostopt.gradients"],
+    ["hostopt.measure"],
     ["hostopt.connect"],
     ["hostopt"],
     ["hostopt.process_ring", "hostopt.doctor", "hostopt.ray"],
@@ -89,7 +85,8 @@ def layer_of(name: str) -> tuple[int, str]:
 def test_imports_are_found_at_any_depth() -> None:
     code = """
 import json, os.path
-from hostopt import cluster, Options
+from hostopt import Options
+from hostopt.cluster import cluster
 from hostopt.errors import ConfigError
 if TYPE_CHECKING:
     import hostopt.cli
@@ -102,7 +99,7 @@ def function():
     assert set(imports(ast.parse(code))) == {
         "json",
         "os.path",
-        "hostopt.cluster",
+        "hostopt.cluster.cluster",
         "hostopt",
         "hostopt.errors",
         "hostopt.cli",
@@ -232,6 +229,6 @@ def test_importing_hostopt_loads_neither_tensorflow_nor_grpc() -> None:
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
     )
     loaded = run.stdout.split()
-    assert "hostopt.communicator" in loaded
+    assert "hostopt.collectives.communicator" in loaded
     heavy = ("tensorflow", "tensorflow_estimator", "grpc", "mpi4py", "estimator_ext")
     assert not [name for name in loaded if name.partition(".")[0] in heavy]

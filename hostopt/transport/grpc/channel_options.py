@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hostopt.descriptors import limit
 from hostopt.options import Options
+from hostopt.process.descriptors import limit
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.timing import Timing
 

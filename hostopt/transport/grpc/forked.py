@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 
-from hostopt.descriptors import open_descriptors
+from hostopt.process.descriptors import open_descriptors
 
 _ports: set[int] = set()  # ports of the servers of this process
 

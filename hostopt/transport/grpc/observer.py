@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from typing import Any
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import AuthError, HostOptError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import event_loop

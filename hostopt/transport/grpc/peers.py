@@ -12,7 +12,7 @@ import secrets
 import zlib
 from typing import Any
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.transport.frame import Origin
 from hostopt.transport.grpc.limits import most_note_bytes
 

@@ -9,9 +9,9 @@ from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Callable
 
-from hostopt import descriptors
 from hostopt.errors import ConfigError
 from hostopt.options import Options
+from hostopt.process import descriptors
 from hostopt.transport.addresses import listen_address
 from hostopt.transport.grpc import forked, limits
 from hostopt.transport.grpc.authentication import (

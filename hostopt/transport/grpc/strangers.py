@@ -22,8 +22,8 @@ from collections import Counter
 from typing import Callable, NamedTuple
 from urllib.parse import unquote
 
-from hostopt import error_report
-from hostopt.descriptors import limit, open_descriptors
+from hostopt.process import error_report
+from hostopt.process.descriptors import limit, open_descriptors
 from hostopt.transport.addresses import host_and_port
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.authentication import Claim

@@ -23,10 +23,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from hostopt import descriptors
-from hostopt.child_process import call_at_exit, cancel_at_exit
-from hostopt.cluster import Cluster
-from hostopt.error_report import cause_of
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import (
     AuthError,
     CollectiveTimeoutError,
@@ -35,6 +32,9 @@ from hostopt.errors import (
     ResourceError,
 )
 from hostopt.options import Options
+from hostopt.process import descriptors
+from hostopt.process.child_process import call_at_exit, cancel_at_exit
+from hostopt.process.error_report import cause_of
 from hostopt.transport import event_loop
 from hostopt.transport.addresses import is_loopback
 from hostopt.transport.base import Transport

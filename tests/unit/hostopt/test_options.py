@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from option_table import OPTIONS, OTHERS, check_refusal, refusal_of
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.connect import connect_ring
 from hostopt.errors import ConfigError, RetryableError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets

@@ -11,7 +11,7 @@ from harness import until
 from rings import Spawn
 
 from estimator_ext.data_workers import watch as data_watch
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import PeerLostError
 from hostopt.options import Options
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 import estimator_ext
 import hostopt
 from estimator_ext.pipelines.sharding import dividing, few_files_refused
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.transport.inproc import InprocTransport
 
 estimator_ext.install()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from rings import Spawn
 
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import SMALL_BLOCK_BYTES
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, HostOptError
 
 

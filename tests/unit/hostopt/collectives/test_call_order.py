@@ -12,8 +12,8 @@ import pytest
 from rings import Spawn
 from threads import in_threads
 
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rings import Spawn, failure
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import (
     HostOptError,
     PeerLostError,

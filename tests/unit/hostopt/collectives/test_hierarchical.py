@@ -11,11 +11,11 @@ import pytest
 from rings import Spawn
 
 from hostopt.collectives.call import CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import open_hierarchical
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.wire_format import new_wire_format
-from hostopt.communicator import Communicator
 
 
 def values(rank: int, length: int) -> Any:

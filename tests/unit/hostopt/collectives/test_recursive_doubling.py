@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rings import Spawn
 
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.recursive_doubling import MOST_BYTES
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError
 
 SIZES = range(3, 10)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rings import Spawn
 
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
-from hostopt.communicator import Communicator
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALL_DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i1", "u1", "i4", "i8")] + [BFLOAT16]

@@ -11,8 +11,8 @@ from rings import Spawn
 
 from hostopt.collectives import sequence_counters
 from hostopt.collectives.call import CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.sequence_counters import SequenceCounters, counters_bytes
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, HostOptError, PeerLostError
 from hostopt.transport.signature import signature_of
 

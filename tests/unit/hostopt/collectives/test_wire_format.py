@@ -12,10 +12,10 @@ import pytest
 from rings import Spawn
 
 from hostopt.collectives import wire_format
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.wire_format import NoCompression, new_wire_format
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck

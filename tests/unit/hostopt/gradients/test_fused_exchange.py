@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rings import Spawn
 
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, NonFiniteGradientError
 from hostopt.gradients.bucket import TensorSpec
 from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table

@@ -10,7 +10,7 @@ import pytest
 from rings import Spawn
 
 from hostopt.collectives import host_memory
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import PeerLostError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.inline_reducer import InlineReducer

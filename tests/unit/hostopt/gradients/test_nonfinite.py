@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from rings import RankProcesses, Spawn
 
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.host_memory import HostMemory
-from hostopt.communicator import Communicator
 from hostopt.errors import NonFiniteGradientError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.inline_reducer import InlineReducer

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rings import Spawn
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError, HostOptError, PeerLostError
 from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck

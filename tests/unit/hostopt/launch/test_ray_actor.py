@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from harness import python
 
-from hostopt import error_report
 from hostopt.launch import ray_actor, ray_events
 from hostopt.launch.ray_actor import Job, TaskActor, environment_of
 from hostopt.launch.ray_events import Event
 from hostopt.options import RING_ENDED
+from hostopt.process import error_report
 from hostopt.telemetry import progress
 from hostopt.versions import has_keras_3
 
@@ -61,7 +61,8 @@ def test_a_place_holds_a_port(actor: TaskActor) -> None:
 def test_output_files_and_exit_code_become_events(actor: TaskActor) -> None:
     code = """
         import os, sys
-        from hostopt import errors, error_report
+        from hostopt import errors
+        from hostopt.process import error_report
         from hostopt.telemetry.progress import write_progress
         write_progress("training", {"step": 3})
         error_report.write_report(errors.ConfigError("unusable. Correct it"), 78, None)

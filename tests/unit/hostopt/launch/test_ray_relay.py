@@ -14,11 +14,11 @@ import pytest
 from fake_ray import FakeHandle, FakeRay, FakeRayError
 from harness import deadline_s, python, until
 
-from hostopt import error_report
 from hostopt.launch import ray_relay
 from hostopt.launch.ray_actor import Job, TaskActor
 from hostopt.launch.ray_relay import RelayedSupervisor, describe
 from hostopt.options import RING_ENDED
+from hostopt.process import error_report
 from hostopt.telemetry import progress
 
 LIMIT_S = 60.0
@@ -82,7 +82,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_output_files_and_exit_code(start: Start) -> None:
     code = """
         import sys
-        from hostopt import errors, error_report
+        from hostopt import errors
+        from hostopt.process import error_report
         from hostopt.telemetry.progress import write_progress
         write_progress("training", {"step": 3})
         error_report.write_report(errors.ConfigError("unusable. Correct it"), 78, None)

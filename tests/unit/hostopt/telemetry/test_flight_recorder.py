@@ -17,7 +17,7 @@ from clocks import Clock, until_blocked
 from harness import until
 from rings import Spawn
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import HostOptError
 from hostopt.telemetry import flight_recorder
 

@@ -15,8 +15,8 @@ import pytest
 from harness import ROOT
 from rings import Spawn
 
-from hostopt.cluster import Cluster
-from hostopt.communicator import Communicator
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.inline_reducer import InlineReducer
@@ -210,7 +210,7 @@ def test_a_failed_write_keeps_the_old_file(
 def test_spans_are_written_at_exit_without_close(tmp_path: Path) -> None:
     code = """
 import sys
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.telemetry.timeline import Track, Timeline
 recorder = Timeline(sys.argv[1], Cluster.from_dict({"chief": ["127.0.0.1:1"]}, "chief", 0))
 recorder.span(Track.APPLY, "last", 1.0, 2.0)
@@ -223,7 +223,7 @@ recorder.span(Track.APPLY, "last", 1.0, 2.0)
 def test_a_killed_program_leaves_a_complete_file(tmp_path: Path) -> None:
     code = """
 import itertools, sys
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.telemetry.timeline import Track, Timeline
 cluster = Cluster.from_dict({"chief": ["127.0.0.1:1"]}, "chief", 0)
 recorder = Timeline(sys.argv[1], cluster, rewrite_every_s=1e-3)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from structures import texts_like
 
 from hostopt.cli import main
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.telemetry import trace_files, trace_picture
 from hostopt.telemetry.timeline import Timeline, Track

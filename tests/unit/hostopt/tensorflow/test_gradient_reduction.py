@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 from rings import Spawn
 
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow.compression import Compression

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from clocks import Clock
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.transport import deadlock, event_loop
 from hostopt.transport.deadlock import DeadlockWatch
 from hostopt.transport.message import Tag

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport import event_loop, mailbox, wait

@@ -21,8 +21,8 @@ from cryptography import x509
 from harness import jobs_of
 from rings import Spawn
 
-from hostopt.cluster import Cluster
-from hostopt.communicator import Communicator
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError
 from hostopt.options import Options
 from hostopt.transport.frame import FrameWriter

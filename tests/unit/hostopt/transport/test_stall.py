@@ -14,8 +14,8 @@ from clocks import Clock, until_blocked
 from harness import until
 from rings import Spawn
 
-from hostopt.cluster import Cluster
-from hostopt.communicator import Communicator
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, CollectiveTimeoutError, HostOptError
 from hostopt.transport import event_loop
 from hostopt.transport.stall import find_culprit

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import AuthError
 from hostopt.options import Options
 from hostopt.transport.grpc.authentication import (

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hostopt import descriptors
+from hostopt.process import descriptors
 from hostopt.transport.grpc import forked
 
 

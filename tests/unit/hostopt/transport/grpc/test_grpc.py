@@ -20,8 +20,8 @@ from harness import deadline_s, jobs_of, reserved_addresses, task_of
 from ring_scripts import MEET
 from rings import NewRing, Spawn
 
-from hostopt.cluster import Cluster
-from hostopt.communicator import Communicator
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport import event_loop

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.frame import FrameWriter, Origin

@@ -11,7 +11,7 @@ import pytest
 from harness import ROOT, jobs_of
 
 from hostopt import versions
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.options import Options
 from hostopt.transport.grpc.hello import HelloMessages

@@ -14,7 +14,7 @@ import pytest
 from callers import check_a_bad_frame
 from rings import Spawn
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.transport import event_loop
 from hostopt.transport.frame import WIRE_VERSION, FrameWriter, Origin
 from hostopt.transport.message import Tag

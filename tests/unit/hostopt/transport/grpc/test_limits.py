@@ -12,8 +12,8 @@ import pytest
 from clocks import Clock
 from harness import ROOT
 
-from hostopt.descriptors import open_descriptors
 from hostopt.options import Options
+from hostopt.process.descriptors import open_descriptors
 from hostopt.transport.grpc import limits, strangers, timing
 from hostopt.transport.grpc.channel_options import server_options
 

@@ -13,8 +13,8 @@ import pytest
 from harness import ROOT
 from rings import Spawn
 
-from hostopt.cluster import Cluster
-from hostopt.communicator import Communicator
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import PeerLostError, error_to_dict
 from hostopt.transport.grpc import notes, timing
 from hostopt.transport.grpc.departure import Departure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.transport.grpc.peers import INCARNATION, Peers
 
 CLUSTER = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]}, "worker", 2)

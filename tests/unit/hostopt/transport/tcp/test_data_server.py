@@ -13,7 +13,7 @@ import pytest
 from certificates import Certificates
 from sockets import run
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.options import Options
 from hostopt.transport.security import Security
 from hostopt.transport.tcp import data_server, handshake

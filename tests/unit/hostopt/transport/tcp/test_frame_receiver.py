@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sockets import data_sockets, run
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport.frame import FrameReader, FrameWriter, Origin

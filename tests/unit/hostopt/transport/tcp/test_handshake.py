@@ -10,7 +10,7 @@ import pytest
 from certificates import OTHER_TOKEN, TOKEN
 from sockets import data_sockets, run
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.options import Options
 from hostopt.transport.security import Security
 from hostopt.transport.tcp import handshake

@@ -8,8 +8,8 @@ import time
 import pytest
 from rings import Spawn
 
-from hostopt.clock import ClockOffset, measure_offset
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
+from hostopt.measure.clock import ClockOffset, measure_offset
 
 SHIFT_S = [0.0, -1000.0, 250.0, 1e6]
 

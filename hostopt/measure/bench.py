@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from hostopt.collectives.call import Array
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.wire_format import new_wire_format
-from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError, ProtocolError
 from hostopt.options import shown
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.gradients.step_stats import StepTimes, slowest_rank
 from hostopt.transport import event_loop
 from hostopt.transport.message import Tag

@@ -13,12 +13,12 @@ import pytest
 from rings import Spawn
 from threads import in_threads
 
-import hostopt.named_channel
-from hostopt import descriptors
+import hostopt.by_name.named_channel
+from hostopt.by_name.named import NamedCollectives
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
-from hostopt.named import NamedCollectives
+from hostopt.process import descriptors
 
 SIZES = [1, 2, 3, 4]
 ALL_DTYPES = [np.dtype(getattr(ml_dtypes, name, name)) for name in DTYPES]
@@ -372,5 +372,5 @@ def test_memory_is_shared_for_all_names_if_the_program_requires_it() -> None:
         return communicator.transport.traffic.payload_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hostopt.named_channel, "MAX_IN_MEMORY", 1)
+        patch.setattr(hostopt.by_name.named_channel, "MAX_IN_MEMORY", 1)
         assert max(Spawn("shm")(2, work, communication="shm")) < 10_000

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hostopt import bench, cli
-from hostopt.communicator import Communicator
+from hostopt import cli
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ConfigError, ProtocolError
+from hostopt.measure import bench
 from hostopt.options import Options
 from hostopt.transport.inproc import InprocTransport
 

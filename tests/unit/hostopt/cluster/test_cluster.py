@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 
 A, B, C, D = (f"127.0.0.1:{port}" for port in (2221, 2222, 2223, 2224))

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hostopt import tf_config
+from hostopt.cluster import tf_config
+from hostopt.cluster.tf_config import DATA, EVALUATOR, RING_JOBS
 from hostopt.errors import ConfigError
-from hostopt.tf_config import DATA, EVALUATOR, RING_JOBS
 
 LOCAL = "local"
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Callable
 
-from hostopt import bench
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
+from hostopt.measure import bench
 from hostopt.options import MIB, Options
 
 _ALTERNATIVES = ("grpc+tcp", "grpc")  # to "auto"

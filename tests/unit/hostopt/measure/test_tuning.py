@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from trials import trial
 
-from hostopt import cli, tuning
+from hostopt import cli
 from hostopt.errors import ConfigError
+from hostopt.measure import tuning
 from hostopt.options import MIB, Options
 
 

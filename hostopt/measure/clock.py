@@ -6,7 +6,7 @@ import struct
 import time
 from typing import Callable, NamedTuple
 
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.transport import event_loop
 from hostopt.transport.message import Tag
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hostopt import descriptors
 from hostopt.collectives.call import Array
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp, mean_of_integers
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
-from hostopt.communicator import Communicator
+from hostopt.process import descriptors
 
 _log = logging.getLogger(__name__)
 

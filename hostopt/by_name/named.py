@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from hostopt.by_name.join import Announcement, Joining, refusal
+from hostopt.by_name.named_channel import NamedChannel, describe_list, open_channel
+from hostopt.by_name.neutral import describe_arrays, neutral_arrays
 from hostopt.collectives.call import Array
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
-from hostopt.communicator import Communicator
 from hostopt.errors import ConfigError
-from hostopt.join import Announcement, Joining, refusal
-from hostopt.named_channel import NamedChannel, describe_list, open_channel
-from hostopt.neutral import describe_arrays, neutral_arrays
 
 _KIND = "call"  # of the names that `Joining` knows
 

@@ -12,14 +12,14 @@ import pytest
 from clocks import Clock
 from rings import Spawn
 
-from hostopt import stragglers
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.gradients import reducer as reducers
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.gradients.step_stats import StepTimes
-from hostopt.stragglers import StragglerReports, Stragglers, is_slow_link, straggler_lag
+from hostopt.measure import stragglers
+from hostopt.measure.stragglers import StragglerReports, Stragglers, is_slow_link, straggler_lag
 
 BUCKETS = plan_buckets([TensorSpec(name, (100,), np.dtype(np.float32)) for name in "ab"], 400)
 
@@ -68,7 +68,7 @@ def train(communicator: Communicator, pause: Callable[[], Any], steps: int) -> l
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "hostopt.stragglers"]
+    return [r.getMessage() for r in caplog.records if r.name == "hostopt.measure.stragglers"]
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 from rings import Spawn
 from threads import in_threads
 
+from hostopt.by_name.join import Joining
+from hostopt.by_name.named import NamedCollectives
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError, PeerLostError
-from hostopt.join import Joining
-from hostopt.named import NamedCollectives
 
 ALL_DTYPES = [np.dtype(getattr(ml_dtypes, name, name)) for name in DTYPES]
 REFERENCE = {

@@ -7,8 +7,8 @@ import resource
 
 import pytest
 
-from hostopt import descriptors
 from hostopt.errors import CheckpointError, ResourceError
+from hostopt.process import descriptors
 
 
 @pytest.mark.parametrize("hard", [3000, 1 << 20, resource.RLIM_INFINITY])

@@ -9,9 +9,9 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from hostopt import descriptors
 from hostopt.errors import ConfigError
 from hostopt.options import shown
+from hostopt.process import descriptors
 
 CHIEF, WORKER, EVALUATOR, DATA = "chief", "worker", "evaluator", "data"
 MASTER = "master"  # name of the chief in old programs

@@ -13,8 +13,8 @@ from rings import Spawn, failure
 from threads import in_threads
 
 from hostopt.collectives.call import CollectiveCall
+from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.communicator import Communicator
 from hostopt.errors import (
     CollectiveTimeoutError,
     ConfigError,

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
-from hostopt import error_report
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.error_report import cause_of, read_report, summary_of, write_details, write_report
 from hostopt.errors import CollectiveMismatchError, PeerLostError
+from hostopt.process import error_report
+from hostopt.process.error_report import (
+    cause_of,
+    read_report,
+    summary_of,
+    write_details,
+    write_report,
+)
 
 
 def raised(function: Callable[[], object]) -> BaseException:

@@ -10,7 +10,7 @@ import pytest
 from rings import Spawn
 
 from hostopt import errors
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import HostOptError
 from hostopt.transport.grpc.limits import most_note_bytes
 

@@ -23,7 +23,7 @@ from harness import (
 from rings import Spawn
 
 from hostopt import cli
-from hostopt.communicator import Communicator
+from hostopt.collectives.communicator import Communicator
 from hostopt.doctor import all_ranks, machine, software
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, run
 from hostopt.transport import security

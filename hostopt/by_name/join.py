@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hostopt.cluster import Cluster
-from hostopt.communicator import Communicator
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError, PeerLostError
 from hostopt.transport import event_loop
 from hostopt.transport.mailbox import Listener

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structures import paths_in
 
-from hostopt.cluster import Cluster
+from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 
 JOBS = ["chief", "master", "worker", "evaluator", "ps", "Chief", "wroker", "", "worker\0"]

@@ -1,0 +1,1 @@
+"""The tasks of a cluster, from TF_CONFIG or a resolver."""

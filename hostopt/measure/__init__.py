@@ -1,0 +1,1 @@
+"""Measurements: clocks, slow ranks, and the tuning of options by both."""

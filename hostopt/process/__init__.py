@@ -1,0 +1,1 @@
+"""Processes of this machine: children, descriptors, reports of errors."""
