@@ -170,7 +170,6 @@ def original_func_graph(op: tf.Operation, name: str) -> Any:
 
     Args:
       op: an operation that calls the function.
-      name: name of the function.
     """
     graph = op.graph
     while (function := graph._get_function(name)) is None:
@@ -242,7 +241,6 @@ def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Replaces an input of an existing operation.
 
     Args:
-      op: the operation.
       index: number of the input.
       tensor: the new input, of the same dtype.
     """
@@ -266,9 +264,7 @@ def set_attribute(op: tf.Operation, name: str, value: bytes) -> None:
     """Changes an attribute of an existing operation.
 
     Args:
-      op: the operation.
       name: name of an attribute that is a string.
-      value: the new value.
     """
     op._set_attr(name, attr_value_pb2.AttrValue(s=value))
 

@@ -92,10 +92,6 @@ class EstimatorSpec(_StockSpec):
 def stock_spec(spec: _StockSpec, **changes: Any) -> _StockSpec:
     """Converts a spec to a plain `tf.estimator.EstimatorSpec`.
 
-    Args:
-      spec: a spec, stock or extended.
-      **changes: fields to replace.
-
     Returns:
       A stock spec with the stock fields of `spec` and the changes.
     """
@@ -126,11 +122,7 @@ def _describe(value: Any) -> str:
 
 
 def operations_of_step(spec: _StockSpec) -> list[tf.Operation]:
-    """Returns the operations that run in each step, or in steps with summaries.
-
-    Args:
-      spec: spec of the training.
-    """
+    """Returns the operations that run in each step, or in steps with summaries."""
     summaries = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.SUMMARIES)
     values = [spec.train_op, spec.loss, *summaries]
     return list(dict.fromkeys(getattr(value, "op", value) for value in values))

@@ -91,8 +91,6 @@ def connect_ring(
     Collective: all ranks must call it.
 
     Args:
-      cluster: the cluster.
-      options: the options.
       service: name of the gRPC service. Ranks with different names do not connect.
 
     Returns:
@@ -144,10 +142,6 @@ def start_beside_ring(cluster: Cluster, options: Options) -> None:
 
     MPI starts and ends only if all processes of its launcher take part. This does not wait for
     them.
-
-    Args:
-      cluster: the ring.
-      options: `communication`.
 
     Raises:
       ConfigError: MPI cannot be loaded.

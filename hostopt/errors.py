@@ -180,9 +180,6 @@ _MAX_MESSAGE_BYTES, _MAX_ATTRIBUTE_BYTES = 20_000, 6_000
 def error_to_dict(error: HostOptError) -> dict[str, Any]:
     """Converts an error to JSON values, to send it to another rank.
 
-    Args:
-      error: the error.
-
     Returns:
       The name of its class, its message and its attributes; long texts are truncated.
     """
@@ -198,7 +195,6 @@ def cut(text: str, max_bytes: int) -> str:
     """Truncates a text to a number of bytes as JSON, which takes up to 12 per character.
 
     Args:
-      text: any text.
       max_bytes: maximum size of the text as JSON, with its quotes.
     """
     text = text[:max_bytes]

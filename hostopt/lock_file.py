@@ -42,7 +42,6 @@ class Holder:
     Args:
       host: name of its host.
       boot_id: boot id of the kernel of the host, as different hosts may have the same name.
-      pid: process id.
       start: time when it locked the file, in UTC.
       ring: addresses of the first ranks of its ring; empty if it has none.
     """
@@ -166,9 +165,6 @@ def release(path: str) -> None:
 def is_held(path: str) -> bool:
     """Returns True if a process holds the lock. Does not lock the file.
 
-    Args:
-      path: path of the file.
-
     Returns:
       False also if there is no such file, or the file system has no locks.
     """
@@ -187,9 +183,6 @@ def is_held(path: str) -> bool:
 
 def last_holder(path: str) -> Holder | None:
     """Returns the process that locked a file last.
-
-    Args:
-      path: path of the file.
 
     Returns:
       The process; None if the file cannot be read or has other contents.

@@ -176,9 +176,6 @@ class Options:
 def shown(value: object) -> str:
     """Returns text for a user's value in an error.
 
-    Args:
-      value: any value.
-
     Returns:
       Its `repr`, truncated to 200 characters; its type if `repr` fails, as for huge integers.
     """
@@ -206,8 +203,6 @@ def _check(label: str, name: str, value: Any) -> None:
 
     Args:
       label: name of the option or its variable, for the error.
-      name: field of `Options`.
-      value: the user's value.
 
     Raises:
       ConfigError: the value is not allowed.

@@ -59,12 +59,7 @@ class ProcessRing:
         return self.hosts.members(self.rank)
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the object of a key, made at first use and closed with the ring.
-
-        Args:
-          key: key of the object.
-          make: returns the object.
-        """
+        """Returns the object of a key, made at first use and closed with the ring."""
         with _lock:
             if key not in self._kept:
                 self._kept[key] = make()

@@ -28,7 +28,6 @@ def has_shape(value: Any, shape: Any) -> bool:
     """Returns True if a value that was read as JSON has a shape.
 
     Args:
-      value: the value.
       shape: a type, None, or a structure of shapes.
     """
     if isinstance(shape, Or):

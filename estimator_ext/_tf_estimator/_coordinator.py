@@ -20,7 +20,6 @@ def init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
     """Sets cluster and task of a RunConfig from TF_CONFIG, in place.
 
     Args:
-      config: a `tf.estimator.RunConfig` under construction.
       tf_config: content of TF_CONFIG; empty without one.
 
     Raises:
@@ -55,9 +54,6 @@ def _adopt_distribute_config(config: Any) -> None:
 
 def should_run_distribute_coordinator(config: Any) -> bool:
     """Returns True if TensorFlow's coordinator would run this configuration.
-
-    Args:
-      config: a `tf.estimator.RunConfig`.
 
     Returns:
       True for a strategy that trains on several tasks through the coordinator.

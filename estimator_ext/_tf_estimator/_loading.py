@@ -53,9 +53,6 @@ def load(name: str) -> types.ModuleType:
     Args:
       name: name of the module within `tensorflow_estimator.python.estimator`.
 
-    Returns:
-      The module.
-
     Raises:
       hostopt.ConfigError: TensorFlow is older or newer than supported, or tensorflow_estimator or
         tf_keras does not match it.

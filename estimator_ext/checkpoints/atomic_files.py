@@ -34,7 +34,6 @@ class _Draft:
     """The temporary name of a file that is being written.
 
     Args:
-      path: final name.
       mode: permissions of the existing file; None if there is none.
       is_kept: True if the existing file is overwritten, and not replaced.
 

@@ -43,12 +43,7 @@ def cannot_save(
 
     Args:
       path: path of the file, or common prefix of several files.
-      error: the original error.
-      needed_bytes: size of the file.
       last_checkpoint: path of the newest intact checkpoint.
-
-    Returns:
-      The error.
     """
     space = _free_space(os.path.dirname(path), f"{needed_bytes / _MB:.1f} MB are needed, ")
     return hostopt.CheckpointError(
@@ -62,7 +57,6 @@ def replace_file(path: str, parts: Sequence[bytes]) -> None:
     """Writes a file atomically; the old content stays until the new content is complete.
 
     Args:
-      path: path of the file.
       parts: content of the file, in parts.
 
     Raises:
@@ -80,11 +74,7 @@ def replace_file(path: str, parts: Sequence[bytes]) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a file; ignores errors.
-
-    Args:
-      path: path of the file.
-    """
+    """Removes a file; ignores errors."""
     with contextlib.suppress(tf.errors.OpError):
         tf.io.gfile.remove(path)
 
@@ -111,10 +101,6 @@ def translate_io_errors(directory: str | None) -> Iterator[None]:
 
 def io_error(error: BaseException, directory: str) -> hostopt.CheckpointError | None:
     """Translates an error of writing a file, or of restoring a checkpoint that does not fit.
-
-    Args:
-      error: the original error.
-      directory: directory of the files.
 
     Returns:
       The error to raise instead; None for all other errors, including those of hostopt.

@@ -36,12 +36,7 @@ _PREFIX_BYTES = len(_FORMAT) + _NUMBER_BYTES + hashlib.sha256().digest_size
 
 
 class Packed(NamedTuple):
-    """Byte strings with attributes.
-
-    Args:
-      attributes: JSON object.
-      parts: byte strings.
-    """
+    """Byte strings with attributes."""
 
     attributes: dict[str, Any]
     parts: list[bytes]
@@ -52,7 +47,6 @@ def pack(attributes: dict[str, Any], parts: Sequence[bytes]) -> bytes:
 
     Args:
       attributes: JSON object that describes the byte strings.
-      parts: byte strings.
 
     Returns:
       Byte string for `unpack`.
@@ -63,12 +57,6 @@ def pack(attributes: dict[str, Any], parts: Sequence[bytes]) -> bytes:
 
 def unpack(data: bytes | memoryview) -> Packed:
     """Unpacks the result of `pack`; needs as much memory as the data.
-
-    Args:
-      data: result of `pack`.
-
-    Returns:
-      Attributes and parts.
 
     Raises:
       ValueError: the data are not a result of `pack`.
@@ -93,11 +81,7 @@ def unpack(data: bytes | memoryview) -> Packed:
 
 
 def step_of(checkpoint: str) -> str:
-    """Returns the step at the end of the name of a checkpoint.
-
-    Args:
-      checkpoint: path of the checkpoint.
-    """
+    """Returns the step at the end of the name of a checkpoint."""
     return checkpoint.rpartition("-")[2]
 
 
@@ -105,7 +89,6 @@ def write(checkpoint: str, attributes: dict[str, Any], states: Sequence[bytes]) 
     """Writes the states of all ranks beside a checkpoint, atomically.
 
     Args:
-      checkpoint: path of the checkpoint.
       attributes: "process", the identifier of the process that writes, and "step", the result of
         `step_of`.
       states: packed state of each rank; b"" for none.
@@ -119,9 +102,6 @@ def write(checkpoint: str, attributes: dict[str, Any], states: Sequence[bytes]) 
 
 def read(checkpoint: str) -> Packed | None:
     """Reads the states of all ranks beside a checkpoint; needs twice the memory of the file.
-
-    Args:
-      checkpoint: path of the checkpoint.
 
     Returns:
       Attributes "process" and "step", and the packed state of each rank; None if there is no such

@@ -79,10 +79,6 @@ def training_without_ring(model_dir: str, config: Any) -> contextlib.AbstractCon
     Only the chief needs the lock. TensorFlow's distribute coordinator sets `is_chief` in the
     RunConfig of every task, so TF_CONFIG decides if it runs.
 
-    Args:
-      model_dir: model_dir of the Estimator.
-      config: the `tf.estimator.RunConfig`.
-
     Raises:
       hostopt.ConfigError: TF_CONFIG names several ranks, and there is no strategy.
     """
@@ -132,11 +128,7 @@ class LockCheckListener(tf.compat.v1.train.CheckpointSaverListener):
 
 
 def is_training(model_dir: str) -> bool:
-    """Returns True if a run has locked a model_dir, as far as the file system shows it.
-
-    Args:
-      model_dir: the directory.
-    """
+    """Returns True if a run has locked a model_dir, as far as the file system shows it."""
     return is_local(model_dir) and lock_file.is_held(_path(model_dir))
 
 

@@ -146,7 +146,6 @@ def first_step(communicator: hostopt.Communicator, model_dir: str) -> int:
     """Returns global_step of rank 0's newest checkpoint, or 0. Collective: all ranks must call it.
 
     Args:
-      communicator: the ring.
       model_dir: directory of rank 0.
     """
     path = tf.train.latest_checkpoint(model_dir) if communicator.rank == 0 else None
@@ -165,9 +164,6 @@ def _key_of_step(path: str, reader: Any) -> str | None:
 
 def newest(model_dir: str) -> str | None:
     """Returns the checkpoint that the file `checkpoint` names.
-
-    Args:
-      model_dir: directory of the file.
 
     Returns:
       Path of the checkpoint, which need not exist; None if there is no file `checkpoint`.
@@ -234,7 +230,6 @@ def check_on_rank_0(
     Rank 0 sends progress messages, so that the check may take longer than collective_timeout_s.
 
     Args:
-      communicator: the ring.
       model_dir: directory of rank 0.
       restore_previous: argument of `check_newest`.
 

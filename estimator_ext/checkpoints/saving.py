@@ -22,44 +22,24 @@ _TEMPORARY = re.compile(r"(checkpoint|graph\.pbtxt)\.tmp[0-9a-f]{32}")
 
 
 def find_savers(hooks: Sequence[Any]) -> list[tf.compat.v1.train.CheckpointSaverHook]:
-    """Returns the hooks that save checkpoints.
-
-    Args:
-      hooks: hooks of a training.
-    """
+    """Returns the hooks that save checkpoints."""
     return [hook for hook in hooks if isinstance(hook, tf.compat.v1.train.CheckpointSaverHook)]
 
 
 def has_saver(spec: StockSpec, hooks: Sequence[Any], config: Any) -> bool:
-    """Returns True if the chief of a training saves checkpoints.
-
-    Args:
-      spec: spec of the training.
-      hooks: hooks of `train`.
-      config: configuration of the Estimator.
-    """
+    """Returns True if the chief of a training saves checkpoints."""
     by_config = config.save_checkpoints_secs or config.save_checkpoints_steps
     return bool(by_config or _savers_of(spec, hooks))
 
 
 def has_own_saver(spec: StockSpec) -> bool:
-    """Returns True if the user provides the saver, which may rename or reshape variables.
-
-    Args:
-      spec: spec of the training.
-    """
+    """Returns True if the user provides the saver, which may rename or reshape variables."""
     is_in_scaffold = spec.scaffold is not None and spec.scaffold.saver is not None
     return is_in_scaffold or bool(tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.SAVERS))
 
 
 def add_saver(spec: StockSpec, hooks: Sequence[Any], config: Any, model_dir: str) -> StockSpec:
     """Adds the saver hook that the stock Estimator would add, if it would.
-
-    Args:
-      spec: spec of the training.
-      hooks: hooks of `train`.
-      config: configuration of the Estimator.
-      model_dir: directory of the checkpoints.
 
     Returns:
       The spec with the saver as the first chief hook.

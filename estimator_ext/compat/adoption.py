@@ -42,10 +42,6 @@ class Ranks:
 
     A program may set TF_CONFIG itself. So it is read whenever the program creates a configuration,
     an estimator or a strategy for several workers.
-
-    Args:
-      auto_shard: as for `HostOffloadStrategy`.
-      loss_is: as for `StrategyOfRanks`.
     """
 
     def __init__(self, auto_shard: str, loss_is: str = "") -> None:
@@ -111,8 +107,6 @@ def prepare_program(auto_shard: str, loss_is: str, is_v1: bool) -> Ranks:
     """Makes this process, and interpreters that it spawns, run a program of TensorFlow 2.15.
 
     Args:
-      auto_shard: as for `HostOffloadStrategy`.
-      loss_is: as for `StrategyOfRanks`.
       is_v1: True if `import tensorflow` imports the API of TensorFlow 1.
 
     Returns:

@@ -37,11 +37,7 @@ ROOT = "tensorflow.contrib"
 
 
 def add_contrib(packages: list[Any]) -> None:
-    """Adds the attribute `contrib` to TensorFlow.
-
-    Args:
-      packages: `tensorflow` and its compat modules.
-    """
+    """Adds the attribute `contrib` to TensorFlow."""
     if hasattr(tf, "contrib"):
         return
     root = _Root(ROOT, "Names of tf.contrib that still exist.")

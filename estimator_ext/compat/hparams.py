@@ -27,10 +27,6 @@ class HParams:
     def add_hparam(self, name: str, value: Any) -> None:
         """Adds a hyperparameter.
 
-        Args:
-          name: name of the hyperparameter.
-          value: its default.
-
         Raises:
           ValueError: there is already an attribute of this name.
         """
@@ -41,10 +37,6 @@ class HParams:
 
     def set_hparam(self, name: str, value: Any) -> None:
         """Sets a hyperparameter.
-
-        Args:
-          name: name of the hyperparameter.
-          value: the new value.
 
         Raises:
           ValueError: the hyperparameter does not exist, or the value has another type.
@@ -69,7 +61,6 @@ class HParams:
         """Returns a hyperparameter.
 
         Args:
-          name: name of the hyperparameter.
           default: value to return if it does not exist.
         """
         return getattr(self, name) if name in self._names else default
@@ -79,12 +70,6 @@ class HParams:
 
     def override_from_dict(self, values: Mapping[str, Any]) -> HParams:
         """Sets hyperparameters from a dict.
-
-        Args:
-          values: new values by name.
-
-        Returns:
-          This object.
 
         Raises:
           ValueError: see `set_hparam`.
@@ -98,9 +83,6 @@ class HParams:
 
         Args:
           text: assignments, such as "rate=0.1,layers=[64,32],name=adam".
-
-        Returns:
-          This object.
 
         Raises:
           ValueError: the text cannot be parsed; see also `set_hparam`.
@@ -124,11 +106,7 @@ class HParams:
         return _value(text, default)
 
     def to_json(self, **options: Any) -> str:
-        """Returns all hyperparameters as JSON.
-
-        Args:
-          **options: arguments of `json.dumps`.
-        """
+        """Returns all hyperparameters as JSON."""
         return json.dumps(self.values(), **options)
 
     def parse_json(self, text: str) -> HParams:
@@ -136,9 +114,6 @@ class HParams:
 
         Args:
           text: a JSON object.
-
-        Returns:
-          This object.
 
         Raises:
           ValueError: the text is not JSON; see also `set_hparam`.

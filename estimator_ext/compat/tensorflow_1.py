@@ -23,9 +23,6 @@ def use_of_tensorflow_1(path: str) -> str:
     It looks at statements that run in any case. A program that imports `tensorflow.compat.v1`, and
     reads the attribute `value` of dimensions somewhere, has that of TensorFlow 1 in mind.
 
-    Args:
-      path: file of the program.
-
     Returns:
       The expression; "" if there is none.
     """
@@ -77,11 +74,7 @@ def file_of_module(name: str) -> str:
 
 
 class _Run:
-    """The statements that run when a module does.
-
-    Args:
-      tree: the module.
-    """
+    """The statements that run when a module does."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._functions = {e.name: e for e in tree.body if isinstance(e, ast.FunctionDef)}

@@ -55,7 +55,6 @@ def ring_end_of(cluster: hostopt.Cluster, options: hostopt.Options) -> RingEnd:
     """Returns the end of the ring of this process, which is not a rank.
 
     Args:
-      cluster: the ring.
       options: `evaluator_timeout_s`, and the token and certificates of the ring.
 
     Raises:
@@ -91,7 +90,6 @@ class _EndOfChief(RingEnd):
     """The end of a chief that answers as it does to `hostopt status`.
 
     Args:
-      cluster: the ring.
       options: `evaluator_timeout_s`, and the token and certificates of the ring.
     """
 

@@ -61,9 +61,6 @@ def check_dataset(data: Any, workers: int) -> None:
 def transformations_of(data: tf.data.Dataset) -> dict[str, str]:
     """Describes the transformations of a dataset, which must be the same on all ranks.
 
-    Args:
-      data: a dataset of a graph.
-
     Returns:
       For each transformation: its type, its constants, and a checksum of the types of its
       operations. The operations of its functions are included. Seeds and the order of values are

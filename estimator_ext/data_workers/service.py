@@ -31,10 +31,6 @@ _PREFETCHED = 2
 def mode_of(config: Any, cluster: hostopt.Cluster) -> str:
     """Returns how the training data are prepared.
 
-    Args:
-      config: configuration of an Estimator.
-      cluster: the cluster of its strategy.
-
     Returns:
       "distributed_epoch" or "off".
 
@@ -75,7 +71,6 @@ class DataService:
 
         Args:
           data: the value that input_fn returned.
-          config: configuration of the Estimator.
 
         Returns:
           Dataset of the elements that this rank gets; of each element of `data`, one rank gets it.
@@ -144,10 +139,6 @@ def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataSer
     """Scope of a training in which the data workers are watched.
 
     Collective: all ranks must enter it.
-
-    Args:
-      strategy: strategy of the training.
-      config: configuration of the Estimator.
 
     Yields:
       The data workers; None if each rank prepares its data itself.

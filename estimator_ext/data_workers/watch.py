@@ -30,11 +30,6 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
     A thread asks each data worker for a sign of life once a second. If the ring is aborted, by
     this rank or another, it closes the session, which ends a step that waits for its input. A rank
     that does something else, such as saving, continues until its next step.
-
-    Args:
-      communicator: the ring.
-      tasks: the data workers.
-      options: `rendezvous_timeout_s`.
     """
 
     def __init__(

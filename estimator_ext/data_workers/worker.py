@@ -100,10 +100,6 @@ def _is_data_worker(strategy: Any) -> bool:
 def check_reach(cluster: hostopt.Cluster, options: hostopt.Options) -> bool:
     """Checks that only processes that may do so can reach the data workers.
 
-    Args:
-      cluster: the ranks and data workers.
-      options: `insecure`.
-
     Returns:
       True if all of them are on this machine.
 
@@ -128,11 +124,7 @@ def check_reach(cluster: hostopt.Cluster, options: hostopt.Options) -> bool:
 
 
 def bypass_proxies(cluster: hostopt.Cluster) -> None:
-    """Makes TensorFlow's gRPC connect to the data workers without the proxy of the environment.
-
-    Args:
-      cluster: the data workers.
-    """
+    """Makes TensorFlow's gRPC connect to the data workers without the proxy of the environment."""
     kept = os.environ.get(_NO_PROXY, os.environ.get("no_proxy", ""))
     hosts = [host_and_port(task.address)[0] for task in cluster.data]
     os.environ[_NO_PROXY] = ",".join(dict.fromkeys([*filter(None, kept.split(",")), *hosts]))

@@ -63,7 +63,6 @@ class BatchSizes:
 
         Args:
           params: params of the user, which are not changed.
-          mode: a `tf.estimator.ModeKeys`.
 
         Returns:
           A copy with the batch size, or params themselves if the mode has none.
@@ -72,10 +71,6 @@ class BatchSizes:
 
     def check_input_fn(self, input_fn: Callable[..., Any], mode: str) -> None:
         """Checks that an input_fn can receive its batch size.
-
-        Args:
-          input_fn: input_fn of the user.
-          mode: a `tf.estimator.ModeKeys`.
 
         Raises:
           ValueError: this mode has a batch size, and input_fn has no argument `params`.

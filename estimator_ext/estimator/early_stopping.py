@@ -25,7 +25,6 @@ def config_for(caller: FrameType, config: RunConfig) -> RunConfig:
     """Returns the configuration of an Estimator to a caller of `Estimator.config`.
 
     Args:
-      caller: frame of the calling function.
       config: copy of the configuration, which is changed in place.
 
     Returns:

@@ -21,7 +21,6 @@ def run_on_host(spec: StockSpec, mode: str, iterations: int = 1) -> StockSpec:
 
     Args:
       spec: spec that model_fn returned; a stock spec is returned unchanged.
-      mode: a `tf.estimator.ModeKeys`.
       iterations: number of steps of a loop.
 
     Returns:

@@ -30,10 +30,6 @@ _FORBIDDEN = (
 def check_limits(steps: int | None, max_steps: int | None) -> None:
     """Checks the limits of a training as the stock `train` does, with the same messages.
 
-    Args:
-      steps: argument of `train`.
-      max_steps: argument of `train`.
-
     Raises:
       ValueError: both are given, or one is below 1.
     """
@@ -49,7 +45,6 @@ def check_whole_loops(steps: int | None, iterations: int) -> None:
 
     Args:
       steps: argument of `train` or `evaluate`; None for all data.
-      iterations: steps of a loop.
 
     Raises:
       ValueError: steps is not a multiple of iterations.
@@ -64,10 +59,6 @@ def check_whole_loops(steps: int | None, iterations: int) -> None:
 
 def whole_loops(max_steps: int, iterations: int) -> int:
     """Rounds a number of steps up to whole loops.
-
-    Args:
-      max_steps: argument of `train`.
-      iterations: steps of a loop.
 
     Returns:
       The smallest multiple of iterations that is at least max_steps.

@@ -28,7 +28,6 @@ def reports(loss: tf.Tensor, config: RunConfig, scaffold: Any) -> list[Any]:
     Args:
       loss: scalar tensor, the loss of a loop.
       config: configuration of a training in loops.
-      scaffold: scaffold of the training's spec.
 
     Returns:
       Hooks for summaries, for loss and step in the log, and for steps per second.

@@ -288,9 +288,6 @@ def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any
     Args:
       metrics: values by name, and global_step.
       name: name of the evaluation, if it has one.
-
-    Returns:
-      The metrics.
     """
     numbers = (bool, int, float, np.bool_, np.integer, np.floating)
     scalars = {key: float(each) for key, each in metrics.items() if isinstance(each, numbers)}

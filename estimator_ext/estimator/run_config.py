@@ -207,14 +207,6 @@ def _one_of(name: str, value: Any, words: Sequence[str]) -> str:
 def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:
     """Checks that the value of an option is a positive integer.
 
-    Args:
-      name: name of the option.
-      value: value given by the user.
-      most: largest possible value.
-
-    Returns:
-      The value.
-
     Raises:
       ValueError: the value is not an integer from 1 to `most`.
     """

@@ -119,7 +119,6 @@ def show_steps(spec: StockSpec, reducers: Sequence[AnyReducer], timeline: Timeli
     to the end of train_op.
 
     Args:
-      spec: spec with loss and train_op.
       reducers: reducers of the graph, at least one.
       timeline: timeline that records the spans.
 

@@ -101,7 +101,6 @@ class TrainingGraph:
       reduction: reductions of the graph.
       config: configuration of the Estimator.
       model_dir: directory of the Estimator; None on a rank without files.
-      hooks: hooks of `train`.
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class TrainingGraph:
         Collective: all ranks must call it.
 
         Args:
-          functions: functions of the Estimator.
           stack: receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
@@ -329,11 +327,7 @@ def build(
     Collective: all ranks must enter it. An error in the block ends the training on all ranks.
 
     Args:
-      strategy: strategy of the training.
-      config: configuration of the Estimator.
       model_dir: directory of the Estimator; None on a rank without files.
-      hooks: hooks of `train`.
-      functions: functions of the Estimator.
 
     Yields:
       The graph.

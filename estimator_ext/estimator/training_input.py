@@ -62,9 +62,7 @@ def build_input(
     Collective: all ranks must call it.
 
     Args:
-      strategy: strategy of the training.
       reduction: reductions of the graph, which get the accumulation and the weights of batches.
-      config: configuration of the Estimator.
       call_input_fn: calls input_fn with an input context.
       is_sharded: True if input_fn itself shards the data, because it takes an input context.
       stack: receives the scopes in which the data workers are watched and errors are explained.

@@ -35,9 +35,6 @@ _NEEDED = {
 def check_params(params: dict[str, Any] | None) -> None:
     """Checks that params has no reserved key.
 
-    Args:
-      params: params of the user.
-
     Raises:
       ValueError: params has the key 'input_fn'.
     """

@@ -203,8 +203,6 @@ def evaluate_final(
     """Evaluates the last checkpoint in a process that evaluates alone.
 
     Args:
-      estimator: Estimator whose checkpoint is evaluated.
-      train_spec: spec of the training.
       eval_specs: at least one.
 
     Returns:
@@ -227,9 +225,6 @@ def evaluate_until_end(
     """Evaluates new checkpoints until training has ended, then the last one.
 
     Args:
-      estimator: Estimator whose checkpoints are evaluated.
-      train_spec: spec of the training.
-      eval_spec: spec of the evaluation.
       beat: called at least twice a second between evaluations.
 
     Returns:
@@ -251,12 +246,6 @@ def evaluate_announced(
     estimator: Estimator, model_dir: str, eval_spec: EvalSpec, evaluators: Evaluators
 ) -> tuple[Any, Any]:
     """Evaluates the checkpoints that evaluator 0 announces.
-
-    Args:
-      estimator: Estimator of `with_evaluators`.
-      model_dir: directory of the checkpoints.
-      eval_spec: spec of the evaluation.
-      evaluators: all evaluators.
 
     Returns:
       (metrics, []) of the last evaluation.
@@ -295,9 +284,6 @@ class _EndWatch:
 
     def ends_within(self, pause_s: float) -> bool:
         """Pauses, or returns as soon as training has ended.
-
-        Args:
-          pause_s: longest pause.
 
         Returns:
           True if training has ended.

@@ -110,7 +110,6 @@ class Evaluators:
         """Scope of one evaluation, which evaluator 0 announces.
 
         Args:
-          checkpoint: path of the checkpoint.
           model_dir: directory of the files that this evaluator writes.
 
         Raises:
@@ -163,10 +162,6 @@ class Evaluators:
 def connect_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[Evaluators]:
     """Connects the evaluators; an error in the block ends all of them.
 
-    Args:
-      strategy: a `HostOffloadStrategy` with the cluster.
-      input_fn: input_fn of the EvalSpec.
-
     Yields:
       The evaluators.
 
@@ -196,10 +191,6 @@ def connect_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[
 @contextlib.contextmanager
 def with_evaluators(estimator: Any, evaluators: Evaluators) -> Iterator[Any]:
     """Creates an Estimator that evaluates with others; only evaluator 0 writes to model_dir.
-
-    Args:
-      estimator: an `estimator_ext.Estimator`.
-      evaluators: all evaluators.
 
     Yields:
       A copy of the Estimator. On other evaluators its model_dir is temporary.

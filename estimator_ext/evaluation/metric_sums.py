@@ -40,7 +40,6 @@ class SumMetricsHook(tf.compat.v1.train.SessionRunHook):
     Collective: all evaluators must have it.
 
     Args:
-      evaluators: all evaluators.
       values: tensor of each metric's result, by name.
 
     Raises:

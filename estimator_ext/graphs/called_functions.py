@@ -21,7 +21,6 @@ def with_called(nodes: Nodes, library: Mapping[str, Nodes]) -> Iterator[Nodes]:
 
     Args:
       nodes: the nodes that call.
-      library: result of `library_of`.
     """
     found: set[str] = set()
     todo = [nodes]

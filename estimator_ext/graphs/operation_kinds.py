@@ -47,9 +47,6 @@ def depends_on_more(op: tf.Operation) -> bool:
 def arguments(op: tf.Operation) -> list[tuple[str, tf.Tensor, bool]]:
     """Returns the arguments of an operation.
 
-    Args:
-      op: an operation of a graph.
-
     Returns:
       For each input the name of the argument, the tensor, and a bool: True if the tensor is the
       handle of a variable, a queue, a table or the like, False if it is a value.
@@ -67,20 +64,13 @@ def arguments(op: tf.Operation) -> list[tuple[str, tf.Tensor, bool]]:
 
 
 def takes_handle(op: tf.Operation) -> bool:
-    """Returns True if an input of an operation is a variable, a queue, a table or the like.
-
-    Args:
-      op: an operation of a graph.
-    """
+    """Returns True if an input of an operation is a variable, a queue, a table or the like."""
     may = any(tensor.dtype == tf.resource or is_reference(tensor) for tensor in op.inputs)
     return may and any(is_handle for _, _, is_handle in arguments(op))
 
 
 def makes_handle(op: tf.Operation) -> bool:
     """Returns True if an operation creates a variable, a queue, a table or the like.
-
-    Args:
-      op: an operation of a graph.
 
     Returns:
       False for the argument of a function. False also for a TensorArray, whose contents are passed
@@ -97,7 +87,6 @@ def is_filled_elsewhere(op: tf.Operation, step: Collection[tf.Operation]) -> boo
 
     Args:
       op: creates the queue or the like.
-      step: all operations of the step.
 
     Returns:
       False for a variable, and for a table that is only initialized outside the step.

@@ -20,9 +20,6 @@ Neighbours = Callable[[tf.Operation], Iterable[tf.Operation]]
 def data_before(op: tf.Operation) -> list[tf.Operation]:
     """Returns the operations that compute the inputs of one.
 
-    Args:
-      op: an operation.
-
     Returns:
       Each operation once, in the order of the inputs.
     """
@@ -31,9 +28,6 @@ def data_before(op: tf.Operation) -> list[tf.Operation]:
 
 def runs_before(op: tf.Operation) -> list[tf.Operation]:
     """Returns the operations that run before one because of its inputs or control inputs.
-
-    Args:
-      op: an operation.
 
     Returns:
       Each operation once.
@@ -45,7 +39,6 @@ def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> l
     """Returns operations and all those before them, in topological order.
 
     Args:
-      targets: the operations to begin with.
       before: returns the operations that one depends on directly.
 
     Returns:
@@ -79,9 +72,6 @@ def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> l
 def operations_before(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
     """Returns all operations that run if some operations are run.
 
-    Args:
-      operations: operations of one graph.
-
     Returns:
       These operations and those before them, by data or control.
     """
@@ -109,8 +99,6 @@ def depends_on(
     """Returns True if a target is one of the sources or depends on one.
 
     Args:
-      targets: the operations to begin with.
-      sources: the operations to look for.
       before: returns the operations that one depends on directly.
     """
     return not set(sources).isdisjoint(walk(targets, before))
@@ -118,9 +106,6 @@ def depends_on(
 
 def predicates_around(op: tf.Operation) -> list[tf.Tensor]:
     """Returns the predicates that decide whether an operation runs, in TensorFlow 1 control flow.
-
-    Args:
-      op: an operation.
 
     Returns:
       The predicates of the branches and loops around the operation, the innermost first.
@@ -138,9 +123,6 @@ def predicates_around(op: tf.Operation) -> list[tf.Tensor]:
 def decided_before(op: tf.Operation) -> list[tf.Operation]:
     """Returns the operations that run before one, and those that decide whether it runs.
 
-    Args:
-      op: an operation.
-
     Returns:
       These operations, except the condition of a loop, which depends on the loop's operations.
     """
@@ -151,9 +133,6 @@ def decided_before(op: tf.Operation) -> list[tf.Operation]:
 def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
     """Yields copies of the graphs of the functions that an operation calls.
 
-    Args:
-      op: an operation.
-
     Yields:
       Name of the attribute that holds the function, such as `then_branch`, and the graph.
     """
@@ -163,9 +142,6 @@ def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
 
 def original_functions(op: tf.Operation) -> list[tuple[str, Any]]:
     """Returns the graphs of the functions that an operation calls, as the program built them.
-
-    Args:
-      op: an operation.
 
     Returns:
       As `functions_called`. Operations that call the same function share its graph.

@@ -92,11 +92,7 @@ class BatchPosition:
     # -- saving ----------------------------------------------------------------------------
 
     def save(self, session: tf.compat.v1.Session) -> Packed:
-        """Returns the position, with the attributes "batches" and "checksum".
-
-        Args:
-          session: not needed.
-        """
+        """Returns the position, with the attributes "batches" and "checksum"."""
         del session
         return Packed({"batches": self._counter.count, "checksum": self._counter.checksum()}, [])
 
@@ -106,7 +102,6 @@ class BatchPosition:
         """Loads a saved position; returns False, as it does not show if the data had ended.
 
         Args:
-          session: not needed.
           packed: result of `save`; None to read the data from the beginning.
         """
         del session

@@ -30,7 +30,6 @@ class IteratorPosition:
     """The states of the iterators of a rank.
 
     Args:
-      rank: this rank.
       iterators: resources of the iterators.
       more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
         data have ended.

@@ -19,8 +19,6 @@ def serialize(iterator: tf.Tensor, policy: int, max_bytes: int) -> tuple[tf.Tens
     """Builds operations that serialize the state of an iterator.
 
     Args:
-      iterator: resource of the iterator.
-      policy: IGNORE_EXTERNAL_STATE or FAIL_ON_EXTERNAL_STATE.
       max_bytes: serialization ends with the part that exceeds this size.
 
     Returns:
@@ -48,9 +46,6 @@ def serialize(iterator: tf.Tensor, policy: int, max_bytes: int) -> tuple[tf.Tens
 def fingerprint(iterator: tf.Operation) -> int:
     """Computes a checksum of the pipeline of an iterator: its kinds of datasets and constants.
 
-    Args:
-      iterator: operation of the iterator.
-
     Returns:
       CRC-32.
     """
@@ -63,11 +58,7 @@ def fingerprint(iterator: tf.Operation) -> int:
 
 
 def reads_generator(iterator: tf.Operation) -> bool:
-    """Returns True if the pipeline of an iterator reads a Python generator, which has no state.
-
-    Args:
-      iterator: operation of the iterator.
-    """
+    """Returns True if the pipeline of an iterator reads a Python generator, which has no state."""
     library = library_of(iterator.graph)
     called = with_called(_nodes_of(iterator), library)
     return any(node.op == "GeneratorDataset" for nodes in called for node in nodes)

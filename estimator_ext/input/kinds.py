@@ -20,10 +20,6 @@ def prefetched(data: Any, depth: int) -> tf.data.Dataset:
 
     Args:
       data: the value that input_fn returned.
-      depth: `RunConfig.prefetch_depth`, in batches.
-
-    Returns:
-      The prefetching dataset.
 
     Raises:
       ValueError: `data` is not a dataset.

@@ -28,9 +28,5 @@ def forbid_reads(operations: Iterable[tf.Operation], message: str) -> None:
 
 
 def allowed_reads(graph: tf.Graph) -> dict[tf.Tensor, bool]:
-    """Returns a feed_dict with which a session can read a batch outside of the step.
-
-    Args:
-      graph: graph of the session.
-    """
+    """Returns a feed_dict with which a session can read a batch outside of the step."""
     return dict.fromkeys(graph.get_collection(_ALLOWED), True)

@@ -229,7 +229,6 @@ def log_random_operations(train_op: Any, data: Collection[tf.Operation]) -> None
 
     Args:
       train_op: operation or tensor of a step.
-      data: operations of the input.
     """
     operations = ancestors([getattr(train_op, "op", train_op)])
     names = [op.name for op in operations if op.type.startswith(_RANDOM) and op not in data]

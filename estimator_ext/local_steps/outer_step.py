@@ -17,8 +17,6 @@ class OuterStep:
 
     Args:
       strategy: strategy of the training, in whose training graph they are built.
-      optimizer: the outer optimizer.
-      variables: the trained variables.
     """
 
     def __init__(

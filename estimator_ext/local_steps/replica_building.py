@@ -27,7 +27,6 @@ def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> 
     Collective: all ranks must call it.
 
     Args:
-      strategy: the `HostOffloadStrategy` of the training.
       spec: spec of the step, in the default graph.
       data: operations of this rank's input.
 

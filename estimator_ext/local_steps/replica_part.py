@@ -20,7 +20,6 @@ class ReplicaPart:
     """Variables of one dtype, and their values after the last synchronisation.
 
     Args:
-      communicator: the ring.
       variables: the variables, in the default graph.
       compression: format of the differences on the wire; None for none.
 
@@ -166,7 +165,6 @@ class Difference:
     """Anchor minus variables of a rank; later the mean over the ranks.
 
     Args:
-      part: its variables.
       local: values of the variables, of shape [n].
       values: the difference, of shape [n].
     """

@@ -41,7 +41,6 @@ class Variables(NamedTuple):
     """The variables of a training, by what a synchronisation does with them.
 
     Args:
-      trained: trainable variables.
       slots: slots of the optimizer.
       powers: counters of steps that an optimizer keeps as powers.
       averaged: other variables that the steps change, such as moving averages.
@@ -118,9 +117,7 @@ class Fragment(NamedTuple):
     """A part of the model that is synchronised by itself.
 
     Args:
-      trained: trained variables.
       others: other variables whose mean is taken.
-      powers: counters of steps.
       outer: the outer step of the trained variables; None for their mean.
       reset: variables that are initialized after a synchronisation.
     """
@@ -216,7 +213,6 @@ class Replicas:
 
         Args:
           session: session of this rank.
-          fragment: the fragment to be synchronised.
           step: global_step, for errors.
 
         Raises:
@@ -237,7 +233,6 @@ class Replicas:
 
         Args:
           session: session of this rank.
-          fragment: the fragment.
           means: results of `take`, reduced over the ranks.
           step: global_step, for errors.
           is_late: True if this rank has made steps since `take`. It keeps the steps of trained
@@ -316,7 +311,6 @@ def divided(
     """Divides variables into fragments of similar size; some may be empty.
 
     Args:
-      variables: the variables.
       count: number of fragments.
       has_slots: True to put slots beside their variables, False to leave them out.
 

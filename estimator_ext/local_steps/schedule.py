@@ -16,8 +16,6 @@ class SyncSchedule:
     A rank whose data have ended counts on, without steps.
 
     Args:
-      communicator: the ring.
-      options: when ranks synchronise.
       flags: `stop` is the request of this rank.
       stops: knows the step at which all ranks stop.
 

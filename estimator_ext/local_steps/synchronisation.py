@@ -16,7 +16,6 @@ class RankState(NamedTuple):
     """Progress of a rank since the last synchronisation, and its requests.
 
     Args:
-      step: its global_step.
       increment: increment of global_step in its steps; 0 while unknown.
       step_s: duration of its steps, in seconds; 0 if it has made none.
       saves: 1 if it is about to save.

@@ -96,12 +96,7 @@ def joined(values: Iterable[Value]) -> Value:
 
 
 def curved(kind: str, value: Value) -> Value:
-    """Returns the value of a power, or of another function, of a scalar.
-
-    Args:
-      kind: type of the operation.
-      value: value of its input.
-    """
+    """Returns the value of a power, or of another function, of a scalar."""
     if not value.degree:
         return value
     if kind in _POWERS:

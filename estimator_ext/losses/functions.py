@@ -29,7 +29,6 @@ class LossFunctions:
         """Stores a loss function.
 
         Args:
-          scope: scope of its operations.
           reduction: its reduction, as TensorFlow or Keras call it.
         """
         is_sum = reduction == tf.compat.v1.losses.Reduction.SUM

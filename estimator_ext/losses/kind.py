@@ -56,7 +56,6 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
 
     Args:
       targets: tensors that are differentiated, all elements of which are added up.
-      reader: the reader of the graph.
       can_divide: True if the penalties of the loss can still be divided.
     """
     known = reader.known
@@ -98,11 +97,7 @@ class Penalties:
         self.factors: dict[tuple[tf.Operation, int], tf.Operation] = {}
 
     def prepare(self, kind: LossKind) -> None:
-        """Multiplies the penalties of a loss by factors, before its backward pass is built.
-
-        Args:
-          kind: the kind of the loss.
-        """
+        """Multiplies the penalties of a loss by factors, before its backward pass is built."""
         for op, index in kind.penalties:
             if (op, index) not in self.factors:
                 self.factors[op, index] = _multiply(op, index)
@@ -111,7 +106,6 @@ class Penalties:
         """Divides the penalties of a loss.
 
         Args:
-          kind: the kind of the loss.
           share: the new factor, a number or a scalar tensor.
         """
         for key in kind.penalties:

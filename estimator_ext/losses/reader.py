@@ -89,11 +89,7 @@ class LossReader:
         self._lengths: set[int] | None = None
 
     def read(self, targets: Sequence[tf.Tensor]) -> None:
-        """Reads all operations that compute tensors of one graph.
-
-        Args:
-          targets: the tensors.
-        """
+        """Reads all operations that compute tensors of one graph."""
         operations = [each.op for each in targets]
         for op in walk(operations, lambda op: () if op in self._data else _sources(op)):
             if op not in self._data:  # read earlier, or an argument of a function

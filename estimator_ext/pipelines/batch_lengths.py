@@ -54,9 +54,6 @@ def lengths_of(data: Any, config: tf.compat.v1.ConfigProto) -> Lengths:
     Args:
       data: the result of input_fn, in a graph.
       config: configuration of a session that asks a dataset.
-
-    Returns:
-      The lengths.
     """
     if not isinstance(data, tf.data.Dataset):
         return Lengths(False, _static_length(data))

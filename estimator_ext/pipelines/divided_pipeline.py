@@ -57,7 +57,6 @@ def check_transformations(operations: Sequence[tf.Operation], workers: int) -> N
     """Checks that each element of a dataset stays what it is if data workers prepare it.
 
     Args:
-      operations: the operations of the dataset.
       workers: number of data workers.
 
     Raises:
@@ -143,19 +142,12 @@ def _has_later_iterators(op: tf.Operation) -> bool:
 
 
 def is_source(op: tf.Operation) -> bool:
-    """Returns True for a dataset whose elements data workers divide.
-
-    Args:
-      op: an operation of a graph.
-    """
+    """Returns True for a dataset whose elements data workers divide."""
     return kind_of(op) in _SOURCES
 
 
 def sources_of(data: tf.data.Dataset) -> dict[str, str]:
     """Describes the sources of a dataset, which must be the same on all ranks.
-
-    Args:
-      data: a dataset of a graph.
 
     Returns:
       Type, shape and checksum of the constants of each source. The order of values does not count,
@@ -174,9 +166,6 @@ def sources_of(data: tf.data.Dataset) -> dict[str, str]:
 
 def describe_values(values: np.ndarray[Any, Any]) -> str:
     """Describes the values of a constant, whose order does not count.
-
-    Args:
-      values: the constant.
 
     Returns:
       A number, or the type, the shape and a checksum.

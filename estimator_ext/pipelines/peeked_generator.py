@@ -57,9 +57,6 @@ class PeekedGenerator:
 def peek(state: Any) -> PeekedGenerator:
     """Replaces the generator of a dataset by one whose first elements can be compared.
 
-    Args:
-      state: result of `generator_state`.
-
     Returns:
       The new generator, or the one of an earlier call.
     """

@@ -47,9 +47,6 @@ _NAME = re.compile(r"_?(\w+?)Dataset(?:V\d+)?")
 class Pipeline:
     """The transformations of a dataset.
 
-    Args:
-      dataset: the dataset.
-
     Attributes:
       all: the transformations, from the last to the sources.
       points: those after which elements keep their positions.

@@ -49,9 +49,6 @@ _SAME_ORDER = (
 def check_policy(policy: str | None) -> None:
     """Checks the option auto_shard.
 
-    Args:
-      policy: value of the option.
-
     Raises:
       hostopt.ConfigError: the value is invalid.
     """
@@ -72,7 +69,6 @@ def dividing(
     """Shards the data of an input_fn that is called within the block.
 
     Args:
-      communicator: the ring.
       context: number of ranks and index of this one.
       policy: "data" or "file"; "off" if each rank reads all data. None acts like "off" and warns.
       config: configuration of a session that reads the first elements.

@@ -36,7 +36,6 @@ class Accumulation:
 
         Args:
           tensor: value of one micro-batch, of static shape and floating dtype.
-          name: part of the accumulator's name.
 
         Returns:
           Tensor like `tensor`, on the host, to be computed once in each step.
@@ -53,7 +52,6 @@ class Accumulation:
 
         Args:
           tensor: value of one micro-batch, of static shape and floating dtype.
-          name: part of the accumulator's name.
 
         Returns:
           Tensor like `tensor`, on the host, to be computed once in each step.

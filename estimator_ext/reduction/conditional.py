@@ -141,7 +141,6 @@ def _is_same_in(body: Any, arguments: Sequence[bool]) -> IsSame:
     """Returns `is_same` for the tensors of a function.
 
     Args:
-      body: graph of the function.
       arguments: for each input of the calling operation, True if it is the same on all ranks.
     """
     passed = arguments[len(arguments) - len(body.inputs) :]  # the first input may choose a branch

@@ -33,8 +33,6 @@ class DeferredReductions:
     """The reductions of one graph.
 
     Args:
-      communicator: the ring.
-      graph: the training graph.
       flags: travel with the last exchange of a step, if it has one.
     """
 
@@ -53,9 +51,6 @@ class DeferredReductions:
 
     def can_take(self, values: Sequence[Any]) -> bool:
         """Returns True if reductions of these tensors can be built later.
-
-        Args:
-          values: tensors and sparse gradients.
 
         Returns:
           False after `build`; False within a branch, a loop or a function, which has its own
@@ -81,7 +76,6 @@ class DeferredReductions:
         Args:
           reduction: the reduction, whose name need not be unique.
           weight: scalar of float64, the factor of this rank's gradients; None for 1.
-          nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
 
         Returns:
           The result on the host: tensor or sparse gradient like the value of the reduction.

@@ -112,13 +112,7 @@ class MarkedGraph(tf.Graph):
         return self._reader is not None
 
     def watch(self, reduction: Any, data: Collection[tf.Operation], said: str) -> None:
-        """Stores the gradients that are computed from now on.
-
-        Args:
-          reduction: the `GradientReduction` of the graph.
-          data: as for `read_losses`.
-          said: as for `read_losses`.
-        """
+        """Stores the gradients that are computed from now on."""
         self.marks_gradients = reduction.uses_gradients_of_graph
         if reduction.at_backward:
             is_weighted = reduction.values.weights is not None
@@ -174,7 +168,6 @@ class MarkedGraph(tf.Graph):
         """Gives each rank its share of the penalties of a loss, which is a sum otherwise.
 
         Args:
-          kind: the kind of the loss.
           share: 1 / number of ranks that add to the sum; a number or a scalar tensor.
         """
         self._penalties.divide(kind, share)

@@ -97,9 +97,6 @@ class GradientReduction:
     def check_skipped(self, updates: Updates) -> None:
         """Checks that updates can be skipped, if the option `nonfinite` asks for it.
 
-        Args:
-          updates: the updates of the step.
-
         Raises:
           hostopt.ConfigError: an update cannot be skipped.
         """
@@ -156,15 +153,7 @@ class GradientReduction:
     def reduce_now(
         self, pairs: Sequence[tuple[Any, tf.Variable]], nonfinite: str | None
     ) -> list[Any]:
-        """Sums gradients; the next `reduce_pairs` passes on what is computed from the sums.
-
-        Args:
-          pairs: gradients and their variables.
-          nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
-
-        Returns:
-          The sums.
-        """
+        """Sums gradients; the next `reduce_pairs` passes on what is computed from the sums."""
         sums = self.reduce_pairs(tf.distribute.ReduceOp.SUM, pairs, nonfinite)
         self._reduced.update((v.ref(), values_of(total)) for total, (_, v) in zip(sums, pairs))
         return sums
@@ -176,11 +165,6 @@ class GradientReduction:
         nonfinite: str | None = None,
     ) -> list[Any]:
         """Reduces those gradients that have not been reduced yet: [G2] to [G5].
-
-        Args:
-          reduce_op: SUM or MEAN.
-          pairs: gradients and their variables.
-          nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
 
         Returns:
           The results, in the order of `pairs`.
@@ -229,7 +213,6 @@ class GradientReduction:
           gradients: for each one the tensor or `tf.IndexedSlices`, the name of its variable, and
             the shape of a row.
           is_mean: True if the sums make a mean, in which a rank counts by its examples.
-          nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
 
         Returns:
           The sums, on the host.
@@ -289,9 +272,7 @@ def read_accumulators(
     """Returns pairs in which variables that a program gives as gradients are read.
 
     Args:
-      reduction: reductions of the graph.
       reduce_op: SUM or MEAN, which is that of a moving average of a variable.
-      pairs: values and their destinations.
     """
     if not reduction.follows_gradients or reduce_op != tf.distribute.ReduceOp.SUM:
         return list(pairs)

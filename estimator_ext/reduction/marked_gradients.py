@@ -44,9 +44,6 @@ class MarkedGradients:
         """Reduces gradients to their mean over the ranks, or to the sum if their loss is a sum.
 
         Args:
-          gradients: as for `GradientReduction.sum_gradients`.
-          marks: their marks.
-          nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
           device: device of the results, unless they are sums.
 
         Returns:

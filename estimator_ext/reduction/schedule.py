@@ -52,7 +52,6 @@ class Deferred:
     """A reduction that is built at the end of the graph.
 
     Args:
-      reduction: the reduction.
       stand_ins: operations that pass on the result, one for each tensor of the value.
       weight: factor of this rank's gradients; None for 1.
       nonfinite: reaction to a result that is not finite; None for that of the option.
@@ -99,7 +98,6 @@ def make_schedule(
       targets: operations that run in each step, of any rank.
       deferred: reductions, in the same order on all ranks.
       built: results of reductions that are built already.
-      loss: computes the loss.
       repeated: operations that run for each micro-batch of a step.
 
     Returns:
@@ -138,7 +136,6 @@ def needs_no_reduction(reduction: Reduction, is_same: Callable[[tf.Tensor], bool
     made it of this rank's data.
 
     Args:
-      reduction: the reduction.
       is_same: returns True if all ranks have the same value of a tensor.
     """
     if reduction.is_gradient or reduction.op is not hostopt.ReduceOp.AVERAGE:
@@ -157,7 +154,6 @@ def _unused(
 
     Args:
       targets: operations that run in each step.
-      deferred: reductions to be built.
       built: results of reductions that are built already.
 
     Returns:

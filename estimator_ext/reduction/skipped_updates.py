@@ -71,9 +71,6 @@ class SkippedUpdates:
     def check(self, updates: Updates) -> None:
         """Checks that every update with a gradient can be skipped.
 
-        Args:
-          updates: the updates of the step.
-
         Raises:
           hostopt.ConfigError: an update uses a gradient even if it is not finite.
         """

@@ -42,8 +42,6 @@ def needs_of(
     Collective: all ranks must call it.
 
     Args:
-      data: the result of input_fn.
-      communicator: the ring.
       config: configuration of a session that reads the length of a dataset.
 
     Returns:
@@ -63,7 +61,6 @@ def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
     """Checks that data without weights, which data workers divide unevenly, do not end.
 
     Args:
-      dataset: the result of input_fn.
       config: configuration of a session that reads the length of the dataset.
 
     Raises:
@@ -80,9 +77,6 @@ def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
 
 def repeat_last_batch(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns an endless dataset that repeats the last element, or zeros if there is none.
-
-    Args:
-      dataset: dataset of plain tensors.
 
     Returns:
       Dataset of pairs: an element, and a bool that is False for a repeated one.
@@ -109,9 +103,6 @@ def has_next(batch: Any) -> tf.Tensor:
 
     Args:
       batch: features and labels, in any structure.
-
-    Returns:
-      Scalar of bool.
     """
     tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
     with tf.device(HOST_DEVICE), tf.control_dependencies(tensors[:1]):
@@ -127,7 +118,6 @@ class BatchWeights:
     Args:
       examples: scalar of float32, the number of examples of this rank in the step.
       batches: scalar of float32, the number of new batches of this rank in the step.
-      communicator: the ring.
       mode: "join" ends with the last rank's data, "stop" with the first rank's.
     """
 

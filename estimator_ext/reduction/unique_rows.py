@@ -25,7 +25,6 @@ def are_only_summed(values: tf.Tensor, indices: tf.Tensor) -> bool:
     """Returns True if the consumers of a sparse gradient only sum its rows by index.
 
     Args:
-      values: the rows.
       indices: the index of each row.
 
     Returns:

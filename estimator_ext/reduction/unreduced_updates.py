@@ -57,7 +57,6 @@ def mend_unreduced_updates(
 
     Args:
       reduction: reduces the gradients of the default graph.
-      updates: the updates of the step.
       data: operations of this rank's input.
 
     Returns:
@@ -98,11 +97,7 @@ def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, 
 
 
 def warn_of_local_variables(updates: Updates) -> None:
-    """Warns of local variables, of which a checkpoint holds only the value of rank 0.
-
-    Args:
-      updates: the updates of the step.
-    """
+    """Warns of local variables, of which a checkpoint holds only the value of rank 0."""
     names = [
         variable.op.name
         for variable in tf.compat.v1.global_variables()

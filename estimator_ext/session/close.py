@@ -38,7 +38,6 @@ def close_in_time(session: tf.compat.v1.Session, limit_s: float = LIMIT_S) -> No
     """Replaces `close` of a session: it returns while a thread still closes a slow session.
 
     Args:
-      session: the session.
       limit_s: time to wait for the thread.
     """
     close, reachable = session.close, weakref.ref(session)

@@ -30,7 +30,6 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
     It must come before all other hooks. All ranks must have it, and `EndStopSaveHook`.
 
     Args:
-      communicator: the ring.
       flags: requests of the ranks; they travel with the loss if the loss is summed by the graph.
       sync_on_read: variables that differ by rank.
       input_states: states of the input iterators of all ranks.
@@ -104,8 +103,6 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
     It must come after all other hooks. All ranks must have it.
 
     Args:
-      communicator: the ring.
-      flags: those of `BeginStopSaveHook`.
       hooks: hooks of this rank. All ranks stop at once at a step at which a `StopAtStepHook` of
         every rank stops.
     """

@@ -67,9 +67,6 @@ class Preemption:
         """Exchanges the signals of all ranks at the end of training.
 
         Collective: all ranks must call it.
-
-        Args:
-          communicator: the ring.
         """
         signums = communicator.all_gather(np.array(self.signum), "who was preempted")
         self._other_ranks = [r for r in np.flatnonzero(signums) if r != communicator.rank]
@@ -79,10 +76,6 @@ class Preemption:
 
     def handle(self, signum: int, frame: Any) -> None:
         """Handles a signal in the main thread.
-
-        Args:
-          signum: the signal.
-          frame: interrupted frame.
 
         Raises:
           SystemExit: SIGTERM came before the first step; code 143.
@@ -99,11 +92,7 @@ class Preemption:
             raise KeyboardInterrupt
 
     def describe(self, signum: int) -> str:
-        """Returns a description, for the log, of the effect of the first signal.
-
-        Args:
-          signum: the signal.
-        """
+        """Returns a description, for the log, of the effect of the first signal."""
         if not self._is_stepping:
             return "this process ends before its first step, and saves nothing"
         saves = (

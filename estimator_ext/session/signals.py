@@ -57,11 +57,7 @@ class Receiver(Protocol):
 
 @contextlib.contextmanager
 def signals_to(receiver: Receiver) -> Iterator[None]:
-    """Scope in which a receiver gets the signals that have their default handlers.
-
-    Args:
-      receiver: receiver of the signals.
-    """
+    """Scope in which a receiver gets the signals that have their default handlers."""
     with _handlers(receiver) as signums, _watched(signums, receiver):
         yield
 

@@ -105,7 +105,6 @@ class HostOffloadExtended(_RankExtended):
 
     Args:
       strategy: the strategy that users hold.
-      device: the accelerator.
       variables_on_host, sparse_as_dense, auto_shard: options of the strategy.
       cluster_resolver: the resolver that the user gave, or None.
     """
@@ -310,7 +309,6 @@ class ReplicaContext(OneDeviceReplicaContext):
         """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does.
 
         Args:
-          reduce_op: `tf.distribute.ReduceOp`, or its name.
           value: tensors and `tf.IndexedSlices`, in any structure.
           options: `tf.distribute.experimental.CommunicationOptions`, which have no effect.
 

@@ -264,14 +264,8 @@ class FunctionExtended(_Replica):
         """Calls a function that updates a variable, on the device of the variable.
 
         Args:
-          var: the variable.
           fn: the function; its first argument is the variable of this rank.
-          args: its other arguments.
-          kwargs: its arguments by name.
           group: True to return its result, False to return a tuple of the results of replicas.
-
-        Returns:
-          The result.
         """
         component = var.values[0] if isinstance(var, DistributedVariable) else var
         return self._run_update(component.device, fn, (component, *args), kwargs, group)

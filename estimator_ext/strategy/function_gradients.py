@@ -17,7 +17,6 @@ class FunctionGradients:
     """Reduces the gradients of optimizers in buckets, while backward continues.
 
     Args:
-      ring: returns the ring.
       sparse_as_dense: True makes `tf.IndexedSlices` dense before they travel.
     """
 
@@ -29,7 +28,6 @@ class FunctionGradients:
         """Reduces gradients over the ranks.
 
         Args:
-          pairs: gradients and their variables.
           is_mean: True for the mean over the ranks, False for the sum.
 
         Returns:

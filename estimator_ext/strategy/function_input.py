@@ -28,7 +28,6 @@ def with_policy(dataset: Any, policy: str | None) -> Any:
     """Returns a dataset that TensorFlow shards as the option auto_shard says.
 
     Args:
-      dataset: a dataset.
       policy: the option; None keeps the policy in the options of the dataset.
     """
     if policy is None:
@@ -44,7 +43,6 @@ def in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
     Collective: all ranks must call it.
 
     Args:
-      check: compares the ranks.
       dataset: the dataset of this rank, with its policy.
       seed: the seed of the ranks, which is renewed for the next dataset.
 
@@ -71,9 +69,6 @@ def in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
 def check_no_data_workers(cluster: hostopt.Cluster) -> None:
     """Checks that no data workers wait for a pipeline that they will not get.
 
-    Args:
-      cluster: the cluster of the strategy.
-
     Raises:
       UnsupportedError: the cluster has data workers.
     """
@@ -91,7 +86,6 @@ def check_lengths(ring: ProcessRing, dataset: Any) -> None:
     Collective: all ranks must call it.
 
     Args:
-      ring: the ring.
       dataset: the dataset of this rank, before it is sharded.
 
     Raises:
@@ -115,7 +109,6 @@ def check_endless(ring: ProcessRing, dataset: Any) -> None:
     Collective: all ranks must call it.
 
     Args:
-      ring: the ring.
       dataset: the dataset of this rank, from a function of the program.
 
     Raises:

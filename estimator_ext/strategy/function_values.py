@@ -47,7 +47,6 @@ def all_gather(ring: ProcessRing, tensor: tf.Tensor, axis: int) -> tf.Tensor:
     """Joins the tensors of all ranks along an axis, without a gradient.
 
     Args:
-      ring: the ring.
       tensor: tensor of at least one dimension, whose size along `axis` may differ between ranks.
       axis: number of the dimension.
 
@@ -77,14 +76,6 @@ def broadcast(ring: ProcessRing, tensor: tf.Tensor, name: str) -> tf.Tensor:
 
 def compared(ring: ProcessRing, value: Any, variable: str) -> Any:
     """Compares a value that is assigned to a variable between the ranks.
-
-    Args:
-      ring: the ring.
-      value: tensor, or `tf.IndexedSlices`.
-      variable: name of the variable.
-
-    Returns:
-      The value.
 
     Raises:
       hostopt.CollectiveMismatchError: the values differ, or the variables.

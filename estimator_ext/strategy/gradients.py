@@ -42,13 +42,6 @@ def reduce_pairs(
 ) -> GradsAndVars:
     """Reduces gradients as `reduce_gradients` does, with a chosen reaction to NaN and Inf.
 
-    Args:
-      grads_and_vars: as for `reduce_gradients`.
-      nonfinite: as for `hostopt.gradients.nonfinite.NonFiniteCheck`.
-
-    Returns:
-      As `reduce_gradients`.
-
     Raises:
       ValueError: no pair has a gradient.
     """

@@ -21,9 +21,7 @@ def join_results(strategy: Any, fn: Callable[..., Any], results: Any) -> Any:
     """Returns results of a step for all ranks.
 
     Args:
-      strategy: the strategy of several ranks.
       fn: the function that `strategy.run` has called.
-      results: what it has returned.
 
     Returns:
       Predictions of all ranks, joined along the first dimension, in rank order. Means over the

@@ -105,7 +105,6 @@ class LocalSteps:
         """Returns the number of steps until the next fragment is synchronised.
 
         Args:
-          steps: global_step.
           step_s: duration of a step on the slowest rank, in seconds; 0 if unknown.
         """
         if steps < self.warmup_steps:

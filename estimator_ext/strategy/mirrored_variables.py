@@ -99,12 +99,7 @@ def refuse_update_outside_run(variable: Any, arguments: Any) -> None:
 
 
 def check_variables(strategy: Any, variables: Any) -> None:
-    """Raises ConfigError if a trained variable was created outside the strategy's scope.
-
-    Args:
-      strategy: the strategy.
-      variables: the variables.
-    """
+    """Raises ConfigError if a trained variable was created outside the strategy's scope."""
     for variable in variables:
         if not strategy.extended.variable_created_in_scope(variable):
             raise hostopt.ConfigError(

@@ -22,7 +22,6 @@ class StrategyOfRanks(HostOffloadStrategy):
     optimizers reduce as under any strategy.
 
     Args:
-      auto_shard: as for `HostOffloadStrategy`.
       loss_is: "mean" or "sum" if the user says what the losses are; if empty, their graphs do.
     """
 

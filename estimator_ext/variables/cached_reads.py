@@ -25,7 +25,6 @@ def read_where_needed(variable: Any, always_cached: bool) -> None:
     """Makes tapes record each read of a variable, and reads it again under control dependencies.
 
     Args:
-      variable: variable with a caching device.
       always_cached: True if the program has chosen the caching device. It then gets the cached
         value under control dependencies too, as in TensorFlow.
     """

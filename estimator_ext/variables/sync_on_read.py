@@ -22,9 +22,6 @@ _REDUCED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
 def is_sync_on_read(variable: Any) -> bool:
     """Returns True if each rank has a local value, and reading aggregates the values of all ranks.
 
-    Args:
-      variable: a variable of the graph.
-
     Returns:
       True for an ON_READ variable with the aggregation MEAN or SUM.
     """
@@ -95,7 +92,6 @@ def assign(
 
     Args:
       session: the session of this rank.
-      variables: variables with initializers.
       values: arrays of the variables' shapes.
     """
     left = list(zip(variables, values))
@@ -142,9 +138,7 @@ def initial_local_value(variable: tf.Variable, value: Any, rank: int) -> Any:
     """Returns the value that a rank starts with after a checkpoint is restored.
 
     Args:
-      variable: the variable.
       value: the value that rank 0 has restored or initialized.
-      rank: this rank.
 
     Returns:
       `value`. For a sum, rank 0 gets `value` and the other ranks 0.

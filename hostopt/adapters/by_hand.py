@@ -12,9 +12,6 @@ def find(environ: Mapping[str, str]) -> Place | None:
     """Returns the place that HOSTOPT_RANK and HOSTOPT_SIZE name, or None.
 
     The processes exchange addresses at HOSTOPT_RENDEZVOUS.
-
-    Args:
-      environ: variables by name.
     """
     if RANK not in environ:
         return None

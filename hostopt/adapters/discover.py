@@ -34,9 +34,6 @@ _held: list[socket.socket] = []  # keeps the port of this process
 def find_place(environ: Mapping[str, str]) -> Place | None:
     """Returns the place of this process among those of its launcher, or None.
 
-    Args:
-      environ: variables by name.
-
     Returns:
       The place. None if no launcher is known, if HOSTOPT_LAUNCHER is "none", or if `hostopt run`
       or a process of the launcher has started this process.
@@ -122,7 +119,6 @@ def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
     Collective if such a launcher has started the processes: all of them must call it.
 
     Args:
-      options: `rendezvous_timeout_s`, `insecure` and the token.
       evaluators: number of processes, the last ones, that are evaluators.
 
     Returns:

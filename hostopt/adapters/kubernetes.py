@@ -20,9 +20,6 @@ def find(environ: Mapping[str, str]) -> Place | None:
     service, whose name is the subdomain of their host names. They need it unless TF_CONFIG or
     HOSTOPT_RENDEZVOUS is set.
 
-    Args:
-      environ: variables by name.
-
     Raises:
       ConfigError: the host name of the pod does not end in its index.
     """

@@ -30,7 +30,6 @@ class Training:
     Args:
       name: name of all its objects.
       image: image of the container, with hostopt installed.
-      command: program and arguments.
       size: number of ranks.
       evaluators: number of evaluators.
       restarts: number of restarts after failures that may be temporary.
@@ -52,9 +51,6 @@ def job(training: Training) -> list[Manifest]:
     """Returns an Indexed Job, with the service by which its pods reach each other.
 
     A failed pod ends the others, as they lose a rank, and each is started again.
-
-    Args:
-      training: the training.
     """
     count = training.size + training.evaluators
     pod = _pod(training, "hostopt", _exec(training), {SIZE: str(count)})
@@ -110,11 +106,7 @@ def tfjob(training: Training) -> list[Manifest]:
 
 
 def trainjob(training: Training) -> list[Manifest]:
-    """Returns a TrainJob of Kubeflow Trainer 2, with a plain runtime.
-
-    Args:
-      training: the training.
-    """
+    """Returns a TrainJob of Kubeflow Trainer 2, with a plain runtime."""
     count = training.size + training.evaluators
     pod = _pod(training, "node", _exec(training), {SIZE: str(count)})
     node_job = {

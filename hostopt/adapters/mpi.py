@@ -15,11 +15,7 @@ _PROXY = "hydra_pmi_proxy"  # has started all processes of a run on this machine
 
 
 def find_open_mpi(environ: Mapping[str, str]) -> Place | None:
-    """Returns the place in a run of Open MPI 4 or 5, or None.
-
-    Args:
-      environ: variables by name.
-    """
+    """Returns the place in a run of Open MPI 4 or 5, or None."""
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     ranks = rank_and_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -33,9 +29,6 @@ def find_mpich(environ: Mapping[str, str]) -> Place | None:
     """Returns the place in a run of MPICH, Intel MPI or another launcher with PMI, or None.
 
     Slurm sets PMI_RANK too, but not MPI_LOCALNRANKS.
-
-    Args:
-      environ: variables by name.
     """
     is_slurm = "SLURM_PROCID" in environ and "MPI_LOCALNRANKS" not in environ
     if "PMI_RANK" not in environ or is_slurm:
@@ -47,19 +40,12 @@ def find_mpich(environ: Mapping[str, str]) -> Place | None:
 
 
 def is_started(environ: Mapping[str, str]) -> bool:
-    """Returns True if a launcher of MPI, and not `hostopt run`, has started this process.
-
-    Args:
-      environ: variables by name.
-    """
+    """Returns True if a launcher of MPI, and not `hostopt run`, has started this process."""
     return STARTED_BY_HOSTOPT not in environ and any(name in environ for name in _RANKS)
 
 
 def check_started(environ: Mapping[str, str]) -> None:
     """Checks that a launcher has started this process that MPI can reach the others through.
-
-    Args:
-      environ: variables by name.
 
     Raises:
       ConfigError: MPI would know this process alone.

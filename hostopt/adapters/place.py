@@ -43,10 +43,6 @@ class Place:
 def number(environ: Mapping[str, str], name: str) -> int:
     """Returns the number in a variable.
 
-    Args:
-      environ: variables by name.
-      name: name of the variable.
-
     Raises:
       ConfigError: the variable is unset, or not a number from 0.
     """
@@ -69,7 +65,6 @@ def rank_and_size(environ: Mapping[str, str], rank: str, size: str) -> tuple[int
     """Returns the rank of this process and the number of processes.
 
     Args:
-      environ: variables by name.
       rank: name of the variable with the rank.
       size: name of the variable with the number of processes.
 

@@ -49,8 +49,6 @@ class Peer:
     """A rank other than 0.
 
     Args:
-      place: its place.
-      port: its port.
       token: the secret of the ranks; None for none.
       deadline_s: time at which it stops waiting.
     """
@@ -141,11 +139,7 @@ class Peer:
 
 
 class _LineReader:
-    """Reads messages from a connection.
-
-    Args:
-      connection: the connection.
-    """
+    """Reads messages from a connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -198,9 +192,7 @@ def announced_address(place: Place, connection: socket.socket | None, port: int)
     """Returns the address of this process, as the other ranks reach it.
 
     Args:
-      place: its place.
       connection: its connection to rank 0; None in rank 0.
-      port: its port.
     """
     assert place.rendezvous is not None
     if place.rendezvous.startswith("@"):
@@ -232,7 +224,6 @@ def timeout_error(place: Place, missing: list[int], refusal: str = "") -> HostOp
     """Returns the error of a rank that has waited in vain.
 
     Args:
-      place: its place.
       missing: the ranks for which it has waited.
       refusal: answer of a process that did not prove that it is rank 0.
     """
@@ -246,13 +237,7 @@ def timeout_error(place: Place, missing: list[int], refusal: str = "") -> HostOp
 
 
 def proof(token: bytes | None, nonce: str, *fields: Any) -> str:
-    """Returns the proof that the sender of a message knows the token; empty without a token.
-
-    Args:
-      token: the token.
-      nonce: of the receiver.
-      fields: the message.
-    """
+    """Returns the proof that the sender of a message knows the token; empty without a token."""
     if token is None:
         return ""
     text = json.dumps(["hostopt rendezvous", nonce, *fields])

@@ -95,7 +95,6 @@ class _Server:
 
     Args:
       place: the place of rank 0.
-      listener: the listening socket.
       token: the secret of the ranks; None for none.
     """
 

@@ -12,9 +12,6 @@ from hostopt.errors import ConfigError
 def find(environ: Mapping[str, str]) -> Place | None:
     """Returns the place of a container of a training job, or None. Each host has one process.
 
-    Args:
-      environ: variables by name.
-
     Raises:
       ConfigError: SM_HOSTS does not name SM_CURRENT_HOST.
     """
@@ -32,11 +29,7 @@ def find(environ: Mapping[str, str]) -> Place | None:
 
 
 def hosts_of(environ: Mapping[str, str]) -> list[str]:
-    """Returns the hosts of the training job, in the order of their names; empty if unknown.
-
-    Args:
-      environ: variables by name.
-    """
+    """Returns the hosts of the training job, in the order of their names; empty if unknown."""
     try:
         return sorted(map(str, json.loads(environ.get("SM_HOSTS", "[]"))))
     except (ValueError, TypeError):

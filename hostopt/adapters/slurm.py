@@ -14,9 +14,6 @@ def find(environ: Mapping[str, str]) -> Place | None:
     """Returns the place in a step of Slurm, or None.
 
     A batch script is not part of a step, and has no place.
-
-    Args:
-      environ: variables by name.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         return None
@@ -36,11 +33,7 @@ def find(environ: Mapping[str, str]) -> Place | None:
 
 
 def first_node(nodes: str) -> str:
-    """Returns the first node of a list of Slurm: ``n07`` for ``n[07-09,12],m1``.
-
-    Args:
-      nodes: the list.
-    """
+    """Returns the first node of a list of Slurm: ``n07`` for ``n[07-09,12],m1``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else "")
 

@@ -81,7 +81,6 @@ class Joining:
         """Notes that this rank begins a call, and announces it to ranks that have joined.
 
         Args:
-          kind: what the name stands for.
           name: name of the call; the one before must have ended.
           details: returns what `Announcement.details` is to be; called only if it is needed.
 
@@ -269,7 +268,6 @@ def refusal(announcement: Announcement, cluster: Cluster, call: str, reason: str
     """Returns the error of a call that a rank which has joined cannot take part in.
 
     Args:
-      announcement: the call.
       cluster: the ring and this rank.
       call: what the other rank does.
       reason: what is in the way, and what to do.

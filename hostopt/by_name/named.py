@@ -68,7 +68,6 @@ class NamedCollectives:
 
         Args:
           arrays: arrays of any shape, each of one of `DTYPES`.
-          name: name of the call.
           op: reduction operator; averages of integers are truncated towards zero.
           compression: "fp16" or "bf16" sends float32 with 16 bits between hosts, if `op` is SUM or
             AVERAGE. Other arrays are sent unchanged.
@@ -105,7 +104,6 @@ class NamedCollectives:
         Args:
           array: array of at least one dimension, of any fixed-size dtype. The first dimension may
             differ between ranks.
-          name: name of the call.
           rows_by_rank: number of rows of each rank, if known. A rank that has joined then has so
             many rows of zeros; otherwise it has none.
 
@@ -131,8 +129,6 @@ class NamedCollectives:
 
         Args:
           arrays: arrays of any fixed-size dtype, each the same shape and dtype on all ranks.
-          root: rank whose values are sent.
-          name: name of the call.
 
         Returns:
           New arrays with the bits of rank `root`.
@@ -164,7 +160,6 @@ class NamedCollectives:
 
         Args:
           array: array of at least one dimension, the same shape and dtype on all ranks.
-          name: name of the call.
           op: reduction operator; averages of integers are truncated towards zero.
 
         Returns:
@@ -185,7 +180,6 @@ class NamedCollectives:
         Args:
           array: array of at least one dimension and any fixed-size dtype.
           splits: number of rows for each rank; their sum is the number of rows.
-          name: name of the call.
 
         Returns:
           The rows that this rank has received, in rank order, and their number by rank.
@@ -218,12 +212,7 @@ class NamedCollectives:
             channel.communicator.barrier(name)
 
     def refuse(self, name: str, error: ConfigError) -> None:
-        """Makes all ranks fail that make a call which this rank refuses; it counts as a call.
-
-        Args:
-          name: name of the call.
-          error: why it is refused.
-        """
+        """Makes all ranks fail that make a call which this rank refuses; it counts as a call."""
         if self.size > 1 and not self._is_closed and self.communicator.transport.error is None:
             self._channel_of(name).refuse(f"the call {name!r}: {error.message}")
 

@@ -101,11 +101,7 @@ def open_channel(communicator: Communicator, name: str, count: int) -> NamedChan
 
     Args:
       communicator: reaches all ranks.
-      name: the name.
       count: number of names that have a channel.
-
-    Returns:
-      The channel.
     """
     communicator = communicator.duplicate(name)
     most = min(MAX_IN_MEMORY, descriptors.limit() // 2)

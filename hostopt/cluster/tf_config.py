@@ -27,9 +27,6 @@ _EXAMPLE = (
 def read_tf_config(environ: Mapping[str, str]) -> tuple[Any, str, Any] | None:
     """Reads the TF_CONFIG environment variable.
 
-    Args:
-      environ: variables by name.
-
     Returns:
       Jobs, task type and task index, not yet validated; None if TF_CONFIG names no cluster.
 
@@ -234,7 +231,6 @@ def check_host(task_type: str, task_name: str, address: str) -> None:
     """Checks that the host of this task resolves.
 
     Args:
-      task_type: job of the task.
       task_name: name of the task, such as ``worker:1``.
       address: ``host:port`` of the task.
 

@@ -17,7 +17,6 @@ async def exchange(
 
     Args:
       transport: transport of this rank.
-      call: the collective call.
       parts: contiguous array for each rank; that of this rank is not sent.
       slots: contiguous array for the part of each rank, overwritten but for that of this rank.
     """

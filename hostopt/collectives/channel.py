@@ -52,7 +52,6 @@ class Channel:
         """Numbers, signs and begins the next call.
 
         Args:
-          kind: kind of the collective.
           name: name of the data, for warnings and errors; by default the channel's name.
           array: array with the dtype and shape that must be the same on all ranks.
 
@@ -73,11 +72,7 @@ class Channel:
         return self.next_call(name)._replace(signature=signature)
 
     def begin(self, call: CollectiveCall) -> None:
-        """Records that this rank makes a call, for other ranks that wait for it.
-
-        Args:
-          call: the signed call.
-        """
+        """Records that this rank makes a call, for other ranks that wait for it."""
         self.transport.call_log.record(*call[:3], call.signature)
 
     def refuse(self, reason: str) -> None:

@@ -37,7 +37,6 @@ def all_within(values: Array, limit: float) -> bool:
     Args:
       values: contiguous array of shape [n]. A NaN is above any limit; integers and booleans are
         always within it.
-      limit: a positive number.
     """
     if not values.size or _is_integer(values.dtype):
         return True

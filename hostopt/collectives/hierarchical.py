@@ -52,11 +52,7 @@ class HierarchicalAllReduce:
         Collective: all ranks must call it.
 
         Args:
-          flat: see `SharedMemoryChannel.all_reduce`.
-          op: binary ufunc.
-          call: the collective call.
           wire_format: format of float32 values between hosts; None sends them unchanged.
-          source: see `SharedMemoryChannel.all_reduce`.
         """
         if self.shared_memory is not None:
             self.shared_memory.all_reduce(flat, op, call, source)  # [H1]

@@ -110,7 +110,6 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
     Collective: all ranks must call it.
 
     Args:
-      channel: channel of the call.
       host_id: identifier of this rank's host, from `local_host_id`.
 
     Returns:
@@ -145,7 +144,6 @@ def open_hierarchical(
 
     Args:
       channel: channel that opens the memory, over the ring.
-      hosts: ranks grouped by host.
       block_bytes: block size of the shared-memory channels.
       name: the call that needs the memory, the same on all ranks.
       is_declined: True if this rank is to share no memory.
@@ -177,8 +175,6 @@ def share_memory(
     Collective: all ranks must call it.
 
     Args:
-      channel: channel of the calls.
-      hosts: ranks grouped by host.
       nbytes: size in bytes.
       name: the call that needs the memory, the same on all ranks.
       is_declined: True if this rank is to share no memory.

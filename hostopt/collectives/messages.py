@@ -20,7 +20,6 @@ class CallMessages:
 
     Args:
       transport: transport of this rank.
-      call: the collective call.
     """
 
     def __init__(self, transport: Transport, call: CollectiveCall) -> None:
@@ -31,8 +30,6 @@ class CallMessages:
         """Sends a message.
 
         Args:
-          peer: rank to send to.
-          tag: tag of the message.
           payload: contiguous bytes, which may be changed once this returns.
           phase: phase of the call, for warnings and errors.
         """
@@ -48,8 +45,6 @@ class CallMessages:
         """Receives a message of any length.
 
         Args:
-          peer: rank to receive from.
-          tag: tag of the message.
           phase: phase of the call, for warnings and errors.
           into: memory that the payload may be received into; see `Transport.recv`.
 
@@ -79,8 +74,6 @@ class CallMessages:
         """Receives an array of a known size.
 
         Args:
-          peer: rank to receive from.
-          tag: tag of the message.
           size: number of elements.
           dtype: dtype of the elements on the wire.
           phase: phase of the call, for warnings and errors.

@@ -67,7 +67,6 @@ class RingGroup:
         """Reduces a flat buffer, in place.
 
         Args:
-          call: the collective call.
           flat: contiguous array of shape [n], any numeric dtype.
           op: commutative binary ufunc.
         """
@@ -79,7 +78,6 @@ class RingGroup:
         """Starts to sum a flat buffer, in place, and returns immediately.
 
         Args:
-          call: the collective call.
           flat: contiguous array of shape [n], any numeric dtype. It must not be accessed until the
             future is done.
 
@@ -92,7 +90,6 @@ class RingGroup:
         """Reduces a flat buffer, which is overwritten.
 
         Args:
-          call: the collective call.
           flat: contiguous array of shape [n], any numeric dtype.
           op: commutative binary ufunc.
 
@@ -108,7 +105,6 @@ class RingGroup:
         """Gathers an array from every rank.
 
         Args:
-          call: the collective call.
           array: contiguous array of any shape, the same shape and dtype on all ranks.
 
         Returns:
@@ -127,9 +123,7 @@ class RingGroup:
         all others. So no rank returns before all have the data.
 
         Args:
-          call: the collective call.
           flat: contiguous array of shape [n]. It is overwritten on all ranks but `root`.
-          root: rank whose values are sent.
         """
         event_loop.run(self._broadcast(call, flat, self._members.index(root)))
 

@@ -25,7 +25,6 @@ def ring_all_gather_bytes(
 
     Args:
       transport: transport of this rank.
-      call: the collective call.
       data: contiguous bytes of this rank.
 
     Returns:

@@ -45,9 +45,6 @@ def new_scalar_sum(channel: Channel, counters: SequenceCounters | None) -> Scala
     Args:
       channel: channel that nothing else uses.
       counters: counters of all ranks that nothing else uses; None uses the ring.
-
-    Returns:
-      The sum.
     """
     if counters is None:
         return _RingScalarSum(channel)

@@ -69,7 +69,6 @@ class SequenceCounters:
         """Waits until all ranks of this host have reached this barrier.
 
         Args:
-          call: the collective call.
           round_: number of the barrier in the call, for warnings and errors.
         """
         self._barriers += 1
@@ -81,7 +80,6 @@ class SequenceCounters:
         """Publishes the signature of a call, before its first barrier.
 
         Args:
-          call: the collective call.
           nbytes: size of the data of this rank, for the flight recorder.
         """
         tag = call.tag()
@@ -91,9 +89,6 @@ class SequenceCounters:
 
     def check_signature(self, call: CollectiveCall) -> None:
         """Compares the signatures of a call, after its first barrier.
-
-        Args:
-          call: the collective call.
 
         Raises:
           CollectiveMismatchError: a rank makes another call.
@@ -109,7 +104,6 @@ class SequenceCounters:
 
         Args:
           flags: 64 bits of this rank.
-          call: the collective call.
 
         Returns:
           The bits that are set on all ranks of this host.

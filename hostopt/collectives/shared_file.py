@@ -53,10 +53,6 @@ class SharedFile:
 def attach(path: str, nbytes: int) -> mmap.mmap:
     """Maps a file that another process has created.
 
-    Args:
-      path: path of the file.
-      nbytes: size of the file.
-
     Returns:
       The memory, shared with all processes that map the file.
 
@@ -72,11 +68,7 @@ def attach(path: str, nbytes: int) -> mmap.mmap:
 
 
 def remove_stale(directory: str = DIRECTORY) -> None:
-    """Removes files whose creator was killed before it could unlink them.
-
-    Args:
-      directory: directory of the files.
-    """
+    """Removes files whose creator was killed before it could unlink them."""
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):

@@ -96,8 +96,6 @@ class SharedMemoryChannel:
         Args:
           flat: contiguous array of shape [n], the same shape and dtype on all ranks. It is
             overwritten with the result.
-          op: binary ufunc.
-          call: the collective call.
           source: values of this rank, of the same size and dtype; by default those in `flat`.
         """
         self.counters.begin_call(call, flat.nbytes)
@@ -167,8 +165,6 @@ class SharedMemoryChannel:
         Args:
           sums: array of shape [n] in shared memory, the same memory on all ranks. It is
             overwritten with the result; no other thread may access it during the call.
-          op: binary ufunc.
-          call: the collective call.
           source: values of this rank, of the same size and dtype.
 
         Returns:
@@ -221,8 +217,6 @@ class SharedMemoryChannel:
 
         Args:
           flat: contiguous array of shape [n], the same shape and dtype on all ranks.
-          root: rank whose values are sent.
-          call: the collective call.
         """
         root_index = self._members.index(root)
         length = self._staging.block_bytes // flat.itemsize
@@ -244,7 +238,6 @@ class SharedMemoryChannel:
 
         Args:
           data: contiguous bytes of this rank.
-          call: the collective call.
 
         Returns:
           The bytes of each rank, in rank order; `data` itself for this rank.

@@ -61,7 +61,6 @@ class WireFormat(abc.ABC):
         Args:
           values: contiguous array of shape [n], overwritten with ``op(values, decoded)``.
           encoded: contiguous array of shape [n] and `dtype`.
-          op: binary ufunc.
         """
 
 

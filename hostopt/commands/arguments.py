@@ -24,24 +24,14 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 
 def add_size(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Adds the argument -np.
-
-    Args:
-      parser: parser of a command.
-      meaning: its help.
-    """
+    """Adds the argument -np."""
     parser.add_argument(
         "-np", type=integer(1, MAX_TASKS), required=True, metavar="N", help=meaning
     )
 
 
 def add_evaluators(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Adds the argument --evaluators.
-
-    Args:
-      parser: parser of a command.
-      meaning: its help.
-    """
+    """Adds the argument --evaluators."""
     parser.add_argument(
         "--evaluators",
         type=integer(0, MAX_TASKS),
@@ -52,12 +42,7 @@ def add_evaluators(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def add_command(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Adds the command at the end of the arguments, which `command_of` returns.
-
-    Args:
-      parser: parser of a command.
-      meaning: its help.
-    """
+    """Adds the command at the end of the arguments, which `command_of` returns."""
     parser.add_argument("command", nargs=argparse.REMAINDER, help=meaning)
 
 

@@ -12,11 +12,7 @@ _PLACES_TIMEOUT_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments to a parser.
-
-    Args:
-      parser: parser of `hostopt run`.
-    """
+    """Adds the arguments to a parser."""
     parser.add_argument(
         "--on",
         choices=["local", "ray"],
@@ -46,9 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_of(options: argparse.Namespace) -> Engine:
     """Returns the engine that starts the tasks.
-
-    Args:
-      options: parsed arguments, and their `parser`.
 
     Raises:
       SystemExit: arguments contradict each other.

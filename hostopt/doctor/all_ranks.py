@@ -37,7 +37,6 @@ def other_ranks(
     """Connects to the doctors of all other ranks like a training, and compares.
 
     Args:
-      ring: the ranks to connect.
       options: options of the training; their deadlines are replaced.
       model_dir: model_dir of this rank's training; None if unknown.
       timeout_s: seconds to wait for the others, and then for each collective.

@@ -37,8 +37,6 @@ def run(check: Callable[..., Iterable[Finding]], *args: Any, timeout_s: float) -
     """Runs a check.
 
     Args:
-      check: the function to call.
-      args: its arguments.
       timeout_s: deadline in seconds.
 
     Returns:
@@ -67,7 +65,6 @@ def outcomes(function: Callable[[Any], Any], items: Sequence[Any], timeout_s: fl
 
     Args:
       function: may block. After the deadline its daemon thread keeps running, without effect.
-      items: one argument for each call.
       timeout_s: seconds to wait for all calls.
 
     Returns:

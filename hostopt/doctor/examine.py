@@ -26,7 +26,6 @@ def examine(
     """Checks this machine and, if TF_CONFIG names a cluster, this task in it.
 
     Args:
-      environ: environment variables of the training.
       model_dir: model_dir of the training; None if unknown.
       timeout_s: seconds to wait for the doctors of the other ranks.
 

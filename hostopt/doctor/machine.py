@@ -108,9 +108,6 @@ def existing(path: str) -> str:
 def trial_file(directory: str) -> Iterator[str]:
     """Creates a small file in the same way as a checkpoint, and removes it at the end.
 
-    Args:
-      directory: directory of the file.
-
     Yields:
       The name of the file, without the directory.
 

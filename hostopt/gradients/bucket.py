@@ -28,8 +28,6 @@ class TensorSpec:
 
     Args:
       name: name of its variable, for warnings and errors.
-      shape: static shape.
-      dtype: numpy dtype.
     """
 
     name: str
@@ -102,9 +100,6 @@ class Bucket:
     def views(self, buffer: Array) -> list[Array]:
         """Splits a flat buffer into gradients.
 
-        Args:
-          buffer: array from `new_buffer`.
-
         Returns:
           Views with the shapes of `specs`, in packing order.
         """
@@ -118,7 +113,6 @@ class Bucket:
 
         Args:
           arrays: arrays with the shapes of `specs`, in packing order.
-          buffer: array from `new_buffer`.
           limit: largest magnitude that needs no check of the sums.
 
         Returns:
@@ -164,7 +158,6 @@ def describe_bucket(buckets: Sequence[Bucket], index: int) -> str:
     """Returns text for warnings and errors about one bucket of a plan.
 
     Args:
-      buckets: all buckets of the plan.
       index: index of the bucket.
     """
     return f"{buckets[index].name} (bucket {index + 1}/{len(buckets)})"

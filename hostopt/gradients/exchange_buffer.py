@@ -39,7 +39,6 @@ class DenseValue:
 
     Args:
       spec: name, shape and dtype.
-      op: reduction operator.
       is_gradient: True if it is scaled by the weight of its rank, and its sum must be finite.
     """
 
@@ -151,8 +150,6 @@ class ExchangeBuffer:
         """Multiplies the gradients by a weight.
 
         Args:
-          dense: the dense arrays.
-          rows: the rows of each kind.
           weight: the weight; 0 also removes NaN, and all rows.
 
         Returns:
@@ -204,9 +201,6 @@ class ExchangeBuffer:
 
         Args:
           buffers: the buffer of each rank, bytes of shape [n], in rank order.
-
-        Returns:
-          The reduced values.
         """
         ranks = [_Reader(buffer) for buffer in buffers]
         headers = [reader.take(np.dtype(np.int64), 1 + len(self.kinds)) for reader in ranks]
@@ -221,12 +215,7 @@ class ExchangeBuffer:
         return result
 
     def gradients_by_name(self, dense: Sequence[Array], rows: Sequence[Rows]) -> dict[str, Array]:
-        """Returns the values of each gradient, by name of its variable.
-
-        Args:
-          dense: the dense arrays.
-          rows: the rows of each kind.
-        """
+        """Returns the values of each gradient, by name of its variable."""
         named = {v.spec.name: a for v, a in zip(self._dense, dense) if v.is_gradient}
         for tables, each in zip(self.kinds, rows):
             parts = np.split(each.values, np.cumsum(each.counts)[:-1])

@@ -118,7 +118,6 @@ def find_nonfinite(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, s
     """Finds the gradients that are not finite.
 
     Args:
-      names: names of their variables.
       arrays: the gradients, in the same order.
 
     Returns:
@@ -141,7 +140,6 @@ def nonfinite_report(
     """Explains which gradients are not finite, with the same text on all ranks.
 
     Args:
-      description: describes the reduced tensors.
       step: number of the step, from 0.
       by_rank: result of `find_nonfinite` for the gradients of each rank, by name of the rank.
       sums: result of `find_nonfinite` for the sums.

@@ -25,7 +25,6 @@ class QuantizedSum:
     """Sums arrays of one shape over the ranks, again and again.
 
     Args:
-      communicator: the ring.
       name: "int8" or "int4".
     """
 
@@ -101,7 +100,6 @@ def decode(encoded: bytes, size: int, bits: int) -> Array:
     """Returns the values that `encode` has rounded.
 
     Args:
-      encoded: result of `encode`.
       size: number of values.
       bits: 8 or 4.
 

@@ -40,7 +40,6 @@ class SharedSums:
 
         Args:
           source: values of this rank.
-          call: the collective call.
 
         Returns:
           The sums, a read-only array of shape [n], and True if they are finite. None if no slot

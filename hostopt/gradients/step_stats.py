@@ -121,7 +121,6 @@ class StepStats:
 
         Args:
           bucket: index of the bucket.
-          at_s: time when the launch returned.
 
         Returns:
           Number of the step, from 0.
@@ -136,8 +135,6 @@ class StepStats:
 
         Args:
           bucket: index of the bucket.
-          begin_s: time when the all-reduce began.
-          end_s: time when it ended.
 
         Returns:
           Number of the step, from 0.
@@ -153,7 +150,6 @@ class StepStats:
         Args:
           bucket: index of the bucket.
           begin_s: time when the wait began.
-          end_s: time when it returned.
 
         Returns:
           Number of the step, from 0.

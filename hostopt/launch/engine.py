@@ -21,7 +21,6 @@ class Place:
     """A place for one task.
 
     Args:
-      slot: the slot.
       address: ``host:port`` for TF_CONFIG; the port is held for the task.
       node: name of the machine for logs; empty for this machine.
     """
@@ -101,7 +100,6 @@ class Engine(Protocol):
         """Starts a task.
 
         Args:
-          place: a place of a reservation.
           command: program and arguments; a program that ends in ``.py`` is run with the Python
             of the machine.
           task: job and index.

@@ -17,7 +17,6 @@ def tf_config_of(cluster: Mapping[str, Sequence[str]], task: tuple[str, int]) ->
     """Returns the TF_CONFIG of one task.
 
     Args:
-      cluster: addresses by job.
       task: job and index.
     """
     job, index = task
@@ -29,7 +28,6 @@ def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str
 
     Args:
       base: its environment, which overrides the defaults.
-      job: its job.
       size: number of ranks that share the cores which this process may use.
     """
     cores = len(os.sched_getaffinity(0))

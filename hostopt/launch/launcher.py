@@ -142,12 +142,10 @@ class _Run:
     """The groups of a cluster from start to end, and the signals that the launcher receives.
 
     Args:
-      ring: the ranks.
       evaluators: one group for each evaluator.
       data_workers: one group for each data worker.
       selector: registers the lifelines of all tasks.
       ring_ended: path of the file that tells the others that all ranks have succeeded.
-      monitor: shows the progress.
     """
 
     def __init__(

@@ -97,8 +97,6 @@ def supervise(
     """Starts a command under a supervisor.
 
     Args:
-      command: program and arguments.
-      environment: environment variables of the command.
       cores: numbers of the cores to bind it to; empty for no change.
 
     Returns:

@@ -24,7 +24,6 @@ class Metric(NamedTuple):
 
     Args:
       name: without the prefix ``hostopt_``; the name of a counter ends in ``_total``.
-      meaning: its help.
       label: name of its label; "" for none.
       values: number by value of the label; the label is "" if there is none.
     """

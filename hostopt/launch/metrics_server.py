@@ -26,7 +26,6 @@ def answering(
     Args:
       listener: a bound socket, which the scope closes.
       answer: returns the body of an answer.
-      content_type: its type.
     """
     loop = asyncio.new_event_loop()
     callers = _Callers(answer, content_type)
@@ -57,7 +56,6 @@ class _Callers:
 
     Args:
       answer: returns the body of an answer.
-      content_type: its type.
     """
 
     def __init__(self, answer: Callable[[], bytes], content_type: str) -> None:

@@ -117,7 +117,6 @@ class Monitor:
         """Removes the line, and prints the summary of a training and where the logs are.
 
         Args:
-          code: exit code of the run.
           reason: root cause of the failure, if there is one.
         """
         output.ERR.draw("")
@@ -198,7 +197,6 @@ def summarize(
     Args:
       attempts: what the chief has written in each attempt, by number from 1.
       evaluation: the newest evaluation; empty if there is none.
-      lasted_s: wall time of the run.
     """
     training, first = attempts[max(attempts)], attempts[min(attempts)]
     loss = f", loss {training['loss']:.4g}" if "loss" in training else ""

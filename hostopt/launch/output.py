@@ -24,11 +24,7 @@ _CLEAR = b"\r\x1b[K"  # erases the line of a terminal
 
 
 class QueuedWriter:
-    """Writes lines to a file descriptor from a separate thread.
-
-    Args:
-      fd: the descriptor.
-    """
+    """Writes lines to a file descriptor from a separate thread."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

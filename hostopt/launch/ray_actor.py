@@ -42,7 +42,6 @@ class Job(NamedTuple):
 
     Args:
       number: counts the tasks of the slot.
-      command: program and arguments.
       task: job and index.
       settings: variables of the task.
       inherited: variables of the launcher.
@@ -63,7 +62,6 @@ class Opened(NamedTuple):
     """Answer of an actor that holds a port.
 
     Args:
-      address: ``host:port``.
       node: name of the node for logs.
       version: version of hostopt on the node.
     """
@@ -213,7 +211,6 @@ def environment_of(job: Job, node: Mapping[str, str], files: Mapping[str, str]) 
     """Returns the environment variables of a task.
 
     Args:
-      job: the task.
       node: variables of the actor, which Ray and its `runtime_env` have set.
       files: paths on this node by variable.
 

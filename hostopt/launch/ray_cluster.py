@@ -96,7 +96,6 @@ class Bundles:
     one. Ray moves a bundle whose node dies to another node as soon as one has room.
 
     Args:
-      ray: the package.
       ranks: the resources of each rank.
       evaluators: the resources of each evaluator.
     """

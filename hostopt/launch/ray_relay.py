@@ -41,7 +41,6 @@ class RelayedSupervisor:
     """The supervisor of a task on a node.
 
     Args:
-      ray: the package.
       actor: handle of the actor.
       node: name of the node, for the report.
       job: the task to start; its settings name files of this machine.

@@ -43,7 +43,6 @@ class RayReservation:
     """Actors for the slots of an attempt, on the bundles of the slots.
 
     Args:
-      ray: the package.
       bundles: the bundles of all slots.
       slots: the slots that want a place.
       least: smallest number of places to be content with.

@@ -95,9 +95,6 @@ def classify_exits(exits: Sequence[TaskExit]) -> RestartDecision:
     Args:
       exits: exits of all processes, in the order in which the launcher saw them. The order proves
         little: a survivor's exit may be seen before the exit of the rank that it lost.
-
-    Returns:
-      The decision.
     """
     failed = [each for each in exits if each.code and not each.forced]
     if not failed:

@@ -26,7 +26,6 @@ class Ring(Group):
     """The group of all ranks.
 
     Args:
-      *arguments: arguments of `Group`.
       slots: the slots of the ranks.
     """
 
@@ -87,7 +86,6 @@ class _Companion(Group):
     """The group of one task beside the ranks, whose place outlives an attempt.
 
     Args:
-      *arguments: arguments of `Group`.
       task: job and index.
       reservation: the places of all tasks of the job.
       settings: environment variables of the task.
@@ -117,7 +115,6 @@ class Evaluator(_Companion):
     """The group of one evaluator.
 
     Args:
-      *arguments: arguments of `Group`.
       index: index of the evaluator.
       reservation: the places of all evaluators.
       ring_ended: path of the file that exists once all ranks have succeeded.
@@ -148,7 +145,6 @@ class DataWorker(_Companion):
     """The group of one data worker, which serves all attempts of the ring.
 
     Args:
-      *arguments: arguments of `Group`.
       index: index of the data worker.
       reservation: the places of all data workers.
       ring_ended: path of the file that exists once all ranks have succeeded.

@@ -45,9 +45,6 @@ _LOG = logging.getLogger(__name__)
 def start_error(error: OSError) -> HostOptError:
     """Returns the error to report if not all tasks could be started.
 
-    Args:
-      error: raised by the operating system.
-
     Returns:
       A ResourceError, which is worth a retry, if a limit was reached; otherwise a ConfigError.
     """
@@ -63,7 +60,6 @@ class Group:
     """Tasks that start together, and restart together after a failure.
 
     Args:
-      engine: starts the tasks.
       command: program and arguments of every task.
       cluster: addresses by job, of this and all other groups.
       selector: registers the lifelines of running tasks, each with a function to call.

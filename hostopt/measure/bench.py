@@ -127,7 +127,6 @@ def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> l
     Collective: all ranks must call it.
 
     Args:
-      communicator: ranks of the all-reduces.
       sizes: sizes in bytes, each a multiple of 4.
       repetitions: number of timed repetitions of each size.
 
@@ -148,7 +147,6 @@ def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[floa
     Collective: all ranks must call it.
 
     Args:
-      group: ranks of the all-reduce.
       size_bytes: bytes of float32, a multiple of 4.
       repetitions: number of timed repetitions.
 
@@ -171,7 +169,6 @@ def check_sums(group: Group, size_bytes: int, *, exact: bool = True) -> None:
     Collective: all ranks must call it.
 
     Args:
-      group: ranks of the all-reduce.
       size_bytes: bytes of float32, a multiple of 4.
       exact: False allows the rounding of compressed values.
 
@@ -193,9 +190,6 @@ def check_sums(group: Group, size_bytes: int, *, exact: bool = True) -> None:
 
 def format_table(timings: Sequence[Timing]) -> str:
     """Formats timings as a Markdown table.
-
-    Args:
-      timings: one timing for each row.
 
     Returns:
       Lines of text.
@@ -223,7 +217,6 @@ def save(path: Path, timings: Sequence[Timing]) -> None:
 
     Args:
       path: path of the file, which is overwritten.
-      timings: timings to write.
 
     Raises:
       ConfigError: the file cannot be written.

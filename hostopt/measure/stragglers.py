@@ -32,7 +32,6 @@ class Stragglers(NamedTuple):
 
     Args:
       slowest_rank: the rank that waited least.
-      skew_ms: `straggler_lag` per step.
       slowest_link: the rank whose messages to the next rank took longest.
     """
 
@@ -178,7 +177,6 @@ def is_slow_link(sends_ms: Sequence[float], elapsed_ms: float) -> bool:
 
     Args:
       sends_ms: sending time of each of two or more ranks.
-      elapsed_ms: the elapsed time.
 
     Returns:
       True if the longest sending time is a notable part of the elapsed time, and several times

@@ -78,9 +78,6 @@ def tune(connect: Callable[[Options], Communicator], options: Options) -> list[T
       connect: connects to the other ranks with the options of a trial.
       options: options to start with. A `communication` other than "auto" is kept.
 
-    Returns:
-      The trials.
-
     Raises:
       HostOptError: a rank failed.
     """
@@ -135,7 +132,6 @@ def save(path: Path, trials: Sequence[Trial]) -> None:
 
     Args:
       path: path of the file, which is overwritten.
-      trials: trials to write.
 
     Raises:
       ConfigError: the file cannot be written.

@@ -86,11 +86,7 @@ def call_at_exit(function: Callable[[], object]) -> None:
 
 
 def cancel_at_exit(function: Callable[[], object]) -> None:
-    """Reverts `call_at_exit`.
-
-    Args:
-      function: the function.
-    """
+    """Reverts `call_at_exit`."""
     atexit.unregister(function)
     if function in _finalizers:
         _finalizers.pop(function).cancel()
@@ -100,9 +96,6 @@ def call_on_error(function: Callable[[BaseException], object]) -> None:
     """Calls a function if an exception ends this child of `multiprocessing`.
 
     It runs before the functions of `call_at_exit`. In other processes this does nothing.
-
-    Args:
-      function: takes the exception.
     """
     if multiprocessing.parent_process() is None:
         return

@@ -71,11 +71,7 @@ def check(error: BaseException) -> None:
 
 
 def advice(error: BaseException) -> str:
-    """Returns text that explains an error for which `is_out` is True.
-
-    Args:
-      error: the error.
-    """
+    """Returns text that explains an error for which `is_out` is True."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = " ".join(str(error).split())
     return (

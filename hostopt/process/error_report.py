@@ -75,11 +75,6 @@ def details_of(error: BaseException) -> str:
 def summary_of(error: BaseException, description: str, details_path: str) -> str:
     """Returns the text that a rank prints for the error that ends it.
 
-    Args:
-      error: the error.
-      description: describes the rank.
-      details_path: file with the full traceback.
-
     Returns:
       One line for a HostOptError, which names the rank to blame and the remedy. For other errors,
       the traceback of the user's code and the function that raised the error, without the errors
@@ -119,8 +114,6 @@ def write_details(directory: str, rank: int, error: BaseException) -> str | None
 
     Args:
       directory: directory of the file, which is created if it does not exist.
-      rank: this rank.
-      error: the error.
 
     Returns:
       Path of the file; None if it could not be written in time.

@@ -39,7 +39,6 @@ class Event(NamedTuple):
     Args:
       kind: "sent", "received", "in memory", or "begun" over MPI.
       peer: the other rank; -1 if the event concerns no single peer.
-      name: what was reduced.
       tag: identifies the message or the call.
       nbytes: bytes of data.
       time_s: on the monotonic clock.
@@ -72,7 +71,6 @@ class FlightRecorder:
     """Keeps the last 256 events of this rank. Any thread may record events.
 
     Args:
-      rank: this rank.
       directory: directory of the dump; None for no dump.
     """
 
@@ -105,11 +103,7 @@ class FlightRecorder:
         )
 
     def start_dump(self, details: dict[str, Any]) -> None:
-        """Calls `dump` in a thread, as a disk that hangs must not delay the error.
-
-        Args:
-          details: as for `dump`.
-        """
+        """Calls `dump` in a thread, as a disk that hangs must not delay the error."""
 
         def run() -> None:
             try:

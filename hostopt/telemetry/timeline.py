@@ -91,7 +91,6 @@ def path_of_rank(path: str, rank: int) -> Path:
 
     Args:
       path: value of `Options.timeline`, the same on all ranks.
-      rank: the rank.
     """
     common = Path(path)
     return common.with_name(f"{common.stem}.rank{rank}{common.suffix}")
@@ -104,7 +103,6 @@ class Timeline:
     is a complete trace of the spans so far. Any thread may record spans.
 
     Args:
-      path: value of `Options.timeline`.
       cluster: the ring and this rank.
       max_spans: number of spans to keep. Older ones are dropped and counted in the file.
       rewrite_every_s: interval between two writes; longer if a write takes long.
@@ -168,12 +166,9 @@ class Timeline:
         """Records a message; the messages of one round of a collective become one span.
 
         Args:
-          track: `RING_SEND` or `RING_RECEIVE`.
-          tag: which message.
           name: name of the tensor or bucket that the message belongs to.
           begin_s: when this rank began to send it or to wait for it.
           end_s: when it was sent or received.
-          payload_bytes: its size.
         """
         round_ = (tag.step, tag.bucket, tag.round)
         last_round, span = self._growing.get((track, tag.channel), (None, None))
@@ -232,7 +227,6 @@ def events_of(spans: Iterable[Span], rank: int, process: str) -> list[Event]:
     Args:
       spans: in any order.
       rank: becomes the pid.
-      process: name of the rank.
 
     Returns:
       Events that name the process and its rows, then the spans sorted by start.
@@ -263,8 +257,6 @@ def write_trace(path: Path, events: Iterable[Event], attributes: dict[str, Any])
     """Writes a trace to a temporary file, then moves it to its path.
 
     Args:
-      path: the file.
-      events: in the Trace Event Format.
       attributes: attributes of the trace for `hostopt trace`, such as rank and size.
 
     Raises:

@@ -24,7 +24,6 @@ class Trace:
     """The content of a trace file that a timeline or `merge` has written.
 
     Args:
-      path: the file.
       attributes: its attributes, such as rank and size.
       events: in the Trace Event Format; times in us.
     """
@@ -41,12 +40,6 @@ class Trace:
 
 def read(path: str) -> Trace:
     """Reads a trace.
-
-    Args:
-      path: the file.
-
-    Returns:
-      Its content.
 
     Raises:
       ConfigError: the file cannot be read, or is not a trace of hostopt.
@@ -89,7 +82,6 @@ def merge(paths: Sequence[str], output: str) -> None:
 
     Args:
       paths: one file per rank, in any order.
-      output: the merged file.
 
     Raises:
       ConfigError: a file is not the trace of a single rank, two files have the same rank, the

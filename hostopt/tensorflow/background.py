@@ -40,8 +40,6 @@ def call_in_background(
       function: takes one array per input, and returns a list with one array per dtype.
       inputs: input tensors, at least one.
       dtypes: dtypes of the results, at least one.
-      name: name of the operation.
-      order: as for `in_order`.
 
     Returns:
       The results, on the host, with unknown shapes.
@@ -87,11 +85,7 @@ def in_order(
     Args:
       order: the key; "" for the order of all other stateful operations.
       build: takes the inputs, and returns the results of the operations.
-      inputs: input tensors.
       dtypes: dtypes of the results.
-
-    Returns:
-      The results.
     """
     graph = tf.compat.v1.get_default_graph()
     # the gradient of tf.cond or tf.while_loop cannot have a resource that the loop does not have
@@ -135,10 +129,6 @@ def abort_on_error(communicator: Communicator, function: Callable[..., Any]) -> 
     TensorFlow reports the error as text only, so this is the last place that knows its type. The
     ring is aborted by the code that first raises inside a collective, and otherwise here, in the
     thread of the reducer, or when a communicator is left by an exception.
-
-    Args:
-      communicator: communicator whose ring is aborted.
-      function: the function.
 
     Returns:
       A function with the same arguments and results.

@@ -80,8 +80,6 @@ def build_buckets(
       tensors: gradients of static shape.
       specs: their names, shapes and dtypes.
       communicator: communicator of at least two ranks.
-      weight: as for `reduce_in_buckets`.
-      check: as for `reduce_in_buckets`.
 
     Returns:
       The sums on the host, and the reducer.
@@ -103,7 +101,6 @@ def reduce_planned(
       tensors: gradients of static shape.
       buckets: the buckets that they are assigned to.
       reducer: an `InlineReducer` if all ranks share memory, else a `Reducer`; or what opens one.
-      weight: as for `reduce_in_buckets`.
 
     Returns:
       The sums on the host, in the order of `tensors`.
@@ -142,7 +139,6 @@ def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
     """Returns the spec of a tensor of static shape.
 
     Args:
-      tensor: the tensor.
       name: its name on all ranks.
 
     Returns:

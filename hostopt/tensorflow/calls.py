@@ -34,7 +34,6 @@ def call(
 
     Args:
       function: takes an array per input, and returns an array per output; it may block.
-      inputs: the tensors.
       outputs: dtype and static shape of each output.
       name: name of the operation in a graph.
       order: name of the call, by which ranks match it. Calls of one name keep their order.
@@ -97,9 +96,7 @@ def gather_rows(ring: ProcessRing, tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Joins the tensors of all ranks along the first dimension, without a gradient.
 
     Args:
-      ring: the ring.
       tensor: tensor of at least one dimension, the first of which may differ between ranks.
-      name: name of the call.
 
     Returns:
       The rows of all ranks, in rank order.
@@ -121,10 +118,7 @@ def broadcast_values(
     """Sends tensors of one rank to all ranks, without a gradient.
 
     Args:
-      ring: the ring.
       values: the tensors, the same shapes and dtypes on all ranks.
-      root_rank: rank whose values are sent.
-      name: name of the call.
 
     Returns:
       The tensors of rank `root_rank`.
@@ -145,10 +139,6 @@ def with_gradient(function: Callable[..., Any], *tensors: tf.Tensor) -> Any:
 
     Args:
       function: takes the tensors, and returns its results and their gradient function.
-      *tensors: the tensors.
-
-    Returns:
-      The results.
     """
     if tf.executing_eagerly() and not is_recording():
         results, _ = function(*tensors)
@@ -185,11 +175,7 @@ def calling(name: str) -> Iterator[ProcessRing]:
 
 @contextlib.contextmanager
 def telling(refuse: Callable[[ConfigError], None]) -> Iterator[None]:
-    """Tells the other ranks of a ConfigError, unless a call in this one has told them.
-
-    Args:
-      refuse: tells them.
-    """
+    """Tells the other ranks of a ConfigError, unless a call in this one has told them."""
     try:
         yield
     except ConfigError as error:
@@ -203,7 +189,6 @@ def call_name(kind: str, name: str | None, tensor: Any = None) -> str:
     """Returns the name by which ranks match a call.
 
     Args:
-      kind: the collective.
       name: name that the program gives, or None.
       tensor: the tensor; in a graph its name is part of the default.
 
@@ -241,9 +226,6 @@ def count_use(key: Any) -> int:
 
 def count_in_session_graph(key: Any) -> int | None:
     """Returns how often this has been called with a key in a graph of TensorFlow 1.
-
-    Args:
-      key: the key.
 
     Returns:
       The count; None eagerly and in functions of such programs.

@@ -24,14 +24,8 @@ def reduce_tensors(
     """Reduces tensors over the ranks; their gradients are reduced in the same way.
 
     Args:
-      ring: the ring.
       tensors: tensors of the dtypes in `DTYPES`.
-      op: reduction operator.
       wire_format: "fp16", "bf16" or None, as for `NamedCollectives.all_reduce`.
-      name: name of the call.
-
-    Returns:
-      The results.
 
     Raises:
       ConfigError: a dtype cannot be reduced.
@@ -68,7 +62,6 @@ def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
     Args:
       tensor: tensor; its dtype must be floating or an integer unless the factor is 1.
-      factor: the number.
 
     Returns:
       The product, which is computed in float32 or better and rounded once; that of integers is

@@ -21,9 +21,6 @@ _BASES: dict[type, tuple[type, ...]] = {
 def as_tensorflow_error(error: HostOptError) -> HostOptError:
     """Returns an error of the same kind and content that is an error of TensorFlow, too.
 
-    Args:
-      error: the error.
-
     Returns:
       The error; itself if TensorFlow has none for its kind.
     """

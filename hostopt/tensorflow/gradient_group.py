@@ -32,7 +32,6 @@ class GroupOptions(NamedTuple):
     Args:
       compression: "fp16", "bf16", or None for the option `compression`.
       bucket_bytes: size of a bucket in bytes.
-      nonfinite: as for `NonFiniteCheck`.
       op: "average" or "sum"; each rank divides the sums itself.
       prescale_factor: factor of gradients, which each rank applies itself.
       postscale_factor: factor of sums, which each rank applies itself.
@@ -152,10 +151,6 @@ class GradientGroup:
 def describe(reductions: Sequence[Reduction], options: GroupOptions) -> dict[str, str]:
     """Describes the gradients of a group by name, with their order and the options.
 
-    Args:
-      reductions: the gradients.
-      options: the options.
-
     Raises:
       CollectiveMismatchError: two gradients have the same name.
     """
@@ -185,10 +180,8 @@ class _Announced:
     """A reducer that announces its calls, and checks its group before the first one.
 
     Args:
-      reducer: the reducer.
       kind: the group, as `Joining` knows it.
       joining: announces calls to ranks that have joined.
-      check: checks the group.
     """
 
     def __init__(self, reducer: Any, kind: str, joining: Joining, check: Any) -> None:

@@ -31,15 +31,10 @@ class GradientReduction:
 
     Args:
       name: name of the gradients, the same on all ranks; "" until it is known.
-      op: AVERAGE or SUM.
-      compression: a compressor.
       sparse_as_dense: True makes `tf.IndexedSlices` dense before they travel.
       bucket_mb: size of a bucket in MiB; None for the option `bucket_mb`.
       prescale_factor: gradients are multiplied by it first.
       postscale_factor: results are multiplied by it.
-      nonfinite: as for `NonFiniteCheck`; None for the option `nonfinite`, DEFAULT for no reaction
-        unless HOSTOPT_NONFINITE is set.
-      ring: returns the ring.
     """
 
     name: str
@@ -63,7 +58,6 @@ class GradientReduction:
 
         Args:
           gradients: tensors, `tf.IndexedSlices` and None.
-          variables: their variables, or other sources.
 
         Returns:
           The results, in the same order.
@@ -100,9 +94,6 @@ class GradientReduction:
         """Makes all ranks fail that reduce gradients when this rank refuses its own.
 
         It counts as a step of each group, and as the first one of another.
-
-        Args:
-          error: why they are refused.
         """
         ring = self.ring()
         if ring.size == 1 or ring.communicator.transport.error is not None:

@@ -16,7 +16,6 @@ def check_kind(model: Any, is_keras_3: bool) -> None:
     """Raises ConfigError unless a model is of the Keras that its callback is made for.
 
     Args:
-      model: the model.
       is_keras_3: True if the callback is made for Keras 3.
     """
     if hasattr(model, "stateless_call") != is_keras_3:

@@ -46,9 +46,7 @@ class LocalSources:
         """Reduces all other gradients over the ranks.
 
         Args:
-          reduction: reduces them.
           gradients: tensors, `tf.IndexedSlices` and None.
-          sources: their variables, or other sources.
           use_generic_names: True names the gradients by their position instead of their variable.
 
         Returns:

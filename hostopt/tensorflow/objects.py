@@ -52,9 +52,6 @@ def encode_or_refuse(obj: Any) -> bytes:
 def decode(data: bytes) -> Any:
     """Returns the object that was encoded.
 
-    Args:
-      data: from `encode` or `encode_or_refuse`.
-
     Raises:
       RefusedError: it could not be encoded.
     """

@@ -155,9 +155,6 @@ def is_same_on_all_ranks(op: tf.Operation) -> bool:
     """Returns True if an operation is a reduction or a broadcast of this package.
 
     Its results are the same on all ranks.
-
-    Args:
-      op: operation of a graph.
     """
     types = ("DatasetToSingleElement", "Identity", "PlaceholderWithDefault", "PyFunc")
     return op.type in types and _SAME_ON_ALL_RANKS.match(op.name) is not None

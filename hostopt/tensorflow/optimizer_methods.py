@@ -112,8 +112,6 @@ def _unreduced(self: Any, pairs: list[Any], is_told_not_to: bool) -> list[int]:
     made from reduced ones and nothing else, as far as a graph shows it.
 
     Args:
-      self: the optimizer.
-      pairs: gradients and variables.
       is_told_not_to: True if the program says that they are reduced.
 
     Raises:

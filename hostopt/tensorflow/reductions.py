@@ -144,7 +144,6 @@ def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -
     """Returns True if `reduce_tensors` needs an exchange, as not all tensors are large and dense.
 
     Args:
-      reductions: the tensors.
       communicator: communicator that reduces them.
     """
     return bool(split(reductions, communicator).in_exchange)
@@ -168,7 +167,6 @@ def split(reductions: Sequence[Reduction], communicator: Communicator) -> Parts:
     """Decides how each tensor is reduced.
 
     Args:
-      reductions: the tensors.
       communicator: communicator that reduces them.
     """
     limit = _SMALL_BYTES / max(1, communicator.size - 1)
@@ -209,9 +207,7 @@ def exchange_operations(
     """Adds the operation that reduces tensors with an exchange.
 
     Args:
-      reductions: the tensors.
       exchange: a `FusedExchange` of these tensors, or what opens one.
-      weight: as for `reduce_tensors`.
 
     Returns:
       The results, in the order of `reductions`.
@@ -295,9 +291,6 @@ def check_gradients(
 
     Args:
       values: tensors and sparse gradients, at least one.
-      names: names of their variables.
-      communicator: communicator of one rank.
-      check: check of the gradients.
 
     Returns:
       The same gradients. The first one depends on the check of all.

@@ -39,11 +39,7 @@ _MISSING = {
 
 
 def missing_attribute(module: str) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a module, which says what to use instead of names of Horovod.
-
-    Args:
-      module: name of the module.
-    """
+    """Returns the `__getattr__` of a module, which says what to use instead of Horovod's names."""
 
     def get(name: str) -> Any:
         text = f"module {module!r} has no attribute {name!r}"

@@ -25,7 +25,6 @@ def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
 
     Args:
       fn: takes and returns a tensor; the first dimension keeps its length.
-      gradient: tensor or `tf.IndexedSlices`.
 
     Returns:
       Gradient of the same kind, with the same indices.
@@ -39,7 +38,6 @@ def set_shape_of(gradient: Any, shape: Any) -> None:
     """Sets the static shape of a gradient, which TensorFlow does not know for data of any shape.
 
     Args:
-      gradient: tensor or `tf.IndexedSlices`.
       shape: shape of its variable.
     """
     shape = tf.TensorShape(shape)
@@ -64,9 +62,6 @@ def slices_of(dense: tf.Tensor, index_dtype: tf.DType) -> tf.IndexedSlices:
 
 def sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Sums the rows that have the same index.
-
-    Args:
-      slices: sparse gradient.
 
     Returns:
       Sparse gradient with unique indices.

@@ -36,9 +36,6 @@ def hold_port(host: str = "127.0.0.1") -> socket.socket:
     Args:
       host: host of the rank, as the cluster names it.
 
-    Returns:
-      The bound socket.
-
     Raises:
       OSError: no port is free.
     """
@@ -74,9 +71,6 @@ def is_loopback(address: str) -> bool:
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Splits an address.
-
-    Args:
-      address: ``host:port``.
 
     Returns:
       The name or IP address of the host, without brackets, and the port.

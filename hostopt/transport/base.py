@@ -94,7 +94,6 @@ class Transport(abc.ABC):
 
         Args:
           peer: rank that sends it.
-          tag: which message.
           name: what is waited for, for warnings and error messages.
           into: memory that the payload may be received into, which saves a copy. Its content is
             undefined after an error.
@@ -202,7 +201,6 @@ class Transport(abc.ABC):
 
         Args:
           waiting: the rank that waits.
-          tag: the message.
 
         Returns:
           `status`, whether this rank has "sent" the message, its last "call" on that channel, why
@@ -223,7 +221,6 @@ class Transport(abc.ABC):
         """Requests the status of a peer.
 
         Args:
-          peer: the peer.
           waiting: rank that waits for the peer.
           tag: the message that it waits for.
 

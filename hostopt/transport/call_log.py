@@ -23,9 +23,7 @@ class CallLog:
         """Records a call that this rank makes.
 
         Args:
-          channel: channel of a communicator.
           step: number of the call on that channel.
-          bucket: gradient bucket.
           signature: must be the same on all ranks.
         """
         self._last[channel] = step, bucket, signature
@@ -36,9 +34,6 @@ class CallLog:
 
     def last(self, channel: int) -> Call | None:
         """Returns the last call of this rank on a channel, in types that JSON supports.
-
-        Args:
-          channel: channel of a communicator.
 
         Returns:
           Its step, bucket, signature and checksum; None if there was no call.

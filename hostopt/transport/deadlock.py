@@ -112,7 +112,6 @@ class DeadlockWatch:
 
         Args:
           cluster: the ring and this rank.
-          tag: any message.
           request_status: as `Transport.request_status`, but also for this rank.
 
         Returns:
@@ -155,7 +154,6 @@ def refusal(cluster: Cluster, peer: int, reason: str) -> CollectiveMismatchError
 
     Args:
       cluster: the ring and this rank.
-      peer: the peer.
       reason: the call, and why the peer has refused it.
     """
     assert cluster.rank is not None

@@ -37,7 +37,6 @@ class Destinations:
 
         Args:
           peer: rank that sends the message.
-          tag: tag of the message.
           view: the memory; None offers none. After an exception nothing more is written there.
         """
         if view is None:

@@ -25,9 +25,6 @@ def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     Args:
       coroutine: has its own deadlines. It is cancelled if this thread is interrupted.
 
-    Returns:
-      Its result.
-
     Raises:
       BaseException: the coroutine's exception.
     """
@@ -46,12 +43,6 @@ def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
 
 def start(coroutine: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
     """Starts a coroutine on the loop; may be called from any thread.
-
-    Args:
-      coroutine: the coroutine.
-
-    Returns:
-      Its future.
 
     Raises:
       ConfigError: this process was forked from one that ran the loop.

@@ -92,7 +92,6 @@ class Header(NamedTuple):
     Args:
       tag: which message this is.
       length: size of the payload in bytes.
-      origin: the sender.
       number: number of the frame on its stream.
       expected: the checksum that the sender has computed.
       checksum: checksum of the header.
@@ -112,9 +111,6 @@ class Header(NamedTuple):
     @classmethod
     def parse(cls, data: Payload) -> Header:
         """Reads a header.
-
-        Args:
-          data: the header, or more.
 
         Raises:
           ProtocolError: this is not a header of this wire version, or it is damaged and its
@@ -171,9 +167,6 @@ class FrameReader:
     def read(self, frame: bytes) -> tuple[Tag, memoryview] | None:
         """Checks the next frame, without copying its payload.
 
-        Args:
-          frame: one message of the stream.
-
         Returns:
           The tag, and the payload as a read-only view of `frame`. None for a repeated frame.
 
@@ -189,9 +182,6 @@ class FrameReader:
 
     def admit(self, header: Header) -> bool:
         """Checks that a frame is the next one of its stream.
-
-        Args:
-          header: its header.
 
         Returns:
           False for a repeated frame.

@@ -37,7 +37,6 @@ class Mailbox:
 
     Args:
       cluster: the ring and this rank, for texts.
-      options: `stall_warning_s` and `collective_timeout_s`.
       on_stall: called from any thread with a wait that is due for a warning. It is called with
         True as second argument when the wait has timed out; it then aborts the ring.
       on_long_wait: called from any thread when the calls of this rank and its peer are to be
@@ -85,7 +84,6 @@ class Mailbox:
 
         Args:
           channel: a channel on which nobody waits for messages.
-          listener: the listener.
         """
         with self._lock:
             self._listeners[channel] = listener
@@ -263,7 +261,6 @@ class Mailbox:
         """Builds the error of a wait that has reached its deadline.
 
         Args:
-          wait: the wait.
           culprit: rank that keeps this one waiting, directly or through other ranks.
           reason: result of the diagnosis; "" if there is none.
         """

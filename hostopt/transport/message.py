@@ -69,9 +69,6 @@ class Traffic:
 def channel_number(name: str) -> int:
     """Returns the number of a channel name, which is the same in every process.
 
-    Args:
-      name: any text.
-
     Returns:
       31 bits, so never `FINISH_CHANNEL`. Never 0, which is the number of the first communicator.
     """

@@ -65,7 +65,6 @@ def is_same_call(call: Call, tag: Sequence[int]) -> bool:
 
     Args:
       call: what `CallLog.last` returned.
-      tag: tag of the message.
 
     Returns:
       True if step and bucket are equal. The signatures are not compared.

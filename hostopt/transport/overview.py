@@ -39,7 +39,6 @@ def details_of(transport: Transport, missing: Collection[int]) -> Details:
     """Describes this rank.
 
     Args:
-      transport: its transport.
       missing: ranks that have not connected; empty after the rendezvous.
 
     Returns:

@@ -41,7 +41,6 @@ def read_token(options: Options, environ: Mapping[str, str] | None = None) -> by
     """Reads the token that all ranks share.
 
     Args:
-      options: `token_file` names the file.
       environ: the environment; `os.environ` if None. Its variable HOSTOPT_TOKEN, which contains
         the token itself, overrides the file.
 
@@ -131,7 +130,6 @@ class Security:
 
         Args:
           fields: kind of the message, method, both ranks and both incarnations.
-          body: the message.
 
         Returns:
           Hexadecimal HMAC-SHA256 of the fields and the message, with the token as key.

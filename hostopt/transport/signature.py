@@ -34,13 +34,8 @@ def signature_of(
 
     Args:
       kind: the collective, with its reduce operation or root.
-      name: name of the tensor.
       dtype: its numpy dtype; None for bytes, whose number may differ by rank.
-      shape: its shape.
       wire_format: name of the wire format; empty if the tensor is sent uncompressed.
-
-    Returns:
-      The signature.
     """
     words = [kind]
     if name:

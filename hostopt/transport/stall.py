@@ -28,7 +28,6 @@ class Culprit(NamedTuple):
     """The rank that keeps the others waiting.
 
     Args:
-      rank: its number.
       text: the chain of waits that leads to it, and what it is doing.
     """
 

@@ -92,7 +92,6 @@ class Streams:
         """Closes and removes the stream to a peer, if there is one.
 
         Args:
-          peer: its rank.
           only: the stream, if another one is to stay.
         """
         stream = self._streams.get(peer)

@@ -31,15 +31,7 @@ class Wait(NamedTuple):
 
 
 class Schedule:
-    """Times at which a wait is due for a comparison of calls, a warning or its end.
-
-    Args:
-      wait: the wait.
-      options: `stall_warning_s` and `collective_timeout_s`.
-      on_stall: as for `Mailbox`.
-      on_long_wait: as for `Mailbox`.
-      grace_s: as for `Mailbox.waiting`.
-    """
+    """Times at which a wait is due for a comparison of calls, a warning or its end."""
 
     def __init__(
         self,

@@ -240,7 +240,6 @@ class MpiGroup:
         """Sends part r to rank r, and receives from each rank into its slot.
 
         Args:
-          call: the collective call.
           parts: bytes for each rank.
           slots: memory for the bytes from each rank.
           most: length of the longest part of any rank, the same on all ranks.

@@ -161,9 +161,6 @@ def take_part(options: Options) -> None:
 
     The ranks cannot start or end MPI unless all processes of the launcher do.
 
-    Args:
-      options: `evaluator_timeout_s`.
-
     Raises:
       ConfigError: MPI cannot be loaded.
     """
@@ -178,11 +175,7 @@ def library_version() -> str:
 
 
 def keep(*objects: object) -> None:
-    """Keeps a request that is given up and its buffers, and makes this process not end MPI.
-
-    Args:
-      *objects: the request and the buffers.
-    """
+    """Keeps a request that is given up and its buffers, and makes this process not end MPI."""
     _kept.append(objects)
 
 
@@ -192,7 +185,6 @@ def wait_for(
     """Waits for a call on the thread of MPI.
 
     Args:
-      future: result of `Runtime.call`.
       timeout_s: time to wait, in seconds.
       check: called often; raises an error if the wait is hopeless.
 

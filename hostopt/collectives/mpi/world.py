@@ -111,9 +111,6 @@ def open_world(channel: Channel) -> World:
 
     Collective: all ranks must call it.
 
-    Args:
-      channel: channel over the ring.
-
     Returns:
       The world of the ring.
 

@@ -31,7 +31,6 @@ class Claim(NamedTuple):
 
     Args:
       rank: its rank; -1 if it names none.
-      incarnation: its incarnation.
     """
 
     rank: int
@@ -39,12 +38,7 @@ class Claim(NamedTuple):
 
 
 class Authenticator:
-    """Signs and checks the calls of one rank.
-
-    Args:
-      peers: the incarnations.
-      security: the token.
-    """
+    """Signs and checks the calls of one rank."""
 
     def __init__(self, peers: Peers, security: Security) -> None:
         self._peers = peers
@@ -58,7 +52,6 @@ class Authenticator:
         Args:
           peer: rank that is called.
           incarnation: its incarnation; "" if unknown.
-          method: name of the method.
           request: the request; empty for a stream.
         """
         rank, local = str(self._peers.rank), self._peers.incarnation
@@ -76,10 +69,6 @@ class Authenticator:
 
         Args:
           peer: rank that was called.
-          incarnation: its incarnation.
-          method: name of the method.
-          answer: the answer.
-          metadata: trailing metadata of the answer.
 
         Raises:
           AuthError: the proof is missing or wrong.
@@ -93,13 +82,7 @@ class Authenticator:
             raise self.auth_error(peer, "answers without knowing the token of this rank")
 
     def answer_metadata(self, method: str, caller: Caller, answer: bytes) -> Metadata:
-        """Returns the trailing metadata of an answer.
-
-        Args:
-          method: name of the method.
-          caller: metadata of the call.
-          answer: the answer.
-        """
+        """Returns the trailing metadata of an answer."""
         if not self._security.has_token:
             return ()
         fields = self._answer_fields(method, caller)
@@ -116,10 +99,6 @@ class Authenticator:
 
     def reason_to_refuse(self, method: str, caller: Caller) -> str | None:
         """Checks the proof of a call; the request has not been read yet.
-
-        Args:
-          method: name of the method.
-          caller: metadata of the call.
 
         Returns:
           The reason to refuse the call; None if it is accepted.
@@ -151,7 +130,6 @@ class Authenticator:
         """Builds the error of a rank that may not be part of the ring.
 
         Args:
-          rank: the rank.
           fault: what is wrong with it, such as "refuses this rank".
         """
         cluster = self._peers.cluster
@@ -179,7 +157,6 @@ class ObserverProofs:
     """Signs one call of an observer, and checks the answer.
 
     Args:
-      security: the token.
       method: name of the method.
       number: random number of this call.
     """
@@ -194,7 +171,6 @@ class ObserverProofs:
 
         Args:
           incarnation: incarnation of the rank that is called; "" if unknown.
-          request: the request.
         """
         metadata = (("from", self._number), ("to", incarnation))
         if not self._security.has_token:
@@ -209,8 +185,6 @@ class ObserverProofs:
 
         Args:
           incarnation: incarnation of the rank that was called.
-          answer: the answer.
-          metadata: trailing metadata of the answer.
         """
         proof = read_metadata(metadata).get("proof", "")
         fields = (_ANSWER_TO_OBSERVER, self._method, incarnation, self._number)

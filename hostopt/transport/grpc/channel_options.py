@@ -41,8 +41,6 @@ def server_options(options: Options, timing: Timing, size: int) -> list[tuple[st
     """Returns `message_options` and the limits of a server's callers.
 
     Args:
-      options: as for `message_options`.
-      timing: as for `message_options`.
       size: number of ranks.
     """
     sent_bytes = max(limits.most_message_bytes(options), limits.most_overview_bytes(size))
@@ -61,7 +59,6 @@ def control_options(options: Options, timing: Timing) -> list[tuple[str, int]]:
     """Returns `message_options` and pings, which detect a peer that is frozen or unreachable.
 
     Args:
-      options: as for `message_options`.
       timing: interval and deadline of pings.
     """
     ping_timeout_ms = int(1e3 * timing.ping_timeout_s)

@@ -26,7 +26,6 @@ def open_channel(
 
     Args:
       address: ``host:port`` of a rank.
-      options: arguments of the channel.
       tls: certificates of this process; None for a plain connection.
     """
     if tls is None:
@@ -39,12 +38,8 @@ class RpcClient:
     """The connections of one rank to its peers; used on the event loop.
 
     Args:
-      peers: the incarnations.
-      options: sizes.
-      authenticator: signs the calls.
       tls: certificates of this rank; None for plain connections.
       service: name of the gRPC service.
-      timing: intervals of pings.
 
     Attributes:
       channels: the connection for calls to each peer, by rank.
@@ -89,14 +84,8 @@ class RpcClient:
         """Calls a peer.
 
         Args:
-          peer: its rank.
-          method: name of the method.
-          request: the request.
           timeout_s: time to wait for the answer.
           wait_for_ready: waits for a peer that cannot be reached, instead of raising.
-
-        Returns:
-          Its answer.
 
         Raises:
           AuthError: it refuses this rank, or does not know the token.
@@ -132,9 +121,6 @@ class RpcClient:
 
     def open_stream(self, peer: int) -> tuple[grpc.aio.Channel, Any]:
         """Starts a stream of frames to a connected peer, on a separate connection.
-
-        Args:
-          peer: its rank.
 
         Returns:
           The connection, and the call that takes the frames.

@@ -63,7 +63,6 @@ class Departure:
         """Handles a Leave message.
 
         Args:
-          request: the message.
           context: context of the call.
 
         Returns:

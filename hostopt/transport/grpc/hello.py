@@ -27,7 +27,6 @@ class HelloMessages:
     """Builds, reads and compares the Hello messages of one rank.
 
     Args:
-      peers: the incarnations.
       options: this rank's options.
     """
 
@@ -68,9 +67,6 @@ class HelloMessages:
     def read(self, data: bytes) -> dict[str, Any]:
         """Reads the Hello message of a peer.
 
-        Args:
-          data: the request or answer.
-
         Returns:
           The message, whose "rank" is that of a peer, and whose "incarnation" and "data_port" are
           well formed.
@@ -93,7 +89,6 @@ class HelloMessages:
         """Raises an error unless a peer has the same ring, options and wire format.
 
         Args:
-          peer: its rank.
           hello: its message, as `read` returns it.
 
         Raises:

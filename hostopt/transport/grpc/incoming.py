@@ -32,7 +32,6 @@ class IncomingStreams:
 
     Args:
       ring: the ring as this rank sees it.
-      server: admits gRPC streams.
       liveness: handles streams that break.
       security: token and certificates of this rank.
       options: `communication` and `segment_bytes`.

@@ -110,12 +110,7 @@ class Liveness:
             await self._lose(peer, *await self._examine(peer, reason))
 
     async def check_restart(self, peer: int, incarnation: str) -> None:
-        """Checks the claim that a peer has been started again, by a call to its address.
-
-        Args:
-          peer: its rank.
-          incarnation: the new incarnation.
-        """
+        """Checks the claim that a peer has been started again, by a call to its address."""
         try:
             status = await self._call_status(peer, {})
         except (grpc.aio.AioRpcError, AuthError, ValueError):

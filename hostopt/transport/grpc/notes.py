@@ -46,10 +46,6 @@ OVERVIEW = {
 def read_note(data: bytes, most_bytes: int) -> dict[str, Any]:
     """Reads a JSON object.
 
-    Args:
-      data: the message.
-      most_bytes: its maximum size.
-
     Returns:
       The object; all of its texts can be encoded as UTF-8.
 
@@ -79,8 +75,6 @@ def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -
     """Reads the answer of a Status call.
 
     Args:
-      data: the answer.
-      most_bytes: its maximum size.
       size: number of ranks.
       for_message: True if the request named a message.
 
@@ -102,7 +96,6 @@ def read_details(data: bytes, size: int) -> dict[str, Any]:
     """Reads the answer of a Details call.
 
     Args:
-      data: the answer.
       size: number of ranks.
 
     Returns:
@@ -116,10 +109,6 @@ def read_details(data: bytes, size: int) -> dict[str, Any]:
 
 def read_overview(data: bytes, most_bytes: int) -> dict[str, Any]:
     """Reads the answer of an Observe call.
-
-    Args:
-      data: the answer.
-      most_bytes: its maximum size.
 
     Returns:
       Task and address of each rank as "ring", and its details, or the reason why there are none,
@@ -148,10 +137,6 @@ def _checked_details(details: dict[str, Any], size: int) -> dict[str, Any]:
 
 def read_leave(data: bytes, most_bytes: int) -> tuple[dict[str, Any], HostOptError | None]:
     """Reads a Leave message.
-
-    Args:
-      data: the message.
-      most_bytes: its maximum size.
 
     Returns:
       The message, and the error in it or None.

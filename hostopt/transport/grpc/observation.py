@@ -36,10 +36,6 @@ class Observation:
     async def on_details(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Answers a Details call of a peer.
 
-        Args:
-          request: not used.
-          context: not used.
-
         Returns:
           The details of this rank.
         """
@@ -47,15 +43,7 @@ class Observation:
         return json.dumps(self._local_details()).encode()
 
     async def on_observe(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Answers an Observe call.
-
-        Args:
-          request: not used.
-          context: not used.
-
-        Returns:
-          The overview.
-        """
+        """Answers an Observe call."""
         del request, context
         now_s = time.monotonic()
         if self._overview is None or (

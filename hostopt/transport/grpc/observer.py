@@ -36,7 +36,6 @@ def observe(address: str, options: Options, service: str = "hostopt.Ring") -> di
 
     Args:
       address: ``host:port`` of the rank.
-      options: `token_file` and `tls_dir`.
       service: name of the gRPC service of the ring.
 
     Returns:

@@ -28,9 +28,7 @@ class StreamOpener:
 
     Args:
       peers: incarnations and data ports of the peers.
-      client: opens gRPC streams.
       security: token and certificates of this rank.
-      options: `communication` and `collective_timeout_s`.
       checksum: True if the checksum of a frame covers its payload.
     """
 
@@ -60,7 +58,6 @@ class StreamOpener:
         """Opens the stream to a connected peer.
 
         Args:
-          peer: its rank.
           streams: forgets a stream that is to be replaced by one in gRPC messages.
           liveness: handles a stream that breaks.
         """

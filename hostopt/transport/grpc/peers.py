@@ -62,12 +62,7 @@ class Peers:
         return Origin(zlib.crc32(ring.encode()), int(incarnation, 16))
 
     def add(self, peer: int, hello: dict[str, Any]) -> None:
-        """Notes the incarnation and the data port of a peer.
-
-        Args:
-          peer: its rank.
-          hello: its Hello message.
-        """
+        """Notes the incarnation and the data port of a peer."""
         self.incarnations[peer] = hello["incarnation"]
         self.data_ports[peer] = hello["data_port"]
 

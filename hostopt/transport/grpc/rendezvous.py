@@ -45,7 +45,6 @@ class Rendezvous:
         """Answers a Hello message.
 
         Args:
-          request: the message.
           context: context of the call.
 
         Returns:

@@ -18,7 +18,6 @@ class RingContext:
 
     Args:
       peers: state of the peers.
-      client: calls the peers.
       streams: streams to the peers.
       mailbox: messages that have arrived, the ring's error, and the peers that have left.
       timing: deadlines and intervals.

@@ -40,7 +40,6 @@ class RpcServer:
 
     Args:
       peers: the ring and the incarnations.
-      options: sizes.
       authenticator: checks the calls of ranks.
       observers: checks the calls of observers.
       tls: certificates of this rank; None for plain connections.
@@ -75,7 +74,6 @@ class RpcServer:
         """Listens at this rank's address and begins to answer calls.
 
         Args:
-          service: name of the gRPC service.
           on_stream: takes a stream of frames, and calls `admit_stream` first.
           on_observe: takes the request of an observer and returns the answer.
           **handlers: take a request and return the answer, by name of the method.

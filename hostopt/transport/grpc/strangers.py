@@ -40,7 +40,6 @@ class Endpoint(NamedTuple):
 
     Args:
       host: its IP address.
-      port: its port.
     """
 
     host: str
@@ -213,7 +212,6 @@ class _Probe:
         """Shuts down a connection.
 
         Args:
-          fd: its descriptor.
           endpoint: its other end. Nothing happens if the descriptor has another one by now.
         """
         if self._duplicate(fd) and self._endpoint() == endpoint:

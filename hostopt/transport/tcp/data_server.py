@@ -26,7 +26,6 @@ class DataServer:
     """Accepts data connections; used on the event loop.
 
     Args:
-      identity: this rank.
       incarnation_of: returns the incarnation of a rank; None if it is not a connected peer.
       security: token and certificates of this rank.
       handshake_s: time that a handshake may take.

@@ -15,7 +15,6 @@ class FrameReceiver:
 
     Args:
       connection: connection from the peer.
-      reader: checks the frames.
       mailbox: takes the messages, and knows where their payloads belong.
       peer: rank of the peer.
       most_bytes: largest payload that is accepted.

@@ -40,7 +40,6 @@ class Identity(NamedTuple):
     """One side of a data connection.
 
     Args:
-      rank: its rank.
       incarnation: its incarnation, hexadecimal.
     """
 
@@ -55,9 +54,6 @@ async def introduce(
 
     Args:
       connection: a new connection to the peer.
-      caller: this rank.
-      called: the peer.
-      security: the token.
 
     Raises:
       HandshakeError: something else answers.
@@ -86,10 +82,7 @@ async def identify(
     """Checks that a connection comes from a peer; `accept` must follow.
 
     Args:
-      connection: a new connection.
-      called: this rank.
       incarnation_of: returns the incarnation of a rank; None if it is not a peer.
-      security: the token.
 
     Returns:
       The rank of the peer.
@@ -118,9 +111,6 @@ async def identify(
 
 async def accept(connection: DataSocket) -> None:
     """Accepts the connection of a peer that `identify` has checked.
-
-    Args:
-      connection: the connection.
 
     Raises:
       OSError: the connection broke, or the peer no longer wants it.
