@@ -421,3 +421,46 @@ def test_a_restarted_rank_cannot_join_the_old_ring(processes: NewRing, communica
         assert result["steps"] == 3
     for process in runner.start_all():  # all ranks together can
         assert_exact(process)
+
+
+# --- gradients that are not finite ---------------------------------------------------------------
+
+NAN_IN_STEP_3 = """
+    import numpy as np
+    import hostopt
+    from hostopt.gradients.bucket import TensorSpec, plan_buckets
+    from hostopt.gradients.reducer import Reducer
+    from hostopt.gradients.reducers import open_reducer
+
+    communicator = hostopt.connect()
+    buckets = plan_buckets([TensorSpec("v0", (300_000,), np.dtype("f4"))], 1 << 20)
+    reducer = open_reducer(communicator, buckets)
+    for step in range(5):
+        gradient = np.full(300_000, step, np.float32)
+        if step == 3 and communicator.rank == 1:
+            gradient[7] = np.nan
+        if isinstance(reducer, Reducer):
+            reducer.launch(0, [gradient])
+            (total,) = reducer.wait(0)
+        else:
+            (total,) = reducer.reduce(0, [gradient])
+        assert (total == step * communicator.size).all()
+        print("step", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("communication", ["grpc", "shm"])
+def test_every_process_exits_with_the_code_and_the_cause(
+    processes: Callable[[int], RankProcesses], communication: str
+) -> None:
+    ring = processes(3)
+    started = ring.start_all(NAN_IN_STEP_3, HOSTOPT_COMMUNICATION=communication)
+    for process in started:
+        for step in range(3):
+            process.expect(f"step {step}")
+        process.expect("")
+    assert [process.exit_code() for process in started] == [79] * 3
+    cause = f"{ring.name(1)} has NaN for 'v0'. "
+    for process in started:
+        assert "NonFiniteGradientError: not finite in step 3" in process.stderr
+        assert cause in process.stderr
