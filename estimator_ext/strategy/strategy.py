@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.pipelines.sharding import check_policy
+from estimator_ext.strategy.devices import find_accelerator
 from estimator_ext.strategy.function_extended import FunctionExtended
 from estimator_ext.strategy.keras_steps import join_results
 from estimator_ext.strategy.local_steps import LocalSteps, OuterOptimizer
@@ -22,9 +23,6 @@ from hostopt.connect import exit_with_error_code
 from hostopt.options import shown
 from hostopt.tensorflow._tf_private import fork_guard
 from hostopt.tensorflow.background import HOST_DEVICE
-
-VIRTUAL_ACCELERATOR = "/device:CPU:1"
-_MAX_DEVICES = 1023  # a session creates all CPU devices up to the one that is named
 
 
 class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
@@ -40,7 +38,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       variables_on_host: True keeps variables and slots in host memory, and caches a copy of each
         trainable variable on the accelerator in each step. False keeps them on the accelerator.
       accelerator: device of forward and backward. The default is the first GPU or, without a
-        GPU, the virtual accelerator, which is the second CPU device of the session.
+        GPU, the virtual accelerator, which is the second CPU device of the session. Of several
+        GPUs, each rank of a host takes one.
       communication: "auto" reduces in shared memory among ranks of one host, and over TCP sockets
         between hosts. "grpc+tcp" uses only sockets. "grpc" sends all data in gRPC messages. "shm"
         raises an error if ranks of one host cannot share memory. "mpi" has MPI carry the data of
@@ -135,8 +134,6 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         check_policy(auto_shard)
         _check_flag("variables_on_host", variables_on_host)
         _check_flag("sparse_as_dense", sparse_as_dense)
-        if accelerator is not None:
-            _check_device(accelerator)
         self.options = hostopt.Options(
             communication=communication,
             bucket_mb=bucket_mb,
@@ -157,12 +154,20 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
         if cluster_resolver is None:  # programs ask `strategy.cluster_resolver` for their task
             cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        device = accelerator or _find_accelerator(self.cluster)
+        self._accelerator = find_accelerator(self.cluster, accelerator)
         super().__init__(
             FunctionExtended(
-                self, device, variables_on_host, sparse_as_dense, auto_shard, cluster_resolver
+                self,
+                self._accelerator.device,
+                variables_on_host,
+                sparse_as_dense,
+                auto_shard,
+                cluster_resolver,
             )
         )
+        # Copies are five times as fast from pinned memory. Ranks of one host lose more than that,
+        # presumably as what they pin and share is copied once more.
+        self._pins = variables_on_host and self._accelerator.is_gpu and self.cluster.size == 1
         self._communicator: hostopt.Communicator | None = None
         self._last_error: BaseException | None = None
         self._connecting = threading.Lock()
@@ -190,14 +195,17 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
           config_proto: configuration of a session, or None.
 
         Returns:
-          A copy with the virtual accelerator, if it is used, and without GPUs except on ranks.
+          A copy with the accelerator of this rank, and without GPUs except on ranks.
+
+        Raises:
+          hostopt.ConfigError: several ranks would each take all memory of one GPU.
         """
         config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
         if config_proto is not None:
             config.CopyFrom(config_proto)
-        device = tf.DeviceSpec.from_string(self.accelerator)
-        if device.device_type == "CPU":
-            config.device_count["CPU"] = max(config.device_count["CPU"], device.device_index + 1)
+        self._accelerator.configure(config)
+        if self._pins:
+            config.gpu_options.force_gpu_compatible = True
         if self.cluster.rank is None:
             config.device_count["GPU"] = 0
         return config
@@ -318,21 +326,3 @@ def _check_flag(name: str, value: Any) -> None:
         raise hostopt.ConfigError(
             f"{name} is {shown(value)}, wanted True or False. Give one of them, or leave it out"
         )
-
-
-def _check_device(name: Any) -> None:
-    try:
-        device = tf.DeviceSpec.from_string(name)
-    except (TypeError, ValueError, AttributeError):
-        device = None
-    if not (device and device.device_type and 0 <= (device.device_index or 0) <= _MAX_DEVICES):
-        raise hostopt.ConfigError(
-            f"accelerator is {shown(name)}, wanted the name of a device with a number up to "
-            f"{_MAX_DEVICES}. Give one such as '/device:GPU:0', or leave it out"
-        )
-
-
-def _find_accelerator(cluster: hostopt.Cluster) -> str:
-    if cluster.rank is None:  # must not even look for a GPU
-        return HOST_DEVICE
-    return "/device:GPU:0" if tf.config.list_physical_devices("GPU") else VIRTUAL_ACCELERATOR

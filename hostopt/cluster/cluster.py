@@ -71,6 +71,15 @@ class Cluster:
         return max(len(self.ring), 1)
 
     @property
+    def local_ranks(self) -> list[int]:
+        """Ranks whose addresses have the host of this process, in order; [0] without a cluster."""
+        if self.task is None:
+            return [0]
+        hosts = [task.address.rpartition(":")[0] for task in self.ring]
+        host = self.task.address.rpartition(":")[0]
+        return [rank for rank, each in enumerate(hosts) if each == host]
+
+    @property
     def is_chief(self) -> bool:
         """True on rank 0, the only one that writes checkpoints and summaries."""
         return self.rank == 0

@@ -1,0 +1,118 @@
+"""The accelerator of a rank: its GPU among those of its host, or the virtual accelerator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+import hostopt
+from hostopt.options import shown
+from hostopt.tensorflow.background import HOST_DEVICE
+
+VIRTUAL_ACCELERATOR = "/device:CPU:1"
+_GPU = "/device:GPU:0"  # the first one that this process sees
+_MAX_DEVICES = 1023  # a session creates all CPU devices up to the one that is named
+# with these a launcher or a user gives each process its GPUs
+_CHOOSING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """The device of forward and backward.
+
+    Args:
+      device: its name in this process.
+      gpu: number of the only GPU that this process uses, from 0; None leaves all as they are.
+      problem: why it may be too small for all who use it, if memory does not grow as needed.
+    """
+
+    device: str
+    gpu: int | None = None
+    problem: str = ""
+
+    @property
+    def is_gpu(self) -> bool:
+        """True for a GPU, whose memory is not that of the host."""
+        return tf.DeviceSpec.from_string(self.device).device_type == "GPU"
+
+    def configure(self, config: tf.compat.v1.ConfigProto) -> None:
+        """Adds the device to the configuration of a session, which may say otherwise.
+
+        Raises:
+          hostopt.ConfigError: several ranks would each take all memory of one GPU.
+        """
+        spec, options = tf.DeviceSpec.from_string(self.device), config.gpu_options
+        if spec.device_type == "CPU":
+            config.device_count["CPU"] = max(
+                config.device_count["CPU"], (spec.device_index or 0) + 1
+            )
+        if self.gpu is not None and not options.visible_device_list:
+            options.visible_device_list = str(self.gpu)
+        grows = options.allow_growth or options.per_process_gpu_memory_fraction
+        if self.problem and not (grows or os.environ.get(_GROWTH) == "true"):
+            raise hostopt.ConfigError(self.problem)
+
+
+def find_accelerator(cluster: hostopt.Cluster, wanted: str | None) -> Accelerator:
+    """Returns the accelerator of this process, and hides the GPUs of other ranks from it.
+
+    Rank i of a host takes GPU i. What the user has chosen stays: a device by name, devices that
+    are visible to TensorFlow, or one GPU by an environment variable.
+
+    Args:
+      wanted: the device that the user has chosen, or None.
+
+    Raises:
+      hostopt.ConfigError: there is no such device, or TensorFlow has opened all GPUs before.
+    """
+    if wanted is not None:
+        _check_device(wanted)
+        return Accelerator(wanted)
+    if cluster.rank is None:  # must not even look for a GPU
+        return Accelerator(HOST_DEVICE)
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return Accelerator(VIRTUAL_ACCELERATOR)
+    is_chosen = tf.config.get_visible_devices("GPU") != gpus
+    if is_chosen or (len(gpus) == 1 and any(os.environ.get(name) for name in _CHOOSING)):
+        return Accelerator(_GPU)
+    return _gpu_of_rank(cluster, gpus)
+
+
+def _gpu_of_rank(cluster: hostopt.Cluster, gpus: Sequence[Any]) -> Accelerator:
+    ranks, count = cluster.local_ranks, len(gpus)
+    if len(ranks) == 1:
+        return Accelerator(_GPU)
+    gpu = ranks.index(cluster.rank) % count
+    problem = ""
+    if count < len(ranks):
+        problem = (
+            f"{len(ranks)} ranks of this host find {count} GPU{'s' * (count > 1)}, and each rank "
+            f"would take all of its memory. Start one rank for each GPU, or set {_GROWTH}=true"
+        )
+    try:
+        tf.config.set_visible_devices(gpus[gpu], "GPU")
+    except RuntimeError as error:
+        raise hostopt.ConfigError(
+            f"TensorFlow has opened all {count} GPUs, wanted only GPU {gpu} for rank "
+            f"{cluster.rank}. Create the strategy before anything is computed, or give each rank "
+            "its GPU with CUDA_VISIBLE_DEVICES"
+        ) from error
+    return Accelerator(_GPU, gpu, problem)
+
+
+def _check_device(name: Any) -> None:
+    try:
+        device = tf.DeviceSpec.from_string(name)
+    except (TypeError, ValueError, AttributeError):
+        device = None
+    if not (device and device.device_type and 0 <= (device.device_index or 0) <= _MAX_DEVICES):
+        raise hostopt.ConfigError(
+            f"accelerator is {shown(name)}, wanted the name of a device with a number up to "
+            f"{_MAX_DEVICES}. Give one such as '/device:GPU:0', or leave it out"
+        )
