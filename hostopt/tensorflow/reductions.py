@@ -306,7 +306,9 @@ def check_gradients(
     first, *rest = values
     with tf.device(HOST_DEVICE), tf.name_scope("host_check"):
         finite = [_is_finite(values_of(value)) for value in values]
-        token = tf.numpy_function(abort_on_error(communicator, run), [tf.stack(finite)], tf.int32)
+        with tf.device(values_of(first).device):  # one copy of all flags
+            flags = tf.stack(finite)
+        token = tf.numpy_function(abort_on_error(communicator, run), [flags], tf.int32)
         with tf.control_dependencies([token]):  # backward computes this one last
             if isinstance(first, tf.IndexedSlices):
                 rows = tf.identity(first.values)
@@ -315,4 +317,6 @@ def check_gradients(
 
 
 def _is_finite(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_all(tf.math.is_finite(tensor)) if tensor.dtype.is_floating else True
+    """Checks a gradient where backward computes it, as its memory is faster than the host's."""
+    with tf.device(tensor.device):
+        return tf.reduce_all(tf.math.is_finite(tensor)) if tensor.dtype.is_floating else True

@@ -35,10 +35,10 @@ class Step:
         return {d for d in (HOST, ACCELERATOR) for type_, _ in self.ran(d) if type_ == kind}
 
 
-def traced(ranks: Ranks, tmp_path: Path, **settings: object) -> Step:
+def traced(ranks: Ranks, tmp_path: Path, size: int = 2, **settings: object) -> Step:
     options = {"model_dir": str(tmp_path / "m"), "dump_dir": str(tmp_path), "trace": True}
     options |= {"optimizers": ["adam"], "steps": 5, "dtype": "float32", **settings}
-    ranks.run("train.py", 2, arguments=[json.dumps(options)])
+    ranks.run("train.py", size, arguments=[json.dumps(options)])
     return Step(tmp_path / "trace-0.json")
 
 
@@ -67,3 +67,11 @@ def test_variables_on_the_accelerator_are_still_reduced_on_the_host(
     assert step.devices_of("ResourceApplyAdam") == {ACCELERATOR}
     kernels = {n: d for n, d in step.variables.items() if "kernel" in n}
     assert {device[-5:] for device in kernels.values()} == {ACCELERATOR}
+
+
+def test_one_rank_checks_its_gradients_before_they_are_copied(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    step = traced(ranks, tmp_path, size=1)
+    assert step.devices_of("IsFinite") == step.devices_of("All") == {ACCELERATOR}
+    assert step.devices_of("ResourceApplyAdam") == {HOST}
