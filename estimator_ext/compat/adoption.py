@@ -9,6 +9,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import spawn
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from estimator_ext import _tf_estimator, tpu
 from estimator_ext.checkpoints.atomic_files import write_atomically
 from estimator_ext.checkpoints.model_dir_lock import training_without_ring
 from estimator_ext.compat.compat import install, use_v1_api
-from estimator_ext.compat.spawned_children import call_in_children
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator.estimator import adopt
 from estimator_ext.estimator.host_offload_estimator import HostOffloadEstimator
@@ -271,3 +271,38 @@ class _MetricsWhenRead(Mapping):
 
     def __repr__(self) -> str:
         return "{not evaluated on this rank}" if self._metrics is None else repr(self._metrics)
+
+
+# -- children of multiprocessing -------------------------------------------------------------
+
+# A call in each interpreter that `multiprocessing` spawns, before it imports the program. Such a
+# child gets a description of its parent first, and imports the program as that says. So the call
+# is a part of the description, and happens when the child reads it.
+
+
+class _Call:
+    """An object that calls a function where it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._function = function
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._function, self._arguments
+
+
+def call_in_children(function: Callable[..., Any], *arguments: Any) -> None:
+    """Makes children of `multiprocessing` with the methods "spawn" and "forkserver" call it.
+
+    Args:
+      function: a function of a module that children can import.
+      *arguments: its arguments, which can be pickled.
+    """
+    describe = spawn.get_preparation_data
+    call = _Call(function, arguments)
+
+    @functools.wraps(describe)
+    def describe_with_call(name: str) -> dict[str, Any]:
+        return {**describe(name), call_in_children.__module__: call}
+
+    spawn.get_preparation_data = describe_with_call

@@ -10,9 +10,10 @@ import contextlib
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import hostopt
@@ -34,7 +35,6 @@ from estimator_ext.estimator.early_stopping import config_for
 from estimator_ext.estimator.host_call import run_on_host
 from estimator_ext.estimator.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.estimator.loop_hooks import without_reports
-from estimator_ext.estimator.predictions import take_predictions
 from estimator_ext.estimator.progress import write_evaluation
 from estimator_ext.estimator.run_config import (
     RunConfig,
@@ -350,3 +350,43 @@ def _needs_global_step(strategy: Any, hooks: Sequence[Any]) -> bool:
         return True
     is_limited = any(isinstance(h, tf.compat.v1.train.StopAtStepHook) for h in hooks)
     return is_limited and (strategy is None or isinstance(strategy, HostOffloadStrategy))
+
+
+# -- prediction ------------------------------------------------------------------------------
+
+# Prediction of a limited number of examples.
+
+
+def take_predictions(
+    predictions: Generator[Any, None, None], number: int, single: bool
+) -> Iterator[Any]:
+    """Takes the first predictions and ends the session as if the data had ended.
+
+    Args:
+      predictions: generator that `tf.estimator.Estimator.predict` returns.
+      number: number of examples to predict.
+      single: True if each prediction is of one example; False if each is of a batch. The last
+        batch is not cut.
+
+    Yields:
+      Predictions. The session and its hooks have ended before the last one is yielded.
+    """
+    seen = 0
+    for prediction in predictions:
+        seen += 1 if single else _count_examples(prediction)
+        if seen >= number:
+            _end(predictions)
+        yield prediction
+
+
+def _count_examples(batch: Any) -> int:
+    value = next(iter(batch.values())) if isinstance(batch, dict) else batch
+    return len(value) if np.ndim(value) else 1
+
+
+def _end(predictions: Generator[Any, None, None]) -> None:
+    """Ends the session by an OutOfRangeError, so that the hooks' `end` is called."""
+    try:
+        predictions.throw(tf.errors.OutOfRangeError(None, None, "enough predictions"))
+    except StopIteration:
+        return

@@ -8,10 +8,12 @@ points of the pipeline (see `pipeline`). Generators compare their elements while
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,6 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import constant_of, options_in_graph, variant_tensor
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.pipelines.peeked_generator import COUNT, LIMIT_S, peek
 from estimator_ext.pipelines.pipeline import Pipeline, kind_of, without_seed
 from estimator_ext.pipelines.samples import checksum, sample_of, samples_of
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error
@@ -28,6 +29,8 @@ from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error
 _log = tf.get_logger()
 
 _END = -1  # instead of a checksum
+COUNT, LIMIT_S = 64, 0.25  # elements to compare, and seconds after which fewer are enough
+Compare = Callable[[list[int]], None]
 
 
 class OrderCheck:
@@ -275,3 +278,69 @@ def _iterator(dataset: tf.data.Dataset) -> tuple[tf.Operation, list[tf.Tensor]]:
     iterator = tf.raw_ops.IteratorV2(shared_name="", container="", **kinds)
     begin = tf.raw_ops.MakeIterator(dataset=variant_tensor(dataset), iterator=iterator)
     return begin, list(tf.raw_ops.IteratorGetNext(iterator=iterator, **kinds))
+
+
+# -- generators ------------------------------------------------------------------------------
+
+# Generators of `from_generator` whose first elements are compared before they are passed on. Such
+# a generator is called as often as without the comparison, and passes on the same elements.
+
+
+class PeekedGenerator:
+    """A generator function that gives the checksums of its first elements to a function.
+
+    Args:
+      generator: the function that `from_generator` was called with.
+    """
+
+    def __init__(self, generator: Callable[..., Any]) -> None:
+        self._generator = generator
+        self._compare: Compare | None = None
+        self._lock = threading.Lock()
+
+    def compare_next(self, compare: Compare) -> None:
+        """Sets a function that the next call gives its first checksums.
+
+        Args:
+          compare: takes the checksums; it raises an error if they are wrong.
+        """
+        with self._lock:
+            self._compare = compare
+
+    def __call__(self, *arguments: Any) -> Iterator[Any]:
+        """Yields the elements."""
+        with self._lock:
+            compare, self._compare = self._compare, None
+        elements = iter(self._generator(*arguments))
+        if compare is not None:
+            held, checksums = _begin(elements)
+            compare(checksums)
+            elements = itertools.chain(held, elements)
+        yield from elements
+
+
+def peek(state: Any) -> PeekedGenerator:
+    """Replaces the generator of a dataset by one whose first elements can be compared.
+
+    Returns:
+      The new generator, or the one of an earlier call.
+    """
+    if not isinstance(state._generator, PeekedGenerator):
+        state._generator = PeekedGenerator(state._generator)
+    return state._generator
+
+
+def _begin(elements: Iterator[Any]) -> tuple[list[Any], list[int]]:
+    """Takes the first elements; returns copies, as a generator may use an array again."""
+    held, checksums = [], []
+    deadline_s = time.monotonic() + LIMIT_S
+    for element in itertools.islice(elements, COUNT):
+        held.append(tf.nest.map_structure(_copy, element))
+        checksums.append(checksum(tf.nest.flatten(element, expand_composites=True)))
+        if time.monotonic() > deadline_s:
+            break
+    return held, checksums
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else value

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +20,6 @@ import hostopt
 from estimator_ext._tf_private import control_flow_context, replace_input, replace_tensor
 from estimator_ext.graphs.walks import operations_before
 from estimator_ext.reduction.schedule import Deferred, make_schedule, needs_no_reduction
-from estimator_ext.reduction.unique_rows import are_only_summed, skip_deduplication
 from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.ops import StopSaveFlags
 from hostopt.tensorflow.reductions import AnyReducer, Reduction, need_exchange, reduce_tensors
@@ -27,6 +27,10 @@ from hostopt.tensorflow.sparse import parts_of
 
 STAND_IN = "HostReduced"
 _REFUSED = "HostReducedGradient"
+# Sums by index, and operations that are linear in each row.
+_SUMS = re.compile(r"UnsortedSegmentSum|(Resource)?Scatter(Nd)?(Add|Sub)")
+_LINEAR = re.compile(r"Neg|Identity|Cast|Reshape|Mul|RealDiv")
+_IRRELEVANT = ("Shape", "IsFinite")
 
 
 class DeferredReductions:
@@ -241,3 +245,71 @@ def _with_kind_of_rows(deferred: Deferred) -> Deferred:
     sums_rows = are_only_summed(*(op.outputs[0] for op in deferred.stand_ins))
     reduction = dataclasses.replace(reduction, sums_rows=sums_rows)
     return dataclasses.replace(deferred, reduction=reduction)
+
+
+# -- rows with the same index ----------------------------------------------------------------
+
+# Sums rows of a sparse gradient that have the same index, if its consumers would do so anyway.
+# Optimizers of TensorFlow sum such rows, with a Unique and an UnsortedSegmentSum for each table.
+# If all consumers only make sums, the rows are summed before they travel, and the optimizers' sums
+# are left out. Any other consumer needs all rows: the norm that `tf.clip_by_global_norm` computes,
+# for example, changes if rows are summed.
+
+
+def are_only_summed(values: tf.Tensor, indices: tf.Tensor) -> bool:
+    """Returns True if the consumers of a sparse gradient only sum its rows by index.
+
+    Args:
+      indices: the index of each row.
+
+    Returns:
+      True if sums of rows, with unique indices, can replace the rows.
+    """
+    sums: set[tf.Operation] = set()
+    return _are_summed(values, sums) and _are_indices_of(indices, sums)
+
+
+def _are_summed(values: tf.Tensor, sums: set[tf.Operation]) -> bool:
+    """Returns True if rows are only summed; adds the operations that sum them to `sums`."""
+    for op in values.consumers():
+        if _SUMS.fullmatch(op.type):
+            sums.add(op)
+            continue
+        if op.type in _IRRELEVANT:
+            continue
+        if not _LINEAR.fullmatch(op.type) or op.inputs[0] is not values:
+            return False
+        if any(each.shape.rank != 0 for each in op.inputs[1:] if op.type in ("Mul", "RealDiv")):
+            return False  # the rows have different factors
+        if not _are_summed(op.outputs[0], sums):
+            return False
+    return True
+
+
+def _are_indices_of(indices: tf.Tensor, sums: Collection[tf.Operation]) -> bool:
+    """Returns True if indices are used only by `sums`, and not counted, for example."""
+    for op in indices.consumers():
+        if op in sums or op.type in _IRRELEVANT:
+            continue
+        if op.type == "Unique" and all(each in sums for each in op.outputs[1].consumers()):
+            continue
+        if op.type not in ("Identity", "Cast") or not _are_indices_of(op.outputs[0], sums):
+            return False
+    return True
+
+
+def skip_deduplication(rows: tf.IndexedSlices) -> None:
+    """Connects the consumers of the optimizers' sums to the rows; call it when the step is built.
+
+    Args:
+      rows: sparse gradient with unique indices.
+    """
+    for unique in rows.indices.consumers():
+        if unique.type != "Unique":
+            continue
+        indices, positions = unique.outputs
+        for sums in positions.consumers():
+            if sums.type == "UnsortedSegmentSum" and sums.inputs[0] is rows.values:
+                replace_tensor(sums.outputs[0], rows.values)
+        # an optimizer uses the number of indices, too
+        replace_tensor(indices, rows.indices)

@@ -7,21 +7,23 @@ from typing import Any, overload
 
 import numpy as np
 
-from hostopt.collectives import byte_strings
-from hostopt.collectives.all_reduce import all_reduce_in_place
+from hostopt.collectives import byte_strings, recursive_doubling
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.channel import Channel
-from hostopt.collectives.finish import finish
 from hostopt.collectives.host_memory import HostMemory
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.mpi.world import World
 from hostopt.collectives.network import Network
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
+from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.scalar_sum import ScalarSum, new_scalar_sum
 from hostopt.collectives.tensor_list_view import TensorListView
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
+from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
+from hostopt.transport.message import FINISH_CHANNEL, Tag
+from hostopt.transport.signature import UNSIGNED, signature_of
 
 
 class Communicator(Channel):
@@ -323,3 +325,88 @@ class Communicator(Channel):
 def _copy(array: Any) -> Array:
     result: Array = np.array(array, order="C", copy=True)
     return result
+
+
+# -- all-reduce ------------------------------------------------------------------------------
+
+# All-reduce in place: over the network, or in shared memory if ranks share a host.
+
+
+def all_reduce_in_place(
+    channel: Channel,
+    memory: HostMemory | None,
+    network: Network,
+    flat: Array,
+    op: ReduceOp,
+    call: CollectiveCall,
+    wire_format: WireFormat | None = None,
+    source: TensorListView | None = None,
+) -> None:
+    """Reduces a flat array over all ranks; see `Communicator.all_reduce_in_place`."""
+    check_dtype(flat.dtype, op)
+    if wire_format is not None and (op is not ReduceOp.SUM or flat.dtype != np.float32):
+        raise ConfigError(
+            f"{op.name} of {flat.dtype.name} cannot be sent as {wire_format.name}. Only a SUM of "
+            "float32 can be"
+        )
+    if call.signature is UNSIGNED:
+        call = _signed(call, op, flat, wire_format)
+    channel.begin(call)
+    hierarchical = None
+    if memory is not None:
+        hierarchical = memory.hierarchical(flat.nbytes, call.signature.text)
+    if hierarchical is not None:
+        hierarchical.all_reduce(flat, op.ufunc, call, wire_format, source)
+    else:
+        if source is not None:
+            source.copy_to(flat)
+        network.group(call, wire_format).all_reduce(call, flat, op.ufunc)
+    if op is ReduceOp.AVERAGE:
+        np.divide(flat, flat.dtype.type(channel.size), out=flat)
+
+
+def _signed(
+    call: CollectiveCall, op: ReduceOp, flat: Array, wire_format: WireFormat | None
+) -> CollectiveCall:
+    format_name = "" if wire_format is None else wire_format.name
+    kind = f"all_reduce({op.value})"
+    signature = signature_of(kind, call.name, flat.dtype, flat.shape, format_name)
+    return call._replace(signature=signature)
+
+
+# -- the barrier at the end ------------------------------------------------------------------
+
+# Barrier at the end of training, which detects ranks that have more calls to make.
+
+
+def finish(channel: Channel, hosts: Hosts | None, name: str) -> None:
+    """Waits for all ranks; see `Communicator.finish`."""
+    if channel.size == 1:
+        return
+    # all communicators of a ring share the channel, so their calls are numbered together
+    number = next(channel.transport.finishes)
+    call = channel.signed_call("finish", name)._replace(channel=FINISH_CHANNEL, step=number)
+    channel.begin(call)
+    # A rank that receives this marker while it waits for data of this rank fails immediately.
+    marker = Tag(FINISH_CHANNEL, call.step, bucket=1)
+    for peer in _receivers(channel.rank, channel.size, hosts):
+        event_loop.run(channel.transport.send(peer, marker, b"", name))
+    RingGroup(channel.transport).all_reduce(call, np.zeros(1, np.int32))
+    channel.transport.mailbox.resume(call.step)
+
+
+def _receivers(rank: int, size: int, hosts: Hosts | None) -> set[int]:
+    """Returns the ranks that may wait for data of a rank, in any all-reduce."""
+    peers = _receivers_in(range(size), rank)
+    if hosts is not None:
+        peers.update(hosts.members(rank))
+        if rank in hosts.leaders:
+            peers |= _receivers_in(hosts.leaders, rank)
+    return peers - {rank}
+
+
+def _receivers_in(members: Sequence[int], rank: int) -> set[int]:
+    """Returns the next rank on the ring, and the partners of recursive doubling."""
+    index, size = members.index(rank), len(members)
+    positions = [(index + 1) % size, *recursive_doubling.partners(index, size)]
+    return {members[position] for position in positions}

@@ -22,7 +22,7 @@ from estimator_ext.checkpoints.model_dir_lock import (
     training_in,
     training_without_ring,
 )
-from estimator_ext.evaluation.chief_liveness import ChiefLiveness
+from estimator_ext.evaluation.evaluation import ChiefLiveness
 
 estimator_ext.install()
 

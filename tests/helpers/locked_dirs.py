@@ -8,7 +8,7 @@ import tensorflow as tf
 from one_weight import model_fn
 
 import estimator_ext
-from estimator_ext.evaluation.chief_liveness import ChiefLiveness
+from estimator_ext.evaluation.evaluation import ChiefLiveness
 
 
 def data() -> tf.data.Dataset:

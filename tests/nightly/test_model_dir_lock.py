@@ -22,7 +22,7 @@ import estimator_ext
 import hostopt
 from estimator_ext.checkpoints import model_dir_lock
 from estimator_ext.checkpoints.model_dir_lock import is_training, training_in
-from estimator_ext.evaluation.chief_liveness import ChiefLiveness
+from estimator_ext.evaluation.evaluation import ChiefLiveness
 from hostopt import lock_file
 from hostopt.collectives import hosts
 

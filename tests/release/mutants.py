@@ -37,9 +37,9 @@ DATA = Path("build", "mutants")  # below the root
 FASTEST = 60  # tests that run for each mutant, beside those of tests/training
 GROUPS = {
     "ring": """hostopt/collectives/ring.py hostopt/collectives/ring_schedule.py
-        hostopt/collectives/all_reduce.py hostopt/collectives/hierarchical.py
+        hostopt/collectives/communicator.py hostopt/collectives/hierarchical.py
         hostopt/collectives/recursive_doubling.py hostopt/collectives/shared_memory.py""",
-    "reducers": "hostopt/gradients/*reducer*.py hostopt/gradients/shared_sums.py",
+    "reducers": "hostopt/gradients/*reducer*.py hostopt/gradients/inline_reducer.py",
     "buckets": "hostopt/gradients/bucket.py",
     "exchange": "hostopt/gradients/fused_exchange.py hostopt/gradients/exchange_buffer.py",
     "reduction": """estimator_ext/reduction/gradient_reduction.py
@@ -49,7 +49,7 @@ GROUPS = {
     "stop": "estimator_ext/session/coordinated_stop.py",
     "restarts": "hostopt/launch/restarts.py",
     "sharding": """estimator_ext/pipelines/sharding.py estimator_ext/pipelines/divided_pipeline.py
-        estimator_ext/data_workers/served_pipeline.py""",
+        estimator_ext/data_workers/service.py""",
 }
 SWAPS = {"<": "<=", ">": ">=", "==": "!=", "in": "not in", "is": "is not", "and": "or"}
 SWAPS |= {new: old for old, new in SWAPS.items()}

@@ -11,8 +11,14 @@ import tensorflow as tf
 from pipelines import data, slices
 from rings import Spawn
 
-from estimator_ext.pipelines.batch_lengths import UNKNOWN, length_of, lengths_of
-from estimator_ext.reduction.uneven_data import Needs, needs_of, repeat_last_batch
+from estimator_ext.reduction.uneven_data import (
+    UNKNOWN,
+    Needs,
+    length_of,
+    lengths_of,
+    needs_of,
+    repeat_last_batch,
+)
 
 v1 = tf.compat.v1
 CONFIG = v1.ConfigProto()

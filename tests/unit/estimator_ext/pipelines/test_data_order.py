@@ -14,8 +14,7 @@ from pipelines import data, lines, slices, ten, texts, values_of, write_files
 from rings import Spawn
 
 import hostopt
-from estimator_ext.pipelines.data_order import OrderCheck
-from estimator_ext.pipelines.peeked_generator import PeekedGenerator
+from estimator_ext.pipelines.data_order import OrderCheck, PeekedGenerator
 
 v1 = tf.compat.v1
 Make = Callable[[int], Any]  # of a rank

@@ -12,7 +12,7 @@ from harness import reserved_addresses
 from strategies import as_ranks, session
 
 import estimator_ext
-from estimator_ext.reduction.unique_rows import skip_deduplication
+from estimator_ext.reduction.deferred import skip_deduplication
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.tensorflow.reductions import Reduction, need_exchange, reduce_tensors
