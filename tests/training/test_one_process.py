@@ -10,18 +10,15 @@ from programs.one_process import Program
 # one for each way in which a loss is reduced, and each way of its gradient to a variable
 CHOSEN = [
     Program("mean", "accumulated", "shuffled"),
-    Program("mean", "accumulated, variables"),
     Program("mean", "if small", "smaller last batch"),
     Program("branch of sums", "tape", "static"),
     Program("function", "added in a loop"),
     Program("compute_average_loss", "descent"),
-    Program("average and regularization", "tf.gradients"),
-    Program("tf.losses, weights 1 / batch", "descent"),
     Program("sum / batch", "descent", "smaller last batch"),
     Program("sum", "frozen at first", "static"),
     Program("sum and penalty", "descent"),
     Program("mean and penalty of a sum", "descent"),
-    Program("mean and sum", "descent"),
+    Program("mean and sum", "of a function"),
     Program("small sum", "descent"),
     Program("mean", "of a loop, noise"),
 ]

@@ -10,17 +10,14 @@ from update_checks import check_update, train_kinds
 # a kind for each way to a variable, and the main reasons of a refusal; all of them train at night
 CHOSEN = [
     "adam",
-    "adam, sparse",
     "tape, apply",
     "own apply_gradients, slots",
     "assign_sub",
     "accumulated",
     "in cond",
     "sync replicas",
-    "mean of the batch",
     "branch of the batch",
     "queue",
-    "gradient times loss",
     "Python, another by rank",
 ]
 
