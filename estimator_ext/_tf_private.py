@@ -231,7 +231,6 @@ def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None
     """Makes an existing operation wait for others.
 
     Args:
-      op: the operation that waits.
       before: the operations that run first.
     """
     op._add_control_inputs(before)
@@ -241,7 +240,6 @@ def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Replaces an input of an existing operation.
 
     Args:
-      index: number of the input.
       tensor: the new input, of the same dtype.
     """
     op._update_input(index, tensor)

@@ -207,9 +207,6 @@ def cut(text: str, max_bytes: int) -> str:
 def error_from_dict(value: Any) -> HostOptError:
     """Converts the result of `error_to_dict` on another rank back to an error.
 
-    Args:
-      value: what another rank sent.
-
     Returns:
       An error of the same class, message and attributes. An unknown class becomes HostOptError,
       and attributes of a wrong type become None.

@@ -107,12 +107,7 @@ def acquire(path: str) -> bool:
 
 
 def note_ring(path: str, addresses: Sequence[str]) -> None:
-    """Adds the addresses of a ring to the file, if this process has locked it.
-
-    Args:
-      path: path of the file as given to `acquire`.
-      addresses: address of each rank.
-    """
+    """Adds the addresses of a ring to the file, if this process has locked it."""
     with _mutex:
         held = _held.get(path)
         if held is None:
@@ -124,9 +119,6 @@ def note_ring(path: str, addresses: Sequence[str]) -> None:
 
 def keep(path: str) -> bool:
     """Locks a file again if it was deleted or replaced since this process locked it.
-
-    Args:
-      path: path of the file as given to `acquire`.
 
     Returns:
       False if another process holds the lock now. True also if this process did not lock the file.
@@ -147,11 +139,7 @@ def keep(path: str) -> bool:
 
 
 def release(path: str) -> None:
-    """Releases one `acquire`. Does nothing in a forked child, which holds no lock.
-
-    Args:
-      path: path of the file as given to `acquire`.
-    """
+    """Releases one `acquire`. Does nothing in a forked child, which holds no lock."""
     with _mutex:
         held = _held.get(path)
         if held is None:

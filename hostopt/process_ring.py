@@ -28,9 +28,6 @@ _joined: list[ProcessRing] = []  # the ring, if there is one
 class ProcessRing:
     """The ring that this process has joined.
 
-    Args:
-      communicator: reaches all ranks.
-
     Attributes:
       named: the collectives.
       hosts: ranks grouped by host.

@@ -62,11 +62,7 @@ def _read(reader: Any, name: str) -> None:
 
 
 def is_intact(path: str) -> bool:
-    """Returns True if a checkpoint exists and can be read completely.
-
-    Args:
-      path: prefix of the checkpoint.
-    """
+    """Returns True if a checkpoint exists and can be read completely."""
     try:
         check(path)
     except hostopt.CheckpointError:
@@ -80,7 +76,6 @@ def check_shapes(path: str, variables: Iterable[tf.Variable]) -> None:
     TensorFlow restores a variable of any shape without an error.
 
     Args:
-      path: prefix of the checkpoint.
       variables: variables of the graph; those that the checkpoint lacks are not checked.
 
     Raises:
@@ -124,9 +119,6 @@ def check_partitions(path: str | None) -> None:
 
 def read_step(path: str) -> int:
     """Returns the global_step in a checkpoint, which was saved by name or by object.
-
-    Args:
-      path: prefix of the checkpoint.
 
     Raises:
       hostopt.CheckpointError: it has none.
@@ -262,7 +254,6 @@ def check_shared(call: str, cluster: hostopt.Cluster, model_dir: str) -> None:
     Args:
       call: name of the method, such as "evaluate".
       cluster: cluster of the ring and this rank.
-      model_dir: directory of this rank.
 
     Raises:
       hostopt.CheckpointError: this is not rank 0, and its model_dir has no checkpoint.

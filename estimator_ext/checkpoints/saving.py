@@ -75,7 +75,6 @@ def checked_saver(
     another training.
 
     Args:
-      hook: hook that saves.
       restored: path of the checkpoint from which the training resumes; None for none.
     """
     _remove_leftovers(hook._save_path)

@@ -112,9 +112,6 @@ class HParams:
     def parse_json(self, text: str) -> HParams:
         """Sets hyperparameters from JSON.
 
-        Args:
-          text: a JSON object.
-
         Raises:
           ValueError: the text is not JSON; see also `set_hparam`.
         """

@@ -82,9 +82,6 @@ class DataService:
 
         Collective: all ranks must call it.
 
-        Args:
-          data: the value that input_fn returned.
-
         Returns:
           Dataset of the elements that this rank gets; of each element of `data`, one rank gets it.
 
@@ -174,10 +171,6 @@ def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataSer
 
 def check_dataset(data: Any, workers: int) -> None:
     """Checks that data workers can prepare a dataset, and that each element stays what it is.
-
-    Args:
-      data: the value that input_fn returned.
-      workers: number of data workers.
 
     Raises:
       UnsupportedError: it is no dataset, it calls Python or reads a variable, or its elements

@@ -50,9 +50,6 @@ def serve_if_data_worker(strategy: Any) -> None:
     A data worker then exits, and does not return: it has served all trainings of the program, and
     what follows them, such as `evaluate`, is for the ranks.
 
-    Args:
-      strategy: strategy of a training, or None.
-
     Raises:
       hostopt.ConfigError: the address cannot be used, or it can be reached from other machines.
       hostopt.RendezvousTimeoutError: the dispatcher or the chief did not start in time.
@@ -79,7 +76,6 @@ def check_is_no_data_worker(strategy: Any, call: str) -> None:
     """Checks that this process may evaluate, predict or export.
 
     Args:
-      strategy: strategy of a training, or None.
       call: name of the method of Estimator.
 
     Raises:

@@ -181,11 +181,7 @@ class RunConfig(_StockRunConfig):
 
 
 def number_of_workers(strategy: Any) -> int:
-    """Returns the number of processes that train together.
-
-    Args:
-      strategy: strategy of a training, or None.
-    """
+    """Returns the number of processes that train together."""
     if isinstance(strategy, HostOffloadStrategy):
         return strategy.cluster.size
     return strategy.num_replicas_in_sync if strategy else 1

@@ -48,9 +48,6 @@ def check_params(params: dict[str, Any] | None) -> None:
 def check_data(data: Any) -> None:
     """Checks that an input_fn returned a dataset of features, or of features and labels.
 
-    Args:
-      data: the value that input_fn returned.
-
     Raises:
       ValueError: it is not such a dataset.
     """

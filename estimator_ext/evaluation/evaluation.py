@@ -93,7 +93,6 @@ def recall_best(estimator: Estimator, eval_spec: EvalSpec) -> None:
     The stock class reads that result too, but exports the first evaluation of a process anyway.
 
     Args:
-      estimator: Estimator that is evaluated.
       eval_spec: spec with the exporters; an exporter without event_file_pattern starts anew.
     """
     for exporter in eval_spec.exporters or ():
@@ -202,9 +201,6 @@ def evaluate_final(
     estimator: Estimator, train_spec: TrainSpec, eval_specs: list[EvalSpec]
 ) -> tuple[Any, Any]:
     """Evaluates the last checkpoint in a process that evaluates alone.
-
-    Args:
-      eval_specs: at least one.
 
     Returns:
       (metrics, export results); with several EvalSpecs, two dicts by name.

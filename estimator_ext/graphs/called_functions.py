@@ -17,11 +17,7 @@ def library_of(graph: tf.Graph) -> dict[str, Nodes]:
 
 
 def with_called(nodes: Nodes, library: Mapping[str, Nodes]) -> Iterator[Nodes]:
-    """Yields the nodes, then the nodes of each called function; all ranks have the same order.
-
-    Args:
-      nodes: the nodes that call.
-    """
+    """Yields the nodes, then the nodes of each called function; all ranks have the same order."""
     found: set[str] = set()
     todo = [nodes]
     while todo:

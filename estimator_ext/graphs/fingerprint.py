@@ -86,7 +86,6 @@ def read_updates(
 
     Args:
       targets: operations that run in a step, in the default graph.
-      data: operations of this rank's input.
       reduced: operations whose values are the same on all ranks, besides reductions.
 
     Returns:

@@ -115,7 +115,6 @@ class BatchPosition:
         rank that skips more than the others does not exceed their timeout.
 
         Args:
-          session: session of this rank, whose iterators are initialized.
           from_start: True to read the data from the beginning.
 
         Raises:

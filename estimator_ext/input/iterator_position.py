@@ -63,11 +63,7 @@ class IteratorPosition:
     # -- saving ----------------------------------------------------------------------------
 
     def save(self, session: tf.compat.v1.Session) -> Packed | None:
-        """Returns the position, with the attribute "parts"; None if it cannot be saved.
-
-        Args:
-          session: session of this rank.
-        """
+        """Returns the position, with the attribute "parts"; None if it cannot be saved."""
         parts = self._save(session)
         if not parts:
             return None
@@ -117,7 +113,6 @@ class IteratorPosition:
         """Loads a saved position; returns True if the data had ended there.
 
         Args:
-          session: session of this rank, whose iterators are initialized.
           packed: result of `save`; None to read the data from the beginning.
 
         Raises:
@@ -143,7 +138,6 @@ class IteratorPosition:
         """Continues reading at the loaded position.
 
         Args:
-          session: session of this rank.
           from_start: True to read the data from the beginning.
 
         Raises:

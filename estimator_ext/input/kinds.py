@@ -18,9 +18,6 @@ _RESUME = "a resumed training reads its data from the beginning (exact resume)"
 def prefetched(data: Any, depth: int) -> tf.data.Dataset:
     """Adds prefetching, on the host, to the end of a dataset.
 
-    Args:
-      data: the value that input_fn returned.
-
     Raises:
       ValueError: `data` is not a dataset.
     """
@@ -39,7 +36,6 @@ def log_limits(data: Any, size: int, *, is_counted: bool) -> None:
 
     Args:
       data: the value that input_fn returned, in the graph of the training.
-      size: number of ranks.
       is_counted: True if batches are counted, and skipped after a restart.
     """
     if isinstance(data, tf.data.Dataset):

@@ -16,7 +16,6 @@ def forbid_reads(operations: Iterable[tf.Operation], message: str) -> None:
 
     Args:
       operations: operations of the default graph; those that do not read a batch remain allowed.
-      message: text of the error.
     """
     with tf.control_dependencies(None):
         is_allowed = tf.compat.v1.placeholder_with_default(False, [], "reads_are_allowed")

@@ -78,11 +78,7 @@ class InputStates:
         self.starts_over = False  # True if the training should begin again, from the first batch
 
     def listen(self, savers: Sequence[tf.compat.v1.train.CheckpointSaverHook]) -> None:
-        """Registers listeners that write the states before each checkpoint of this rank.
-
-        Args:
-          savers: hooks that save.
-        """
+        """Registers listeners that write the states before each checkpoint of this rank."""
         for saver in savers:
             saver._listeners.append(_Listener(self, saver))
 
@@ -90,7 +86,6 @@ class InputStates:
         """Restores the positions of all ranks. Collective: all ranks must call it.
 
         Args:
-          session: session of this rank, whose iterators are initialized.
           checkpoint: on rank 0, path of the restored checkpoint; None if there is none.
 
         Raises:
@@ -117,7 +112,6 @@ class InputStates:
         """Collects the states of all ranks on rank 0. Collective: all ranks must call it.
 
         Args:
-          session: session of this rank.
           has_more: True if a rank has data left. Otherwise data that have ended are read from the
             beginning after a restart.
         """
@@ -137,7 +131,6 @@ class InputStates:
         """Writes the collected states before a checkpoint is saved, and removes outdated files.
 
         Args:
-          session: session of this rank.
           checkpoint: path of the checkpoint that is saved next.
 
         Raises:

@@ -55,7 +55,6 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     """Synchronises the ranks; it must come before hooks that save. All ranks must have it.
 
     Args:
-      communicator: a `duplicate` that nothing else uses.
       flags: requests of the ranks.
       sync_on_read: variables that differ by rank.
       input_states: states of the input iterators of all ranks.

@@ -46,7 +46,6 @@ class OuterStep:
         """Applies gradients.
 
         Args:
-          session: session of this rank.
           gradients: arrays like the variables, in the same order.
         """
         session.run(self.operation, dict(zip(self._feeds, gradients)))

@@ -28,7 +28,6 @@ def build_replicas(strategy: Any, spec: Any, data: Collection[tf.Operation]) -> 
 
     Args:
       spec: spec of the step, in the default graph.
-      data: operations of this rank's input.
 
     Returns:
       The models of all ranks; None if the ranks reduce gradients in each step.

@@ -67,9 +67,6 @@ class ReplicaPart:
     def read_first_anchor(self, session: tf.compat.v1.Session) -> None:
         """Reads the variables as anchor before the first step.
 
-        Args:
-          session: session of this rank.
-
         Raises:
           hostopt.NonFiniteGradientError: a variable is not finite.
         """
@@ -107,9 +104,6 @@ class ReplicaPart:
     def check_anchor(self, step: int) -> None:
         """Checks that the anchor is finite, with the same result on all ranks.
 
-        Args:
-          step: global_step, for errors.
-
         Raises:
           hostopt.NonFiniteGradientError: it is not.
         """
@@ -128,10 +122,6 @@ class ReplicaPart:
 
     def take(self, session: tf.compat.v1.Session, step: int) -> Difference:
         """Returns the anchor minus the variables, which an outer optimizer takes as gradient.
-
-        Args:
-          session: session of this rank.
-          step: global_step, for errors.
 
         Raises:
           hostopt.NonFiniteGradientError: it is not finite.
@@ -204,7 +194,6 @@ class Difference:
         """Subtracts the mean from the anchor, and assigns the result.
 
         Args:
-          session: session of this rank.
           is_late: True keeps what this rank has changed since the difference was taken.
         """
         part = self._part

@@ -138,7 +138,6 @@ class Replicas:
     """The models of all ranks.
 
     Args:
-      communicator: a `duplicate` that nothing else uses.
       options: when ranks synchronise, and how.
       changed: names of the variables that a step changes.
       new_outer: builds the outer step of variables; None for the mean.
@@ -185,9 +184,6 @@ class Replicas:
     def begin(self, session: tf.compat.v1.Session) -> None:
         """Reads the variables, which are the same on all ranks, as anchors.
 
-        Args:
-          session: session of this rank.
-
         Raises:
           hostopt.NonFiniteGradientError: a variable is not finite.
         """
@@ -211,10 +207,6 @@ class Replicas:
     ) -> list[Difference]:
         """Returns what the steps of this rank have changed since the last synchronisation.
 
-        Args:
-          session: session of this rank.
-          step: global_step, for errors.
-
         Raises:
           hostopt.NonFiniteGradientError: a variable of this rank is not finite.
         """
@@ -232,9 +224,7 @@ class Replicas:
         """Replaces the variables by the synchronised ones.
 
         Args:
-          session: session of this rank.
           means: results of `take`, reduced over the ranks.
-          step: global_step, for errors.
           is_late: True if this rank has made steps since `take`. It keeps the steps of trained
             variables, but not of others, as an average of squares could become negative.
 
@@ -284,9 +274,7 @@ class Replicas:
         Collective: all ranks must call it.
 
         Args:
-          session: session of this rank.
           weight: weight of this rank; the weights of all ranks add up to 1.
-          step: global_step, for errors.
 
         Raises:
           hostopt.CollectiveMismatchError: a variable that must be the same differs by rank.
@@ -311,7 +299,6 @@ def divided(
     """Divides variables into fragments of similar size; some may be empty.
 
     Args:
-      count: number of fragments.
       has_slots: True to put slots beside their variables, False to leave them out.
 
     Returns:

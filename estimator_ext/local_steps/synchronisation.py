@@ -34,11 +34,7 @@ class RankState(NamedTuple):
 
 
 class Synchronisation:
-    """Exchanges states and differences; the main thread and one in the background take turns.
-
-    Args:
-      communicator: a `duplicate` that nothing else uses.
-    """
+    """Exchanges states and differences; the main thread and one in the background take turns."""
 
     def __init__(self, communicator: hostopt.Communicator) -> None:
         self._communicator = communicator

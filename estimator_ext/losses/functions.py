@@ -38,9 +38,6 @@ class LossFunctions:
         """Returns the last reduction before the targets; "none" only if there is no other.
 
         A sum that is divided, or multiplied by a value that depends on data, counts as a mean.
-
-        Args:
-          targets: tensors that are differentiated.
         """
         if not self.reductions:
             return None

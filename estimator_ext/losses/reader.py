@@ -40,10 +40,8 @@ class Known:
     """Facts of a graph that are known before its losses are read.
 
     Args:
-      data: operations of this rank's input.
       reductions: reductions of loss functions, by the scope of their operations.
       gradients: the marks of gradients (`gradient_marks`).
-      size: number of ranks.
       said: "mean" or "sum" if the user says so, else empty.
       weighted: True if batches may differ in length, and have weights.
     """

@@ -56,9 +56,6 @@ _NAME = re.compile(r"(?:Experimental)?(\w+)Dataset(?:V\d+)?")
 def check_transformations(operations: Sequence[tf.Operation], workers: int) -> None:
     """Checks that each element of a dataset stays what it is if data workers prepare it.
 
-    Args:
-      workers: number of data workers.
-
     Raises:
       UnsupportedError: a transformation would lose, double or change elements.
     """

@@ -103,9 +103,6 @@ class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
         """Accumulates the micro-batches before the last one.
 
         The end of the data ends the training here, as it does in a step.
-
-        Args:
-          run_context: context of this step.
         """
         for _ in range(self._times):
             run_context.session.run(self._operation)

@@ -146,7 +146,6 @@ class DeferredReductions:
         Collective: all ranks must call it.
 
         Args:
-          targets: operations that run in each step.
           is_same: returns True if all ranks have the same value of a tensor.
           loss: joins the last exchange of the step, unless it depends on it.
           repeated: operations that run for each micro-batch of a step.

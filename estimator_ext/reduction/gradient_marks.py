@@ -128,8 +128,6 @@ class MarkedGraph(tf.Graph):
         """Reads the graphs of losses from now on, in a program that does not know of ranks.
 
         Args:
-          data: operations of this rank's input.
-          size: number of ranks.
           said: "mean" or "sum" if the user says what the losses are, else empty.
           weighted: True if batches may differ in length.
         """
@@ -143,7 +141,6 @@ class MarkedGraph(tf.Graph):
         """Returns the kind of a loss.
 
         Args:
-          targets: tensors that are differentiated.
           weights: tensors that multiply their elements, such as gradients of a later part.
           can_divide: True if operations may still be added before the backward pass.
         """
@@ -176,9 +173,6 @@ class MarkedGraph(tf.Graph):
         """Returns True if targets depend on a loss that an optimizer has divided by the ranks.
 
         The search ends at updates of variables and at results of reductions.
-
-        Args:
-          targets: tensors that are differentiated.
         """
 
         def before(op: tf.Operation) -> list[tf.Operation]:

@@ -119,7 +119,6 @@ class GradientReduction:
         Collective: all ranks must call it.
 
         Args:
-          targets: operations that run in each step.
           is_same: returns True if all ranks have the same value of a tensor.
           loss: the loss of this rank.
           is_mean: True for the mean over the ranks, False for the sum.
@@ -310,7 +309,6 @@ class MarkedGradients:
     """The gradients of one graph whose losses are known.
 
     Args:
-      size: number of ranks.
       sum_gradients: that of `GradientReduction`.
       values: reductions of other tensors of the graph.
     """

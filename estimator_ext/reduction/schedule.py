@@ -153,7 +153,6 @@ def _unused(
     """Finds reductions that nothing in the step uses, and that it can make nevertheless.
 
     Args:
-      targets: operations that run in each step.
       built: results of reductions that are built already.
 
     Returns:

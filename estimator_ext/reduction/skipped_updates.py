@@ -47,9 +47,6 @@ class SkippedUpdates:
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that builds updates which run only if all sums are finite.
 
-        Args:
-          function: builds operations; called once.
-
         Returns:
           `function` itself if no sums are watched; otherwise a function that builds the same
           operations in a branch, and returns an operation.

@@ -57,7 +57,6 @@ def mend_unreduced_updates(
 
     Args:
       reduction: reduces the gradients of the default graph.
-      data: operations of this rank's input.
 
     Returns:
       Number of gradients that are reduced now, in the default graph.
@@ -72,7 +71,6 @@ def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, 
 
     Args:
       updates: the updates of the step, after `mend_unreduced_updates`.
-      data: operations of this rank's input.
 
     Returns:
       By name of a trained variable, an operation whose value may differ by rank and cannot be
@@ -159,7 +157,6 @@ class _Search:
 
     Args:
       updates: the updates of the step.
-      data: operations of this rank's input.
       trained: names of the trained variables.
       marks: the gradients of the graph.
       linear: finds results of calls that are linear in gradients.

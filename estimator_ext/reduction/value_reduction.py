@@ -62,7 +62,6 @@ class ValueReduction:
         """Reduces a tensor over the ranks, differentiably if its dtype is floating.
 
         Args:
-          tensor: tensor of any shape.
           name: name of the reduction, the same on all ranks.
           is_mean: True for the mean over the ranks, False for the sum.
 
@@ -141,7 +140,6 @@ class ValueReduction:
         A float32 scalar is sent at once and read after the gradients, so no rank waits for it.
 
         Args:
-          loss: tensor of shape [].
           is_mean: True for the mean over the ranks, False for the sum.
           after: results of the other reductions of the step.
 

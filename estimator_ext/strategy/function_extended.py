@@ -334,11 +334,7 @@ def _refuse_keras_3() -> None:
 
 
 class FunctionGradients:
-    """Reduces the gradients of optimizers in buckets, while backward continues.
-
-    Args:
-      sparse_as_dense: True makes `tf.IndexedSlices` dense before they travel.
-    """
+    """Reduces the gradients of optimizers in buckets, while backward continues."""
 
     def __init__(self, ring: Callable[[], ProcessRing], sparse_as_dense: bool) -> None:
         self._ring = ring

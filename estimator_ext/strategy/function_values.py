@@ -48,7 +48,6 @@ def all_gather(ring: ProcessRing, tensor: tf.Tensor, axis: int) -> tf.Tensor:
 
     Args:
       tensor: tensor of at least one dimension, whose size along `axis` may differ between ranks.
-      axis: number of the dimension.
 
     Returns:
       The joined tensor, on the host.

@@ -33,7 +33,6 @@ class SyncOnRead:
     """The sync-on-read variables of a training.
 
     Args:
-      communicator: a `duplicate` that nothing else uses.
       variables: all variables of the graph, the same on all ranks.
 
     Raises:
@@ -57,9 +56,6 @@ class SyncOnRead:
         """Assigns the means and sums over all ranks to the variables of rank 0.
 
         Collective: all ranks must call it.
-
-        Args:
-          session: the session of this rank.
         """
         local_values = session.run(self._variables)
         totals = [self._reduce(*pair) for pair in zip(self._variables, local_values)]
@@ -68,11 +64,7 @@ class SyncOnRead:
             assign(session, self._variables, totals)
 
     def restore_local(self, session: tf.compat.v1.Session) -> None:
-        """Assigns rank 0's local values again, after `aggregate_to_chief`.
-
-        Args:
-          session: the session of this rank.
-        """
+        """Assigns rank 0's local values again, after `aggregate_to_chief`."""
         if self._local_values:
             assign(session, self._variables, self._local_values)
             self._local_values = []
@@ -91,7 +83,6 @@ def assign(
     It runs the initializers and feeds their inputs.
 
     Args:
-      session: the session of this rank.
       values: arrays of the variables' shapes.
     """
     left = list(zip(variables, values))
@@ -114,9 +105,6 @@ def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
 
     One run per variable would be slow, as TensorFlow prepares each run. One run for all variables
     would need memory for a copy of the whole model and its slots.
-
-    Args:
-      variables: variables of static shapes.
 
     Yields:
       Consecutive variables: a single one, or several of at most 64 MiB together.

@@ -30,8 +30,6 @@ class Training:
     Args:
       name: name of all its objects.
       image: image of the container, with hostopt installed.
-      size: number of ranks.
-      evaluators: number of evaluators.
       restarts: number of restarts after failures that may be temporary.
       resources: limits of each rank, such as ``{"nvidia.com/gpu": "1"}``.
       claims: mount paths of volumes, by name of the PersistentVolumeClaim.

@@ -17,7 +17,6 @@ class Place:
     Args:
       launcher: name of the launcher, for messages.
       rank: number of this process, from 0.
-      size: number of processes.
       local_size: number of processes on this machine; None if unknown.
       addresses: ``host:port`` of each process, in the order of ranks. Empty if unknown; then the
         processes exchange them.

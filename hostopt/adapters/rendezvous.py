@@ -49,7 +49,6 @@ class Peer:
     """A rank other than 0.
 
     Args:
-      token: the secret of the ranks; None for none.
       deadline_s: time at which it stops waiting.
     """
 

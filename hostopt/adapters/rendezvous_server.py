@@ -28,8 +28,6 @@ def exchange(place: Place, port: int, token: bytes | None, timeout_s: float) -> 
 
     Args:
       place: the place of this process, with a rendezvous.
-      port: port of this process.
-      token: the secret of the ranks; None for none.
       timeout_s: seconds to wait for the other ranks.
 
     Returns:
@@ -95,7 +93,6 @@ class _Server:
 
     Args:
       place: the place of rank 0.
-      token: the secret of the ranks; None for none.
     """
 
     def __init__(self, place: Place, listener: socket.socket, token: bytes | None) -> None:

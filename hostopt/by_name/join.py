@@ -33,7 +33,6 @@ class Announcement(NamedTuple):
     """A call of another rank that this rank has to take part in.
 
     Args:
-      peer: the other rank.
       kind: what the name stands for; each kind of name has a function that replays its calls.
       name: name of the call.
       number: number of the call among those of its name, from 0.
@@ -268,7 +267,6 @@ def refusal(announcement: Announcement, cluster: Cluster, call: str, reason: str
     """Returns the error of a call that a rank which has joined cannot take part in.
 
     Args:
-      cluster: the ring and this rank.
       call: what the other rank does.
       reason: what is in the way, and what to do.
     """

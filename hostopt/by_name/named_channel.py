@@ -100,7 +100,6 @@ def open_channel(communicator: Communicator, name: str, count: int) -> NamedChan
     """Opens the channel of a name. Beyond a number of names, channels take no shared memory.
 
     Args:
-      communicator: reaches all ranks.
       count: number of names that have a channel.
     """
     communicator = communicator.duplicate(name)

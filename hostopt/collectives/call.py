@@ -19,7 +19,6 @@ class CollectiveCall(NamedTuple):
       channel: channel of the communicator.
       step: sequence number of the call on that channel, from 0.
       bucket: index of the gradient bucket.
-      name: name of the data, for warnings and errors.
       signature: kind, name, dtype and shape, which the ranks compare.
     """
 

@@ -14,7 +14,6 @@ class Channel:
     """Numbers the collective calls on one channel, in the same order on every rank.
 
     Args:
-      transport: transport of this rank.
       channel: number of the channel.
       name: describes the data of the channel, for warnings and errors.
     """

@@ -28,7 +28,6 @@ class HierarchicalAllReduce:
     Args:
       hosts: ranks grouped by host.
       shared_memory: channel of this rank's host; None if no other rank runs there.
-      transport: transport of this rank.
     """
 
     def __init__(

@@ -16,11 +16,7 @@ from hostopt.transport.message import Payload, Tag
 
 
 class CallMessages:
-    """Sends and receives the messages of one collective call; coroutines for the event loop.
-
-    Args:
-      transport: transport of this rank.
-    """
+    """Sends and receives the messages of one collective call; coroutines for the event loop."""
 
     def __init__(self, transport: Transport, call: CollectiveCall) -> None:
         self._transport = transport
@@ -31,7 +27,6 @@ class CallMessages:
 
         Args:
           payload: contiguous bytes, which may be changed once this returns.
-          phase: phase of the call, for warnings and errors.
         """
         begin_s = time.monotonic()
         name = self._call.in_phase(phase)
@@ -45,7 +40,6 @@ class CallMessages:
         """Receives a message of any length.
 
         Args:
-          phase: phase of the call, for warnings and errors.
           into: memory that the payload may be received into; see `Transport.recv`.
 
         Returns:
@@ -74,9 +68,7 @@ class CallMessages:
         """Receives an array of a known size.
 
         Args:
-          size: number of elements.
           dtype: dtype of the elements on the wire.
-          phase: phase of the call, for warnings and errors.
           into: contiguous array of shape [size] and dtype that may receive the elements, which
             saves a copy.
 

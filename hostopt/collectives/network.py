@@ -41,7 +41,6 @@ class Network:
     """Carries the collectives of one channel.
 
     Args:
-      transport: transport of this rank.
       world: opens a communicator of MPI at the first call; None uses the ring.
     """
 

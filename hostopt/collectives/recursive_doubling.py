@@ -35,7 +35,6 @@ def partners(index: int, size: int) -> list[int]:
 
     Args:
       index: position of a rank, 0..size-1.
-      size: number of ranks.
     """
     rounds = size.bit_length() - 1
     extra = size - (1 << rounds)  # ranks that do not fit into a power of two

@@ -42,7 +42,6 @@ def check_dtype(dtype: np.dtype[Any], op: ReduceOp = ReduceOp.SUM) -> None:
     """Checks that arrays of a dtype can be reduced.
 
     Args:
-      dtype: dtype of the arrays.
       op: reduction operator; none for a caller that uses `mean_of_integers`.
 
     Raises:

@@ -44,7 +44,6 @@ class RingGroup:
     wrong length.
 
     Args:
-      transport: transport of this rank.
       members: ranks in ring order, including this one; by default all ranks.
       wire_format: format of float32 values on the wire; None sends any dtype unchanged.
     """
@@ -64,12 +63,7 @@ class RingGroup:
         self._wire_format = wire_format
 
     def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
-        """Reduces a flat buffer, in place.
-
-        Args:
-          flat: contiguous array of shape [n], any numeric dtype.
-          op: commutative binary ufunc.
-        """
+        """Reduces a flat buffer, in place."""
         event_loop.run(self._all_reduce(call, flat, op))
 
     def start_all_reduce(
@@ -88,10 +82,6 @@ class RingGroup:
 
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
         """Reduces a flat buffer, which is overwritten.
-
-        Args:
-          flat: contiguous array of shape [n], any numeric dtype.
-          op: commutative binary ufunc.
 
         Returns:
           A copy of this rank's chunk of the result.
@@ -259,7 +249,6 @@ async def exchange(
     """Sends a part to each rank, and receives one from each; a coroutine for the event loop.
 
     Args:
-      transport: transport of this rank.
       parts: contiguous array for each rank; that of this rank is not sent.
       slots: contiguous array for the part of each rank, overwritten but for that of this rank.
     """

@@ -24,7 +24,6 @@ def ring_all_gather_bytes(
     Collective: all ranks must call it.
 
     Args:
-      transport: transport of this rank.
       data: contiguous bytes of this rank.
 
     Returns:

@@ -50,10 +50,6 @@ class Round(NamedTuple):
 def reduce_scatter_rounds(rank: int, size: int) -> list[Round]:
     """Rounds after which rank r holds the reduced chunk r.
 
-    Args:
-      rank: position in the ring, 0..size-1.
-      size: number of ranks.
-
     Returns:
       size - 1 rounds.
     """
@@ -64,10 +60,6 @@ def reduce_scatter_rounds(rank: int, size: int) -> list[Round]:
 
 def all_gather_rounds(rank: int, size: int) -> list[Round]:
     """Rounds that carry chunk r from rank r to all ranks.
-
-    Args:
-      rank: position in the ring, 0..size-1.
-      size: number of ranks.
 
     Returns:
       size - 1 rounds.
@@ -80,10 +72,6 @@ def all_reduce_rounds(rank: int, size: int) -> list[Round]:
 
     Two ranks exchange their whole buffers instead. That sends as many bytes as the ring of two, in
     one round instead of two.
-
-    Args:
-      rank: position in the ring, 0..size-1.
-      size: number of ranks.
 
     Returns:
       2 (size - 1) rounds over `size` chunks; for two ranks, 1 round over 1 chunk.
@@ -98,7 +86,6 @@ def chunk_slices(length: int, count: int) -> list[slice]:
 
     Args:
       length: number of elements, 0 or more.
-      count: number of chunks.
 
     Returns:
       One slice for each chunk. The first ``length % count`` chunks have one element more.
@@ -114,7 +101,6 @@ def segments(
     """Cuts a chunk into segments, each of which is one message.
 
     Args:
-      chunk: array of shape [n].
       segment_bytes: maximum size of a segment, unless one element is larger.
       at_least_one: True if an empty chunk has one empty segment.
 

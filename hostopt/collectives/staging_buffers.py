@@ -23,7 +23,6 @@ def channel_bytes(count: int, block_bytes: int) -> int:
     """Returns the size of the shared memory of a channel.
 
     Args:
-      count: number of ranks.
       block_bytes: size of a block, a multiple of 4096.
 
     Returns:
@@ -44,7 +43,6 @@ class StagingBuffers:
 
     Args:
       memory: shared memory of `channel_bytes`.
-      count: number of ranks.
       block_bytes: size of a block in bytes.
     """
 
@@ -66,7 +64,6 @@ class StagingBuffers:
 
         Args:
           index: index of the rank on this host; the number of ranks for the sums.
-          dtype: dtype of the array.
           size: number of elements, at most a block.
 
         Returns:

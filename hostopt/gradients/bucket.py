@@ -155,11 +155,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
 
 
 def describe_bucket(buckets: Sequence[Bucket], index: int) -> str:
-    """Returns text for warnings and errors about one bucket of a plan.
-
-    Args:
-      index: index of the bucket.
-    """
+    """Returns text for warnings and errors about one bucket of a plan."""
     return f"{buckets[index].name} (bucket {index + 1}/{len(buckets)})"
 
 

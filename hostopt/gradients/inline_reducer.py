@@ -47,7 +47,6 @@ class InlineReducer(BucketReducer):
         Collective: all ranks must call it.
 
         Args:
-          bucket: index of the bucket.
           arrays: gradients of the bucket, in packing order. They are not modified.
 
         Returns:
@@ -129,9 +128,6 @@ class SharedSums:
         """Sums the bucket over the ranks.
 
         Collective: all ranks must call it.
-
-        Args:
-          source: values of this rank.
 
         Returns:
           The sums, a read-only array of shape [n], and True if they are finite. None if no slot

@@ -40,7 +40,6 @@ class QuantizedSum:
 
         Args:
           values: finite array of float32 of shape [n], overwritten with the sum.
-          name: name of the data, for warnings and errors.
         """
         if self._residual is not None:
             values += self._residual
@@ -100,7 +99,6 @@ def decode(encoded: bytes, size: int, bits: int) -> Array:
     """Returns the values that `encode` has rounded.
 
     Args:
-      size: number of values.
       bits: 8 or 4.
 
     Raises:

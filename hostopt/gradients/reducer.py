@@ -67,7 +67,6 @@ class Reducer(BucketReducer):
         """Starts the reduction of a bucket, without blocking.
 
         Args:
-          bucket: index of the bucket.
           arrays: gradients of the bucket, in packing order. They are copied.
 
         Raises:
@@ -101,9 +100,6 @@ class Reducer(BucketReducer):
 
     def wait(self, bucket: int) -> list[Array]:
         """Waits until a bucket is reduced.
-
-        Args:
-          bucket: index of the bucket.
 
         Returns:
           The sums, in packing order. They are views of a buffer that is not reused while one of

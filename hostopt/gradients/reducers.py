@@ -28,7 +28,6 @@ def open_reducer(
     Collective: all ranks must call it.
 
     Args:
-      communicator: communicator of all ranks.
       buckets: all buckets of a step, the same on all ranks.
       check: check of the sums; by default one with the option `nonfinite`.
       wire_format: format of float32 values between hosts; by default the one of the option

@@ -119,9 +119,6 @@ class StepStats:
     def launched(self, bucket: int, at_s: float) -> int:
         """Records a launch.
 
-        Args:
-          bucket: index of the bucket.
-
         Returns:
           Number of the step, from 0.
         """
@@ -132,9 +129,6 @@ class StepStats:
 
     def ring(self, bucket: int, begin_s: float, end_s: float) -> int:
         """Records a ring all-reduce. Call it before `waited` of the same bucket.
-
-        Args:
-          bucket: index of the bucket.
 
         Returns:
           Number of the step, from 0.
@@ -148,7 +142,6 @@ class StepStats:
         """Records a wait.
 
         Args:
-          bucket: index of the bucket.
           begin_s: time when the wait began.
 
         Returns:

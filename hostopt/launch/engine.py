@@ -75,8 +75,6 @@ class Engine(Protocol):
         """Connects to the machines for the time of a run.
 
         Args:
-          size: number of ranks.
-          evaluators: number of evaluators.
           min_size: smallest number of ranks to run with.
         """
 
@@ -102,7 +100,6 @@ class Engine(Protocol):
         Args:
           command: program and arguments; a program that ends in ``.py`` is run with the Python
             of the machine.
-          task: job and index.
           settings: environment variables of the task, besides those of the launcher.
 
         Returns:

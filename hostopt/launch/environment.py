@@ -14,11 +14,7 @@ from hostopt.versions import has_keras_3
 
 
 def tf_config_of(cluster: Mapping[str, Sequence[str]], task: tuple[str, int]) -> str:
-    """Returns the TF_CONFIG of one task.
-
-    Args:
-      task: job and index.
-    """
+    """Returns the TF_CONFIG of one task."""
     job, index = task
     return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
 

@@ -96,7 +96,6 @@ def metrics_of(
 
     Args:
       attempts: what the chief has written in each attempt, by number from 1.
-      evaluation: the newest evaluation; empty if there is none.
       restarts: number of restarts of the ranks.
     """
     yield Metric("restarts_total", "restarts of the ranks", "", {"": restarts})

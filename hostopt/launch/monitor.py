@@ -158,7 +158,6 @@ def describe(attempt: int, attempts: Mapping[int, Progress], evaluation: Progres
     Args:
       attempt: number of the present attempt, from 1.
       attempts: what the chief has written in each attempt, by number from 1.
-      evaluation: the newest evaluation; empty if there is none.
     """
     if attempt not in attempts:
         return f"attempt {attempt} starts"
@@ -196,7 +195,6 @@ def summarize(
 
     Args:
       attempts: what the chief has written in each attempt, by number from 1.
-      evaluation: the newest evaluation; empty if there is none.
     """
     training, first = attempts[max(attempts)], attempts[min(attempts)]
     loss = f", loss {training['loss']:.4g}" if "loss" in training else ""

@@ -42,7 +42,6 @@ class Job(NamedTuple):
 
     Args:
       number: counts the tasks of the slot.
-      task: job and index.
       settings: variables of the task.
       inherited: variables of the launcher.
       directory: working directory of the launcher.

@@ -179,7 +179,6 @@ class Slots:
     """The slots that are used in an attempt.
 
     Args:
-      size: number of slots.
       min_size: smallest number of ranks to train with.
     """
 

@@ -86,7 +86,6 @@ class _Companion(Group):
     """The group of one task beside the ranks, whose place outlives an attempt.
 
     Args:
-      task: job and index.
       reservation: the places of all tasks of the job.
       settings: environment variables of the task.
     """

@@ -63,7 +63,6 @@ class Group:
       command: program and arguments of every task.
       cluster: addresses by job, of this and all other groups.
       selector: registers the lifelines of running tasks, each with a function to call.
-      max_restarts: number of restarts.
       grace_s: seconds from the first failure to SIGTERM for the other tasks.
       monitor: shows the progress of the tasks.
     """

@@ -30,7 +30,6 @@ class TaskProcess:
     """A started task.
 
     Args:
-      task: job and index.
       supervisor: the process that runs the command.
       lifeline: the launcher's end of the socket pair.
       pumps: threads that copy standard output and standard error.
@@ -121,7 +120,6 @@ def attend(
     """Copies the output of a task that has started.
 
     Args:
-      task: job and index.
       supervisor: the process that runs its command.
       lifeline: the launcher's end of the socket pair.
       log_file: file for all its output; None for none.

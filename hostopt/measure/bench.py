@@ -148,7 +148,6 @@ def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[floa
 
     Args:
       size_bytes: bytes of float32, a multiple of 4.
-      repetitions: number of timed repetitions.
 
     Returns:
       Seconds of one all-reduce on the slowest rank, for each repetition; and the seconds of

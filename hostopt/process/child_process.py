@@ -75,11 +75,7 @@ def native_threads() -> list[str]:
 
 
 def call_at_exit(function: Callable[[], object]) -> None:
-    """Calls a function when this process ends, also if `multiprocessing` started it.
-
-    Args:
-      function: may be called twice.
-    """
+    """Calls a function when this process ends, also if `multiprocessing` started it."""
     atexit.register(function)
     if multiprocessing.parent_process() is not None:
         _finalizers[function] = Finalize(None, function, exitpriority=_LEAVE)

@@ -29,7 +29,6 @@ def write_progress(section: str, values: dict[str, Any]) -> None:
 
     Args:
       section: "training" or "evaluation".
-      values: what JSON supports.
     """
     global _path  # noqa: PLW0603
     with _lock, contextlib.suppress(OSError, TypeError, ValueError):  # never worth an error

@@ -103,7 +103,6 @@ class Timeline:
     is a complete trace of the spans so far. Any thread may record spans.
 
     Args:
-      cluster: the ring and this rank.
       max_spans: number of spans to keep. Older ones are dropped and counted in the file.
       rewrite_every_s: interval between two writes; longer if a write takes long.
 
@@ -223,10 +222,6 @@ class Timeline:
 
 def events_of(spans: Iterable[Span], rank: int, process: str) -> list[Event]:
     """Converts spans to events of the Trace Event Format.
-
-    Args:
-      spans: in any order.
-      rank: becomes the pid.
 
     Returns:
       Events that name the process and its rows, then the spans sorted by start.

@@ -85,7 +85,6 @@ def in_order(
     Args:
       order: the key; "" for the order of all other stateful operations.
       build: takes the inputs, and returns the results of the operations.
-      dtypes: dtypes of the results.
     """
     graph = tf.compat.v1.get_default_graph()
     # the gradient of tf.cond or tf.while_loop cannot have a resource that the loop does not have

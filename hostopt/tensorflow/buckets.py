@@ -77,7 +77,6 @@ def build_buckets(
     """Builds `reduce_in_buckets` for gradients that all ranks have in the same order.
 
     Args:
-      tensors: gradients of static shape.
       specs: their names, shapes and dtypes.
       communicator: communicator of at least two ranks.
 
@@ -98,7 +97,6 @@ def reduce_planned(
     """Adds the operations that reduce gradients with a reducer.
 
     Args:
-      tensors: gradients of static shape.
       buckets: the buckets that they are assigned to.
       reducer: an `InlineReducer` if all ranks share memory, else a `Reducer`; or what opens one.
 
@@ -163,7 +161,6 @@ def order_of_rank_0(
     Collective: all ranks must call it.
 
     Args:
-      communicator: communicator of all ranks.
       descriptions: name and description of each tensor of this rank.
       settings: other values, by name, that must be the same on all ranks.
 

@@ -35,7 +35,6 @@ def call(
     Args:
       function: takes an array per input, and returns an array per output; it may block.
       outputs: dtype and static shape of each output.
-      name: name of the operation in a graph.
       order: name of the call, by which ranks match it. Calls of one name keep their order.
       communicator: communicator whose ring an error aborts; by default the ring of this process.
       become_variables: True if the outputs are likely to be assigned to variables. An eager call

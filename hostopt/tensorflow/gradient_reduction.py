@@ -31,7 +31,6 @@ class GradientReduction:
 
     Args:
       name: name of the gradients, the same on all ranks; "" until it is known.
-      sparse_as_dense: True makes `tf.IndexedSlices` dense before they travel.
       bucket_mb: size of a bucket in MiB; None for the option `bucket_mb`.
       prescale_factor: gradients are multiplied by it first.
       postscale_factor: results are multiplied by it.
@@ -55,9 +54,6 @@ class GradientReduction:
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduces gradients over the ranks.
-
-        Args:
-          gradients: tensors, `tf.IndexedSlices` and None.
 
         Returns:
           The results, in the same order.

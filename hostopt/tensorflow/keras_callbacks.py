@@ -19,8 +19,6 @@ class BroadcastVariables:
     otherwise after it.
 
     Args:
-      root_rank: rank whose values are assigned.
-      device: must be empty.
       local_variables: variables, or one, that keep the values of their rank; None for none.
     """
 
@@ -62,11 +60,7 @@ class BroadcastVariables:
 
 
 class AverageMetrics:
-    """Averages the metrics of an epoch over the ranks, for the callbacks after this one.
-
-    Args:
-      device: must be empty.
-    """
+    """Averages the metrics of an epoch over the ranks, for the callbacks after this one."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()

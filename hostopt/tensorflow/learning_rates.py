@@ -127,7 +127,6 @@ class LearningRateWarmup(LearningRateSchedule):
     Args:
       initial_lr: learning rate after the warm-up; in most programs the rate of one process times
         size.
-      warmup_epochs: number of epochs.
       steps_per_epoch: number of batches in an epoch; None takes it from `fit`.
       verbose: 1 prints a line at the end, on rank 0.
     """

@@ -46,7 +46,6 @@ class LocalSources:
         """Reduces all other gradients over the ranks.
 
         Args:
-          gradients: tensors, `tf.IndexedSlices` and None.
           use_generic_names: True names the gradients by their position instead of their variable.
 
         Returns:

@@ -289,11 +289,7 @@ def _on_all_ranks(check_finite: Any) -> Any:
 
 
 class GradientAccumulator:
-    """Sums the gradients of `steps` steps on this rank, and applies them in the last of these.
-
-    Args:
-      steps: number of steps.
-    """
+    """Sums the gradients of `steps` steps on this rank, and applies them in the last of these."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -32,11 +32,7 @@ _READS = ("ReadVariableOp", "VariableV2", "VarHandleOp")
 
 
 def mark(gradients: Sequence[Any]) -> None:
-    """Notes that gradients are reduced.
-
-    Args:
-      gradients: tensors, `tf.IndexedSlices` and None.
-    """
+    """Notes that gradients are reduced."""
     for each in gradients:
         if each is None:
             continue

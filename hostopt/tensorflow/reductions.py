@@ -141,11 +141,7 @@ def reduce_tensors(
 
 
 def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
-    """Returns True if `reduce_tensors` needs an exchange, as not all tensors are large and dense.
-
-    Args:
-      communicator: communicator that reduces them.
-    """
+    """Returns True if `reduce_tensors` needs an exchange: not all tensors are large and dense."""
     return bool(split(reductions, communicator).in_exchange)
 
 
@@ -164,11 +160,7 @@ class Parts(NamedTuple):
 
 
 def split(reductions: Sequence[Reduction], communicator: Communicator) -> Parts:
-    """Decides how each tensor is reduced.
-
-    Args:
-      communicator: communicator that reduces them.
-    """
+    """Decides how each tensor is reduced."""
     limit = _SMALL_BYTES / max(1, communicator.size - 1)
     dense = [each for each in reductions if not each.is_sparse]
     nbytes = {each: static_spec(each.value, each.name).nbytes for each in dense}

@@ -35,11 +35,7 @@ def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
 
 
 def set_shape_of(gradient: Any, shape: Any) -> None:
-    """Sets the static shape of a gradient, which TensorFlow does not know for data of any shape.
-
-    Args:
-      shape: shape of its variable.
-    """
+    """Sets the static shape of a gradient, which is unknown to TensorFlow for data of any shape."""
     shape = tf.TensorShape(shape)
     if isinstance(gradient, tf.IndexedSlices):
         shape = tf.TensorShape([None]).concatenate(shape[1:])

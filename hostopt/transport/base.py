@@ -37,10 +37,6 @@ _log = logging.getLogger(__name__)
 class Transport(abc.ABC):
     """Tagged messages between the ranks of one cluster.
 
-    Args:
-      cluster: the ring and this rank.
-      options: deadlines and sizes.
-
     Raises:
       ConfigError: this task is an evaluator or a data worker.
     """
@@ -78,9 +74,6 @@ class Transport(abc.ABC):
         """Sends a message; the payload may be changed once this returns.
 
         Args:
-          peer: rank that receives it.
-          tag: which message this is.
-          payload: contiguous bytes.
           name: what is sent, for error messages.
 
         Raises:
@@ -93,7 +86,6 @@ class Transport(abc.ABC):
         """Waits for a message. An error aborts the ring, as no rank can continue.
 
         Args:
-          peer: rank that sends it.
           name: what is waited for, for warnings and error messages.
           into: memory that the payload may be received into, which saves a copy. Its content is
             undefined after an error.
@@ -161,7 +153,6 @@ class Transport(abc.ABC):
         """Aborts the ring because a peer makes another call than this rank.
 
         Args:
-          peer: the other rank.
           tag: a message of this rank's call.
 
         Returns:
@@ -198,9 +189,6 @@ class Transport(abc.ABC):
 
     def status_for(self, waiting: int, tag: Sequence[int]) -> Status:
         """Returns the status for a rank that waits for a message of this one.
-
-        Args:
-          waiting: the rank that waits.
 
         Returns:
           `status`, whether this rank has "sent" the message, its last "call" on that channel, why

@@ -85,7 +85,6 @@ class DeadlockWatch:
     """Looks for ranks that wait for each other; used on the event loop of rank 0.
 
     Args:
-      size: number of ranks.
       long_s: length of a wait that is long in any program.
     """
 
@@ -99,8 +98,6 @@ class DeadlockWatch:
 
         Args:
           rank: the rank; in a deadlock all ranks wait, so rank 0 looks.
-          wait: one of its waits.
-          waits: all its waits.
         """
         oldest = min(waits, key=lambda each: each.since_s, default=None)
         return rank == 0 and wait is oldest and time.monotonic() - wait.since_s >= _FROM_S
@@ -111,7 +108,6 @@ class DeadlockWatch:
         """Asks all ranks what they wait for.
 
         Args:
-          cluster: the ring and this rank.
           request_status: as `Transport.request_status`, but also for this rank.
 
         Returns:
@@ -153,7 +149,6 @@ def refusal(cluster: Cluster, peer: int, reason: str) -> CollectiveMismatchError
     """Returns the error of a rank that waits for a call which a peer has refused.
 
     Args:
-      cluster: the ring and this rank.
       reason: the call, and why the peer has refused it.
     """
     assert cluster.rank is not None

@@ -55,10 +55,6 @@ class FrameWriter:
     def write(self, tag: Tag, payload: Payload) -> bytes:
         """Builds the next frame.
 
-        Args:
-          tag: which message this is.
-          payload: contiguous bytes.
-
         Returns:
           Header and payload, in one new byte string.
         """
@@ -68,8 +64,6 @@ class FrameWriter:
         """Builds the header of the next frame, whose payload follows it.
 
         Args:
-          tag: which message this is.
-          payload: contiguous bytes.
           is_last: True if no frame follows this one.
 
         Returns:
@@ -90,7 +84,6 @@ class Header(NamedTuple):
     """The header of a frame.
 
     Args:
-      tag: which message this is.
       length: size of the payload in bytes.
       number: number of the frame on its stream.
       expected: the checksum that the sender has computed.

@@ -41,7 +41,6 @@ def greets(address: str, timeout_s: float) -> bool:
     The kernel connects to a frozen process as well, so this waits for the server's first frame.
 
     Args:
-      address: ``host:port`` of the server.
       timeout_s: longest time to wait for the connection, and for the frame.
     """
     try:
@@ -83,7 +82,6 @@ def wait_for(address: str, until_s: float, check: Callable[[], None] = lambda: N
     """Waits until a server of HTTP/2 answers.
 
     Args:
-      address: ``host:port`` of the server.
       until_s: deadline, by `time.monotonic`.
       check: called between two questions; an error that it raises ends the wait.
 

@@ -17,8 +17,6 @@ class InprocTransport(Transport):
     """One rank of a ring of threads; `connect` creates all of them.
 
     Args:
-      cluster: the ring and this rank.
-      options: deadlines and sizes.
       peers: list of the transports of all ranks, which the caller fills in rank order.
     """
 
@@ -31,7 +29,6 @@ class InprocTransport(Transport):
         """Creates a ring.
 
         Args:
-          size: number of ranks.
           options: deadlines and sizes of all ranks; the defaults if None.
 
         Returns:

@@ -101,7 +101,6 @@ class Mailbox:
         """Waits for a message of `peer` and removes it.
 
         Args:
-          peer: rank that sends it.
           tag: which message; its signature is not compared.
           name: what it carries, for warnings and errors.
           into: memory that the payload may be received into. It is used only if the message has
@@ -150,7 +149,6 @@ class Mailbox:
 
         Args:
           peer: rank that is waited for.
-          tag: what is waited for.
           name: description of it, for warnings and errors.
           grace_s: time for which the wait goes on after the peer has left in good order, if what
             it sent before can arrive later, in seconds.

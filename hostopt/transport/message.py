@@ -56,7 +56,6 @@ class Traffic:
     """Counts the messages that this rank has sent.
 
     Args:
-      messages: number of messages.
       payload_bytes: bytes of data.
       header_bytes: bytes of frame headers.
     """

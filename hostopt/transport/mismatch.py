@@ -28,7 +28,6 @@ async def find_mismatch(
     """Asks all ranks which call they make in place of this rank's call.
 
     Args:
-      cluster: the ring and this rank.
       peer: a rank whose call differs from this rank's.
       tag: a message of this rank's call.
       local_call: this rank's last call on the channel of `tag`.

@@ -91,7 +91,6 @@ class Security:
     """The token and the certificates of one rank.
 
     Args:
-      cluster: the ring and this rank.
       options: `token_file`, `tls_dir` and `insecure`.
       environ: the environment with HOSTOPT_TOKEN; `os.environ` if None.
 

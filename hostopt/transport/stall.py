@@ -46,7 +46,6 @@ def build_status(
     Args:
       waits: the messages that it is waiting for.
       blocked_sends: start time of each blocked send by peer, in seconds on the monotonic clock.
-      last: its last recorded event.
       error: the error that aborted its ring.
 
     Returns:
@@ -77,7 +76,6 @@ async def find_culprit(
     """Follows the waits from a peer that this rank waits for to the rank that causes them.
 
     Args:
-      cluster: the ring and this rank.
       peer: rank that this rank waits for.
       tag: the message that it waits for.
       request_status: requests the status of another rank.

@@ -30,9 +30,6 @@ class Stream(abc.ABC):
     async def wait_until_open(self, timeout_s: float) -> bool:
         """Waits until the peer reads the stream; then each side detects the end of the other.
 
-        Args:
-          timeout_s: time to wait.
-
         Returns:
           True if the peer reads the stream.
         """
@@ -42,7 +39,6 @@ class Stream(abc.ABC):
         """Sends a message, or queues it.
 
         Args:
-          tag: which message this is.
           payload: contiguous bytes; may be changed once this returns.
 
         Returns:

@@ -48,7 +48,6 @@ class MpiGroup:
     Every collective raises HostOptError if a rank failed, left, timed out or makes another call.
 
     Args:
-      transport: transport of this rank.
       communicators: two of MPI that nothing else uses, for data and for comparisons of calls.
       wire_format: format of float32 values between ranks; None sends any dtype unchanged.
     """

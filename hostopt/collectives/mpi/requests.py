@@ -40,7 +40,6 @@ def wait(
 
     Args:
       transport: transport of this rank, for its deadlines and errors.
-      phase: phase of the call, for warnings and errors.
       *buffers: memory that the request uses, kept if the wait fails.
       have_all_called: True if all ranks have made the call. Then one that has left the ring has
         ended its part, as MPI and the messages of the ring do not wait for each other.

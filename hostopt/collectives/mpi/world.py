@@ -40,7 +40,6 @@ class World:
     """Opens the communicators of the channels of one ring.
 
     Args:
-      transport: transport of this rank.
       parent: communicator of MPI over the ranks of the ring, in their order.
     """
 

@@ -50,7 +50,6 @@ class Authenticator:
         """Returns the metadata of a call to a peer.
 
         Args:
-          peer: rank that is called.
           incarnation: its incarnation; "" if unknown.
           request: the request; empty for a stream.
         """
@@ -66,9 +65,6 @@ class Authenticator:
         self, peer: int, incarnation: str, method: str, answer: bytes, metadata: Any
     ) -> None:
         """Raises an error unless an answer proves that the peer knows the token.
-
-        Args:
-          peer: rank that was called.
 
         Raises:
           AuthError: the proof is missing or wrong.

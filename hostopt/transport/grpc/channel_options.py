@@ -38,11 +38,7 @@ def message_options(options: Options, timing: Timing) -> list[tuple[str, int]]:
 
 
 def server_options(options: Options, timing: Timing, size: int) -> list[tuple[str, int]]:
-    """Returns `message_options` and the limits of a server's callers.
-
-    Args:
-      size: number of ranks.
-    """
+    """Returns `message_options` and the limits of a server's callers."""
     sent_bytes = max(limits.most_message_bytes(options), limits.most_overview_bytes(size))
     return [
         ("grpc.max_send_message_length", sent_bytes),  # gRPC uses the first of two equal options

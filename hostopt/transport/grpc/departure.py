@@ -16,11 +16,7 @@ from hostopt.transport.grpc.runtime import grpc
 
 
 class Departure:
-    """Sends and receives the Leave messages of one rank.
-
-    Args:
-      ring: the ring as this rank sees it.
-    """
+    """Sends and receives the Leave messages of one rank."""
 
     def __init__(self, ring: RingContext) -> None:
         self._ring = ring
@@ -61,9 +57,6 @@ class Departure:
 
     async def on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Handles a Leave message.
-
-        Args:
-          context: context of the call.
 
         Returns:
           The empty answer.

@@ -24,11 +24,7 @@ _ABSENT = object()
 
 
 class HelloMessages:
-    """Builds, reads and compares the Hello messages of one rank.
-
-    Args:
-      options: this rank's options.
-    """
+    """Builds, reads and compares the Hello messages of one rank."""
 
     def __init__(self, peers: Peers, options: Options) -> None:
         self._peers = peers

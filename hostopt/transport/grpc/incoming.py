@@ -31,9 +31,7 @@ class IncomingStreams:
     """The streams to one rank, at most one of each peer; used on the event loop.
 
     Args:
-      ring: the ring as this rank sees it.
       liveness: handles streams that break.
-      security: token and certificates of this rank.
       options: `communication` and `segment_bytes`.
     """
 
@@ -88,9 +86,6 @@ class IncomingStreams:
 
     async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
         """Receives the frames of a peer in gRPC messages until its stream ends.
-
-        Args:
-          context: context of the call.
 
         Returns:
           The empty answer.

@@ -38,11 +38,7 @@ SHOWN_DIFFERENCES = 4
 
 
 def pause_s(descriptors: int) -> float:
-    """Returns the time between two checks; no burst can take all descriptors within it.
-
-    Args:
-      descriptors: limit of this process.
-    """
+    """Returns the time between two checks; no burst can take all descriptors within it."""
     return min(SCAN_EVERY_S, max(descriptors / _MOST_NEW_PER_S, 0.01))
 
 
@@ -59,7 +55,6 @@ def most_connections(size: int, descriptors: int) -> int:
     """Returns the maximum number of connections. The room above `most_strangers` is for peers.
 
     Args:
-      size: number of ranks.
       descriptors: limit of this process; half of it is for other files.
     """
     return max(2 * most_strangers(size) + CONNECTIONS_OF_A_PEER * size, descriptors // 2)
@@ -75,11 +70,7 @@ def most_message_bytes(options: Options) -> int:
 
 
 def most_overview_bytes(size: int) -> int:
-    """Returns the maximum size of the answer to an observer.
-
-    Args:
-      size: number of ranks.
-    """
+    """Returns the maximum size of the answer to an observer."""
     return _NOTE_BYTES + (DETAILS_BYTES + _NOTE_BYTES_OF_A_RANK) * size
 
 

@@ -40,7 +40,6 @@ class Liveness:
     """Watches the peers of one rank; used on the event loop.
 
     Args:
-      ring: the ring as this rank sees it.
       recorder: the last events of this rank, for error messages.
     """
 

@@ -75,7 +75,6 @@ def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -
     """Reads the answer of a Status call.
 
     Args:
-      size: number of ranks.
       for_message: True if the request named a message.
 
     Returns:
@@ -94,9 +93,6 @@ def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -
 
 def read_details(data: bytes, size: int) -> dict[str, Any]:
     """Reads the answer of a Details call.
-
-    Args:
-      size: number of ranks.
 
     Returns:
       The details of a rank: see `hostopt.transport.overview`.

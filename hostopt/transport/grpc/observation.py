@@ -20,10 +20,6 @@ class Observation:
 
     Observers that ask at the same time get the same overview, so strangers cannot make this rank
     ask its peers more often than `limits.OBSERVE_EVERY_S`.
-
-    Args:
-      ring: the ring as this rank sees it.
-      local_details: describes this rank.
     """
 
     def __init__(self, ring: RingContext, local_details: Callable[[], Details]) -> None:

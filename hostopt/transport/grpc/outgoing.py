@@ -28,7 +28,6 @@ class StreamOpener:
 
     Args:
       peers: incarnations and data ports of the peers.
-      security: token and certificates of this rank.
       checksum: True if the checksum of a frame covers its payload.
     """
 

@@ -22,9 +22,6 @@ INCARNATION = re.compile("[0-9a-f]{1,16}")
 class Peers:
     """The peers of one rank; used on the event loop.
 
-    Args:
-      cluster: the ring and this rank.
-
     Attributes:
       incarnation: incarnation of this rank.
       incarnations: incarnation of each connected peer, by rank.

@@ -25,7 +25,6 @@ class Rendezvous:
     also have begun to read this rank's stream, so that each of the two detects the other's end.
 
     Args:
-      ring: the ring as this rank sees it.
       liveness: checks peers that have been started again.
       security: certificates of this rank.
       options: compared with those of the peers; `rendezvous_timeout_s` is the deadline.
@@ -43,9 +42,6 @@ class Rendezvous:
 
     async def on_hello(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Answers a Hello message.
-
-        Args:
-          context: context of the call.
 
         Returns:
           This rank's Hello message.

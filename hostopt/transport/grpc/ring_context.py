@@ -20,7 +20,6 @@ class RingContext:
       peers: state of the peers.
       streams: streams to the peers.
       mailbox: messages that have arrived, the ring's error, and the peers that have left.
-      timing: deadlines and intervals.
       abort: aborts the ring with an error.
     """
 

@@ -154,11 +154,7 @@ class RpcServer:
         return grpc.stream_unary_rpc_method_handler(handle)
 
     async def admit_stream(self, context: grpc.aio.ServicerContext) -> int:
-        """Returns the peer that starts a stream; ends the call of anybody else.
-
-        Args:
-          context: context of the call.
-        """
+        """Returns the peer that starts a stream; ends the call of anybody else."""
         caller = await self._admit("Stream", self._authenticator, context)
         code = grpc.StatusCode
         claim = claim_of(caller)

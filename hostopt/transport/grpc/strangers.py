@@ -36,11 +36,7 @@ _MAX_AGE_OF_A_PAUSE_S = 2 * limits.SCAN_EVERY_S
 
 
 class Endpoint(NamedTuple):
-    """The caller's end of a connection.
-
-    Args:
-      host: its IP address.
-    """
+    """The caller's end of a connection."""
 
     host: str
     port: int
@@ -50,7 +46,6 @@ class Strangers:
     """The connections to one server; used on the event loop.
 
     Args:
-      size: number of ranks.
       is_peer: returns True if a claim is true, as far as this rank knows at present.
     """
 

@@ -64,8 +64,6 @@ class GrpcTransport(Transport):
     """One rank of a ring over gRPC. The constructor returns once all peers are connected.
 
     Args:
-      cluster: the ring and this rank.
-      options: deadlines and sizes.
       service: name of the gRPC service; ranks with different names do not connect.
       timing: times that are not options; `timing.DEFAULT` if None.
 

@@ -27,7 +27,6 @@ class DataServer:
 
     Args:
       incarnation_of: returns the incarnation of a rank; None if it is not a connected peer.
-      security: token and certificates of this rank.
       handshake_s: time that a handshake may take.
       most_strangers: connections that may be in their handshake at the same time.
       on_connected: takes a connection and the rank of the peer that it comes from.

@@ -37,11 +37,7 @@ class HandshakeError(ConnectionError):
 
 
 class Identity(NamedTuple):
-    """One side of a data connection.
-
-    Args:
-      incarnation: its incarnation, hexadecimal.
-    """
+    """One side of a data connection."""
 
     rank: int
     incarnation: str
