@@ -35,7 +35,7 @@ def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
 
 
 def set_shape_of(gradient: Any, shape: Any) -> None:
-    """Sets the static shape of a gradient, which is unknown to TensorFlow for data of any shape."""
+    """Sets the static shape of a gradient, unknown to TensorFlow for data of any shape."""
     shape = tf.TensorShape(shape)
     if isinstance(gradient, tf.IndexedSlices):
         shape = tf.TensorShape([None]).concatenate(shape[1:])
