@@ -11,14 +11,9 @@ import tensorflow as tf
 from pipelines import data, slices
 from rings import Spawn
 
-from estimator_ext.reduction.uneven_data import (
-    UNKNOWN,
-    Needs,
-    length_of,
-    lengths_of,
-    needs_of,
-    repeat_last_batch,
-)
+from estimator_ext._tf_private import variant_tensor
+from estimator_ext.pipelines.batch_lengths import UNKNOWN, _number_of, length_of, lengths_of
+from estimator_ext.reduction.uneven_data import Needs, needs_of, repeat_last_batch
 
 v1 = tf.compat.v1
 CONFIG = v1.ConfigProto()
@@ -59,6 +54,36 @@ def test_fixed_lengths(name: str) -> None:
     make, length = FIXED[name]
     with tf.Graph().as_default():
         assert lengths_of(make(), CONFIG).batch == length
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: slices(ROWS),
+        lambda: slices(ROWS).repeat(),
+        lambda: slices(ROWS).repeat(0),
+        lambda: slices(ROWS[:0]).repeat(),
+        lambda: slices(ROWS).repeat(3).shuffle(2).batch(5).prefetch(1),
+        lambda: slices(ROWS).batch(5, drop_remainder=True).repeat(2),
+        lambda: (
+            slices({"x": ROWS, "y": ROWS}).map(lambda row: row["x"], 2).cache().batch(5).repeat()
+        ),
+    ],
+)
+def test_constants_say_the_number_of_elements(make: Callable[[], Any]) -> None:
+    with tf.Graph().as_default(), v1.Session() as session:
+        dataset = make()
+        assert _number_of(variant_tensor(dataset).op) == session.run(dataset.cardinality())
+
+
+def test_other_data_are_asked_in_a_session() -> None:
+    with tf.Graph().as_default():
+        for dataset in (
+            slices(ROWS).filter(lambda row: row[0] < 1),
+            data.range(4),
+            slices(ROWS).skip(1),
+        ):
+            assert _number_of(variant_tensor(dataset.batch(2)).op) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""The number of examples in a batch: as a tensor, and if known before the data are read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from estimator_ext._tf_private import constant_of, variant_tensor
+from estimator_ext.graphs.operation_kinds import arguments
+from estimator_ext.pipelines.divided_pipeline import kind_of
+
+UNKNOWN = -1  # batches may differ in length
+# Their elements are batches of their input.
+_PASSING = ("AssertCardinality", "AutoShard", "Cache", "MaxIntraOpParallelism", "Model", "Options")
+_PASSING += ("Prefetch", "PrivateThreadPool", "Repeat", "Shard", "Shuffle", "ShuffleAndRepeat")
+_PASSING += ("Skip", "Take")
+_BATCHES = ("Batch", "MapAndBatch", "PaddedBatch", "ParallelBatch")
+_SAME_NUMBER = ("Cache", "Map", "Model", "Options", "ParallelMap", "Prefetch", "Shuffle")
+_ENDLESS = tf.data.INFINITE_CARDINALITY
+
+
+def length_of(batch: Any) -> tf.Tensor:
+    """Returns the number of examples of a batch.
+
+    Args:
+      batch: features, and labels if there are any.
+
+    Returns:
+      Scalar of int64: the length of the first tensor, or 1 if it is a scalar.
+    """
+    first = tf.nest.flatten(batch)[0]
+    if isinstance(first, tf.SparseTensor):
+        return tf.reduce_prod(first.dense_shape[:1])
+    if isinstance(first, tf.RaggedTensor):
+        return first.nrows(tf.int64)
+    return tf.reduce_prod(tf.shape(first, tf.int64)[:1])
+
+
+class Lengths(NamedTuple):
+    """The length of data and of their batches.
+
+    Args:
+      endless: True if the data never end; False for what is no dataset.
+      batch: number of examples in each batch; UNKNOWN if batches may differ, as the last one of
+        an epoch does.
+    """
+
+    endless: bool
+    batch: int
+
+
+def lengths_of(data: Any, config: tf.compat.v1.ConfigProto) -> Lengths:
+    """Finds lengths before data are read.
+
+    Args:
+      data: the result of input_fn, in a graph.
+      config: configuration of a session that asks a dataset.
+    """
+    if not isinstance(data, tf.data.Dataset):
+        return Lengths(False, _static_length(data))
+    static, op = _static_length(data.element_spec), variant_tensor(data).op
+    while kind_of(op) in _PASSING:
+        op = op.inputs[0].op
+    batch_sizes, examples = [], []
+    if static == UNKNOWN and kind_of(op) in _BATCHES:
+        batch_sizes = [tensor for name, tensor, _ in arguments(op) if name == "batch_size"]
+        examples = [op.inputs[0]]
+    sizes = [constant_of(each) for each in batch_sizes]
+    counts = [_number_of(each.op) for each in (variant_tensor(data), *examples)]
+    if None in sizes or None in counts:  # a session, which copies all constants of the graph
+        asked = [variant_tensor(data), *examples]
+        cardinalities = [tf.raw_ops.DatasetCardinality(input_dataset=each) for each in asked]
+        with tf.compat.v1.Session(config=config) as session:
+            sizes, counts = session.run([batch_sizes, cardinalities])
+    for size, number in zip(sizes, counts[1:]):
+        if number == _ENDLESS or (number >= 0 and number % size == 0):
+            static = int(size)
+    return Lengths(bool(counts[0] == _ENDLESS), static)
+
+
+def _number_of(op: tf.Operation) -> int | None:
+    """Returns the number of elements of a dataset as constants say it; None if they do not."""
+    kind = kind_of(op)
+    if kind == "TensorSlice" and op.inputs[0].dtype != tf.variant:
+        return op.inputs[0].shape.as_list()[0] if op.inputs[0].shape.rank else None
+    if kind in (*_SAME_NUMBER, "AutoShard", "Shard", "Repeat", "Batch"):
+        number = _number_of(op.inputs[0].op)
+        if number is None or kind in _SAME_NUMBER:
+            return number
+        constants = [constant_of(each) for each in op.inputs[1:]]
+        if kind == "Repeat" and constants[0] is not None:
+            times = int(constants[0])
+            is_endless = number and times and (number == _ENDLESS or times < 0)
+            return _ENDLESS if is_endless else number * times
+        if kind == "Batch" and None not in constants:
+            size, drops = map(int, constants)
+            rest = 0 if drops else size - 1
+            return _ENDLESS if number == _ENDLESS else (number + rest) // size
+        return _ENDLESS if number == _ENDLESS else None
+    return None
+
+
+def _static_length(structure: Any) -> int:
+    tensors = tf.nest.flatten(structure)
+    shape = tf.TensorShape(getattr(tensors[0], "shape", None) if tensors else [])
+    if shape.rank is None:
+        return UNKNOWN
+    length = shape.as_list()[0] if shape.rank else 1
+    return UNKNOWN if length is None else int(length)
