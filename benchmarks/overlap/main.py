@@ -146,7 +146,7 @@ def evaluate(
     """Evaluates medians of the rounds, and the hidden share.
 
     Args:
-      result: by variant and round, milliseconds of "step" and, of those that communicate, of
+      actual: by variant and round, milliseconds of "step" and, of those that communicate, of
         their "ring" alone.
       alone_ms: milliseconds of a step without communication.
 

@@ -68,7 +68,8 @@ def lengths_of(data: Any, config: tf.compat.v1.ConfigProto) -> Lengths:
         examples = [op.inputs[0]]
     sizes = [constant_of(each) for each in batch_sizes]
     counts = [_number_of(each.op) for each in (variant_tensor(data), *examples)]
-    if None in sizes or None in counts:  # a session, which copies all constants of the graph
+    if any(each is None for each in (*sizes, *counts)):
+        # slow with large constants, all of which a session copies
         asked = [variant_tensor(data), *examples]
         cardinalities = [tf.raw_ops.DatasetCardinality(input_dataset=each) for each in asked]
         with tf.compat.v1.Session(config=config) as session:
@@ -86,14 +87,18 @@ def _number_of(op: tf.Operation) -> int | None:
         return op.inputs[0].shape.as_list()[0] if op.inputs[0].shape.rank else None
     if kind in (*_SAME_NUMBER, "AutoShard", "Shard", "Repeat", "Batch"):
         number = _number_of(op.inputs[0].op)
+        if "Map" in kind and not op.get_attr("preserve_cardinality"):
+            return None  # the function may end the data
         if number is None or kind in _SAME_NUMBER:
             return number
         constants = [constant_of(each) for each in op.inputs[1:]]
-        if kind == "Repeat" and constants[0] is not None:
+        if kind == "Repeat":
+            if constants[0] is None:
+                return None
             times = int(constants[0])
             is_endless = number and times and (number == _ENDLESS or times < 0)
             return _ENDLESS if is_endless else number * times
-        if kind == "Batch" and None not in constants:
+        if kind == "Batch" and all(each is not None for each in constants) and constants[0] > 0:
             size, drops = map(int, constants)
             rest = 0 if drops else size - 1
             return _ENDLESS if number == _ENDLESS else (number + rest) // size

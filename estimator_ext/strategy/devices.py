@@ -27,12 +27,12 @@ class Accelerator:
 
     Args:
       device: its name in this process.
-      gpu: number of the only GPU that this process uses, from 0; None leaves all as they are.
+      gpus: numbers of the GPUs that this process uses, from 0; empty leaves all as they are.
       problem: why it may be too small for all who use it, if memory does not grow as needed.
     """
 
     device: str
-    gpu: int | None = None
+    gpus: tuple[int, ...] = ()
     problem: str = ""
 
     @property
@@ -51,8 +51,8 @@ class Accelerator:
             config.device_count["CPU"] = max(
                 config.device_count["CPU"], (spec.device_index or 0) + 1
             )
-        if self.gpu is not None and not options.visible_device_list:
-            options.visible_device_list = str(self.gpu)
+        if self.gpus and not options.visible_device_list:
+            options.visible_device_list = ",".join(map(str, self.gpus))
         grows = options.allow_growth or options.per_process_gpu_memory_fraction
         if self.problem and not (grows or os.environ.get(_GROWTH) == "true"):
             raise hostopt.ConfigError(self.problem)
@@ -76,34 +76,36 @@ def find_accelerator(cluster: hostopt.Cluster, wanted: str | None) -> Accelerato
     if cluster.rank is None:  # must not even look for a GPU
         return Accelerator(HOST_DEVICE)
     gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
+    visible = tf.config.get_visible_devices("GPU")
+    if not visible:
         return Accelerator(VIRTUAL_ACCELERATOR)
-    is_chosen = tf.config.get_visible_devices("GPU") != gpus
-    if is_chosen or (len(gpus) == 1 and any(os.environ.get(name) for name in _CHOOSING)):
-        return Accelerator(_GPU)
-    return _gpu_of_rank(cluster, gpus)
-
-
-def _gpu_of_rank(cluster: hostopt.Cluster, gpus: Sequence[Any]) -> Accelerator:
-    ranks, count = cluster.local_ranks, len(gpus)
-    if len(ranks) == 1:
-        return Accelerator(_GPU)
-    gpu = ranks.index(cluster.rank) % count
+    ranks = cluster.local_ranks
+    gpu = ranks.index(cluster.rank) % len(gpus)
+    is_given = len(gpus) == 1 and any(os.environ.get(name) for name in _CHOOSING)
+    if len(ranks) == 1 or is_given or visible not in (gpus, [gpus[gpu]]):
+        # sessions do not follow `tf.config` by themselves
+        return Accelerator(_GPU, () if visible == gpus else tuple(map(gpus.index, visible)))
+    if visible == gpus and len(gpus) > 1:
+        _hide_others(gpus, gpu)
     problem = ""
-    if count < len(ranks):
+    if len(gpus) < len(ranks):
         problem = (
-            f"{len(ranks)} ranks of this host find {count} GPU{'s' * (count > 1)}, and each rank "
-            f"would take all of its memory. Start one rank for each GPU, or set {_GROWTH}=true"
+            f"{len(ranks)} ranks of this host find {len(gpus)} GPU{'s' * (len(gpus) > 1)}, and "
+            "each rank would take all of its memory. Start one rank for each GPU, or set "
+            f"{_GROWTH}=true"
         )
+    return Accelerator(_GPU, (gpu,), problem)
+
+
+def _hide_others(gpus: Sequence[Any], gpu: int) -> None:
     try:
         tf.config.set_visible_devices(gpus[gpu], "GPU")
     except RuntimeError as error:
         raise hostopt.ConfigError(
-            f"TensorFlow has opened all {count} GPUs, wanted only GPU {gpu} for rank "
-            f"{cluster.rank}. Create the strategy before anything is computed, or give each rank "
-            "its GPU with CUDA_VISIBLE_DEVICES"
+            f"TensorFlow has opened all {len(gpus)} GPUs, wanted only GPU {gpu} for this rank. "
+            "Create the strategy before anything is computed, or give each rank its GPU with "
+            "CUDA_VISIBLE_DEVICES"
         ) from error
-    return Accelerator(_GPU, gpu, problem)
 
 
 def _check_device(name: Any) -> None:

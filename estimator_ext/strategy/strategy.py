@@ -165,8 +165,8 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
                 cluster_resolver,
             )
         )
-        # Copies are five times as fast from pinned memory. Ranks of one host lose more than that,
-        # presumably as what they pin and share is copied once more.
+        # Copies are five times as fast from pinned memory. Two ranks of one host lost more than
+        # that, presumably as what they pin and share is copied once more.
         self._pins = variables_on_host and self._accelerator.is_gpu and self.cluster.size == 1
         self._communicator: hostopt.Communicator | None = None
         self._last_error: BaseException | None = None

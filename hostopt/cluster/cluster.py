@@ -72,7 +72,7 @@ class Cluster:
 
     @property
     def local_ranks(self) -> list[int]:
-        """Ranks whose addresses have the host of this process, in order; [0] without a cluster."""
+        """Ranks whose addresses write their host as this one does; [0] without a cluster."""
         if self.task is None:
             return [0]
         hosts = [task.address.rpartition(":")[0] for task in self.ring]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -298,7 +299,8 @@ def check_gradients(
     first, *rest = values
     with tf.device(HOST_DEVICE), tf.name_scope("host_check"):
         finite = [_is_finite(values_of(value)) for value in values]
-        with tf.device(finite[0].device):  # one copy of all flags
+        (device, _), *_ = Counter(each.device for each in finite).most_common(1)
+        with tf.device(device):  # one copy of all flags
             flags = tf.stack(finite)
         token = tf.numpy_function(abort_on_error(communicator, run), [flags], tf.int32)
         with tf.control_dependencies([token]):  # backward computes this one last
@@ -311,7 +313,10 @@ def check_gradients(
 def _is_finite(tensor: tf.Tensor) -> tf.Tensor:
     """Checks a gradient where backward computes it, as its memory is faster than the host's."""
     while tensor.op.type == "Identity":  # its copy on the host
-        tensor = tensor.op.inputs[0]
+        (source,) = tensor.op.inputs
+        if source.dtype != source.dtype.base_dtype:
+            break  # a variable of TensorFlow 1, which may have another value by now
+        tensor = source
     with tf.device(tensor.device):
         if tensor.dtype.is_floating:
             return tf.reduce_all(tf.math.is_finite(tensor))

@@ -29,7 +29,7 @@ def report() -> None:
 
 
 import estimator_ext  # noqa: E402
-from estimator_ext import session_close  # noqa: E402
+from estimator_ext.session import close as session_close  # noqa: E402
 
 estimator_ext.install()
 tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.INFO)

@@ -1,6 +1,8 @@
 """Runs `make test` on every supported TensorFlow and Python; notes it in docs/compatibility.md.
 
-python tests/matrix.py [row ...]   a row is TensorFlow-Python, such as 2.16-3.11; default all
+    python tests/release/matrix.py [row ...]
+
+A row is TensorFlow-Python, such as 2.16-3.11; all by default.
 """
 
 from __future__ import annotations

@@ -84,6 +84,10 @@ def test_other_data_are_asked_in_a_session() -> None:
             slices(ROWS).skip(1),
         ):
             assert _number_of(variant_tensor(dataset.batch(2)).op) is None
+        mapped = v1.data.Dataset.from_tensor_slices(ROWS).map(lambda row: row)  # which may end it
+        assert _number_of(variant_tensor(mapped.repeat()).op) is None
+        fed = slices(ROWS).repeat().repeat(v1.placeholder(tf.int64, []))
+        assert _number_of(variant_tensor(fed).op) is None
 
 
 @pytest.mark.parametrize(

@@ -57,27 +57,31 @@ def cluster(rank: int, hosts: str) -> hostopt.Cluster:
 @pytest.mark.parametrize(
     ("hosts", "count", "gpus"),
     [
-        ("a", 1, [None]),
-        ("a", 4, [None]),  # as without ranks, TensorFlow takes the first one
-        ("aa", 1, [0, 0]),
-        ("aa", 2, [0, 1]),
-        ("aa", 4, [0, 1]),
-        ("aaaa", 2, [0, 1, 0, 1]),
-        ("aaaa", 4, [0, 1, 2, 3]),
-        ("abab", 2, [0, 0, 1, 1]),
-        ("abc", 1, [None, None, None]),
+        ("a", 1, [()]),
+        ("a", 4, [()]),  # as without ranks, TensorFlow takes the first one
+        ("aa", 1, [(0,), (0,)]),
+        ("aa", 2, [(0,), (1,)]),
+        ("aa", 4, [(0,), (1,)]),
+        ("aaaa", 2, [(0,), (1,), (0,), (1,)]),
+        ("aaaa", 4, [(0,), (1,), (2,), (3,)]),
+        ("abab", 2, [(0,), (0,), (1,), (1,)]),
+        ("abc", 1, [(), (), ()]),
     ],
 )
 def test_each_rank_of_a_host_takes_a_gpu(
-    devices: Devices, hosts: str, count: int, gpus: list[int | None]
+    devices: Devices, hosts: str, count: int, gpus: list[tuple[int, ...]]
 ) -> None:
     devices.count = count
-    for rank, gpu in enumerate(gpus):
+    for rank, own in enumerate(gpus):
         devices.visible = None
         found = find_accelerator(cluster(rank, hosts), None)
-        assert (found.device, found.gpu) == (GPU, gpu)
-        assert devices.visible == (None if gpu is None else [f"GPU {gpu}"])
+        assert (found.device, found.gpus) == (GPU, own)
+        visible = devices.get_visible_devices("GPU")
+        assert visible == ([f"GPU {own[0]}"] if own else devices.list_physical_devices("GPU"))
         assert bool(found.problem) == (hosts.count(hosts[rank]) > count)
+        devices.are_open = True  # another strategy of the process
+        assert find_accelerator(cluster(rank, hosts), None) == found
+        devices.are_open = False
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -96,9 +100,13 @@ def test_what_the_user_has_chosen_stays(devices: Devices, monkeypatch: pytest.Mo
     devices.count = 4
     second = cluster(1, "aa")
     assert find_accelerator(second, "/device:GPU:3") == Accelerator("/device:GPU:3")
-    devices.visible = ["GPU 2"]  # by tf.config
-    assert find_accelerator(second, None) == Accelerator(GPU)
-    assert devices.visible == ["GPU 2"]
+    devices.visible = ["GPU 2", "GPU 3"]  # by tf.config
+    assert find_accelerator(second, None) == Accelerator(GPU, (2, 3))
+    assert devices.visible == ["GPU 2", "GPU 3"]
+    devices.visible = ["GPU 0"]
+    assert find_accelerator(cluster(0, "a"), None) == Accelerator(GPU, (0,))
+    devices.visible = []
+    assert find_accelerator(second, None) == Accelerator(VIRTUAL_ACCELERATOR)
     devices.count, devices.visible = 1, None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # by a launcher, for each process
     assert find_accelerator(second, None) == Accelerator(GPU)
@@ -109,7 +117,7 @@ def test_a_rank_takes_one_of_several_that_a_launcher_shows(
 ) -> None:
     devices.count = 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert find_accelerator(cluster(1, "aa"), None).gpu == 1
+    assert find_accelerator(cluster(1, "aa"), None).gpus == (1,)
 
 
 def test_gpus_that_are_open_are_an_error(devices: Devices) -> None:
@@ -127,9 +135,10 @@ def configured(found: Accelerator, **options: Any) -> Any:
 
 
 def test_a_session_sees_the_gpu_of_its_rank() -> None:
-    assert configured(Accelerator(GPU, 3)).visible_device_list == "3"
+    assert configured(Accelerator(GPU, (3,))).visible_device_list == "3"
+    assert configured(Accelerator(GPU, (2, 3))).visible_device_list == "2,3"
     assert configured(Accelerator(GPU)).visible_device_list == ""
-    assert configured(Accelerator(GPU, 3), visible_device_list="5").visible_device_list == "5"
+    assert configured(Accelerator(GPU, (3,)), visible_device_list="5").visible_device_list == "5"
 
 
 def test_ranks_share_a_gpu_if_its_memory_grows(
