@@ -11,9 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from estimator_ext._tf_private import constant_of
-from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, VARIABLES, arguments
+from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, VARIABLES
 from estimator_ext.graphs.walks import data_before, original_functions, walk
 from estimator_ext.losses.degree import CURE, OF_DIMENSIONS, Sum, Value, curved, joined
+from estimator_ext.pipelines.batch_lengths import batch_sizes
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.reduced import outside
 
@@ -32,7 +33,6 @@ _LARGER = ("Maximum", "Minimum")
 _CURVES = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid", "Softplus", "Pow")
 _COUNTS = ("Size", "StridedSlice", "Prod")
 _OF_SCALARS = (*_ADDING, *_LARGER, *_CURVES, *_COUNTS, "Reciprocal", "Inv")
-_BATCHING = ("Batch", "ParallelBatch", "PaddedBatch", "MapAndBatch")  # kinds of datasets
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Known:
 def lengths_of(known: Known) -> set[int]:
     """Returns the numbers of examples in a batch of this rank, as far as they are static."""
     result: set[int] = set()
-    batched = [op for op in known.data if op.type.partition("Dataset")[0] in _BATCHING]
+    batched = [op for op in known.data if batch_sizes(op)]
     # a dataset may be batched twice, as into sequences: the last one counts
     earlier = walk(itertools.chain(*map(data_before, batched)), data_before)
     for op in set(batched).difference(earlier):
-        sizes = [t for name, t, _ in arguments(op) if name == "batch_size"]
-        result |= {int(n) for each in sizes if (n := tf.get_static_value(each)) is not None}
+        sizes = map(constant_of, batch_sizes(op))
+        result |= {int(size) for size in sizes if size is not None}
     for op in known.data:
         if op.type.startswith(("Iterator", "QueueDequeue")):
             shapes = [each.shape for each in op.outputs if each.dtype != tf.variant]
@@ -100,7 +100,7 @@ class LossReader:
         is_placed = op.type == "Placeholder" and op.outputs[0].dtype == tf.resource
         ends = is_same_on_all_ranks(op)
         before = [] if ends else _sources(op)
-        of_rank = OF_THIS_RANK.match(op.type) and not (is_placed or _is_captured(op))
+        of_rank = OF_THIS_RANK.match(op.type) and not is_placed and _captured_by(op) is None
         is_data = bool(of_rank) or op in self.known.data or _is_static_count(op, self._all_lengths)
         is_data = is_data or any(self._data.get(each, False) for each in before)
         self._data[op] = is_data and not ends
@@ -121,7 +121,7 @@ class LossReader:
         if not self._data[op] or op in self.known.data or op in self.known.gradients:
             return False
         is_scalar = op.type in _OF_SCALARS and op.outputs[0].shape.rank == 0
-        return is_scalar or op.type in _OF_TENSORS or _is_captured(op)
+        return is_scalar or op.type in _OF_TENSORS or _captured_by(op) is not None
 
     def _before(self, op: tf.Operation) -> list[tf.Operation]:
         is_end = op in self._values or not self._is_followed(op) or self._is_mean(op)
@@ -179,8 +179,8 @@ class LossReader:
             return Value(has_data=True, by=f"loss function {op.name.rpartition('/')[0]!r}")
         if kind in _CALLING:
             return self._of_call(op)
-        if _is_captured(op):
-            return self.value(outside(tensor))
+        if (source := _captured_by(op)) is not None:
+            return self.value(source)
         values = [self.value(each) for each in op.inputs]
         if kind in _REDUCTIONS:
             return self._reduced(op, values[0])
@@ -310,17 +310,20 @@ class LossReader:
         return Value(None, has_data=True, by=f"{op.type} {op.name!r}")
 
 
-def _is_captured(op: tf.Operation) -> bool:
-    """Returns True for an argument of a function that takes a tensor from around it."""
-    return op.type == "Placeholder" and outside(op.outputs[0]) is not op.outputs[0]
+def _captured_by(op: tf.Operation) -> Any:
+    """Returns the tensor that an argument of a function takes from around it; else None."""
+    if op.type != "Placeholder":
+        return None
+    source = outside(op.outputs[0])
+    return None if source is op.outputs[0] else source
 
 
 def _sources(op: tf.Operation) -> list[tf.Operation]:
     """Returns the operations that compute the inputs of one, also from within a function."""
-    if not _is_captured(op):
+    source = _captured_by(op)
+    if source is None:
         return data_before(op)
-    tensor = outside(op.outputs[0])
-    return [tensor.op] if hasattr(tensor, "graph") else []  # else it has a value, as a constant
+    return [source.op] if hasattr(source, "graph") else []  # else it has a value, as a constant
 
 
 def _number_of(tensor: tf.Tensor) -> float:

@@ -62,22 +62,27 @@ def lengths_of(data: Any, config: tf.compat.v1.ConfigProto) -> Lengths:
     static, op = _static_length(data.element_spec), variant_tensor(data).op
     while kind_of(op) in _PASSING:
         op = op.inputs[0].op
-    batch_sizes, examples = [], []
-    if static == UNKNOWN and kind_of(op) in _BATCHES:
-        batch_sizes = [tensor for name, tensor, _ in arguments(op) if name == "batch_size"]
-        examples = [op.inputs[0]]
-    sizes = [constant_of(each) for each in batch_sizes]
-    counts = [_number_of(each.op) for each in (variant_tensor(data), *examples)]
+    datasets, asked = [variant_tensor(data)], []
+    if static == UNKNOWN and (asked := batch_sizes(op)):
+        datasets.append(op.inputs[0])  # of examples
+    sizes = [constant_of(each) for each in asked]
+    counts = [_number_of(each.op) for each in datasets]
     if any(each is None for each in (*sizes, *counts)):
         # slow with large constants, all of which a session copies
-        asked = [variant_tensor(data), *examples]
-        cardinalities = [tf.raw_ops.DatasetCardinality(input_dataset=each) for each in asked]
+        cardinalities = [tf.raw_ops.DatasetCardinality(input_dataset=each) for each in datasets]
         with tf.compat.v1.Session(config=config) as session:
-            sizes, counts = session.run([batch_sizes, cardinalities])
+            sizes, counts = session.run([asked, cardinalities])
     for size, number in zip(sizes, counts[1:]):
         if number == _ENDLESS or (number >= 0 and number % size == 0):
             static = int(size)
     return Lengths(bool(counts[0] == _ENDLESS), static)
+
+
+def batch_sizes(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the batch size of a transformation that makes batches; [] for other operations."""
+    if kind_of(op) not in _BATCHES:
+        return []
+    return [tensor for name, tensor, _ in arguments(op) if name == "batch_size"]
 
 
 def _number_of(op: tf.Operation) -> int | None:

@@ -121,7 +121,7 @@ class HostOffloadExtended(_RankExtended):
         super().__init__(strategy, device)
         self.auto_shard = auto_shard
         self.reduces_at_backward, self.loss_is = False, ""  # see `GradientReduction`
-        self._variables_on_host = variables_on_host
+        self.variables_on_host = variables_on_host
         self._sparse_as_dense = sparse_as_dense
         self._cluster_resolver = cluster_resolver  # read by tf.distribute.Strategy
         self._default_reduction = GradientReduction(strategy, sparse_as_dense)
@@ -191,7 +191,7 @@ class HostOffloadExtended(_RankExtended):
             with tf.device(None), colocate_with(colocated):
                 return next_creator(**kwargs)
         dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
-        on_host = self._variables_on_host or dtype.is_integer
+        on_host = self.variables_on_host or dtype.is_integer
         is_cached = on_host and kwargs.get("trainable") is not False and dtype.is_floating
         is_chosen = kwargs.get("caching_device") is not None  # by the program
         if is_cached:
@@ -272,7 +272,7 @@ class HostOffloadExtended(_RankExtended):
 
     def non_slot_devices(self, var_list: Any) -> tuple[str]:
         del var_list
-        return (HOST_DEVICE if self._variables_on_host else self._device,)
+        return (HOST_DEVICE if self.variables_on_host else self._device,)
 
     @property
     def parameter_devices(self) -> tuple[str]:

@@ -175,7 +175,7 @@ class FunctionExtended(_Replica):
     def _create_with_value_of_rank_0(self, next_creator: Any, **kwargs: Any) -> Any:
         kwargs.pop("colocate_with", None)
         on_host = (
-            self._variables_on_host or tf.as_dtype(kwargs.get("dtype") or "float32").is_integer
+            self.variables_on_host or tf.as_dtype(kwargs.get("dtype") or "float32").is_integer
         )
         if not self._is_alone:
             kwargs["initial_value"] = self._of_rank_0(**kwargs)

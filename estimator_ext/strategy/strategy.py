@@ -165,9 +165,6 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
                 cluster_resolver,
             )
         )
-        # Copies are five times as fast from pinned memory. Two ranks of one host lost more than
-        # that, presumably as what they pin and share is copied once more.
-        self._pins = variables_on_host and self._accelerator.is_gpu and self.cluster.size == 1
         self._communicator: hostopt.Communicator | None = None
         self._last_error: BaseException | None = None
         self._connecting = threading.Lock()
@@ -204,7 +201,9 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         if config_proto is not None:
             config.CopyFrom(config_proto)
         self._accelerator.configure(config)
-        if self._pins:
+        if self.extended.variables_on_host and self._accelerator.is_gpu and self.cluster.size == 1:
+            # Copies are five times as fast from pinned memory. Two ranks of one host lost more
+            # than that, presumably as what they pin and share is copied once more.
             config.gpu_options.force_gpu_compatible = True
         if self.cluster.rank is None:
             config.device_count["GPU"] = 0

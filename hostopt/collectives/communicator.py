@@ -150,7 +150,26 @@ class Communicator(Channel):
           ConfigError: the dtype is not supported, or a wire format is given for another operator
             or dtype.
         """
-        all_reduce_in_place(self, self.memory, self.network, flat, op, call, wire_format, source)
+        check_dtype(flat.dtype, op)
+        if wire_format is not None and (op is not ReduceOp.SUM or flat.dtype != np.float32):
+            raise ConfigError(
+                f"{op.name} of {flat.dtype.name} cannot be sent as {wire_format.name}. Only a SUM "
+                "of float32 can be"
+            )
+        if call.signature is UNSIGNED:
+            call = _signed(call, op, flat, wire_format)
+        self.begin(call)
+        hierarchical = None
+        if self.memory is not None:
+            hierarchical = self.memory.hierarchical(flat.nbytes, call.signature.text)
+        if hierarchical is not None:
+            hierarchical.all_reduce(flat, op.ufunc, call, wire_format, source)
+        else:
+            if source is not None:
+                source.copy_to(flat)
+            self.network.group(call, wire_format).all_reduce(call, flat, op.ufunc)
+        if op is ReduceOp.AVERAGE:
+            np.divide(flat, flat.dtype.type(self.size), out=flat)
 
     def reduce_scatter(self, array: Any, op: ReduceOp = ReduceOp.SUM, name: str = "") -> Array:
         """Reduces an array over the ranks. Rank r gets chunk r of the flattened result.
@@ -302,7 +321,18 @@ class Communicator(Channel):
         Args:
           name: describes the phase that ends, for warnings and errors.
         """
-        finish(self, self.hosts, name)
+        if self.size == 1:
+            return
+        # all communicators of a ring share the channel, so their calls are numbered together
+        number = next(self.transport.finishes)
+        call = self.signed_call("finish", name)._replace(channel=FINISH_CHANNEL, step=number)
+        self.begin(call)
+        # A rank that receives this marker while it waits for data of this rank fails immediately.
+        marker = Tag(FINISH_CHANNEL, call.step, bucket=1)
+        for peer in _receivers(self.rank, self.size, self.hosts):
+            event_loop.run(self.transport.send(peer, marker, b"", name))
+        RingGroup(self.transport).all_reduce(call, np.zeros(1, np.int32))
+        self.transport.mailbox.resume(call.step)
 
     def close(self) -> None:
         """Leaves the ring normally."""
@@ -327,44 +357,6 @@ def _copy(array: Any) -> Array:
     return result
 
 
-# -- all-reduce ------------------------------------------------------------------------------
-
-# All-reduce in place: over the network, or in shared memory if ranks share a host.
-
-
-def all_reduce_in_place(
-    channel: Channel,
-    memory: HostMemory | None,
-    network: Network,
-    flat: Array,
-    op: ReduceOp,
-    call: CollectiveCall,
-    wire_format: WireFormat | None = None,
-    source: TensorListView | None = None,
-) -> None:
-    """Reduces a flat array over all ranks; see `Communicator.all_reduce_in_place`."""
-    check_dtype(flat.dtype, op)
-    if wire_format is not None and (op is not ReduceOp.SUM or flat.dtype != np.float32):
-        raise ConfigError(
-            f"{op.name} of {flat.dtype.name} cannot be sent as {wire_format.name}. Only a SUM of "
-            "float32 can be"
-        )
-    if call.signature is UNSIGNED:
-        call = _signed(call, op, flat, wire_format)
-    channel.begin(call)
-    hierarchical = None
-    if memory is not None:
-        hierarchical = memory.hierarchical(flat.nbytes, call.signature.text)
-    if hierarchical is not None:
-        hierarchical.all_reduce(flat, op.ufunc, call, wire_format, source)
-    else:
-        if source is not None:
-            source.copy_to(flat)
-        network.group(call, wire_format).all_reduce(call, flat, op.ufunc)
-    if op is ReduceOp.AVERAGE:
-        np.divide(flat, flat.dtype.type(channel.size), out=flat)
-
-
 def _signed(
     call: CollectiveCall, op: ReduceOp, flat: Array, wire_format: WireFormat | None
 ) -> CollectiveCall:
@@ -372,27 +364,6 @@ def _signed(
     kind = f"all_reduce({op.value})"
     signature = signature_of(kind, call.name, flat.dtype, flat.shape, format_name)
     return call._replace(signature=signature)
-
-
-# -- the barrier at the end ------------------------------------------------------------------
-
-# Barrier at the end of training, which detects ranks that have more calls to make.
-
-
-def finish(channel: Channel, hosts: Hosts | None, name: str) -> None:
-    """Waits for all ranks; see `Communicator.finish`."""
-    if channel.size == 1:
-        return
-    # all communicators of a ring share the channel, so their calls are numbered together
-    number = next(channel.transport.finishes)
-    call = channel.signed_call("finish", name)._replace(channel=FINISH_CHANNEL, step=number)
-    channel.begin(call)
-    # A rank that receives this marker while it waits for data of this rank fails immediately.
-    marker = Tag(FINISH_CHANNEL, call.step, bucket=1)
-    for peer in _receivers(channel.rank, channel.size, hosts):
-        event_loop.run(channel.transport.send(peer, marker, b"", name))
-    RingGroup(channel.transport).all_reduce(call, np.zeros(1, np.int32))
-    channel.transport.mailbox.resume(call.step)
 
 
 def _receivers(rank: int, size: int, hosts: Hosts | None) -> set[int]:
