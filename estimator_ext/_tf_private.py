@@ -101,6 +101,11 @@ variable_accessed = resource_variable_ops.variable_accessed
 ResourceVariable = resource_variable_ops.ResourceVariable
 
 
+def cached_value_of(variable: tf.Variable) -> tf.Tensor | None:
+    """Returns the value of a variable on its caching device, or None if it has no such device."""
+    return getattr(variable, "_cached_value", None)
+
+
 def loss_is_scaled() -> bool:
     """Returns True if the optimizer divides the loss of the default graph by the number of ranks.
 

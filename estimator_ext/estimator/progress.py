@@ -3,8 +3,11 @@
 Operations of the graph note when the input has arrived and when the update has ended. They run
 only in the steps that fetch them, which are at most ten in a second::
 
-    run begins     input has arrived     last launch     last reduction     update has ended
-        |--- input ---|- forward, backward -|--- exposed ---|----- update -----|- between steps -
+    run begins  input is here  variables are there  last launch  last reduction  update has ended
+        |-- input --|---- copy ----|- forward, backward -|-- exposed --|--- update ---|- between --
+
+The copy of the variables begins with the run, so only what is left of it after the input counts.
+A single rank launches nothing: its update begins when the last gradient has arrived on the host.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
-from estimator_ext._tf_private import control_flow_context
+from estimator_ext._tf_private import cached_value_of, control_flow_context
 from estimator_ext.checkpoints.file_errors import absolute
 from estimator_ext.estimator.step_report import StepReportHook
 from estimator_ext.graphs.walks import walk
@@ -46,6 +49,7 @@ class Parts(NamedTuple):
     """Times of the parts of a step, in ms. The summary shows them by field name."""
 
     input: float
+    copy_to_accelerator: float
     forward_and_backward: float
     exposed_communication: float
     update: float
@@ -71,17 +75,39 @@ class StepTimestamps:
     def __init__(self, spec: StockSpec, weights: BatchWeights | None = None) -> None:
         step = walk([getattr(each, "op", each) for each in (spec.train_op, spec.loss)])
         # an operation outside of a branch or loop cannot wait for one inside
-        outer = [op for op in step if control_flow_context(op) is None]
+        outer = {op: None for op in step if control_flow_context(op) is None}
         inputs = [op for op in outer if op.type.startswith("IteratorGetNext")]
         batches = [each for op in inputs for each in op.outputs if each.shape.rank]
+        cached = [cached_value_of(variable) for variable in tf.compat.v1.trainable_variables()]
         with tf.device(HOST_DEVICE), tf.name_scope("progress"):
-            with tf.control_dependencies([weights.mean_weight] if weights else inputs):
-                input_s = tf.timestamp()
-            with tf.control_dependencies([spec.loss, spec.train_op]):
-                end_s = tf.timestamp()
-            examples = tf.shape(batches[-1])[0] if batches else tf.constant(0)
-        self.examples = examples
-        self.times = {"input_s": input_s, "end_s": end_s}
+            self.examples = tf.shape(batches[-1])[0] if batches else tf.constant(0)
+            self.times = {
+                "input_s": _time_after([weights.mean_weight] if weights else inputs),
+                "copies_s": _time_after([v for v in cached if v is not None and v.op in outer]),
+                "gradients_s": _time_after([tf.identity(g) for g in _from_accelerator(outer)]),
+                "end_s": _time_after([spec.loss, spec.train_op]),
+            }
+
+
+def _time_after(waited: Sequence[Any]) -> tf.Tensor:
+    with tf.control_dependencies(waited):
+        return tf.timestamp()
+
+
+def _from_accelerator(step: Collection[tf.Operation]) -> list[tf.Tensor]:
+    """Returns the tensors of a step that the host receives from the accelerator."""
+
+    def is_on_host(device: str) -> bool:
+        return device.endswith(HOST_DEVICE)
+
+    received = {
+        tensor.name: tensor
+        for op in step
+        if is_on_host(op.device)
+        for tensor in op.inputs
+        if tensor.dtype.is_floating and tensor.device and not is_on_host(tensor.device)
+    }
+    return [tensor for tensor in received.values() if tensor.op in step]
 
 
 class SaveTimes(tf.compat.v1.train.CheckpointSaverListener):
@@ -189,14 +215,22 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             self._write(session, is_ended=True)
 
     def _begin_sample(self, values: Mapping[str, float]) -> None:
-        input_s, end_s = values["input_s"] - self._to_wall_s, values["end_s"] - self._to_wall_s
+        input_s, copies_s, gradients_s, end_s = (
+            values[name] - self._to_wall_s
+            for name in ("input_s", "copies_s", "gradients_s", "end_s")
+        )
         times = self._times_of_run()
-        exposed_ms = update_ms = 0.0
-        if times is not None:
-            exposed_ms = times.exposed_ms
-            update_ms = max(1e3 * (end_s - times.last_launch_s) - exposed_ms, 0.0)
-        compute_ms = max(1e3 * (end_s - input_s) - exposed_ms - update_ms, 0.0)
-        parts = Parts(1e3 * (input_s - self._run_begin_s), compute_ms, exposed_ms, update_ms, 0.0)
+        computed_s = times.last_launch_s if times else gradients_s
+        exposed_ms = times.exposed_ms if times else 0.0
+        begin_s = max(input_s, copies_s)
+        parts = Parts(
+            1e3 * (input_s - self._run_begin_s),
+            1e3 * (begin_s - input_s),
+            max(1e3 * (computed_s - begin_s), 0.0),
+            exposed_ms,
+            max(1e3 * (end_s - computed_s) - exposed_ms, 0.0),
+            0.0,
+        )
         sample = _Sample(parts, times.communication_ms if times else 0.0)
         self._unfinished = sample, end_s, self.saves.total_s
 

@@ -22,6 +22,7 @@ others; the other ranks have no chief's hooks.
     [K12] ProgressHook
     [K13] EndStopSaveHook                   [K13] EndStopSaveHook
     [K14] GlobalStepCheckHook               [K14] GlobalStepCheckHook
+    [K15] copies on a GPU                   [K15] copies on a GPU
 
 - K1 is first: no other hook may see an error that TensorFlow mistakes for the end of the data.
 - K2 collects the states that K4 saves, and K3 checks the variables that K4 saves.
@@ -29,6 +30,7 @@ others; the other ranks have no chief's hooks.
 - K5 is before K6 and K8, which may read variables.
 - K11 is after K6 and K8 to K10, which may initialize iterators or run the input.
 - K13 is after all hooks that may request a stop.
+- K14 and K15 read the graph, to which other hooks may add operations when they begin.
 """
 
 from __future__ import annotations

@@ -14,11 +14,16 @@ from estimator_ext._tf_private import (
     control_outputs,
     is_reference,
 )
-from estimator_ext.graphs.walks import functions_called, operations_before, walk
+from estimator_ext.graphs.walks import (
+    PASSES_VARIABLE,
+    done,
+    functions_called,
+    operations_before,
+    users,
+    walk,
+)
 
 _CHANGES = re.compile(r"Assign|(Resource)?(Scatter|CountUpTo|StridedSliceAssign)")
-# Pass on a variable, also in the control flow of TensorFlow 1.
-_PASSING = re.compile(r"(Ref)?(Identity|IdentityN|Switch|Enter|Merge|NextIteration|Exit)$")
 
 
 class GlobalStepCheckHook(tf.compat.v1.train.SessionRunHook):
@@ -63,25 +68,14 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
     if variable is None:
         return
     in_step = operations_before(targets)
-    users = [op for op in _users(_tensor_of(variable)) if op in in_step]
-    updates = [op for op in users if _changes_within(op)]
-    reads = [op for op in users if op not in updates]
+    used = [op for op in users(_tensor_of(variable)) if op in in_step]
+    updates = [op for op in used if _changes_within(op)]
+    reads = [op for op in used if op not in updates]
     for update in (op for op in updates if control_flow_context(op) is None):
         already = operations_before([update])
         ends = [end for op in reads if op not in already for end in _ends(op) if end in in_step]
         before = [op for op in dict.fromkeys(ends) if update not in operations_before([op])]
-        add_control_inputs(update, [_done(op) for op in before if op not in already])
-
-
-def _done(op: tf.Operation) -> tf.Operation:
-    """Returns an operation that runs after one and all operations of the functions it calls.
-
-    A consumer by control may run before the branches of a conditional operation are done.
-    """
-    if op.outputs and any(True for _ in functions_called(op)):
-        with tf.control_dependencies(None), tf.device(op.device):
-            return tf.raw_ops.IdentityN(input=op.outputs)[0].op
-    return op
+        add_control_inputs(update, [done(op) for op in before if op not in already])
 
 
 def _tensor_of(variable: tf.Variable) -> tf.Tensor:
@@ -90,22 +84,12 @@ def _tensor_of(variable: tf.Variable) -> tf.Tensor:
     return variable.op.outputs[0] if handle is None else handle
 
 
-def _users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
-    """Yields operations that read or change a variable, or call a function that may do so."""
-    for op in tensor.consumers():
-        if _PASSING.match(op.type):
-            for output in op.outputs:
-                yield from _users(output)
-        else:
-            yield op
-
-
 def _changes_within(op: tf.Operation) -> bool:
     """Returns True if an operation changes global_step, or calls a function that does."""
     step = _tensor_of(tf.compat.v1.train.get_global_step())
     if _CHANGES.match(op.type):
         changed = op.inputs[0]
-        while _PASSING.match(changed.op.type):
+        while PASSES_VARIABLE.match(changed.op.type):
             changed = changed.op.inputs[0]
         return bool(changed.op is step.op)  # global_step may also be the assigned value
     arguments = _arguments_of(op, step)
@@ -124,8 +108,8 @@ def _ends(read: tf.Operation) -> list[tf.Operation]:
     def after(op: tf.Operation) -> list[tf.Operation]:
         if is_outside(op):
             return []
-        users = [user for output in op.outputs for user in output.consumers()]
-        return list(dict.fromkeys([*users, *control_outputs(op)]))
+        readers = [user for output in op.outputs for user in output.consumers()]
+        return list(dict.fromkeys([*readers, *control_outputs(op)]))
 
     return [op for op in walk([read], after) if is_outside(op)]
 
@@ -154,7 +138,7 @@ def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
             if op.inputs[0].name == tensor.name:
                 yield op
             continue
-        within = op.outputs if _PASSING.match(op.type) else _arguments_of(op, tensor)
+        within = op.outputs if PASSES_VARIABLE.match(op.type) else _arguments_of(op, tensor)
         for each in within:
             yield from _changes_of(each, seen)
 

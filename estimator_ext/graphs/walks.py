@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from estimator_ext._tf_private import control_flow_context, get_func_graph, orig
 LOOPS_BACK = ("NextIteration", "RefNextIteration")
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 LOOPS = ("While", "StatelessWhile")
+# Pass on a variable, also in the control flow of TensorFlow 1.
+PASSES_VARIABLE = re.compile(r"(Ref)?(Identity|IdentityN|Switch|Enter|Merge|NextIteration|Exit)$")
 CALLS = (*BRANCHES, *LOOPS, "PartitionedCall", "StatefulPartitionedCall")
 
 Neighbours = Callable[[tf.Operation], Iterable[tf.Operation]]
@@ -104,6 +107,16 @@ def depends_on(
     return not set(sources).isdisjoint(walk(targets, before))
 
 
+def users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """Yields operations that read or change a variable, or call a function that may do so."""
+    for op in tensor.consumers():
+        if PASSES_VARIABLE.match(op.type):
+            for output in op.outputs:
+                yield from users(output)
+        else:
+            yield op
+
+
 def predicates_around(op: tf.Operation) -> list[tf.Tensor]:
     """Returns the predicates that decide whether an operation runs, in TensorFlow 1 control flow.
 
@@ -156,3 +169,14 @@ def _names_of_functions(op: tf.Operation) -> Iterator[tuple[str, str]]:
         value = op.get_attr(attribute.name)
         for function in value if attribute.type == "list(func)" else [value]:
             yield attribute.name, function.name
+
+
+def done(op: tf.Operation) -> tf.Operation:
+    """Returns an operation that runs after one and all operations of the functions it calls.
+
+    A consumer by control may run before the branches of a conditional operation are done.
+    """
+    if op.outputs and any(True for _ in functions_called(op)):
+        with tf.control_dependencies(None), tf.device(op.device):
+            return tf.raw_ops.IdentityN(input=op.outputs)[0].op
+    return op

@@ -15,10 +15,11 @@ from pathlib import Path
 import arguments
 import numpy as np
 import tensorflow as tf
-from session_hooks import AfterStep, BeforeStep, Dump
+from session_hooks import AfterStep, BeforeStep, Dump, Trace
 
 import estimator_ext
 import hostopt
+from estimator_ext.estimator import accelerator_copies
 from estimator_ext.variables.sync_on_read import assign
 
 estimator_ext.install()
@@ -40,6 +41,7 @@ SETTINGS = {
     "learning_rate": 0.01,
     "api": "train",  # or "ours", "stock": train_and_evaluate
     "trace": False,
+    "own_memory": False,  # the accelerator stands for one with memory of its own
     "raise_in": "",  # "model_fn", "host_call" or "input_fn"; "... op": in a step; or "hook"
     "raise_kind": "ZeroDivisionError",
     "raise_at": 1,  # number of the call that raises
@@ -90,29 +92,6 @@ class DumpWithLosses(Dump):
     def end(self, session: tf.compat.v1.Session) -> None:
         values = session.run(self._variables)
         np.savez(self._path, losses=np.array(self._losses), **values)
-
-
-class Trace(tf.estimator.SessionRunHook):
-    """Writes the devices of the operations in the fourth step."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._step = 0
-
-    def before_run(self, run_context: object) -> tf.estimator.SessionRunArgs:
-        self._step += 1
-        full = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
-        return tf.estimator.SessionRunArgs([], options=full)
-
-    def after_run(self, run_context: object, run_values: object) -> None:
-        if self._step == 4:
-            stats = run_values.run_metadata.step_stats.dev_stats
-            nodes = {d.device: [n.node_name for n in d.node_stats] for d in stats}
-            graph = tf.compat.v1.get_default_graph()
-            types = {op.name: op.type for op in graph.get_operations()}
-            slots = {v.op.name: v.device for v in tf.compat.v1.global_variables()}
-            record = {"nodes": nodes, "types": types, "variables": slots}
-            Path(self._path).write_text(json.dumps(record))
 
 
 def stop_here(run_context: object) -> None:
@@ -403,6 +382,7 @@ def make_model_fn(settings: dict, optimizer_name: str):
 
 
 def main(settings: dict) -> None:
+    accelerator_copies._has_own_memory = lambda device: settings["own_memory"]
     tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.INFO)
     strategy = estimator_ext.HostOffloadStrategy(
         tf.distribute.cluster_resolver.TFConfigClusterResolver(),

@@ -1,0 +1,147 @@
+"""Copies of variables on an accelerator with memory of its own, which the virtual one stands for.
+
+Programs that change variables beside the step train as with the stock Estimator: no step, and no
+other run of the session, sees a stale copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import estimator_ext
+from estimator_ext.estimator import accelerator_copies
+
+estimator_ext.install()
+
+v1 = tf.compat.v1
+RANDOM = np.random.RandomState(0)
+X = RANDOM.standard_normal((48, 6)).astype(np.float32)
+Y = (X.sum(1) > 0).astype(np.int32)
+STEPS = 12
+
+
+def dense(x: tf.Tensor, name: str, units: int) -> tf.Tensor:
+    start = np.random.RandomState(units).standard_normal((x.shape[1], units))
+    kernel = v1.get_variable(f"{name}/kernel", initializer=start.astype(np.float32))
+    bias = v1.get_variable(f"{name}/bias", [units], initializer=v1.zeros_initializer())
+    return tf.matmul(x, kernel) + bias
+
+
+def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: Any) -> Any:
+    logits = dense(tf.nn.relu(dense(features, "first", 8)), "second", 2)
+    loss = v1.losses.sparse_softmax_cross_entropy(labels, logits)
+    optimizer, step = v1.train.AdamOptimizer(0.05), v1.train.get_global_step()
+    pairs = optimizer.compute_gradients(loss)
+
+    def apply() -> tf.Operation:
+        return optimizer.apply_gradients(pairs, step)
+
+    if params.startswith("in a branch"):
+        if "TensorFlow 1" in params:
+            v1.disable_control_flow_v2()
+        train_op = tf.cond(step % 3 < 2, lambda: tf.group(apply()), lambda: step.assign_add(1).op)
+        v1.enable_control_flow_v2()
+    else:
+        train_op = apply()
+    if params == "clipped in the step":
+        with tf.control_dependencies([train_op]):
+            train_op = tf.group(*[clipped(v) for v in v1.trainable_variables()])
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+def clipped(variable: tf.Variable) -> tf.Operation:
+    return variable.assign(tf.clip_by_value(variable.read_value(), -0.5, 0.5))
+
+
+class Changing(v1.train.SessionRunHook):
+    """Changes variables beside the step in some ways, and reads what is computed from them."""
+
+    def __init__(self, way: str, directory: Path) -> None:
+        self._way = way
+        self._path = str(directory / "kept")
+
+    def begin(self) -> None:
+        self._variables = v1.trainable_variables()
+        self._sum = tf.add_n([tf.reduce_sum(v.value()) for v in self._variables])
+        self._halve = [v.assign(v.read_value() * 0.5) for v in self._variables]
+        updates = [op for op in v1.get_default_graph().get_operations() if "Apply" in op.type]
+        with tf.control_dependencies(updates):
+            self._clip = [clipped(v) for v in self._variables]
+        self._savers = []
+        if self._way == "restored by a saver":
+            self._savers = [v1.train.Saver(self._variables)]
+        self._step = 0
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        if self._way == "restored by the scaffold":
+            self._savers = v1.get_collection(v1.GraphKeys.SAVERS)
+
+    def before_run(self, run_context: Any) -> Any:
+        self._step += 1
+        is_due = self._way == "changed in the same run" and self._step in (4, 5, 9)
+        return v1.train.SessionRunArgs(self._clip) if is_due else None
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        session = run_context.session
+        if self._way == "changed between runs" and self._step in (4, 5, 9):
+            session.run(self._halve)
+        if self._way == "loaded" and self._step == 6:
+            for variable in self._variables:
+                variable.load(np.full(variable.shape, 0.25, np.float32), session)
+        for saver in self._savers:
+            if self._step == 3:
+                saver.save(session, self._path, write_meta_graph=False)
+            if self._step == 7:
+                saver.restore(session, self._path)
+        values = session.run(self._variables)
+        np.testing.assert_allclose(session.run(self._sum), sum(map(np.sum, values)), rtol=1e-4)
+
+
+WAYS = ["changed between runs", "changed in the same run", "loaded"]
+WAYS += ["restored by a saver", "restored by the scaffold"]
+
+
+def trained(directory: Path, strategy: Any, model: str, way: str) -> dict[str, np.ndarray]:
+    kind = tf.estimator if strategy is None else estimator_ext
+    config = kind.RunConfig(tf_random_seed=1, train_distribute=strategy)
+    estimator = kind.Estimator(model_fn, str(directory), config, params=model)
+    dataset = tf.data.Dataset.from_tensor_slices
+    estimator.train(
+        lambda: dataset((X, Y)).batch(12).repeat(), [Changing(way, directory)], steps=STEPS
+    )
+    return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        *(("plain", way) for way in WAYS),
+        ("clipped in the step", ""),
+        ("in a branch", ""),
+        ("in a branch of TensorFlow 1", ""),
+    ],
+)
+def test_steps_read_what_was_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, way: str
+) -> None:
+    monkeypatch.setattr(accelerator_copies, "_has_own_memory", lambda device: True)
+    copies = []
+    build = accelerator_copies._CopiesHook._copy
+    monkeypatch.setattr(
+        accelerator_copies._CopiesHook,
+        "_copy",
+        lambda self, variable, *others: copies.append(variable) or build(self, variable, *others),
+    )
+    with contextlib.closing(estimator_ext.HostOffloadStrategy()) as strategy:
+        values = trained(tmp_path / "copies", strategy, model, way)
+    stock = trained(tmp_path / "stock", None, model, way)
+    assert len(copies) == (0 if "TensorFlow 1" in model else 4)
+    assert values.keys() == stock.keys()  # copies are in no checkpoint
+    for name, value in stock.items():
+        np.testing.assert_allclose(values[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
