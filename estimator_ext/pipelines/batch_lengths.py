@@ -27,14 +27,26 @@ def length_of(batch: Any) -> tf.Tensor:
       batch: features, and labels if there are any.
 
     Returns:
-      Scalar of int64: the length of the first tensor, or 1 if it is a scalar.
+      Scalar of int64: the length of the first tensor, or 1 if it is a scalar. Tensors that come
+      from an iterator are preferred, as the program may never compute others that it returns.
     """
-    first = tf.nest.flatten(batch)[0]
+    parts = tf.nest.flatten(batch)
+    first = next((part for part in parts if _is_read(part)), parts[0])
     if isinstance(first, tf.SparseTensor):
         return tf.reduce_prod(first.dense_shape[:1])
     if isinstance(first, tf.RaggedTensor):
         return first.nrows(tf.int64)
     return tf.reduce_prod(tf.shape(first, tf.int64)[:1])
+
+
+def _is_read(part: Any) -> bool:
+    """Returns True for a tensor that an iterator of a graph returns."""
+    if tf.executing_eagerly():
+        return True
+    op = tf.nest.flatten(part, expand_composites=True)[0].op
+    while op.type == "Identity":
+        op = op.inputs[0].op
+    return bool(op.type.startswith("IteratorGetNext"))
 
 
 class Lengths(NamedTuple):

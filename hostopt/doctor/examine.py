@@ -11,12 +11,13 @@ from typing import Any
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import EVALUATOR
-from hostopt.doctor import all_ranks, machine, network, software
+from hostopt.doctor import all_ranks, machine, network, software, speed
 from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
 
 _CHECK_TIMEOUT_S = 10.0
+_SPEED_TIMEOUT_S = 90.0  # starts TensorFlow if there is a GPU
 _CONNECTED_TIMEOUT_S = 30.0  # for the checks between connected ranks
 
 
@@ -53,6 +54,7 @@ def examine(
     yield from run(network.task, cluster, timeout_s=_CHECK_TIMEOUT_S)
     if ring is not None:
         yield from _examine_ring(ring, environ, model_dir, timeout_s)
+    yield from run(speed.speeds, timeout_s=_SPEED_TIMEOUT_S)  # last, as it takes longest
 
 
 def _clusters(environ: Mapping[str, str]) -> tuple[Cluster, Cluster | None]:

@@ -23,9 +23,11 @@ from harness import (
 )
 from rings import NewRing
 
+from hostopt.doctor import speed
 from hostopt.doctor.checking import NOTE, OK, WRONG
 from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError
+from hostopt.tensorflow import bus
 
 DOCTOR = [sys.executable, "-m", "hostopt.cli", "doctor"]
 
@@ -184,3 +186,18 @@ def test_a_training_that_waits_for_ranks_does_not_accept_a_doctor(processes: New
     for rank in (chief, worker):
         rank.expect("2.0")
         assert rank.exit_code() == 0
+
+
+# --- speed ----------------------------------------------------------------------------------
+
+
+def test_the_bus_is_measured_in_both_directions() -> None:
+    speeds = bus.speeds("/device:CPU:1", copy_bytes=1 << 20)
+    ways = [f"{memory} {way}" for memory in ("pageable", "pinned") for way in ("to", "from")]
+    assert list(speeds) == ways
+    assert all(value > 0 for value in speeds.values())
+
+
+def test_a_machine_whose_gpu_tensorflow_cannot_use(tmp_path: Path) -> None:
+    (note,) = texts(list(speed.speeds(gpus=str(tmp_path))), NOTE)
+    assert "TensorFlow finds no GPU" in note

@@ -54,14 +54,14 @@ class Step:
 
     def _origin(self, tensor: str) -> str:
         """Returns the tensor that one is equal to, if TensorFlow has left out an operation."""
-        name = tensor.split(":")[0]
+        name = tensor.split(":", maxsplit=1)[0]
         ran = {each for device in (HOST, ACCELERATOR) for _, each in self.ran(device)}
         if self.types[name] != "Identity" or name in ran:
             return tensor
         return self._origin(self._record["inputs"][name][0])
 
     def _is_handle(self, tensor: str) -> bool:
-        return self.types[tensor.split(":")[0]] == "VarHandleOp"
+        return self.types[tensor.split(":", maxsplit=1)[0]] == "VarHandleOp"
 
     def devices_of(self, kind: str) -> set[str]:
         """Returns the devices on which operations of a type ran."""

@@ -37,14 +37,15 @@ def test_a_training_with_an_evaluator(launcher: Launcher, tmp_path: Path) -> Non
     assert summary["exit code"] == "0"
     assert re.split("  +", summary["step time"]) == [
         "input",
+        "copy to accelerator",
         "forward and backward",
         "exposed communication",
         "update",
         "between steps",
         "save",
     ]
-    assert len(re.findall(r"[0-9.e-]+", summary["in ms"])) == 6
-    assert sum(map(int, summary["in %"].split()[:6])) == pytest.approx(100, abs=3)
+    assert len(re.findall(r"[0-9.e-]+", summary["in ms"])) == 7
+    assert sum(map(int, summary["in %"].split()[:7])) == pytest.approx(100, abs=3)
     printed = re.search(r"test accuracy: ([0-9.]+)", out)
     shown = re.search(r"^accuracy ([0-9.]+) at step 300", summary["evaluation"])
     assert printed and shown and float(shown[1]) == pytest.approx(float(printed[1]), abs=1e-4)
