@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from hostopt.errors import ConfigError
 
@@ -18,49 +18,75 @@ MAX_SEGMENT_BYTES = 1 << 30
 MIN_TIMEOUT_S, YEAR_S = 0.001, 365.0 * 24 * 3600
 # TensorFlow counts micro-batches, examples and loops in int32.
 MAX_COUNT = (1 << 31) - 1
-_BUCKET_ALIGNMENT_BYTES = 128
+_ALIGNMENT_BYTES = 128
 _SHOWN_CHARACTERS = 200
 _ALIKE = 0.8  # similarity of a name with a misspelt one
 
 
-class _Range(NamedTuple):
-    """Closed range of numbers."""
+@dataclass(frozen=True)
+class _Number:
+    """Numbers of a closed range; `step_bytes` divides a size in MiB."""
 
     least: float
     most: float
     whole: bool = False
+    step_bytes: int = 0
 
-    def __contains__(self, value: Any) -> bool:
+    def wanted(self, value: Any) -> str | None:
+        """Describes the allowed values; returns None if `value` is allowed."""
         kinds = (int,) if self.whole else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            return False
-        return bool(self.least <= value <= self.most)
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_number or not self.least <= value <= self.most:
+            kind = "whole number" if self.whole else "number"
+            return f"a {kind} from {self.least:.10g} to {self.most:.10g}"
+        nbytes = value * MIB
+        if not self.step_bytes or nbytes % self.step_bytes == 0:
+            return None
+        whole_mb = max(round(nbytes / self.step_bytes), 1) * self.step_bytes / MIB
+        return f"a multiple of {self.step_bytes} bytes, such as {whole_mb!r}"
 
-    def __str__(self) -> str:
-        kind = "whole number" if self.whole else "number"
-        return f"a {kind} from {self.least:.10g} to {self.most:.10g}"
+
+@dataclass(frozen=True)
+class _Choice:
+    """One of a few values."""
+
+    values: tuple[str | bool | None, ...]
+
+    def wanted(self, value: Any) -> str | None:
+        """Describes the allowed values; returns None if `value` is allowed."""
+        plain = value is None or isinstance(value, (bool, str))  # 1 == True
+        if plain and value in self.values:
+            return None
+        return f"one of {', '.join(map(repr, self.values))}"
 
 
-_SECONDS = _Range(MIN_TIMEOUT_S, YEAR_S)
-_NUMBERS = {
-    "bucket_mb": _Range(_BUCKET_ALIGNMENT_BYTES / MIB, MIB),
-    "segment_bytes": _Range(1, MAX_SEGMENT_BYTES, whole=True),
-    "rendezvous_timeout_s": _SECONDS,
-    "stall_warning_s": _SECONDS,
-    "collective_timeout_s": _SECONDS,
-    "evaluator_timeout_s": _SECONDS,
-    "desync_check_steps": _Range(0, MAX_COUNT, whole=True),
-}
-_CHOICES: dict[str, tuple[str | bool | None, ...]] = {
-    "communication": ("auto", "grpc+tcp", "grpc", "shm", "mpi"),
-    "compression": (None, "fp16", "bf16"),
-    "checksum": (None, True, False),
-    "nonfinite": ("error", "skip", "warn"),
-    "insecure": (True, False),
-    "restore_previous": (True, False),
-    "autotune": (True, False),
-}
-_PATHS = ("timeline", "debug_dir", "token_file", "tls_dir")
+@dataclass(frozen=True)
+class _Path:
+    """None, or a path."""
+
+    names_file: bool = False
+
+    def wanted(self, value: Any) -> str | None:
+        """Describes the allowed values; returns None if `value` is allowed."""
+        if value is not None and not _is_path(value):
+            return "None or a path"
+        no_file = self.names_file and value is not None and not PurePath(value).name
+        return "the name of a file" if no_file else None
+
+
+_SECONDS = _Number(MIN_TIMEOUT_S, YEAR_S)
+_SWITCH = _Choice((True, False))
+
+
+def _option(default: Any, allowed: _Number | _Choice | _Path, *, same: bool = False) -> Any:
+    """Returns the field of an option.
+
+    Args:
+      same: True if all ranks must have the same value; they compare it when they connect.
+    """
+    return field(default=default, metadata={"allowed": allowed, "same": same})
+
+
 # Values of environment variables that stand for None and bool.
 _VALUES: dict[str, bool | None] = {
     "": None,
@@ -114,31 +140,34 @@ class Options:
       ConfigError: the value of an option is not allowed.
     """
 
-    bucket_mb: float = 25.0
-    segment_bytes: int = 2 * MIB
-    rendezvous_timeout_s: float = 300.0
-    stall_warning_s: float = 30.0
-    collective_timeout_s: float = 300.0
-    communication: str = "auto"
-    compression: str | None = None
-    timeline: str | None = None
-    checksum: bool | None = None
-    nonfinite: str = "error"
-    desync_check_steps: int = 1000
-    debug_dir: str | None = None
-    token_file: str | None = None
-    tls_dir: str | None = None
-    insecure: bool = False
-    restore_previous: bool = False
-    evaluator_timeout_s: float = 3600.0
-    autotune: bool = False
+    bucket_mb: float = _option(25.0, _Number(_ALIGNMENT_BYTES / MIB, MIB, False, _ALIGNMENT_BYTES))
+    segment_bytes: int = _option(2 * MIB, _Number(1, MAX_SEGMENT_BYTES, whole=True), same=True)
+    rendezvous_timeout_s: float = _option(300.0, _SECONDS)
+    stall_warning_s: float = _option(30.0, _SECONDS)
+    collective_timeout_s: float = _option(300.0, _SECONDS)
+    communication: str = _option(
+        "auto", _Choice(("auto", "grpc+tcp", "grpc", "shm", "mpi")), same=True
+    )
+    compression: str | None = _option(None, _Choice((None, "fp16", "bf16")), same=True)
+    timeline: str | None = _option(None, _Path(names_file=True))
+    checksum: bool | None = _option(None, _Choice((None, True, False)))
+    nonfinite: str = _option("error", _Choice(("error", "skip", "warn")), same=True)
+    desync_check_steps: int = _option(1000, _Number(0, MAX_COUNT, whole=True), same=True)
+    debug_dir: str | None = _option(None, _Path())
+    token_file: str | None = _option(None, _Path())
+    tls_dir: str | None = _option(None, _Path())
+    insecure: bool = _option(False, _SWITCH)
+    restore_previous: bool = _option(False, _SWITCH)
+    evaluator_timeout_s: float = _option(3600.0, _SECONDS)
+    autotune: bool = _option(False, _SWITCH, same=True)
 
     def __post_init__(self) -> None:
-        for name in _PATHS:
-            if isinstance(getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(getattr(self, name)))
-        for field in fields(self):
-            _check(f"option {field.name}", field.name, getattr(self, field.name))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(each.metadata["allowed"], _Path) and isinstance(value, os.PathLike):
+                value = os.fspath(value)
+                object.__setattr__(self, each.name, value)
+            _check(f"option {each.name}", each, value)
 
     @property
     def bucket_bytes(self) -> int:
@@ -149,6 +178,12 @@ class Options:
     def uses_data_sockets(self) -> bool:
         """True if data between hosts may travel on data sockets."""
         return self.communication in ("auto", "grpc+tcp")
+
+    def same_on_all_ranks(self) -> dict[str, Any]:
+        """Returns the options that all ranks must have in common, by name."""
+        return {
+            each.name: getattr(self, each.name) for each in fields(self) if each.metadata["same"]
+        }
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> Options:
         """Overrides options by environment variables, such as HOSTOPT_BUCKET_MB.
@@ -165,11 +200,11 @@ class Options:
         environ = os.environ if environ is None else environ
         _check_names(environ)
         values: dict[str, Any] = {}
-        for field in fields(self):
-            variable = _variable(field.name)
+        for each in fields(self):
+            variable = _variable(each.name)
             if variable in environ:
-                values[field.name] = _value_of(field.name, environ[variable])
-                _check(variable, field.name, values[field.name])
+                values[each.name] = _value_of(each, environ[variable])
+                _check(variable, each, values[each.name])
         return replace(self, **values)
 
 
@@ -186,19 +221,20 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _value_of(name: str, text: str) -> Any:
+def _value_of(option: Field[Any], text: str) -> Any:
     """Converts the text of a variable; returns the text itself if it cannot be converted."""
-    if name in _NUMBERS:
+    allowed = option.metadata["allowed"]
+    if isinstance(allowed, _Number):
         try:
             return int(text) if text.strip().isdigit() else float(text)
         except ValueError:
             return text
-    if name in _PATHS:  # a file may be called "true"
+    if isinstance(allowed, _Path):  # a file may be called "true"
         return None if text in ("", "none") else text
     return _VALUES.get(text, text)
 
 
-def _check(label: str, name: str, value: Any) -> None:
+def _check(label: str, option: Field[Any], value: Any) -> None:
     """Checks the value of an option.
 
     Args:
@@ -207,37 +243,12 @@ def _check(label: str, name: str, value: Any) -> None:
     Raises:
       ConfigError: the value is not allowed.
     """
-    wanted = _wanted(name, value)
+    wanted = option.metadata["allowed"].wanted(value)
     if wanted is not None:
-        default = getattr(Options, name)
         raise ConfigError(
             f"{label} is {shown(value)}, wanted {wanted}. Correct it, or leave it out for the "
-            f"default, {default!r}"
+            f"default, {option.default!r}"
         )
-
-
-def _wanted(name: str, value: Any) -> str | None:
-    """Describes the allowed values of an option; returns None if `value` is allowed."""
-    if name in _NUMBERS:
-        if value not in _NUMBERS[name]:
-            return str(_NUMBERS[name])
-        return _wanted_bucket(value) if name == "bucket_mb" else None
-    if name in _CHOICES:
-        plain = value is None or isinstance(value, (bool, str))  # 1 == True
-        choices = ", ".join(map(repr, _CHOICES[name]))
-        return None if plain and value in _CHOICES[name] else f"one of {choices}"
-    if value is None or _is_path(value):
-        no_file = name == "timeline" and value is not None and not PurePath(value).name
-        return "the name of a file" if no_file else None
-    return "None or a path"
-
-
-def _wanted_bucket(bucket_mb: float) -> str | None:
-    nbytes = bucket_mb * MIB
-    if nbytes % _BUCKET_ALIGNMENT_BYTES == 0:
-        return None
-    whole_mb = max(round(nbytes / _BUCKET_ALIGNMENT_BYTES), 1) * _BUCKET_ALIGNMENT_BYTES / MIB
-    return f"a multiple of {_BUCKET_ALIGNMENT_BYTES} bytes, such as {whole_mb!r}"
 
 
 def _is_path(value: Any) -> bool:
@@ -278,7 +289,7 @@ LAUNCHER = "HOSTOPT_LAUNCHER"
 PROCESS = "HOSTOPT_PROCESS"
 # All HOSTOPT_* variables: one for each option, the token, and those of launchers.
 VARIABLES = (
-    *(_variable(field.name) for field in fields(Options)),
+    *(_variable(each.name) for each in fields(Options)),
     "HOSTOPT_TOKEN",
     "HOSTOPT_SLOT",
     "HOSTOPT_ERROR_FILE",

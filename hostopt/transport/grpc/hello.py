@@ -50,13 +50,8 @@ class HelloMessages:
             "incarnation": self._peers.incarnation,
             "data_port": self._peers.data_port,
             "ring": [str(task) for task in self._cluster.ring],
-            "segment_bytes": options.segment_bytes,
             "timeline": options.timeline is not None,  # all ranks must compare their clocks
-            "communication": options.communication,
-            "compression": options.compression,
-            "nonfinite": options.nonfinite,
-            "desync_check_steps": options.desync_check_steps,
-            "autotune": options.autotune,  # all ranks must try the same options
+            **options.same_on_all_ranks(),
         }
         return hello if to is None else {**hello, "met": self._peers.incarnations.get(to, "")}
 
