@@ -1,7 +1,7 @@
 """Copies of variables on an accelerator with memory of its own, renewed as soon as an update ends.
 
 Without them a step begins with the copy of all variables. With them the copies travel while other
-variables are still being reduced and updated, and forward starts at once:
+variables are still being reduced and updated:
 
     step n      backward --> update of v --> renewal of v's copy
     step n + 1                                 forward reads the copy
@@ -10,15 +10,18 @@ variables are still being reduced and updated, and forward starts at once:
      takes the variable, as it would without copies.
 [A2] The step renews a copy after all its operations that may change the variable, and after the
      cached read. Readers keep the old tensor, so a late one in backward sees the old value.
-[A3] Every other operation that may change a variable makes the copies stale before it runs:
-     initializers, restoring, and what hooks add.
-[A4] `stale` counts the steps for which the copies may be stale. It is 2, not 1, because the
-     change may come after the renewals of a step in the same run; the next step renews them again.
+[A3] Operations of the step that may change a variable first set `changing`, which the end of all
+     renewals clears. So the copies are stale after a run with only a part of the step: a
+     micro-batch, a hook that runs an update again, a step that fails.
+[A4] Any other operation that may change a variable (initializers, restoring, what hooks and
+     summaries add) first sets `stale` to 2, too, and each step takes 1 from it. It is not 1, as
+     the change may come after the renewals of a step in the same run; the next step renews them
+     again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -32,109 +35,59 @@ from estimator_ext._tf_private import (
 )
 from estimator_ext.graphs.operation_kinds import READS
 from estimator_ext.graphs.walks import done, operations_before, users
-from estimator_ext.spec import operations_of_step, stock_spec
 from hostopt.tensorflow.background import HOST_DEVICE
 
-
-def keep_copies(spec: StockSpec, device: str) -> StockSpec:
-    """Makes a step read variables from copies on the accelerator, which it renews.
-
-    Args:
-      device: device of the copies.
-
-    Returns:
-      A stock spec whose train_op ends after all renewals, and whose last training hook must be the
-      last of all hooks that add operations. For a device in host memory, the spec as it is.
-    """
-    if not _has_own_memory(device):
-        return spec
-    targets = operations_of_step(spec)
-    with tf.device(HOST_DEVICE):
-        renewed = tf.no_op("renewed_copies")
-    hook = _CopiesHook(spec.scaffold, targets, renewed, device)
-    return stock_spec(
-        spec,
-        train_op=tf.group(spec.train_op, renewed),
-        training_hooks=[*spec.training_hooks, hook],
-    )
+_log = tf.get_logger()
 
 
-def _has_own_memory(device: str) -> bool:
-    return _short(device)[0] != "CPU"
-
-
-def _short(device: str) -> tuple[str | None, int | None]:
-    """Returns type and number of a device."""
-    spec = tf.DeviceSpec.from_string(device)
-    return spec.device_type, spec.device_index
-
-
-class _Cached(NamedTuple):
-    """A variable, the operation on the accelerator that reads it, and what may change it."""
-
-    handle: tf.Tensor
-    dtype: tf.DType
-    read: tf.Operation
-    changes: list[tf.Operation]
-
-
-class _CopiesHook(tf.compat.v1.train.SessionRunHook):
+class CopiesHook(tf.compat.v1.train.SessionRunHook):
     """Builds the copies when all other hooks have added their operations.
 
     Args:
-      scaffold: scaffold of the training.
-      targets: operations that run in each step.
-      renewed: operation that is to run after all renewals.
+      spec: spec of the step.
       device: device of the copies.
     """
 
-    def __init__(
-        self, scaffold: Any, targets: Sequence[tf.Operation], renewed: tf.Operation, device: str
-    ) -> None:
-        self._scaffold = scaffold
-        self._targets = targets
-        self._renewed = renewed
+    def __init__(self, spec: StockSpec, device: str) -> None:
+        self._scaffold = spec.scaffold
+        self._targets = [getattr(each, "op", each) for each in (spec.train_op, spec.loss)]
         self._device = device
+        with tf.device(HOST_DEVICE):
+            self.renewed = tf.no_op("renewed_copies")  # part of the step, runs after all renewals
 
     def begin(self) -> None:
         """Builds the copies in the complete graph."""
         step = operations_before(self._targets)
-        has_saver = _build_saver(self._scaffold)
-        variables = list(_cached_variables(step, self._device)) if has_saver else []
+        cached = _cached_reads(step, self._device)
+        if not cached or not _build_saver(self._scaffold):
+            return
+        variables = [each for each in cached if each.can_wait]
+        _log.info("%d of %d variables have copies on the accelerator", len(variables), len(cached))
         if not variables:
             return
         with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("copies"):
-            stale = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="copies/stale")
-            is_stale = tf.raw_ops.ReadVariableOp(resource=stale, dtype=tf.int64) > 0
-            spoil = tf.raw_ops.AssignVariableOp(resource=stale, value=tf.constant(2, tf.int64))
-            with tf.control_dependencies([is_stale]):
-                one = tf.constant(1, tf.int64)
-                ends = [tf.raw_ops.AssignSubVariableOp(resource=stale, value=one)]
-            if_fresh, if_stale = tf.raw_ops.Switch(data=is_stale, pred=is_stale)
-            for variable in variables:
-                for change in variable.changes:
-                    if change not in step:
-                        add_control_inputs(change, [spoil])  # [A3]
-                changes = [done(op) for op in variable.changes if op in step]
-                ends.append(self._copy(variable, changes, if_fresh, if_stale))
-        add_control_inputs(self._renewed, ends)
+            flags = _Flags()
+            for change in {change for each in variables for change in each.changes}:
+                add_control_inputs(change, [flags.changing if change in step else flags.spoil])
+            renewals = []
+            for each in variables:
+                changes = [done(op) for op in each.changes if op in step]
+                renewals.append(self._copy(each, changes, flags))
+            with tf.control_dependencies(renewals):
+                add_control_inputs(self.renewed, flags.freshen())
 
     def _copy(
-        self,
-        variable: _Cached,
-        changes: Sequence[tf.Operation],
-        if_fresh: tf.Tensor,
-        if_stale: tf.Tensor,
+        self, variable: _Cached, changes: Sequence[tf.Operation], flags: _Flags
     ) -> tf.Operation:
         """Builds the copy of one variable, and returns its renewal."""
-        handle, dtype, read, _ = variable
+        handle, dtype, read = variable
         with tf.device(self._device):
             copy = tf.raw_ops.VarHandleOp(
                 dtype=dtype, shape=read.outputs[0].shape, shared_name=f"copies/{handle.op.name}"
             )
-        with tf.control_dependencies([tf.identity(if_stale)]):
+        with tf.control_dependencies([tf.identity(flags.if_stale)]):
             original = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-        with tf.device(self._device), tf.control_dependencies([tf.identity(if_fresh)]):
+        with tf.device(self._device), tf.control_dependencies([tf.identity(flags.if_fresh)]):
             fresh = tf.raw_ops.ReadVariableOp(resource=copy, dtype=dtype)
             with tf.control_dependencies(None):
                 value, _ = tf.raw_ops.Merge(inputs=[original, fresh])
@@ -145,19 +98,77 @@ class _CopiesHook(tf.compat.v1.train.SessionRunHook):
             return tf.raw_ops.AssignVariableOp(resource=copy, value=updated)  # [A2]
 
 
-def _cached_variables(step: Collection[tf.Operation], device: str) -> Iterator[_Cached]:
-    """Yields the variables that a step reads on the accelerator only as a whole.
+def has_own_memory(device: str) -> bool:
+    """Returns True if variables must be copied to a device."""
+    return _short(device)[0] == "GPU"
 
-    A variable that is changed within a branch or a loop of TensorFlow 1 is left out, as an
-    operation outside cannot wait for one that may not run.
+
+class _Flags:
+    """Operations on the two flags: [A3] and [A4].
+
+    They are built in the host's part of the graph. `changing` and `spoil` set the flags; one of
+    `if_fresh` and `if_stale` is alive in each run.
     """
+
+    def __init__(self) -> None:
+        ops = tf.raw_ops
+        self._stale, self._changing = (
+            ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=f"copies/{name}")
+            for name in ("stale", "changing")
+        )
+        self._left = tf.minimum(ops.ReadVariableOp(resource=self._stale, dtype=tf.int64), 1)
+        changes = ops.ReadVariableOp(resource=self._changing, dtype=tf.int64)
+        is_stale = self._left + changes > 0
+        self.if_fresh, self.if_stale = ops.Switch(data=is_stale, pred=is_stale)
+        with tf.control_dependencies([self._set(self._changing, 1)]):  # gives it a value at first
+            self.spoil = self._set(self._stale, 2)
+        with tf.control_dependencies([is_stale]):  # which is the state before this run
+            self.changing = self._set(self._changing, 1)
+
+    def freshen(self) -> list[tf.Operation]:
+        """Returns the operations at the end of a step."""
+        one_less = tf.raw_ops.AssignSubVariableOp(resource=self._stale, value=self._left)
+        return [one_less, self._set(self._changing, 0)]
+
+    def _set(self, flag: tf.Tensor, value: int) -> tf.Operation:
+        return tf.raw_ops.AssignVariableOp(resource=flag, value=tf.constant(value, tf.int64))
+
+
+class _Cached(NamedTuple):
+    """A variable, and the operation on the accelerator that reads it."""
+
+    handle: tf.Tensor
+    dtype: tf.DType
+    read: tf.Operation
+
+    @property
+    def changes(self) -> list[tf.Operation]:
+        """Operations that may change the variable."""
+        return [op for op in users(self.handle) if op.type not in READS]
+
+    @property
+    def can_wait(self) -> bool:
+        """True if an operation after all changes can run in each step.
+
+        It could not wait for one within a branch or a loop of TensorFlow 1.
+        """
+        return all(control_flow_context(op) is None for op in self.changes)
+
+
+def _cached_reads(step: Collection[tf.Operation], device: str) -> list[_Cached]:
+    """Returns the variables that a step reads on the accelerator as a whole, each once."""
+    found: dict[tf.Operation, _Cached] = {}
     for variable in tf.compat.v1.trainable_variables():
         cached = cached_value_of(variable)
-        if cached is None or cached.op not in step or _short(cached.device) != _short(device):
-            continue
-        changes = [op for op in users(variable.handle) if op.type not in READS]
-        if all(control_flow_context(op) is None for op in changes):
-            yield _Cached(variable.handle, variable.dtype, cached.op, changes)
+        if cached is not None and cached.op in step and _short(cached.device) == _short(device):
+            found[cached.op] = _Cached(variable.handle, variable.dtype, cached.op)
+    return list(found.values())
+
+
+def _short(device: str) -> tuple[str | None, int | None]:
+    """Returns type and number of a device."""
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.device_type, spec.device_index
 
 
 def _build_saver(scaffold: Any) -> bool:

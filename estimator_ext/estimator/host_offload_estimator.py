@@ -30,7 +30,6 @@ from estimator_ext.checkpoints.reading import (
 from estimator_ext.checkpoints.saving import add_saver
 from estimator_ext.data_workers.worker import check_is_no_data_worker, serve_if_data_worker
 from estimator_ext.estimator import training_graph
-from estimator_ext.estimator.accelerator_copies import keep_copies
 from estimator_ext.estimator.batch_size import BatchSizes
 from estimator_ext.estimator.early_stopping import config_for
 from estimator_ext.estimator.host_call import run_on_host
@@ -207,13 +206,10 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             trainer._config = without_reports(self._config)
         all_hooks = [*hooks, *estimator_spec.training_hooks]
         if _needs_global_step(self._train_distribution, all_hooks):
-            check = GlobalStepCheckHook(global_step_tensor)  # [K14] of `training_graph`
+            check = GlobalStepCheckHook(global_step_tensor)  # [K15] of `training_graph`
             estimator_spec = stock_spec(
                 estimator_spec, training_hooks=[*estimator_spec.training_hooks, check]
             )
-        strategy = self._train_distribution
-        if isinstance(strategy, HostOffloadStrategy) and self._iterations == 1:
-            estimator_spec = keep_copies(estimator_spec, strategy.accelerator)  # [K15]
         return _tf_estimator.Estimator._train_with_estimator_spec(
             trainer, estimator_spec, worker_hooks, hooks, global_step_tensor, saving_listeners
         )

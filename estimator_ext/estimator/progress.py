@@ -1,7 +1,7 @@
 """Progress of a training: what `hostopt run` shows, and where the time of a step goes.
 
-Operations of the graph note when the input has arrived and when the update has ended. They run
-only in the steps that fetch them, which are at most ten in a second::
+Operations of the graph note the times between the parts of a step. They run only in the steps that
+fetch them, which are at most ten in a second::
 
     run begins  input is here  variables are there  last launch  last reduction  update has ended
         |-- input --|---- copy ----|- forward, backward -|-- exposed --|--- update ---|- between --
@@ -26,7 +26,7 @@ from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_private import cached_value_of, control_flow_context
 from estimator_ext.checkpoints.file_errors import absolute
 from estimator_ext.estimator.step_report import StepReportHook
-from estimator_ext.graphs.walks import walk
+from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.reduction.uneven_data import BatchWeights
 from hostopt.gradients.reducers import AnyReducer
 from hostopt.gradients.step_stats import StepTimes, merge
@@ -40,6 +40,7 @@ _SAMPLES, _MIN_SAMPLES = 1000, 5  # the newest ones
 # Share of the samples to leave out, the longest ones: whenever hooks fetch another set of tensors
 # for the first time, TensorFlow prepares the graph for it.
 _OUTLIERS = 0.02
+_UPDATES = ("ResourceApply", "ResourceSparseApply")
 
 _first_steps: dict[str, int] = {}  # of this process, by model_dir
 _best: dict[tuple[str | None, str], tuple[float, int]] = {}  # by names of evaluation and metric
@@ -95,18 +96,25 @@ def _time_after(waited: Sequence[Any]) -> tf.Tensor:
 
 
 def _from_accelerator(step: Collection[tf.Operation]) -> list[tf.Tensor]:
-    """Returns the tensors of a step that the host receives from the accelerator."""
+    """Returns the tensors of a step that the host receives from the accelerator for its updates.
+
+    Args:
+      step: operations outside branches and loops, in topological order.
+    """
 
     def is_on_host(device: str) -> bool:
         return device.endswith(HOST_DEVICE)
 
-    received = {
-        tensor.name: tensor
-        for op in step
-        if is_on_host(op.device)
-        for tensor in op.inputs
-        if tensor.dtype.is_floating and tensor.device and not is_on_host(tensor.device)
-    }
+    received: dict[str, tf.Tensor] = {}
+    after: set[tf.Operation] = set()  # updates, and what depends on one
+    for op in step:
+        if op.type.startswith(_UPDATES) or not after.isdisjoint(runs_before(op)):
+            after.add(op)
+        if is_on_host(op.device):
+            for tensor in op.inputs:
+                crosses = tensor.device and not is_on_host(tensor.device)
+                if crosses and tensor.dtype.is_floating and tensor.op not in after:
+                    received[tensor.name] = tensor
     return [tensor for tensor in received.values() if tensor.op in step]
 
 

@@ -21,8 +21,8 @@ others; the other ranks have no chief's hooks.
     [K11] InputStateHook                    [K11] InputStateHook
     [K12] ProgressHook
     [K13] EndStopSaveHook                   [K13] EndStopSaveHook
-    [K14] GlobalStepCheckHook               [K14] GlobalStepCheckHook
-    [K15] copies on a GPU                   [K15] copies on a GPU
+    [K14] CopiesHook (on a GPU)             [K14] CopiesHook (on a GPU)
+    [K15] GlobalStepCheckHook               [K15] GlobalStepCheckHook
 
 - K1 is first: no other hook may see an error that TensorFlow mistakes for the end of the data.
 - K2 collects the states that K4 saves, and K3 checks the variables that K4 saves.
@@ -52,6 +52,7 @@ from estimator_ext.checkpoints.saving import (
     has_own_saver,
     has_saver,
 )
+from estimator_ext.estimator.accelerator_copies import CopiesHook, has_own_memory
 from estimator_ext.estimator.progress import ProgressHook, StepTimestamps
 from estimator_ext.estimator.step_report import StepReportHook, show_steps
 from estimator_ext.estimator.training_input import build_input
@@ -162,6 +163,7 @@ class TrainingGraph:
             *inputs.hooks,  # [K6]
             *self._step_report(),  # [K7]
         ]
+        copies = self._copies()
         stamps = StepTimestamps(self.spec, self._reduction.values.weights)
         progress = self._progress(stamps)
         if self._reduction.accumulation is not None:
@@ -184,6 +186,7 @@ class TrainingGraph:
             self._communicator.check_same(updates.texts, "the updates of variables")
             coordination += self._desync_checks(updates.mirrored, suspects)  # [K3]
         self._order_first_hooks(guard, coordination)
+        self._add_training_hooks(*copies)  # [K14]
 
     def _reduce(self, data: Collection[tf.Operation]) -> tuple[Updates | None, Mapping[str, str]]:
         """Builds the reductions of the step.
@@ -227,6 +230,15 @@ class TrainingGraph:
                 "variable with a gradient that is computed outside of branches, loops and "
                 "functions. Compute gradients outside of them, or leave accumulate_steps out"
             )
+
+    def _copies(self) -> list[CopiesHook]:
+        """Makes the step wait for the renewal of copies, which the hook builds."""
+        device = self._strategy.accelerator
+        if not has_own_memory(device) or getattr(self._config, "iterations_per_loop", 1) > 1:
+            return []
+        hook = CopiesHook(self.spec, device)
+        self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, hook.renewed))
+        return [hook]
 
     def _step_report(self) -> list[StepReportHook]:
         """Reports on the reducers; there are none with one rank, or without buckets."""

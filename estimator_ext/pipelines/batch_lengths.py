@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from estimator_ext._tf_private import constant_of, variant_tensor
 from estimator_ext.graphs.operation_kinds import arguments
+from estimator_ext.graphs.walks import data_before, walk
 from estimator_ext.pipelines.divided_pipeline import kind_of
 
 UNKNOWN = -1  # batches may differ in length
@@ -27,11 +29,9 @@ def length_of(batch: Any) -> tf.Tensor:
       batch: features, and labels if there are any.
 
     Returns:
-      Scalar of int64: the length of the first tensor, or 1 if it is a scalar. Tensors that come
-      from an iterator are preferred, as the program may never compute others that it returns.
+      Scalar of int64: the length of the `first_read` tensor, or 1 if it is a scalar.
     """
-    parts = tf.nest.flatten(batch)
-    first = next((part for part in parts if _is_read(part)), parts[0])
+    first = first_read(tf.nest.flatten(batch))
     if isinstance(first, tf.SparseTensor):
         return tf.reduce_prod(first.dense_shape[:1])
     if isinstance(first, tf.RaggedTensor):
@@ -39,14 +39,25 @@ def length_of(batch: Any) -> tf.Tensor:
     return tf.reduce_prod(tf.shape(first, tf.int64)[:1])
 
 
+def first_read(parts: Sequence[Any]) -> Any:
+    """Returns the first part of a batch that is computed from an iterator.
+
+    A program may return another feature that it never computes, and that cannot be computed.
+
+    Returns:
+      The part; the first of all if none is computed from an iterator.
+    """
+    return next((part for part in parts if _is_read(part)), parts[0])
+
+
 def _is_read(part: Any) -> bool:
-    """Returns True for a tensor that an iterator of a graph returns."""
+    tensors = [
+        each for each in tf.nest.flatten(part, expand_composites=True) if tf.is_tensor(each)
+    ]
     if tf.executing_eagerly():
-        return True
-    op = tf.nest.flatten(part, expand_composites=True)[0].op
-    while op.type == "Identity":
-        op = op.inputs[0].op
-    return bool(op.type.startswith("IteratorGetNext"))
+        return bool(tensors)
+    before = walk([tensor.op for tensor in tensors], data_before)
+    return any(op.type.startswith("IteratorGetNext") for op in before)
 
 
 class Lengths(NamedTuple):

@@ -14,8 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.graphs.walks import walk
-from estimator_ext.pipelines.batch_lengths import UNKNOWN, length_of, lengths_of
+from estimator_ext.pipelines.batch_lengths import UNKNOWN, first_read, length_of, lengths_of
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 
 MODES = ("join", "stop")
@@ -106,10 +105,8 @@ def has_next(batch: Any) -> tf.Tensor:
       batch: features and labels, in any structure.
     """
     tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
-    # the data themselves if possible, as the program may never compute a feature that it returns
-    before = walk(tensor.op for tensor in tensors)
-    data = [op for op in before if op.type.startswith("IteratorGetNext")] or tensors
-    with tf.device(HOST_DEVICE), tf.control_dependencies(data[:1]):
+    read = [first_read(tensors)] if tensors else []
+    with tf.device(HOST_DEVICE), tf.control_dependencies(read):
         return tf.constant(True)
 
 

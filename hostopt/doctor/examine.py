@@ -54,7 +54,8 @@ def examine(
     yield from run(network.task, cluster, timeout_s=_CHECK_TIMEOUT_S)
     if ring is not None:
         yield from _examine_ring(ring, environ, model_dir, timeout_s)
-    yield from run(speed.speeds, timeout_s=_SPEED_TIMEOUT_S)  # last, as it takes longest
+    if cluster.rank is None or cluster.rank == cluster.local_ranks[0]:  # one for each host
+        yield from run(speed.speeds, timeout_s=_SPEED_TIMEOUT_S)  # last, as it takes longest
 
 
 def _clusters(environ: Mapping[str, str]) -> tuple[Cluster, Cluster | None]:

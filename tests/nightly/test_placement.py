@@ -115,6 +115,8 @@ def test_one_rank_moves_little_through_host_memory(
     for kind in ("IsFinite", "All", "Pack"):  # of the check, before the copy
         assert step.devices_of(kind) == {ACCELERATOR}
     assert step.devices_of("ResourceApplyAdam") == {HOST}
+    copies = {name for kind, name in step.ran(ACCELERATOR) if kind == "AssignVariableOp"}
+    assert len(copies) == 4 * own_memory
     few = 2048  # the batch, the loss and the learning rate
     # Adam reads the gradient, and reads and writes the variable and two slots
     assert 0 <= step.moved_on_host(PASSING) - 28 * PARAMETERS < few

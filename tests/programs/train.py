@@ -19,7 +19,7 @@ from session_hooks import AfterStep, BeforeStep, Dump, Trace
 
 import estimator_ext
 import hostopt
-from estimator_ext.estimator import accelerator_copies
+from estimator_ext.estimator import training_graph
 from estimator_ext.variables.sync_on_read import assign
 
 estimator_ext.install()
@@ -382,7 +382,7 @@ def make_model_fn(settings: dict, optimizer_name: str):
 
 
 def main(settings: dict) -> None:
-    accelerator_copies._has_own_memory = lambda device: settings["own_memory"]
+    training_graph.has_own_memory = lambda device: settings["own_memory"]
     tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.INFO)
     strategy = estimator_ext.HostOffloadStrategy(
         tf.distribute.cluster_resolver.TFConfigClusterResolver(),

@@ -15,7 +15,8 @@ import pytest
 import tensorflow as tf
 
 import estimator_ext
-from estimator_ext.estimator import accelerator_copies
+from estimator_ext.estimator import training_graph
+from estimator_ext.estimator.accelerator_copies import CopiesHook
 
 estimator_ext.install()
 
@@ -34,8 +35,14 @@ def dense(x: tf.Tensor, name: str, units: int) -> tf.Tensor:
 
 
 def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: Any) -> Any:
+    shift = v1.get_variable("shift", [6], initializer=v1.zeros_initializer())
+    features += tf.stop_gradient(shift)
     logits = dense(tf.nn.relu(dense(features, "first", 8)), "second", 2)
     loss = v1.losses.sparse_softmax_cross_entropy(labels, logits)
+    if params == "micro-batches":  # each of them changes a variable that the step reads
+        with tf.control_dependencies([loss]):
+            shifted = shift.assign(shift.read_value() + 0.1)
+        v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, shifted)
     optimizer, step = v1.train.AdamOptimizer(0.05), v1.train.get_global_step()
     pairs = optimizer.compute_gradients(loss)
 
@@ -49,6 +56,16 @@ def model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str, params: Any) -> 
         v1.enable_control_flow_v2()
     else:
         train_op = apply()
+    if params == "summary":  # read in no step, as no summary is written
+        reads = v1.get_variable("reads", [], tf.int32, v1.zeros_initializer(), trainable=False)
+        kernel = v1.trainable_variables()[0]
+
+        @tf.function
+        def norm() -> tf.Tensor:
+            reads.assign_add(1)
+            return tf.norm(kernel.read_value())
+
+        v1.summary.scalar("norm", norm())
     if params == "clipped in the step":
         with tf.control_dependencies([train_op]):
             train_op = tf.group(*[clipped(v) for v in v1.trainable_variables()])
@@ -70,8 +87,9 @@ class Changing(v1.train.SessionRunHook):
         self._variables = v1.trainable_variables()
         self._sum = tf.add_n([tf.reduce_sum(v.value()) for v in self._variables])
         self._halve = [v.assign(v.read_value() * 0.5) for v in self._variables]
-        updates = [op for op in v1.get_default_graph().get_operations() if "Apply" in op.type]
-        with tf.control_dependencies(updates):
+        operations = v1.get_default_graph().get_operations()
+        self._updates = [op for op in operations if op.type == "ResourceApplyAdam"]
+        with tf.control_dependencies(self._updates):
             self._clip = [clipped(v) for v in self._variables]
         self._savers = []
         if self._way == "restored by a saver":
@@ -91,6 +109,8 @@ class Changing(v1.train.SessionRunHook):
         session = run_context.session
         if self._way == "changed between runs" and self._step in (4, 5, 9):
             session.run(self._halve)
+        if self._way == "updated once more" and self._step in (4, 7):
+            session.run(self._updates)
         if self._way == "loaded" and self._step == 6:
             for variable in self._variables:
                 variable.load(np.full(variable.shape, 0.25, np.float32), session)
@@ -103,13 +123,16 @@ class Changing(v1.train.SessionRunHook):
         np.testing.assert_allclose(session.run(self._sum), sum(map(np.sum, values)), rtol=1e-4)
 
 
-WAYS = ["changed between runs", "changed in the same run", "loaded"]
+WAYS = ["changed between runs", "changed in the same run", "loaded", "updated once more"]
 WAYS += ["restored by a saver", "restored by the scaffold"]
 
 
 def trained(directory: Path, strategy: Any, model: str, way: str) -> dict[str, np.ndarray]:
     kind = tf.estimator if strategy is None else estimator_ext
-    config = kind.RunConfig(tf_random_seed=1, train_distribute=strategy)
+    settings: dict[str, Any] = {"tf_random_seed": 1, "save_summary_steps": STEPS}
+    if model == "micro-batches":
+        settings["accumulate_steps"] = 3
+    config = kind.RunConfig(train_distribute=strategy, **settings)
     estimator = kind.Estimator(model_fn, str(directory), config, params=model)
     dataset = tf.data.Dataset.from_tensor_slices
     estimator.train(
@@ -125,23 +148,28 @@ def trained(directory: Path, strategy: Any, model: str, way: str) -> dict[str, n
         ("clipped in the step", ""),
         ("in a branch", ""),
         ("in a branch of TensorFlow 1", ""),
+        ("summary", ""),
+        ("micro-batches", ""),
     ],
 )
 def test_steps_read_what_was_written_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, way: str
 ) -> None:
-    monkeypatch.setattr(accelerator_copies, "_has_own_memory", lambda device: True)
+    reference = None
+    if model == "micro-batches":  # which the stock Estimator does not have
+        reference = estimator_ext.HostOffloadStrategy()
+    expected = trained(tmp_path / "reference", reference, model, way)
+    monkeypatch.setattr(training_graph, "has_own_memory", lambda device: True)
     copies = []
-    build = accelerator_copies._CopiesHook._copy
+    build = CopiesHook._copy
     monkeypatch.setattr(
-        accelerator_copies._CopiesHook,
+        CopiesHook,
         "_copy",
         lambda self, variable, *others: copies.append(variable) or build(self, variable, *others),
     )
     with contextlib.closing(estimator_ext.HostOffloadStrategy()) as strategy:
         values = trained(tmp_path / "copies", strategy, model, way)
-    stock = trained(tmp_path / "stock", None, model, way)
-    assert len(copies) == (0 if "TensorFlow 1" in model else 4)
-    assert values.keys() == stock.keys()  # copies are in no checkpoint
-    for name, value in stock.items():
+    assert len(copies) == (1 if "TensorFlow 1" in model else 5)
+    assert values.keys() == expected.keys()  # copies are in no checkpoint
+    for name, value in expected.items():
         np.testing.assert_allclose(values[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
