@@ -35,11 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Transport(abc.ABC):
-    """Tagged messages between the ranks of one cluster.
-
-    Raises:
-      ConfigError: this task is an evaluator or a data worker.
-    """
+    """Tagged messages between the ranks of one cluster."""
 
     def __init__(self, cluster: Cluster, options: Options) -> None:
         if cluster.rank is None:
@@ -71,14 +67,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def send(self, peer: int, tag: Tag, payload: Payload, name: str = "") -> None:
-        """Sends a message; the payload may be changed once this returns.
-
-        Args:
-          name: what is sent, for error messages.
-
-        Raises:
-          HostOptError: the ring is aborted, or the peer takes no data before the deadline.
-        """
+        """Sends a message; the payload may be changed once this returns."""
 
     async def recv(
         self, peer: int, tag: Tag, name: str = "", into: memoryview | None = None
@@ -86,16 +75,11 @@ class Transport(abc.ABC):
         """Waits for a message. An error aborts the ring, as no rank can continue.
 
         Args:
-          name: what is waited for, for warnings and error messages.
           into: memory that the payload may be received into, which saves a copy. Its content is
             undefined after an error.
 
         Returns:
           The payload, read-only, in `into` or elsewhere.
-
-        Raises:
-          CollectiveMismatchError: the peer has sent the message in another call than this rank's.
-          HostOptError: the ring is aborted, the peer has left, or the deadline has passed.
         """
         try:
             sent_tag, payload = await self.mailbox.take(peer, tag, name, into)
@@ -107,11 +91,7 @@ class Transport(abc.ABC):
         return payload
 
     def blocked_sends(self) -> dict[int, float]:
-        """Returns the start time of each send that the peer or the network has yet to take.
-
-        Returns:
-          Seconds on the monotonic clock, by peer.
-        """
+        """Returns when each send that is not taken yet began, by peer, on the monotonic clock."""
         return {}
 
     def send_time_s(self) -> float:
@@ -126,9 +106,6 @@ class Transport(abc.ABC):
 
         Returns:
           31 bits, never 0; the same on all ranks.
-
-        Raises:
-          ConfigError: another name has the same number.
         """
         with self._opening:
             self._duplicates[name] += 1
@@ -150,14 +127,7 @@ class Transport(abc.ABC):
     # -- calls of the ranks ----------------------------------------------------------------
 
     async def abort_on_mismatch(self, peer: int, tag: Tag) -> HostOptError:
-        """Aborts the ring because a peer makes another call than this rank.
-
-        Args:
-          tag: a message of this rank's call.
-
-        Returns:
-          The error that all ranks report.
-        """
+        """Aborts the ring as a peer makes another call; returns the error of all ranks."""
         local_call = self.call_log.last(tag.channel)
         error = await find_mismatch(self.cluster, peer, tag, local_call, self.request_status)
         self.abort(error)
@@ -206,15 +176,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
-        """Requests the status of a peer.
-
-        Args:
-          waiting: rank that waits for the peer.
-          tag: the message that it waits for.
-
-        Returns:
-          `status_for` these arguments on the peer; None if it does not answer soon.
-        """
+        """Returns `status_for` these arguments on a peer; None if it does not answer soon."""
 
     async def _report_stall(self, wait: Wait, has_timed_out: bool) -> None:
         """Names the rank that keeps this one waiting, in a warning or the aborting error."""
@@ -242,11 +204,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, error: BaseException) -> None:
-        """Aborts the ring on all ranks. The first error wins: all ranks report it.
-
-        Args:
-          error: the reason, an error of hostopt or of the user's code.
-        """
+        """Aborts the ring on all ranks. The first error wins: all ranks report it."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -20,12 +20,7 @@ class CallLog:
         self._refused: dict[tuple[int, int], str] = {}  # reason by channel and step
 
     def record(self, channel: int, step: int, bucket: int, signature: Signature) -> None:
-        """Records a call that this rank makes.
-
-        Args:
-          step: number of the call on that channel.
-          signature: must be the same on all ranks.
-        """
+        """Records a call of this rank: number `step` on its channel."""
         self._last[channel] = step, bucket, signature
 
     def refuse(self, channel: int, step: int, reason: str) -> None:
@@ -33,11 +28,7 @@ class CallLog:
         self._refused[channel, step] = cut(reason, _MAX_REASON_BYTES)
 
     def last(self, channel: int) -> Call | None:
-        """Returns the last call of this rank on a channel, in types that JSON supports.
-
-        Returns:
-          Its step, bucket, signature and checksum; None if there was no call.
-        """
+        """Returns the last call on a channel in types that JSON supports; None without one."""
         call = self._last.get(channel)
         if call is None:
             return None

@@ -42,7 +42,6 @@ class Look(NamedTuple):
 
     Args:
       waits: the waits of each rank, the longest first.
-      busy_s: result of `busy_s` on each rank.
       time_s: when this rank looked, on the monotonic clock.
     """
 
@@ -54,7 +53,6 @@ class Look(NamedTuple):
         """Returns True if no rank can continue.
 
         Args:
-          earlier: the look before this one, if the ranks waited then, too.
           long_s: length of a wait that is long in any program.
         """
         if all(waits[-1]["for_s"] >= long_s for waits in self.waits.values()):
@@ -94,25 +92,14 @@ class DeadlockWatch:
         self._last: Look | None = None
 
     def is_due(self, rank: int, wait: Wait, waits: Sequence[Wait]) -> bool:
-        """Returns True if a wait is the one for which a rank looks at the waits of all ranks.
-
-        Args:
-          rank: the rank; in a deadlock all ranks wait, so rank 0 looks.
-        """
+        """Returns True if rank 0, which waits in any deadlock, has to look at all waits now."""
         oldest = min(waits, key=lambda each: each.since_s, default=None)
         return rank == 0 and wait is oldest and time.monotonic() - wait.since_s >= _FROM_S
 
     async def look(
         self, cluster: Cluster, tag: Sequence[int], request_status: _RequestStatus
     ) -> CollectiveMismatchError | None:
-        """Asks all ranks what they wait for.
-
-        Args:
-          request_status: as `Transport.request_status`, but also for this rank.
-
-        Returns:
-          The error if they wait for each other.
-        """
+        """Asks all ranks what they wait for; returns the error if they wait for each other."""
         last, self._last = self._last, await self._waits(tag, request_status)
         if self._last is None or not self._last.proves(last, self._long_s):
             return None
@@ -146,11 +133,7 @@ class DeadlockWatch:
 
 
 def refusal(cluster: Cluster, peer: int, reason: str) -> CollectiveMismatchError:
-    """Returns the error of a rank that waits for a call which a peer has refused.
-
-    Args:
-      reason: the call, and why the peer has refused it.
-    """
+    """Returns the error of a rank that waits for a call which a peer has refused."""
     assert cluster.rank is not None
     return CollectiveMismatchError(
         f"{cluster.describe(peer)} has refused {reason.rstrip('. ')}. Rank {cluster.rank} makes "

@@ -11,11 +11,7 @@ from hostopt.transport.message import Tag
 
 
 class Destination:
-    """Memory for the payload of one message.
-
-    Args:
-      view: where the payload goes.
-    """
+    """Memory for the payload of one message."""
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
@@ -33,12 +29,7 @@ class Destinations:
 
     @contextlib.contextmanager
     def offer(self, peer: int, tag: Tag, view: memoryview | None) -> Iterator[None]:
-        """Offers memory for the payload of a message until the scope ends.
-
-        Args:
-          peer: rank that sends the message.
-          view: the memory; None offers none. After an exception nothing more is written there.
-        """
+        """Offers memory for a payload in this scope; nothing is written after an exception."""
         if view is None:
             yield
             return
@@ -53,11 +44,6 @@ class Destinations:
 
     def of(self, peer: int, tag: Tag, nbytes: int) -> Destination:
         """Returns the memory for a payload whose header has arrived.
-
-        Args:
-          peer: rank that sends the message.
-          tag: its tag, with the signature of the sender's call.
-          nbytes: size of the payload in bytes.
 
         Returns:
           The offered memory if signature and size are the same; otherwise new memory.

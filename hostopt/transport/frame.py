@@ -43,7 +43,6 @@ class FrameWriter:
     """Builds the frames of one stream.
 
     Args:
-      origin: origin of this rank.
       checksum: adds the payload to the checksum, which always covers the header.
     """
 
@@ -53,22 +52,11 @@ class FrameWriter:
         self._next = 0
 
     def write(self, tag: Tag, payload: Payload) -> bytes:
-        """Builds the next frame.
-
-        Returns:
-          Header and payload, in one new byte string.
-        """
+        """Builds the next frame: header and payload, in one new byte string."""
         return b"".join((self.header(tag, payload), payload))
 
     def header(self, tag: Tag, payload: Payload, is_last: bool = False) -> bytes:
-        """Builds the header of the next frame, whose payload follows it.
-
-        Args:
-          is_last: True if no frame follows this one.
-
-        Returns:
-          `HEADER_BYTES` bytes.
-        """
+        """Builds the header of the next frame, whose payload follows it."""
         flags = _WITH_PAYLOAD * self._checksum | _LAST * is_last
         header = _HEADER.pack(
             _MAGIC, WIRE_VERSION, flags, *tag, len(payload), *self._origin, self._next
@@ -84,12 +72,8 @@ class Header(NamedTuple):
     """The header of a frame.
 
     Args:
-      length: size of the payload in bytes.
-      number: number of the frame on its stream.
       expected: the checksum that the sender has computed.
       checksum: checksum of the header.
-      covers_payload: True if the expected checksum covers the payload, too.
-      is_last: True if no frame follows.
     """
 
     tag: Tag
@@ -103,12 +87,7 @@ class Header(NamedTuple):
 
     @classmethod
     def parse(cls, data: Payload) -> Header:
-        """Reads a header.
-
-        Raises:
-          ProtocolError: this is not a header of this wire version, or it is damaged and its
-            checksum does not cover the payload.
-        """
+        """Reads a header, and checks it unless its checksum covers the payload, too."""
         if len(data) < HEADER_BYTES:
             raise ProtocolError(
                 f"a frame of {len(data)} bytes arrived, expected {HEADER_BYTES} bytes of header"
@@ -147,11 +126,7 @@ class Header(NamedTuple):
 
 
 class FrameReader:
-    """Reads the frames of one stream.
-
-    Args:
-      origin: origin of the peer that sends the stream.
-    """
+    """Reads the frames of one stream."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
@@ -162,10 +137,6 @@ class FrameReader:
 
         Returns:
           The tag, and the payload as a read-only view of `frame`. None for a repeated frame.
-
-        Raises:
-          ProtocolError: the message is not a frame, has another wire version, job, incarnation or
-            length, is damaged, or frames before it are missing.
         """
         header, payload = Header.parse(frame), memoryview(frame)[HEADER_BYTES:]
         if len(payload) != header.length:
@@ -174,14 +145,7 @@ class FrameReader:
         return (header.tag, payload) if self.admit(header) else None
 
     def admit(self, header: Header) -> bool:
-        """Checks that a frame is the next one of its stream.
-
-        Returns:
-          False for a repeated frame.
-
-        Raises:
-          ProtocolError: it has another job or incarnation, or frames before it are missing.
-        """
+        """Checks that a frame is the next one of its stream; returns False for a repeated one."""
         if header.origin != self._origin:
             job, incarnation = header.origin
             raise header.error(

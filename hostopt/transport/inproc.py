@@ -26,14 +26,7 @@ class InprocTransport(Transport):
 
     @classmethod
     def connect(cls, size: int, options: Options | None = None) -> list[InprocTransport]:
-        """Creates a ring.
-
-        Args:
-          options: deadlines and sizes of all ranks; the defaults if None.
-
-        Returns:
-          The transports, in rank order.
-        """
+        """Creates a ring; returns its transports in rank order."""
         ring = tuple(Task(WORKER, index, f"inproc:{index}") for index in range(size))
         peers: list[InprocTransport] = []
         peers.extend(cls(Cluster(task, ring), options or Options(), peers) for task in ring)

@@ -24,7 +24,6 @@ class Listener(NamedTuple):
     """Receives the messages of one channel as they arrive; called on any thread, must not block.
 
     Args:
-      receive: called with the sender and the payload of each message.
       left: called with each peer that has left in good order.
     """
 
@@ -36,7 +35,6 @@ class Mailbox:
     """Messages by sender and tag. A wait ends with a message, an error or a deadline.
 
     Args:
-      cluster: the ring and this rank, for texts.
       on_stall: called from any thread with a wait that is due for a warning. It is called with
         True as second argument when the wait has timed out; it then aborts the ring.
       on_long_wait: called from any thread when the calls of this rank and its peer are to be
@@ -80,11 +78,7 @@ class Mailbox:
             listener.receive(peer, payload)
 
     def listen(self, channel: int, listener: Listener) -> None:
-        """Gives the messages of a channel to a listener, those that have arrived before, too.
-
-        Args:
-          channel: a channel on which nobody waits for messages.
-        """
+        """Gives the messages of a channel to a listener, those that have arrived before, too."""
         with self._lock:
             self._listeners[channel] = listener
             keys = [key for key in self._messages if key[1] == channel]
@@ -102,7 +96,6 @@ class Mailbox:
 
         Args:
           tag: which message; its signature is not compared.
-          name: what it carries, for warnings and errors.
           into: memory that the payload may be received into. It is used only if the message has
             not begun to arrive.
 
@@ -148,8 +141,6 @@ class Mailbox:
         """Registers a wait for a peer, by any means. The waiter calls the yielded function often.
 
         Args:
-          peer: rank that is waited for.
-          name: description of it, for warnings and errors.
           grace_s: time for which the wait goes on after the peer has left in good order, if what
             it sent before can arrive later, in seconds.
 
@@ -176,14 +167,7 @@ class Mailbox:
             del self._waits[schedule]
 
     def fail(self, error: HostOptError) -> bool:
-        """Ends all present and future waits with `error`, unless they have failed already.
-
-        Args:
-          error: the error that aborts the ring.
-
-        Returns:
-          False if an earlier error remains in effect.
-        """
+        """Ends all present and future waits with `error`; False if an earlier one is in effect."""
         with self._lock:
             if self.error is not None:
                 return False
@@ -199,9 +183,6 @@ class Mailbox:
 
     def on_failure(self, listener: Callable[[HostOptError], None]) -> Callable[[], None]:
         """Registers `listener`; it is called once, immediately if the ring is aborted already.
-
-        Args:
-          listener: receives the aborting error; may be called from any thread.
 
         Returns:
           Function that removes the listener.
@@ -256,12 +237,7 @@ class Mailbox:
         return reason
 
     def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
-        """Builds the error of a wait that has reached its deadline.
-
-        Args:
-          culprit: rank that keeps this one waiting, directly or through other ranks.
-          reason: result of the diagnosis; "" if there is none.
-        """
+        """Builds the error of a wait that has reached its deadline."""
         timeout_s = self._options.collective_timeout_s
         reason = reason or f"{self._cluster.describe(wait.peer)} is connected but sends nothing"
         return CollectiveTimeoutError(

@@ -53,12 +53,7 @@ class Tag(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Counts the messages that this rank has sent.
-
-    Args:
-      payload_bytes: bytes of data.
-      header_bytes: bytes of frame headers.
-    """
+    """Counts the messages that this rank has sent."""
 
     messages: int = 0
     payload_bytes: int = 0

@@ -27,12 +27,6 @@ async def find_mismatch(
 ) -> HostOptError:
     """Asks all ranks which call they make in place of this rank's call.
 
-    Args:
-      peer: a rank whose call differs from this rank's.
-      tag: a message of this rank's call.
-      local_call: this rank's last call on the channel of `tag`.
-      request_status: requests the status of another rank.
-
     Returns:
       A `CollectiveMismatchError`, or the error of a rank that has aborted the ring already.
     """
@@ -60,14 +54,7 @@ async def find_mismatch(
 
 
 def is_same_call(call: Call, tag: Sequence[int]) -> bool:
-    """Returns True if a call has the same position in its channel as a message.
-
-    Args:
-      call: what `CallLog.last` returned.
-
-    Returns:
-      True if step and bucket are equal. The signatures are not compared.
-    """
+    """Returns True if a call has the step and the bucket of a message."""
     return [call["step"], call["bucket"]] == list(tag[1:3])
 
 

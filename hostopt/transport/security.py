@@ -46,9 +46,6 @@ def read_token(options: Options, environ: Mapping[str, str] | None = None) -> by
 
     Returns:
       The token without surrounding white space; None if there is no token.
-
-    Raises:
-      ConfigError: the file cannot be read, is accessible to other users, or is empty.
     """
     environ = os.environ if environ is None else environ
     if "HOSTOPT_TOKEN" in environ:
@@ -70,15 +67,10 @@ def check_tls_dir(path: str, host: str | None = None) -> datetime:
     """Checks that peers with the same CA would accept the certificate of a directory.
 
     Args:
-      path: directory with ca.pem, cert.pem and key.pem.
       host: name or IP address of this rank in TF_CONFIG, which the certificate must name.
 
     Returns:
       The time at which the certificate expires, in UTC.
-
-    Raises:
-      ConfigError: a file is missing or no PEM file, key.pem is accessible to other users or does
-        not match the certificate, or peers would refuse the certificate.
     """
     tls = Tls(path)
     fault = tls.fault(host)
@@ -90,17 +82,9 @@ def check_tls_dir(path: str, host: str | None = None) -> datetime:
 class Security:
     """The token and the certificates of one rank.
 
-    Args:
-      options: `token_file`, `tls_dir` and `insecure`.
-      environ: the environment with HOSTOPT_TOKEN; `os.environ` if None.
-
     Attributes:
       tls: the certificates of this rank; None if there are none.
       local_fault: the reason why peers would refuse them; None if they are accepted.
-
-    Raises:
-      ConfigError: the token or the certificates cannot be used, or the ring has neither although
-        other machines can reach it.
     """
 
     def __init__(
@@ -147,9 +131,6 @@ class Tls:
 
     Args:
       path: directory with ca.pem, cert.pem and key.pem.
-
-    Raises:
-      ConfigError: they cannot be used at all; `fault` checks if peers would accept them.
     """
 
     def __init__(self, path: str) -> None:
@@ -183,11 +164,7 @@ class Tls:
         return None
 
     def client_context(self, host: str | None) -> ssl.SSLContext:
-        """Returns the TLS settings for calls to a peer.
-
-        Args:
-          host: name or IP address that the peer's certificate must name; None for any.
-        """
+        """Returns the TLS settings for calls to a peer whose certificate names `host`, if any."""
         context = self._context(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = host is not None
         return context
@@ -271,10 +248,6 @@ def _reason(error: ssl.SSLError) -> str:
 
 async def probe(address: str, tls: Tls | None) -> str | None:
     """Checks if TLS is the reason why a peer cannot be reached; gRPC does not report it.
-
-    Args:
-      address: ``host:port`` of the peer.
-      tls: certificates of this rank; None if it has none.
 
     Returns:
       The fault, as the predicate of a sentence about the peer. None if there is no listener, or

@@ -35,7 +35,6 @@ def signature_of(
     Args:
       kind: the collective, with its reduce operation or root.
       dtype: its numpy dtype; None for bytes, whose number may differ by rank.
-      wire_format: name of the wire format; empty if the tensor is sent uncompressed.
     """
     words = [kind]
     if name:

@@ -44,9 +44,7 @@ def build_status(
     """Describes what a rank is doing, in types that JSON supports.
 
     Args:
-      waits: the messages that it is waiting for.
       blocked_sends: start time of each blocked send by peer, in seconds on the monotonic clock.
-      error: the error that aborted its ring.
 
     Returns:
       All of that; the longest waits and sends come first.
@@ -74,14 +72,6 @@ async def find_culprit(
     cluster: Cluster, peer: int, tag: Sequence[int], request_status: RequestStatus
 ) -> Culprit:
     """Follows the waits from a peer that this rank waits for to the rank that causes them.
-
-    Args:
-      peer: rank that this rank waits for.
-      tag: the message that it waits for.
-      request_status: requests the status of another rank.
-
-    Returns:
-      The rank at the end of the chain.
 
     Raises:
       HostOptError: the error of a rank in the chain that has aborted the ring already.

@@ -28,11 +28,7 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     async def wait_until_open(self, timeout_s: float) -> bool:
-        """Waits until the peer reads the stream; then each side detects the end of the other.
-
-        Returns:
-          True if the peer reads the stream.
-        """
+        """Returns True once the peer reads the stream; then each side detects the other's end."""
 
     @abc.abstractmethod
     async def put(self, tag: Tag, payload: Payload) -> bool:
@@ -59,11 +55,7 @@ class Stream(abc.ABC):
 
 
 class Streams:
-    """The streams of one rank, each opened by the first message to its peer.
-
-    Args:
-      open_stream: opens the stream to a peer.
-    """
+    """The streams of one rank, each opened by the first message to its peer."""
 
     def __init__(self, open_stream: Callable[[int], Stream]) -> None:
         self._open_stream = open_stream
@@ -96,10 +88,6 @@ class Streams:
             event_loop.start(stream.close())
 
     def blocked(self) -> dict[int, float]:
-        """Returns the start time of each write in progress; may be called from any thread.
-
-        Returns:
-          Seconds on the monotonic clock, by peer.
-        """
+        """Returns the monotonic start of each write in progress, by peer; on any thread."""
         since = {peer: stream.writing_since_s for peer, stream in list(self._streams.items())}
         return {peer: since_s for peer, since_s in since.items() if since_s is not None}

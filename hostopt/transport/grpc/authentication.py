@@ -64,11 +64,7 @@ class Authenticator:
     def check_answer(
         self, peer: int, incarnation: str, method: str, answer: bytes, metadata: Any
     ) -> None:
-        """Raises an error unless an answer proves that the peer knows the token.
-
-        Raises:
-          AuthError: the proof is missing or wrong.
-        """
+        """Raises an error unless an answer proves that the peer knows the token."""
         proof = read_metadata(metadata).get("proof", "")
         fields = (_ANSWER, method, str(peer), str(self._peers.rank))
         incarnations = (incarnation, self._peers.incarnation)
@@ -94,11 +90,7 @@ class Authenticator:
         return is_signed and caller.get("to") != self._peers.incarnation
 
     def reason_to_refuse(self, method: str, caller: Caller) -> str | None:
-        """Checks the proof of a call; the request has not been read yet.
-
-        Returns:
-          The reason to refuse the call; None if it is accepted.
-        """
+        """Returns the reason to refuse a call before its request is read; None without one."""
         proof = caller.get("proof")
         if not self._security.has_token:
             return None if proof is None else "the caller has a token, and this rank has none"
@@ -123,11 +115,7 @@ class Authenticator:
         return self._security.has_token or claim.incarnation == incarnation
 
     def auth_error(self, rank: int, fault: str) -> AuthError:
-        """Builds the error of a rank that may not be part of the ring.
-
-        Args:
-          fault: what is wrong with it, such as "refuses this rank".
-        """
+        """Builds the error of a rank that may not be in the ring; `fault` is a predicate."""
         cluster = self._peers.cluster
         fault = f"{cluster.describe(rank)} {fault}"
         return AuthError(
@@ -153,7 +141,6 @@ class ObserverProofs:
     """Signs one call of an observer, and checks the answer.
 
     Args:
-      method: name of the method.
       number: random number of this call.
     """
 
@@ -163,11 +150,7 @@ class ObserverProofs:
         self._number = number
 
     def call_metadata(self, incarnation: str, request: bytes) -> Metadata:
-        """Returns the metadata of the call.
-
-        Args:
-          incarnation: incarnation of the rank that is called; "" if unknown.
-        """
+        """Returns the metadata of a call to an incarnation; "" if it is unknown."""
         metadata = (("from", self._number), ("to", incarnation))
         if not self._security.has_token:
             return metadata
@@ -177,11 +160,7 @@ class ObserverProofs:
         return (*metadata, ("digest", digest), ("proof", proof))
 
     def is_answer(self, incarnation: str, answer: bytes, metadata: Any) -> bool:
-        """Returns True if an answer proves that the rank knows the token, if there is one.
-
-        Args:
-          incarnation: incarnation of the rank that was called.
-        """
+        """Returns True if an answer proves that the rank knows the token, if there is one."""
         proof = read_metadata(metadata).get("proof", "")
         fields = (_ANSWER_TO_OBSERVER, self._method, incarnation, self._number)
         return not self._security.has_token or self._security.is_proof(proof, *fields, body=answer)

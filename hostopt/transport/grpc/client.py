@@ -22,12 +22,7 @@ HANDSHAKE_TIME = ("grpc.min_reconnect_backoff_ms", 3_000)
 def open_channel(
     address: str, options: list[tuple[str, int]], tls: Tls | None
 ) -> grpc.aio.Channel:
-    """Opens a connection.
-
-    Args:
-      address: ``host:port`` of a rank.
-      tls: certificates of this process; None for a plain connection.
-    """
+    """Opens a connection."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options)
     credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
@@ -36,10 +31,6 @@ def open_channel(
 
 class RpcClient:
     """The connections of one rank to its peers; used on the event loop.
-
-    Args:
-      tls: certificates of this rank; None for plain connections.
-      service: name of the gRPC service.
 
     Attributes:
       channels: the connection for calls to each peer, by rank.
@@ -84,7 +75,6 @@ class RpcClient:
         """Calls a peer.
 
         Args:
-          timeout_s: time to wait for the answer.
           wait_for_ready: waits for a peer that cannot be reached, instead of raising.
 
         Raises:
@@ -120,11 +110,7 @@ class RpcClient:
         return answer
 
     def open_stream(self, peer: int) -> tuple[grpc.aio.Channel, Any]:
-        """Starts a stream of frames to a connected peer, on a separate connection.
-
-        Returns:
-          The connection, and the call that takes the frames.
-        """
+        """Starts a stream of frames to a peer; returns its own connection, and the call."""
         channel = self._open_channel(peer, message_options(self._options, self._timing))
         incarnation = self._peers.incarnations.get(peer, "")
         metadata = self._authenticator.call_metadata(peer, incarnation, "Stream")

@@ -56,11 +56,7 @@ class Departure:
             await self._ring.client.call(peer, "Leave", data, timeout_s, wait_for_ready=True)
 
     async def on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Handles a Leave message.
-
-        Returns:
-          The empty answer.
-        """
+        """Handles a Leave message."""
         try:
             message, error = read_leave(request, self._peers.most_note_bytes)
             sender, is_peer = message["sender"], message["sender"] in self._peers

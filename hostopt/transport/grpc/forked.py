@@ -18,20 +18,12 @@ _ports: set[int] = set()  # ports of the servers of this process
 
 
 def keep_from_children(port: int) -> None:
-    """Makes forked children close the server at a port and its accepted connections.
-
-    Args:
-      port: a port of this process. It counts until `forget` is called.
-    """
+    """Makes forked children close the server at a port of this process, until `forget`."""
     _ports.add(port)
 
 
 def forget(port: int) -> None:
-    """Reverts `keep_from_children`.
-
-    Args:
-      port: a port whose server has stopped.
-    """
+    """Reverts `keep_from_children`."""
     _ports.discard(port)
 
 

@@ -32,7 +32,6 @@ class GrpcStream(Stream):
 
     Args:
       channel: connection to the peer for this stream alone.
-      call: the call on that connection that takes the frames.
       timeout_s: time that a full queue may make no progress.
       on_broken: called with the reason when the stream ends unexpectedly.
     """

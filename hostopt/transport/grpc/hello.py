@@ -67,9 +67,6 @@ class HelloMessages:
           The message, whose "rank" is that of a peer, and whose "incarnation" and "data_port" are
           well formed.
           `check` compares the other fields.
-
-        Raises:
-          ValueError: it does not identify a peer.
         """
         hello = read_note(data, self._peers.most_note_bytes)
         if not has_shape(hello, {"rank": int, "incarnation": str}):
@@ -82,14 +79,7 @@ class HelloMessages:
         return hello
 
     def check(self, peer: int, hello: dict[str, Any]) -> None:
-        """Raises an error unless a peer has the same ring, options and wire format.
-
-        Args:
-          hello: its message, as `read` returns it.
-
-        Raises:
-          ConfigError: they differ; the message names the differences only.
-        """
+        """Raises an error unless a peer has the same ring, options and wire format."""
         local = {**self.build(), "rank": peer}
         keys = [key for key in {**local, **hello} if key not in _DIFFERS_BY_RANK]
         different = [key for key in keys if hello.get(key, _ABSENT) != local.get(key, _ABSENT)]

@@ -28,12 +28,7 @@ _HAS_LEFT = "it has closed its communicator"
 
 
 class IncomingStreams:
-    """The streams to one rank, at most one of each peer; used on the event loop.
-
-    Args:
-      liveness: handles streams that break.
-      options: `communication` and `segment_bytes`.
-    """
+    """The streams to one rank, at most one of each peer; used on the event loop."""
 
     def __init__(
         self,
@@ -76,20 +71,12 @@ class IncomingStreams:
         forked.keep_from_children(self._data_server.port)
 
     async def stop(self, grace_s: float) -> None:
-        """Closes the data port.
-
-        Args:
-          grace_s: time that peers may take to send their last frames.
-        """
+        """Closes the data port; peers have `grace_s` for their last frames."""
         await self._data_server.stop(grace_s)
         forked.forget(self._data_server.port)
 
     async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
-        """Receives the frames of a peer in gRPC messages until its stream ends.
-
-        Returns:
-          The empty answer.
-        """
+        """Receives the frames of a peer in gRPC messages until its stream ends."""
         peer = await self._server.admit_stream(context)
         if peer in self._open:
             await context.abort(

@@ -37,11 +37,7 @@ class PeerState(enum.Enum):
 
 
 class Liveness:
-    """Watches the peers of one rank; used on the event loop.
-
-    Args:
-      recorder: the last events of this rank, for error messages.
-    """
+    """Watches the peers of one rank; used on the event loop."""
 
     def __init__(self, ring: RingContext, recorder: FlightRecorder) -> None:
         self._ring = ring

@@ -30,11 +30,7 @@ class Observation:
         self._began_s = 0.0
 
     async def on_details(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Answers a Details call of a peer.
-
-        Returns:
-          The details of this rank.
-        """
+        """Answers a Details call of a peer."""
         del request, context
         return json.dumps(self._local_details()).encode()
 

@@ -34,10 +34,6 @@ _ADVICE = (
 def observe(address: str, options: Options, service: str = "hostopt.Ring") -> dict[str, Any]:
     """Asks a rank for an overview of its ring.
 
-    Args:
-      address: ``host:port`` of the rank.
-      service: name of the gRPC service of the ring.
-
     Returns:
       The overview: see `notes.read_overview`. Its texts may contain any characters.
 

@@ -27,7 +27,6 @@ class StreamOpener:
     """Opens the stream to a peer; used on the event loop.
 
     Args:
-      peers: incarnations and data ports of the peers.
       checksum: True if the checksum of a frame covers its payload.
     """
 
@@ -58,7 +57,6 @@ class StreamOpener:
 
         Args:
           streams: forgets a stream that is to be replaced by one in gRPC messages.
-          liveness: handles a stream that breaks.
         """
         writer = FrameWriter(self._peers.origin(self._peers.rank), self._checksum)
 

@@ -23,11 +23,6 @@ class Rendezvous:
 
     A peer is connected once it has answered a Hello message, or has sent one. The successor must
     also have begun to read this rank's stream, so that each of the two detects the other's end.
-
-    Args:
-      liveness: checks peers that have been started again.
-      security: certificates of this rank.
-      options: compared with those of the peers; `rendezvous_timeout_s` is the deadline.
     """
 
     def __init__(
@@ -41,11 +36,7 @@ class Rendezvous:
         self.messages = HelloMessages(ring.peers, options)
 
     async def on_hello(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Answers a Hello message.
-
-        Returns:
-          This rank's Hello message.
-        """
+        """Answers a Hello message with this rank's."""
         peers = self._peers
         try:
             hello = self.messages.read(request)
@@ -67,12 +58,7 @@ class Rendezvous:
         return json.dumps(self.messages.build(to=peer)).encode()
 
     async def run(self) -> None:
-        """Sends Hello messages until all peers are connected.
-
-        Raises:
-          RendezvousTimeoutError: a peer is missing at the deadline.
-          HostOptError: a peer cannot be part of the ring, or has aborted it.
-        """
+        """Sends Hello messages until all peers are connected."""
         started = time.monotonic()
         report_at_s = self._ring.timing.progress_every_s
         missing, rank = self._peers.missing, self._peers.rank

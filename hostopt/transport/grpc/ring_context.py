@@ -17,8 +17,6 @@ class RingContext:
     """The ring as one rank sees it: the state of its peers, and the ways to reach them.
 
     Args:
-      peers: state of the peers.
-      streams: streams to the peers.
       mailbox: messages that have arrived, the ring's error, and the peers that have left.
       abort: aborts the ring with an error.
     """

@@ -36,15 +36,7 @@ Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
 
 
 class RpcServer:
-    """Answers the calls of peers; used on the event loop.
-
-    Args:
-      peers: the ring and the incarnations.
-      authenticator: checks the calls of ranks.
-      observers: checks the calls of observers.
-      tls: certificates of this rank; None for plain connections.
-      timing: the time that a call may take while the server stops.
-    """
+    """Answers the calls of peers; used on the event loop."""
 
     def __init__(
         self,
@@ -75,12 +67,7 @@ class RpcServer:
 
         Args:
           on_stream: takes a stream of frames, and calls `admit_stream` first.
-          on_observe: takes the request of an observer and returns the answer.
           **handlers: take a request and return the answer, by name of the method.
-
-        Raises:
-          ConfigError: the address is in use, or belongs to another machine.
-          ResourceError: the process has no file descriptor left.
         """
         cluster = self._peers.cluster
         self._unknown = asyncio.Semaphore(limits.UNKNOWN_REQUESTS)
@@ -127,11 +114,7 @@ class RpcServer:
             self._guard.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        """Stops the server.
-
-        Args:
-          grace_s: time that open calls may take to end.
-        """
+        """Stops the server; open calls have `grace_s` to end."""
         if self._server is not None:
             stopped = self._server.stop(grace_s)
             with contextlib.suppress(asyncio.TimeoutError):

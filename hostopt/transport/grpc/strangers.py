@@ -61,22 +61,13 @@ class Strangers:
         self._descriptors = 0
 
     def add_claim(self, address: str, claim: Claim) -> None:
-        """Notes the claim of a caller; only some connections of each claim count as a peer's.
-
-        Args:
-          address: address of the caller in gRPC's format.
-          claim: the rank that it claims to be.
-        """
+        """Notes the claim of a caller; only some connections of each claim count as a peer's."""
         endpoint = parse_endpoint(address)
         if endpoint is not None:
             self._claims[endpoint] = claim
 
     def add_stream(self, address: str, rank: int) -> bool:
         """Notes the connection of a peer's stream, which always counts as the peer's.
-
-        Args:
-          address: address of the peer in gRPC's format.
-          rank: the peer, which has no other stream.
 
         Returns:
           False if the connection has been shut down, before the peer's call was read.
@@ -101,7 +92,6 @@ class Strangers:
 
         Args:
           address: numeric address and port that the server was asked to listen at.
-          port: the port that it listens at.
         """
         try:
             # opened now, as there may be no descriptor left later
@@ -193,14 +183,7 @@ class _Probe:
         self._spare.close()
 
     def endpoint(self, fd: int) -> Endpoint | None:
-        """Returns the caller's end of a connection to the server.
-
-        Args:
-          fd: a descriptor, which may be closed meanwhile.
-
-        Returns:
-          None if the descriptor is not a connection to the server.
-        """
+        """Returns the caller's end of a connection to the server; None for other descriptors."""
         return self._endpoint() if self._duplicate(fd) else None
 
     def shut_down(self, fd: int, endpoint: Endpoint) -> None:

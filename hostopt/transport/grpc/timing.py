@@ -11,12 +11,8 @@ class Timing:
 
     Args:
       keepalive_s: silence of a peer after which gRPC pings it.
-      ping_timeout_s: time to wait for the answer to a ping.
-      hello_timeout_s: time to wait for the answer to a Hello call.
       retry_after_s: pause before a peer that is not ready is called again.
       progress_every_s: interval of warnings that name the missing ranks.
-      status_timeout_s: time to wait for the answer to a Status call.
-      details_timeout_s: time to wait for the details of a peer, for an observer.
       last_message_s: time to wait for a peer's Leave message before declaring the peer lost.
       auth_linger_s: time that a rank keeps serving after an `AuthError` in the rendezvous, so
         that its peers detect the same error.

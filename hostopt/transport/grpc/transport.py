@@ -65,7 +65,6 @@ class GrpcTransport(Transport):
 
     Args:
       service: name of the gRPC service; ranks with different names do not connect.
-      timing: times that are not options; `timing.DEFAULT` if None.
 
     Raises:
       ConfigError: this rank's address is in use, a peer has another ring or other options, or the

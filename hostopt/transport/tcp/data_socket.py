@@ -25,8 +25,7 @@ class StalledError(Exception):
 class DataSocket:
     """A socket that reads into, and writes from, memory of the caller; used on the event loop.
 
-    Args:
-      connected: a connected socket. It is closed by `close`.
+    An OSError says that the connection broke or ended.
 
     Attributes:
       unsent: what the last cancelled `write` has not written.
@@ -49,11 +48,7 @@ class DataSocket:
         """Protects the connection with TLS.
 
         Args:
-          context: certificates, of a client or a server.
           host: name or IP address that the server's certificate must name; None in the server.
-
-        Raises:
-          OSError: the handshake failed.
         """
         self._socket = tls = context.wrap_socket(
             self._socket,
@@ -72,11 +67,7 @@ class DataSocket:
                 await self._writable(None)
 
     async def read_exactly(self, nbytes: int) -> bytes:
-        """Reads a number of bytes.
-
-        Raises:
-          OSError: the connection broke or ended.
-        """
+        """Reads a number of bytes."""
         data = bytearray(nbytes)
         filled = 0
         while filled < nbytes:
@@ -87,17 +78,7 @@ class DataSocket:
         return bytes(data)
 
     def read_into(self, view: Data) -> int:
-        """Reads what has arrived.
-
-        Args:
-          view: where it goes; not empty.
-
-        Returns:
-          The number of bytes; 0 if none has arrived.
-
-        Raises:
-          OSError: the connection broke or ended.
-        """
+        """Reads what has arrived, 0 bytes if nothing has, into a view that is not empty."""
         try:
             count = self._socket.recv_into(view)
         except (BlockingIOError, ssl.SSLWantReadError, InterruptedError):
@@ -112,9 +93,6 @@ class DataSocket:
         Args:
           nbytes: number of bytes that the peer still sends; this may wait until many of them have
             arrived.
-
-        Raises:
-          OSError: the connection is closed.
         """
         low_water = min(nbytes, _LOW_WATER_BYTES)
         if low_water != self._low_water and not isinstance(self._socket, ssl.SSLSocket):
@@ -133,7 +111,6 @@ class DataSocket:
         Raises:
           StalledError: the peer takes no bytes.
           asyncio.CancelledError: `unsent` has the rest of the bytes.
-          OSError: the connection broke.
         """
         rest = [memoryview(part) for part in parts if len(part)]
         if isinstance(self._socket, ssl.SSLSocket) and sum(map(len, rest)) <= _TLS_RECORD_BYTES:

@@ -11,14 +11,7 @@ from hostopt.transport.tcp.data_socket import DataSocket
 
 
 class FrameReceiver:
-    """Reads the frames of one peer.
-
-    Args:
-      connection: connection from the peer.
-      mailbox: takes the messages, and knows where their payloads belong.
-      peer: rank of the peer.
-      most_bytes: largest payload that is accepted.
-    """
+    """Reads the frames of one peer."""
 
     def __init__(
         self,

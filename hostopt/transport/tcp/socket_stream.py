@@ -22,7 +22,6 @@ class SocketStream(Stream):
 
     Args:
       connect: connects to the peer; raises an exception if it cannot be reached.
-      writer: builds the headers of the frames.
       timeout_s: time that the peer may take no bytes.
       on_unreachable: called with the reason if `connect` fails.
       on_broken: called with the reason when the stream ends unexpectedly.
