@@ -23,11 +23,10 @@ from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport import deadlock, event_loop
-from hostopt.transport.call_log import CallLog
 from hostopt.transport.deadlock import DeadlockWatch, refusal
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Payload, Tag, Traffic, channel_number
-from hostopt.transport.mismatch import find_mismatch, is_same_call
+from hostopt.transport.mismatch import CallLog, find_mismatch, is_same_call
 from hostopt.transport.stall import Status, build_status, find_culprit
 from hostopt.transport.wait import Wait
 

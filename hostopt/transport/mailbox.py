@@ -1,4 +1,7 @@
-"""Messages that have arrived. This is the only place where a rank waits for another."""
+"""Messages that have arrived. This is the only place where a rank waits for another.
+
+A rank that waits for a message offers the memory where its payload belongs.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
+import numpy as np
+
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
-from hostopt.transport.destinations import Destinations
 from hostopt.transport.message import Tag
 from hostopt.transport.wait import Schedule, Wait
 
@@ -29,6 +33,50 @@ class Listener(NamedTuple):
 
     receive: Callable[[int, memoryview], None]
     left: Callable[[int], None]
+
+
+class Destination:
+    """Memory for the payload of one message."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+
+    def withdraw(self) -> None:
+        """Redirects a payload that is still arriving; its beginning is kept."""
+        self.view = memoryview(bytearray(self.view))
+
+
+class Destinations:
+    """The offers of one rank; used on the event loop."""
+
+    def __init__(self) -> None:
+        self._offered: dict[tuple[int, Tag], Destination] = {}
+
+    @contextlib.contextmanager
+    def offer(self, peer: int, tag: Tag, view: memoryview | None) -> Iterator[None]:
+        """Offers memory for a payload in this scope; nothing is written after an exception."""
+        if view is None:
+            yield
+            return
+        self._offered[peer, tag] = destination = Destination(view)
+        try:
+            yield
+        except BaseException:
+            destination.withdraw()
+            raise
+        finally:
+            del self._offered[peer, tag]
+
+    def of(self, peer: int, tag: Tag, nbytes: int) -> Destination:
+        """Returns the memory for a payload whose header has arrived.
+
+        Returns:
+          The offered memory if signature and size are the same; otherwise new memory.
+        """
+        destination = self._offered.get((peer, tag))
+        if destination is None or len(destination.view) != nbytes:
+            return Destination(memoryview(np.empty(nbytes, np.uint8)))
+        return destination
 
 
 class Mailbox:

@@ -15,7 +15,7 @@ import hashlib
 from typing import Any, NamedTuple
 
 from hostopt.errors import AuthError
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring import Peers
 from hostopt.transport.security import Security
 
 Metadata = tuple[tuple[str, str], ...]

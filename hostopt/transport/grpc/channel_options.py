@@ -5,7 +5,7 @@ from __future__ import annotations
 from hostopt.options import Options
 from hostopt.process.descriptors import limit
 from hostopt.transport.grpc import limits
-from hostopt.transport.grpc.timing import Timing
+from hostopt.transport.grpc.ring import Timing
 
 _MAX_HTTP2_FRAME_BYTES = (1 << 24) - 1
 _NEVER_MS = (1 << 31) - 1

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, Callable
 
-from hostopt.errors import AuthError
 from hostopt.options import Options
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.channel_options import control_options, message_options
-from hostopt.transport.grpc.peers import INCARNATION, Peers
+from hostopt.transport.grpc.ring import INCARNATION, Ring, Timing
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.timing import Timing
 from hostopt.transport.security import Tls
 
 # Minimum time for an attempt to connect with TLS, whose handshake takes several round trips. gRPC
 # uses the first of two equal options.
 HANDSHAKE_TIME = ("grpc.min_reconnect_backoff_ms", 3_000)
+OptionsOf = Callable[[Options, Timing], list[tuple[str, int]]]
 
 
 def open_channel(
@@ -29,6 +29,22 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, [HANDSHAKE_TIME, *options])
 
 
+async def call_until_known(call: Callable[[str], Awaitable[bytes]], incarnation: str) -> bytes:
+    """Calls a rank, again if it asks for a proof that is made for its incarnation.
+
+    Args:
+      call: makes the call to an incarnation of the rank; "" if unknown.
+      incarnation: the incarnation of the first call.
+    """
+    try:
+        return await call(incarnation)
+    except grpc.aio.AioRpcError as error:
+        challenge = INCARNATION.fullmatch(error.details() or "")
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED or not challenge:
+            raise
+    return await call(challenge[0])
+
+
 class RpcClient:
     """The connections of one rank to its peers; used on the event loop.
 
@@ -36,32 +52,22 @@ class RpcClient:
       channels: the connection for calls to each peer, by rank.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        options: Options,
-        authenticator: Authenticator,
-        tls: Tls | None,
-        service: str,
-        timing: Timing,
-    ) -> None:
-        self._peers = peers
-        self._options = options
-        self._authenticator = authenticator
-        self._tls = tls
+    def __init__(self, ring: Ring, service: str) -> None:
+        self._ring = ring
+        self._peers = ring.peers
         self._service = service
-        self._timing = timing
+        self.authenticator = Authenticator(ring.peers, ring.security)
         self.channels: dict[int, grpc.aio.Channel] = {}
 
     def open(self) -> None:
         """Opens a connection to every peer."""
         for peer in self._peers.missing:
-            self.channels[peer] = self._open_channel(
-                peer, control_options(self._options, self._timing)
-            )
+            self.channels[peer] = self._open_channel(peer, control_options)
 
-    def _open_channel(self, peer: int, options: list[tuple[str, int]]) -> grpc.aio.Channel:
-        return open_channel(self._peers.cluster.ring[peer].address, options, self._tls)
+    def _open_channel(self, peer: int, options_of: OptionsOf) -> grpc.aio.Channel:
+        options = options_of(self._ring.options, self._ring.timing)
+        address = self._peers.cluster.ring[peer].address
+        return open_channel(address, options, self._ring.security.tls)
 
     async def call(
         self,
@@ -82,42 +88,34 @@ class RpcClient:
           grpc.aio.AioRpcError: it cannot be reached, or ends the call.
         """
         kwargs = {"timeout": timeout_s, "wait_for_ready": wait_for_ready}
-        incarnation = self._peers.incarnations.get(peer, "")
-        try:
-            try:
-                return await self._call(peer, incarnation, method, request, **kwargs)
-            except grpc.aio.AioRpcError as error:
-                challenge = INCARNATION.fullmatch(error.details() or "")
-                if error.code() is not grpc.StatusCode.UNAUTHENTICATED or not challenge:
-                    raise
-                incarnation = challenge[0]
+
+        async def call(incarnation: str) -> bytes:
             return await self._call(peer, incarnation, method, request, **kwargs)
+
+        try:
+            return await call_until_known(call, self._peers.incarnations.get(peer, ""))
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.PERMISSION_DENIED:
                 raise
             reason = (error.details() or "")[: limits.SHOWN_CHARACTERS]
-        raise self.auth_error(peer, f"refuses this rank: {reason}")
+        raise self.authenticator.auth_error(peer, f"refuses this rank: {reason}")
 
     async def _call(
         self, peer: int, incarnation: str, method: str, request: bytes, **kwargs: Any
     ) -> bytes:
         stub = self.channels[peer].unary_unary(f"/{self._service}/{method}")
-        metadata = self._authenticator.call_metadata(peer, incarnation, method, request)
+        metadata = self.authenticator.call_metadata(peer, incarnation, method, request)
         call = stub(request, metadata=metadata, **kwargs)
         answer: bytes = await call
         trailing = await call.trailing_metadata()
-        self._authenticator.check_answer(peer, incarnation, method, answer, trailing)
+        self.authenticator.check_answer(peer, incarnation, method, answer, trailing)
         return answer
 
     def open_stream(self, peer: int) -> tuple[grpc.aio.Channel, Any]:
         """Starts a stream of frames to a peer; returns its own connection, and the call."""
-        channel = self._open_channel(peer, message_options(self._options, self._timing))
+        channel = self._open_channel(peer, message_options)
         incarnation = self._peers.incarnations.get(peer, "")
-        metadata = self._authenticator.call_metadata(peer, incarnation, "Stream")
+        metadata = self.authenticator.call_metadata(peer, incarnation, "Stream")
         stub = channel.stream_unary(f"/{self._service}/Stream")
         # a first attempt to connect may fail on a busy machine
         return channel, stub(metadata=metadata, wait_for_ready=True)
-
-    def auth_error(self, rank: int, fault: str) -> AuthError:
-        """See `Authenticator.auth_error`."""
-        return self._authenticator.auth_error(rank, fault)

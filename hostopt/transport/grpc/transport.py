@@ -36,28 +36,22 @@ from hostopt.process import descriptors
 from hostopt.process.child_process import call_at_exit, cancel_at_exit
 from hostopt.process.error_report import cause_of
 from hostopt.transport import event_loop
-from hostopt.transport.addresses import is_loopback
 from hostopt.transport.base import Transport
 from hostopt.transport.frame import HEADER_BYTES
-from hostopt.transport.grpc import timing as timing_
-from hostopt.transport.grpc.authentication import Authenticator, ObserverAuthenticator
+from hostopt.transport.grpc import ring as ring_
 from hostopt.transport.grpc.client import RpcClient
-from hostopt.transport.grpc.departure import Departure
-from hostopt.transport.grpc.incoming import IncomingStreams
-from hostopt.transport.grpc.liveness import Liveness
+from hostopt.transport.grpc.data_streams import IncomingStreams, OutgoingStreams
+from hostopt.transport.grpc.liveness import Departure, Liveness
 from hostopt.transport.grpc.notes import read_status_request
-from hostopt.transport.grpc.observation import Observation
-from hostopt.transport.grpc.outgoing import StreamOpener
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.observer import Observation
 from hostopt.transport.grpc.rendezvous import Rendezvous
-from hostopt.transport.grpc.ring_context import RingContext
+from hostopt.transport.grpc.ring import Peers, Ring, Timing
 from hostopt.transport.grpc.runtime import grpc, keep_freed_memory
 from hostopt.transport.grpc.server import RpcServer
 from hostopt.transport.message import Payload, Tag
 from hostopt.transport.overview import Details, details_of
 from hostopt.transport.security import Security
 from hostopt.transport.stall import Status
-from hostopt.transport.stream import Streams
 
 
 class GrpcTransport(Transport):
@@ -78,36 +72,24 @@ class GrpcTransport(Transport):
         cluster: Cluster,
         options: Options,
         service: str = "hostopt.Ring",
-        timing: timing_.Timing | None = None,
+        timing: Timing | None = None,
     ) -> None:
         super().__init__(cluster, options)
         keep_freed_memory()
-        self._timing = timing = timing or timing_.DEFAULT
         self._ending = threading.RLock()  # held while the ring is aborted or closed
         self._closed = False
         self._pid = os.getpid()
-        security = Security(cluster, options)
-        has_checksum = options.checksum
-        if has_checksum is None:
-            is_local = all(is_loopback(task.address) for task in cluster.ring)
-            has_checksum = not is_local and security.tls is None  # TLS has checksums itself
+        security, timing = Security(cluster, options), timing or ring_.DEFAULT
         self._peers = peers = Peers(cluster)
-        self._authenticator = Authenticator(peers, security)
-        self._client = RpcClient(
-            peers, options, self._authenticator, security.tls, service, timing
-        )
-        observers = ObserverAuthenticator(peers, security)
-        self._server = RpcServer(
-            peers, options, self._authenticator, observers, security.tls, timing
-        )
-        opener = StreamOpener(peers, self._client, security, options, has_checksum)
-        self._streams = Streams(lambda peer: opener.open(peer, self._streams, self._liveness))
-        ring = RingContext(peers, self._client, self._streams, self.mailbox, timing, self.abort)
-        self._departure = Departure(ring)
-        self._liveness = Liveness(ring, self.recorder)
-        self._observation = Observation(ring, self._details)
-        self._rendezvous = Rendezvous(ring, self._liveness, security, options)
-        self._incoming = IncomingStreams(ring, self._server, self._liveness, security, options)
+        self._ring = ring = Ring(peers, options, security, timing, self.mailbox, self.abort)
+        self._client = client = RpcClient(ring, service)
+        self._server = RpcServer(ring)
+        self._streams = streams = OutgoingStreams(ring, client, self._on_broken)
+        self._incoming = IncomingStreams(ring, self._server, self._on_broken)
+        self._liveness = Liveness(ring, client, streams, self.recorder)
+        self._departure = Departure(ring, client, streams)
+        self._rendezvous = Rendezvous(ring, client, streams, self._liveness)
+        self._observation = Observation(ring, client, self._details)
 
         self.mailbox.on_failure(self._start_drop_of_streams)
         event_loop.run(self._serve(service))
@@ -137,6 +119,9 @@ class GrpcTransport(Transport):
         except BaseException:
             await self._incoming.stop(0)
             raise
+
+    async def _on_broken(self, peer: int, reason: str) -> None:
+        await self._liveness.stream_broken(peer, reason)
 
     async def _connect(self) -> None:
         await self._rendezvous.run()
@@ -237,7 +222,7 @@ class GrpcTransport(Transport):
         self._wait_for_dump()
 
     async def _close(self) -> None:
-        streams, timeout_s = self._streams.all(), self._timing.leave_timeout_s
+        streams, timeout_s = self._streams.all(), self._ring.timing.leave_timeout_s
         if self.error is None:
             await asyncio.gather(*(stream.flush() for stream in streams))
             await self._departure.send_goodbye()
@@ -258,6 +243,6 @@ class GrpcTransport(Transport):
         event_loop.start(self._drop_streams())
 
     async def _drop_streams(self) -> None:
-        await asyncio.sleep(self._timing.drop_after_s)  # until the peers have the error
+        await asyncio.sleep(self._ring.timing.drop_after_s)  # until the peers have the error
         for stream in self._streams.all():
             stream.cancel()

@@ -1,4 +1,4 @@
-"""The state of the other ranks, as one rank knows it.
+"""The ring as one rank knows it: its peers, its mailbox, and the times that are not options.
 
 Each start of a rank is another *incarnation*, a random number. A rank that has been started again
 must not take the place of its earlier incarnation in a ring.
@@ -10,13 +10,48 @@ import json
 import re
 import secrets
 import zlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Callable
 
 from hostopt.cluster.cluster import Cluster
+from hostopt.options import Options
 from hostopt.transport.frame import Origin
 from hostopt.transport.grpc.limits import most_note_bytes
+from hostopt.transport.mailbox import Mailbox
+from hostopt.transport.security import Security
 
 INCARNATION = re.compile("[0-9a-f]{1,16}")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Deadlines and intervals, in seconds; docs/wire.md lists them.
+
+    Args:
+      keepalive_s: silence of a peer after which gRPC pings it.
+      retry_after_s: pause before a peer that is not ready is called again.
+      progress_every_s: interval of warnings that name the missing ranks.
+      last_message_s: time to wait for a peer's Leave message before declaring the peer lost.
+      auth_linger_s: time that a rank keeps serving after an `AuthError` in the rendezvous, so
+        that its peers detect the same error.
+      drop_after_s: time between an abort and the cancellation of streams.
+      leave_timeout_s: time to wait for peers to take the last frames and Leave messages.
+    """
+
+    keepalive_s: float = 10.0
+    ping_timeout_s: float = 15.0
+    hello_timeout_s: float = 1.0
+    retry_after_s: float = 0.05
+    progress_every_s: float = 10.0
+    status_timeout_s: float = 1.0
+    details_timeout_s: float = 2.0
+    last_message_s: float = 0.5
+    auth_linger_s: float = 2.5
+    drop_after_s: float = 0.1
+    leave_timeout_s: float = 2.0
+
+
+DEFAULT = Timing()
 
 
 class Peers:
@@ -80,3 +115,20 @@ class Peers:
             task, reason = self.cluster.ring[peer], self.reasons.get(peer)
             names.append(f"{task.name} ({task.address})" + (f", which {reason}" if reason else ""))
         return ", ".join(names)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring as one rank sees it.
+
+    Args:
+      mailbox: messages that have arrived, the ring's error, and the peers that have left.
+      abort: aborts the ring with an error.
+    """
+
+    peers: Peers
+    options: Options
+    security: Security
+    timing: Timing
+    mailbox: Mailbox
+    abort: Callable[[BaseException], None]
