@@ -29,9 +29,6 @@ def hold_port(host: str = "127.0.0.1") -> socket.socket:
     The socket is bound to the address that the rank will listen at, with SO_REUSEADDR, but does
     not listen. Programs that ask for any free port get another one, and a server that names this
     one can still listen there.
-
-    Raises:
-      OSError: no port is free.
     """
     ip, _ = host_and_port(listen_address(f"{host}:0"))
     holder = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
@@ -60,10 +57,6 @@ def is_loopback(address: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Splits an address.
-
-    Returns:
-      The name or IP address of the host, without brackets, and the port.
-    """
+    """Splits an address into the host, without brackets, and the port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

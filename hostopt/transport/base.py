@@ -75,10 +75,7 @@ class Transport(abc.ABC):
 
         Args:
           into: memory that the payload may be received into, which saves a copy. Its content is
-            undefined after an error.
-
-        Returns:
-          The payload, read-only, in `into` or elsewhere.
+            undefined after an error. The result is read-only, there or elsewhere.
         """
         try:
             sent_tag, payload = await self.mailbox.take(peer, tag, name, into)
@@ -98,13 +95,10 @@ class Transport(abc.ABC):
         return 0.0
 
     def open_channel(self, name: str) -> int:
-        """Returns the number of a new channel. It does not depend on the order of other names.
+        """Returns the number of a new channel: 31 bits, never 0, the same on all ranks.
 
-        Args:
-          name: its name; all ranks open the channels of one name in the same order.
-
-        Returns:
-          31 bits, never 0; the same on all ranks.
+        It does not depend on the order of other names. All ranks open the channels of one name in
+        the same order.
         """
         with self._opening:
             self._duplicates[name] += 1
@@ -133,7 +127,6 @@ class Transport(abc.ABC):
         return self.error or error
 
     async def _compare_calls(self, wait: Wait) -> None:
-        """Aborts the ring if the peer will never send, as it makes or waits for another call."""
         status = await self.request_status(wait.peer, self.rank, wait.tag)
         if self.error is not None or status is None:
             return

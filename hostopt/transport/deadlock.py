@@ -38,23 +38,14 @@ def busy_s() -> float:
 
 
 class Look(NamedTuple):
-    """The waits of all ranks, none of which will end.
+    """The waits of all ranks, none of which will end."""
 
-    Args:
-      waits: the waits of each rank, the longest first.
-      time_s: when this rank looked, on the monotonic clock.
-    """
-
-    waits: dict[int, list[dict[str, Any]]]
+    waits: dict[int, list[dict[str, Any]]]  # of each rank, the longest first
     busy_s: dict[int, float]
-    time_s: float
+    time_s: float  # on the monotonic clock
 
     def proves(self, earlier: Look | None, long_s: float) -> bool:
-        """Returns True if no rank can continue.
-
-        Args:
-          long_s: length of a wait that is long in any program.
-        """
+        """Returns True if no rank can continue, as it waits for `long_s` or does nothing else."""
         if all(waits[-1]["for_s"] >= long_s for waits in self.waits.values()):
             return True
         if earlier is None or self._tags() != earlier._tags():

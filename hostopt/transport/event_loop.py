@@ -22,8 +22,7 @@ _starting = threading.RLock()  # reentrant, as a signal handler may run at any t
 def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     """Runs a coroutine on the loop and waits for its result. The loop's thread must not call it.
 
-    Args:
-      coroutine: has its own deadlines. It is cancelled if this thread is interrupted.
+    The coroutine has its own deadlines. It is cancelled if this thread is interrupted.
     """
     if asyncio._get_running_loop() is not None:
         coroutine.close()

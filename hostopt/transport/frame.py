@@ -28,23 +28,14 @@ _NUMBERS = 1 << 32
 
 
 class Origin(NamedTuple):
-    """Identifies the sender of a frame.
+    """Identifies the sender of a frame."""
 
-    Args:
-      job: number of the job, the same on all of its ranks; 32 bits.
-      incarnation: number of this start of the sender; 64 bits.
-    """
-
-    job: int
-    incarnation: int
+    job: int  # the same on all of its ranks; 32 bits
+    incarnation: int  # 64 bits
 
 
 class FrameWriter:
-    """Builds the frames of one stream.
-
-    Args:
-      checksum: adds the payload to the checksum, which always covers the header.
-    """
+    """Builds the frames of one stream; `checksum` is True if it covers the payload, too."""
 
     def __init__(self, origin: Origin, checksum: bool) -> None:
         self._origin = origin
@@ -69,19 +60,14 @@ class FrameWriter:
 
 
 class Header(NamedTuple):
-    """The header of a frame.
-
-    Args:
-      expected: the checksum that the sender has computed.
-      checksum: checksum of the header.
-    """
+    """The header of a frame."""
 
     tag: Tag
     length: int
     origin: Origin
     number: int
-    expected: int
-    checksum: int
+    expected: int  # the checksum that the sender has computed
+    checksum: int  # of the header
     covers_payload: bool
     is_last: bool
 
@@ -133,11 +119,7 @@ class FrameReader:
         self._next = 0
 
     def read(self, frame: bytes) -> tuple[Tag, memoryview] | None:
-        """Checks the next frame, without copying its payload.
-
-        Returns:
-          The tag, and the payload as a read-only view of `frame`. None for a repeated frame.
-        """
+        """Returns tag and payload of the next frame, as a view of it; None for a repeated one."""
         header, payload = Header.parse(frame), memoryview(frame)[HEADER_BYTES:]
         if len(payload) != header.length:
             raise header.error(f"expected {header.length} bytes of payload, got {len(payload)}")

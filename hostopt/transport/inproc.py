@@ -14,11 +14,7 @@ from hostopt.transport.stall import Status
 
 
 class InprocTransport(Transport):
-    """One rank of a ring of threads; `connect` creates all of them.
-
-    Args:
-      peers: list of the transports of all ranks, which the caller fills in rank order.
-    """
+    """One rank of a ring of threads; `connect` creates all of them, and the list of `peers`."""
 
     def __init__(self, cluster: Cluster, options: Options, peers: list[InprocTransport]) -> None:
         super().__init__(cluster, options)

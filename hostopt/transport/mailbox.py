@@ -25,11 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Listener(NamedTuple):
-    """Receives the messages of one channel as they arrive; called on any thread, must not block.
-
-    Args:
-      left: called with each peer that has left in good order.
-    """
+    """Receives the messages of a channel as they arrive; called on any thread, must not block."""
 
     receive: Callable[[int, memoryview], None]
     left: Callable[[int], None]
@@ -68,11 +64,7 @@ class Destinations:
             del self._offered[peer, tag]
 
     def of(self, peer: int, tag: Tag, nbytes: int) -> Destination:
-        """Returns the memory for a payload whose header has arrived.
-
-        Returns:
-          The offered memory if signature and size are the same; otherwise new memory.
-        """
+        """Returns memory for a payload: what is offered, if signature and size are the same."""
         destination = self._offered.get((peer, tag))
         if destination is None or len(destination.view) != nbytes:
             return Destination(memoryview(np.empty(nbytes, np.uint8)))
@@ -230,11 +222,7 @@ class Mailbox:
         return True
 
     def on_failure(self, listener: Callable[[HostOptError], None]) -> Callable[[], None]:
-        """Registers `listener`; it is called once, immediately if the ring is aborted already.
-
-        Returns:
-          Function that removes the listener.
-        """
+        """Calls `listener` when the ring is aborted, or now; returns its removal."""
         with self._lock:
             self._on_failure.append(listener)
             error = self.error
@@ -275,7 +263,6 @@ class Mailbox:
         return list(self._waits.values())
 
     def _reason_of_end(self, peer: int, tag: Tag) -> str | None:
-        """Returns why a peer sends no more, if it has left; raises the error of the ring."""
         if self.error is not None:
             raise self.error
         reason = self._left.get(peer)
@@ -316,7 +303,6 @@ def _attributes(cluster: Cluster, peer: int, tag: Tag) -> dict[str, Any]:
 
 
 def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    """Returns True in a coroutine or callback of this loop."""
     return asyncio._get_running_loop() is loop
 
 

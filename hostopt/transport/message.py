@@ -61,10 +61,6 @@ class Traffic:
 
 
 def channel_number(name: str) -> int:
-    """Returns the number of a channel name, which is the same in every process.
-
-    Returns:
-      31 bits, so never `FINISH_CHANNEL`. Never 0, which is the number of the first communicator.
-    """
+    """Returns 31 bits, the same in every process: never 0, the first communicator's number."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFF_FFFF or 1

@@ -56,11 +56,7 @@ async def find_mismatch(
     local_call: Call | None,
     request_status: RequestStatus,
 ) -> HostOptError:
-    """Asks all ranks which call they make in place of this rank's call.
-
-    Returns:
-      A `CollectiveMismatchError`, or the error of a rank that has aborted the ring already.
-    """
+    """Asks all ranks which call they make in place of this rank's call; returns the error."""
     assert cluster.rank is not None
     peers = [rank for rank in range(cluster.size) if rank != cluster.rank]
     signatures: dict[int, str] = {}

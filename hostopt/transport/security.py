@@ -38,14 +38,9 @@ _WANTS_TLS = "wants TLS, and this rank has no tls_dir"
 
 
 def read_token(options: Options, environ: Mapping[str, str] | None = None) -> bytes | None:
-    """Reads the token that all ranks share.
+    """Returns the token that all ranks share, without surrounding white space; None without one.
 
-    Args:
-      environ: the environment; `os.environ` if None. Its variable HOSTOPT_TOKEN, which contains
-        the token itself, overrides the file.
-
-    Returns:
-      The token without surrounding white space; None if there is no token.
+    The variable HOSTOPT_TOKEN, which contains the token itself, overrides the file.
     """
     environ = os.environ if environ is None else environ
     if "HOSTOPT_TOKEN" in environ:
@@ -64,13 +59,10 @@ def read_token(options: Options, environ: Mapping[str, str] | None = None) -> by
 
 
 def check_tls_dir(path: str, host: str | None = None) -> datetime:
-    """Checks that peers with the same CA would accept the certificate of a directory.
+    """Checks that peers with the same CA would accept a certificate; returns when it expires.
 
     Args:
       host: name or IP address of this rank in TF_CONFIG, which the certificate must name.
-
-    Returns:
-      The time at which the certificate expires, in UTC.
     """
     tls = Tls(path)
     fault = tls.fault(host)
@@ -80,12 +72,7 @@ def check_tls_dir(path: str, host: str | None = None) -> datetime:
 
 
 class Security:
-    """The token and the certificates of one rank.
-
-    Attributes:
-      tls: the certificates of this rank; None if there are none.
-      local_fault: the reason why peers would refuse them; None if they are accepted.
-    """
+    """The token and the certificates of one rank."""
 
     def __init__(
         self, cluster: Cluster, options: Options, environ: Mapping[str, str] | None = None
@@ -109,13 +96,10 @@ class Security:
         return self._token is not None
 
     def proof(self, *fields: str, body: bytes) -> str:
-        """Returns the proof that this rank knows the token.
+        """Returns the proof that this rank knows the token: HMAC-SHA256, in hexadecimal.
 
         Args:
           fields: kind of the message, method, both ranks and both incarnations.
-
-        Returns:
-          Hexadecimal HMAC-SHA256 of the fields and the message, with the token as key.
         """
         signed = json.dumps(fields).encode() + b"\n" + body
         return hmac.new(self._token or b"", signed, hashlib.sha256).hexdigest()
@@ -127,11 +111,7 @@ class Security:
 
 
 class Tls:
-    """The certificates of one rank. The files are read once.
-
-    Args:
-      path: directory with ca.pem, cert.pem and key.pem.
-    """
+    """The certificates of one rank in a directory. The files are read once."""
 
     def __init__(self, path: str) -> None:
         self._directory = Path(path)
@@ -149,14 +129,7 @@ class Tls:
         return datetime.fromtimestamp(seconds, timezone.utc)
 
     def fault(self, host: str | None) -> str | None:
-        """Checks if a peer with the same CA would accept the certificate.
-
-        Args:
-          host: name or IP address that the certificate must name; None for any.
-
-        Returns:
-          The reason to refuse it; None if it is accepted.
-        """
+        """Returns the reason why a peer with the same CA would refuse the certificate, if any."""
         try:
             self._handshake_with_self(host)
         except ssl.SSLError as error:
@@ -247,11 +220,9 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 async def probe(address: str, tls: Tls | None) -> str | None:
-    """Checks if TLS is the reason why a peer cannot be reached; gRPC does not report it.
+    """Returns the fault of TLS because of which a peer cannot be reached, as a predicate.
 
-    Returns:
-      The fault, as the predicate of a sentence about the peer. None if there is no listener, or
-      if TLS is not the reason.
+    gRPC does not report it. None if there is no listener, or if TLS is not the reason.
     """
     try:
         for _ in range(2):  # a peer that is just shutting down does not accept a second connection

@@ -8,15 +8,10 @@ from typing import Any, NamedTuple
 
 
 class Signature(NamedTuple):
-    """Describes a call; it must be the same on all ranks.
+    """Describes a call; it must be the same on all ranks."""
 
-    Args:
-      text: shown in errors, such as ``all_reduce(sum) of 'dense/kernel' float32[2, 3]``.
-      checksum: CRC-32 of the text, which each message carries.
-    """
-
-    text: str
-    checksum: int
+    text: str  # for errors, such as: all_reduce(sum) of 'dense/kernel' float32[2, 3]
+    checksum: int  # CRC-32 of the text, which each message carries
 
 
 UNSIGNED = Signature("", 0)

@@ -8,16 +8,11 @@ from hostopt.transport.message import Payload, Tag
 
 
 class Stream(abc.ABC):
-    """Frames to one peer; used on the event loop.
-
-    Attributes:
-      writing_since_s: start of the write in progress, on the monotonic clock; None without one.
-      written_s: duration of all completed writes, in seconds.
-    """
+    """Frames to one peer; used on the event loop."""
 
     def __init__(self) -> None:
-        self.writing_since_s: float | None = None
-        self.written_s = 0.0
+        self.writing_since_s: float | None = None  # on the monotonic clock
+        self.written_s = 0.0  # of all completed writes
 
     @property
     @abc.abstractmethod
@@ -30,10 +25,7 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     async def put(self, tag: Tag, payload: Payload) -> bool:
-        """Sends a message, or queues it.
-
-        Args:
-          payload: contiguous bytes; may be changed once this returns.
+        """Sends or queues contiguous bytes, which may change once this returns.
 
         Returns:
           False if the stream has `ended`, or made no progress before the deadline.

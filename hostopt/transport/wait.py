@@ -15,16 +15,12 @@ _COMPARE_AFTER_S = 0.25
 
 
 class Wait(NamedTuple):
-    """A wait for a message of a peer.
-
-    Args:
-      since_s: start of the wait, on the monotonic clock.
-    """
+    """A wait for a message of a peer."""
 
     peer: int
     tag: Tag
     name: str
-    since_s: float
+    since_s: float  # on the monotonic clock
 
 
 class Schedule:

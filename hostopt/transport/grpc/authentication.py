@@ -27,13 +27,9 @@ MAX_RANK_DIGITS = 9
 
 
 class Claim(NamedTuple):
-    """The rank that a caller claims to be.
+    """The rank that a caller claims to be."""
 
-    Args:
-      rank: its rank; -1 if it names none.
-    """
-
-    rank: int
+    rank: int  # -1 if it names none
     incarnation: str
 
 
@@ -47,12 +43,7 @@ class Authenticator:
     def call_metadata(
         self, peer: int, incarnation: str, method: str, request: bytes = b""
     ) -> Metadata:
-        """Returns the metadata of a call to a peer.
-
-        Args:
-          incarnation: its incarnation; "" if unknown.
-          request: the request; empty for a stream.
-        """
+        """Returns the metadata of a call to a peer; the request of a stream is empty."""
         rank, local = str(self._peers.rank), self._peers.incarnation
         metadata = (("rank", rank), ("from", local), ("to", incarnation))
         if not self._security.has_token:
@@ -138,11 +129,7 @@ class ObserverAuthenticator(Authenticator):
 
 
 class ObserverProofs:
-    """Signs one call of an observer, and checks the answer.
-
-    Args:
-      number: random number of this call.
-    """
+    """Signs one call of an observer, by a random number, and checks the answer."""
 
     def __init__(self, security: Security, method: str, number: str) -> None:
         self._security = security

@@ -30,12 +30,7 @@ def open_channel(
 
 
 async def call_until_known(call: Callable[[str], Awaitable[bytes]], incarnation: str) -> bytes:
-    """Calls a rank, again if it asks for a proof that is made for its incarnation.
-
-    Args:
-      call: makes the call to an incarnation of the rank; "" if unknown.
-      incarnation: the incarnation of the first call.
-    """
+    """Calls a rank, again if it asks for a proof that is made for its incarnation."""
     try:
         return await call(incarnation)
     except grpc.aio.AioRpcError as error:
@@ -46,18 +41,14 @@ async def call_until_known(call: Callable[[str], Awaitable[bytes]], incarnation:
 
 
 class RpcClient:
-    """The connections of one rank to its peers; used on the event loop.
-
-    Attributes:
-      channels: the connection for calls to each peer, by rank.
-    """
+    """The connections of one rank to its peers; used on the event loop."""
 
     def __init__(self, ring: Ring, service: str) -> None:
         self._ring = ring
         self._peers = ring.peers
         self._service = service
         self.authenticator = Authenticator(ring.peers, ring.security)
-        self.channels: dict[int, grpc.aio.Channel] = {}
+        self.channels: dict[int, grpc.aio.Channel] = {}  # for calls to each peer
 
     def open(self) -> None:
         """Opens a connection to every peer."""
@@ -78,10 +69,7 @@ class RpcClient:
         *,
         wait_for_ready: bool = False,
     ) -> bytes:
-        """Calls a peer.
-
-        Args:
-          wait_for_ready: waits for a peer that cannot be reached, instead of raising.
+        """Calls a peer, and waits for one that cannot be reached if `wait_for_ready`.
 
         Raises:
           AuthError: it refuses this rank, or does not know the token.

@@ -34,11 +34,7 @@ OnBroken = Callable[[int, str], Awaitable[None]]  # called with a peer and the r
 
 
 class OutgoingStreams:
-    """The streams to the peers, each opened by the first message to its peer.
-
-    Args:
-      on_broken: handles a stream that breaks.
-    """
+    """The streams to the peers, each opened by the first message to its peer."""
 
     def __init__(self, ring: Ring, client: RpcClient, on_broken: OnBroken) -> None:
         self._ring = ring
@@ -73,11 +69,7 @@ class OutgoingStreams:
             self._streams[peer].cancel()
 
     def forget(self, peer: int, only: Stream | None = None) -> None:
-        """Closes and removes the stream to a peer, if there is one.
-
-        Args:
-          only: the stream, if another one is to stay.
-        """
+        """Closes and removes the stream to a peer, if there is one, or `only` this stream."""
         stream = self._streams.get(peer)
         if stream is not None and only in (None, stream):
             del self._streams[peer]
@@ -132,11 +124,7 @@ class OutgoingStreams:
 
 
 class IncomingStreams:
-    """The streams from the peers, at most one of each.
-
-    Args:
-      on_broken: handles a stream that breaks.
-    """
+    """The streams from the peers, at most one of each."""
 
     def __init__(self, ring: Ring, server: RpcServer, on_broken: OnBroken) -> None:
         self._ring = ring
@@ -206,7 +194,6 @@ class IncomingStreams:
         return b""
 
     async def _receive(self, connection: DataSocket, peer: int) -> None:
-        """Receives the frames of a peer from a data socket until its stream ends."""
         self._check_is_closed(peer)
         await asyncio.wait_for(handshake.accept(connection), limits.HANDSHAKE_S)
         self._check_is_closed(peer)

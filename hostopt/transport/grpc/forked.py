@@ -46,7 +46,6 @@ def _close_in_child() -> None:
 
 
 def _local_port(fd: int) -> int | None:
-    """Returns the local port of a TCP socket; None for other sockets."""
     end = socket.socket(fileno=fd)
     try:
         is_tcp = end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM

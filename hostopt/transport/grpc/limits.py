@@ -48,11 +48,7 @@ def most_strangers(size: int) -> int:
 
 
 def most_connections(size: int, descriptors: int) -> int:
-    """Returns the maximum number of connections. The room above `most_strangers` is for peers.
-
-    Args:
-      descriptors: limit of this process; half of it is for other files.
-    """
+    """Returns the maximum number of connections; half of the descriptors are for other files."""
     return max(2 * most_strangers(size) + CONNECTIONS_OF_A_PEER * size, descriptors // 2)
 
 

@@ -66,7 +66,6 @@ class Liveness:
     async def _call_status(
         self, peer: int, request: dict[str, Any], timeout_s: float | None = None
     ) -> Status:
-        """Returns the status of a peer; raises ValueError if its answer is malformed."""
         data = json.dumps(request).encode()
         timeout_s = self._ring.timing.status_timeout_s if timeout_s is None else timeout_s
         answer = await self._client.call(peer, "Status", data, timeout_s)

@@ -44,11 +44,7 @@ OVERVIEW = {
 
 
 def read_note(data: bytes, most_bytes: int) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Returns:
-      The object; all of its texts can be encoded as UTF-8.
-    """
+    """Reads a JSON object; all of its texts can be encoded as UTF-8."""
     if len(data) > most_bytes:
         raise ValueError(f"a message of {len(data)} bytes, expected at most {most_bytes}")
     try:
@@ -69,12 +65,7 @@ def read_status_request(data: bytes, most_bytes: int) -> dict[str, Any]:
 
 
 def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -> dict[str, Any]:
-    """Reads the answer of a Status call.
-
-    Returns:
-      The status of the peer and its incarnation: see `stall.build_status`. With `for_message`
-      also "sent", "call", "refused" and "busy_s": see `Transport.status_for`.
-    """
+    """Reads the answer of a Status call: see `Transport.status_for`, or `stall.build_status`."""
     shape = STATUS_FOR_MESSAGE if for_message else STATUS
     status = _with_shape(read_note(data, most_bytes), shape)
     if any(not 0 <= each["peer"] < size for each in status["waits"] + status["sends"]):
@@ -88,12 +79,7 @@ def read_details(data: bytes, size: int) -> dict[str, Any]:
 
 
 def read_overview(data: bytes, most_bytes: int) -> dict[str, Any]:
-    """Reads the answer of an Observe call.
-
-    Returns:
-      Task and address of each rank as "ring", and its details, or the reason why there are none,
-      as "ranks".
-    """
+    """Reads the answer of an Observe call: the tasks as "ring", and their details as "ranks"."""
     overview = _with_shape(read_note(data, most_bytes), OVERVIEW)
     size = len(overview["ring"])
     if len(overview["ranks"]) != size:

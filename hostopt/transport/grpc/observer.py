@@ -34,10 +34,7 @@ _ADVICE = (
 
 
 def observe(address: str, options: Options, service: str = "hostopt.Ring") -> dict[str, Any]:
-    """Asks a rank for an overview of its ring.
-
-    Returns:
-      The overview: see `notes.read_overview`. Its texts may contain any characters.
+    """Asks a rank for an overview of its ring; its texts may contain any characters.
 
     Raises:
       ConfigError: the token or the certificates cannot be used.
@@ -94,7 +91,6 @@ async def _call(channel: Any, address: str, security: Security, service: str) ->
 
 
 async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Security) -> HostOptError:
-    """Returns the error to report if a call has failed."""
     code, codes = error.code(), grpc.StatusCode
     if code is codes.PERMISSION_DENIED:
         reason = printable(error.details() or "")

@@ -97,7 +97,6 @@ class Rendezvous:
         self._peers.connected = True
 
     async def _greet(self, peer: int) -> None:
-        """Sends one Hello message to a missing peer, and handles the answer."""
         peers = self._peers
         timeout_s = min(self._ring.timing.hello_timeout_s, self._ring.options.rendezvous_timeout_s)
         answer = await self._call_hello(peer, timeout_s)
@@ -159,15 +158,7 @@ class HelloMessages:
         self._compared: set[int] = set()  # peers whose versions have been compared
 
     def build(self, to: int | None = None) -> dict[str, Any]:
-        """Describes this rank.
-
-        Args:
-          to: rank that is answered; None in a request.
-
-        Returns:
-          The message, in types that JSON supports. In an answer, "met" is the incarnation of `to`
-          that this rank is connected to.
-        """
+        """Describes this rank, in types that JSON supports; `to` is the rank of an answer."""
         options = self._options
         hello = {
             **local_versions(),
@@ -187,13 +178,7 @@ class HelloMessages:
         return hello if to is None else {**hello, "met": self._peers.incarnations.get(to, "")}
 
     def read(self, data: bytes) -> dict[str, Any]:
-        """Reads the Hello message of a peer.
-
-        Returns:
-          The message, whose "rank" is that of a peer, and whose "incarnation" and "data_port" are
-          well formed.
-          `check` compares the other fields.
-        """
+        """Reads the Hello message of a peer; only `check` compares its fields with this rank's."""
         hello = read_note(data, self._peers.most_note_bytes)
         if not has_shape(hello, {"rank": int, "incarnation": str}):
             raise ValueError("a Hello message without rank and incarnation")

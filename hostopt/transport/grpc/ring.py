@@ -25,49 +25,26 @@ INCARNATION = re.compile("[0-9a-f]{1,16}")
 
 @dataclass(frozen=True)
 class Timing:
-    """Deadlines and intervals, in seconds; docs/wire.md lists them.
+    """Deadlines and intervals, in seconds; docs/wire.md lists them."""
 
-    Args:
-      keepalive_s: silence of a peer after which gRPC pings it.
-      retry_after_s: pause before a peer that is not ready is called again.
-      progress_every_s: interval of warnings that name the missing ranks.
-      last_message_s: time to wait for a peer's Leave message before declaring the peer lost.
-      auth_linger_s: time that a rank keeps serving after an `AuthError` in the rendezvous, so
-        that its peers detect the same error.
-      drop_after_s: time between an abort and the cancellation of streams.
-      leave_timeout_s: time to wait for peers to take the last frames and Leave messages.
-    """
-
-    keepalive_s: float = 10.0
+    keepalive_s: float = 10.0  # silence of a peer after which gRPC pings it
     ping_timeout_s: float = 15.0
     hello_timeout_s: float = 1.0
-    retry_after_s: float = 0.05
-    progress_every_s: float = 10.0
+    retry_after_s: float = 0.05  # before a peer that is not ready is called again
+    progress_every_s: float = 10.0  # between warnings that name the missing ranks
     status_timeout_s: float = 1.0
     details_timeout_s: float = 2.0
-    last_message_s: float = 0.5
-    auth_linger_s: float = 2.5
-    drop_after_s: float = 0.1
-    leave_timeout_s: float = 2.0
+    last_message_s: float = 0.5  # for a Leave message, before its sender is declared lost
+    auth_linger_s: float = 2.5  # after an `AuthError`, so that the peers detect it as well
+    drop_after_s: float = 0.1  # between an abort and the cancellation of streams
+    leave_timeout_s: float = 2.0  # for peers to take the last frames and Leave messages
 
 
 DEFAULT = Timing()
 
 
 class Peers:
-    """The peers of one rank; used on the event loop.
-
-    Attributes:
-      incarnation: incarnation of this rank.
-      incarnations: incarnation of each connected peer, by rank.
-      data_port: port of this rank's data server; 0 if there is none.
-      data_ports: the same of each connected peer, by rank.
-      missing: peers that the rendezvous waits for.
-      reasons: the reason why a peer that answers is still missing, by rank.
-      gone: peers that have left or whose process is gone.
-      connected: True once the rendezvous is complete.
-      most_note_bytes: size limit of a JSON message.
-    """
+    """The peers of one rank; used on the event loop."""
 
     def __init__(self, cluster: Cluster) -> None:
         assert cluster.rank is not None
@@ -75,13 +52,13 @@ class Peers:
         self.rank = cluster.rank
         self.successor = (cluster.rank + 1) % cluster.size
         self.incarnation = secrets.token_hex(8)
-        self.incarnations: dict[int, str] = {}
-        self.data_port = 0
-        self.data_ports: dict[int, int] = {}
+        self.incarnations: dict[int, str] = {}  # of the connected peers
+        self.data_port = 0  # of this rank; 0 if it has no data server
+        self.data_ports: dict[int, int] = {}  # of the connected peers
         self.missing = set(range(cluster.size)) - {cluster.rank}
-        self.reasons: dict[int, str] = {}
-        self.gone: set[int] = set()
-        self.connected = False
+        self.reasons: dict[int, str] = {}  # why a peer that answers is still missing
+        self.gone: set[int] = set()  # peers that have left, or whose process is gone
+        self.connected = False  # True once the rendezvous is complete
         self.most_note_bytes = most_note_bytes(cluster.size)
 
     def __contains__(self, rank: int) -> bool:
@@ -119,16 +96,11 @@ class Peers:
 
 @dataclass(frozen=True)
 class Ring:
-    """The ring as one rank sees it.
-
-    Args:
-      mailbox: messages that have arrived, the ring's error, and the peers that have left.
-      abort: aborts the ring with an error.
-    """
+    """The ring as one rank sees it."""
 
     peers: Peers
     options: Options
     security: Security
     timing: Timing
-    mailbox: Mailbox
+    mailbox: Mailbox  # also has the error of the ring, and the peers that have left
     abort: Callable[[BaseException], None]

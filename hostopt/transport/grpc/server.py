@@ -54,7 +54,6 @@ class RpcServer:
 
         Args:
           on_stream: takes a stream of frames, and calls `admit_stream` first.
-          **handlers: take a request and return the answer, by name of the method.
         """
         cluster = self._peers.cluster
         self._unknown = asyncio.Semaphore(limits.UNKNOWN_REQUESTS)
@@ -85,7 +84,6 @@ class RpcServer:
         self._guard = asyncio.ensure_future(self.strangers.watch(address, self._port))
 
     def _bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Returns the port; 0 if the address is in use."""
         try:
             if (tls := self._ring.security.tls) is None:
                 return int(server.add_insecure_port(address))

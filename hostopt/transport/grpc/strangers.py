@@ -43,11 +43,7 @@ class Endpoint(NamedTuple):
 
 
 class Strangers:
-    """The connections to one server; used on the event loop.
-
-    Args:
-      is_peer: returns True if a claim is true, as far as this rank knows at present.
-    """
+    """The connections to one server; used on the event loop."""
 
     def __init__(self, size: int, is_peer: Callable[[Claim], bool]) -> None:
         self._most = limits.most_strangers(size)
@@ -67,11 +63,7 @@ class Strangers:
             self._claims[endpoint] = claim
 
     def add_stream(self, address: str, rank: int) -> bool:
-        """Notes the connection of a peer's stream, which always counts as the peer's.
-
-        Returns:
-          False if the connection has been shut down, before the peer's call was read.
-        """
+        """Notes the connection of a peer's stream; False if it has been shut down already."""
         endpoint = parse_endpoint(address)
         if endpoint in self._shut_down:
             return False
@@ -119,7 +111,6 @@ class Strangers:
                 scan_at_s, lowest = awake_s + limits.SCAN_EVERY_S, probe.lowest_free()
 
     def _scan(self, probe: _Probe, now_s: float) -> None:
-        """Finds the connections to the server, and shuts down those of strangers."""
         descriptors = open_descriptors()
         is_same = not self._strangers and len(descriptors) == self._descriptors
         self._descriptors = len(descriptors)
@@ -187,11 +178,7 @@ class _Probe:
         return self._endpoint() if self._duplicate(fd) else None
 
     def shut_down(self, fd: int, endpoint: Endpoint) -> None:
-        """Shuts down a connection.
-
-        Args:
-          endpoint: its other end. Nothing happens if the descriptor has another one by now.
-        """
+        """Shuts down a connection, unless the descriptor has another other end by now."""
         if self._duplicate(fd) and self._endpoint() == endpoint:
             with contextlib.suppress(OSError):  # it has ended
                 self._socket.shutdown(socket.SHUT_RDWR)

@@ -239,7 +239,6 @@ class GrpcTransport(Transport):
         await self._server.stop(grace_s)  # peers end their streams
 
     def _start_drop_of_streams(self, error: HostOptError) -> None:
-        """Cancels the streams soon after an abort: sends that are blocked must end."""
         event_loop.start(self._drop_streams())
 
     async def _drop_streams(self) -> None:

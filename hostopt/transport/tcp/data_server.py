@@ -23,12 +23,7 @@ _PAUSE_S = 0.2  # after the process had no descriptor for a connection
 
 
 class DataServer:
-    """Accepts data connections; used on the event loop.
-
-    Args:
-      incarnation_of: returns the incarnation of a rank; None if it is not a connected peer.
-      most_strangers: connections that may be in their handshake at the same time.
-    """
+    """Accepts data connections; used on the event loop."""
 
     def __init__(
         self,

@@ -26,9 +26,6 @@ class DataSocket:
     """A socket that reads into, and writes from, memory of the caller; used on the event loop.
 
     An OSError says that the connection broke or ended.
-
-    Attributes:
-      unsent: what the last cancelled `write` has not written.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -42,14 +39,10 @@ class DataSocket:
         self._loop = asyncio.get_running_loop()
         self._waits: set[asyncio.Future[None]] = set()
         self._low_water = 1
-        self.unsent: list[bytes] = []
+        self.unsent: list[bytes] = []  # what the last cancelled `write` has not written
 
     async def start_tls(self, context: ssl.SSLContext, host: str | None = None) -> None:
-        """Protects the connection with TLS.
-
-        Args:
-          host: name or IP address that the server's certificate must name; None in the server.
-        """
+        """Protects the connection with TLS; `host` is the name in the server's certificate."""
         self._socket = tls = context.wrap_socket(
             self._socket,
             server_side=host is None,
@@ -88,12 +81,7 @@ class DataSocket:
         return count
 
     async def wait_for(self, nbytes: int) -> None:
-        """Waits until some bytes have arrived.
-
-        Args:
-          nbytes: number of bytes that the peer still sends; this may wait until many of them have
-            arrived.
-        """
+        """Waits until some, or many, of the `nbytes` that the peer still sends have arrived."""
         low_water = min(nbytes, _LOW_WATER_BYTES)
         if low_water != self._low_water and not isinstance(self._socket, ssl.SSLSocket):
             self._descriptor()
@@ -102,14 +90,10 @@ class DataSocket:
         await self._readable()
 
     async def write(self, parts: Sequence[bytes | Data], timeout_s: float | None = None) -> None:
-        """Writes all bytes of several parts.
-
-        Args:
-          parts: contiguous bytes, which must not change until this returns.
-          timeout_s: time without progress after which this gives up; None for no deadline.
+        """Writes all bytes of several parts, which must not change until this returns.
 
         Raises:
-          StalledError: the peer takes no bytes.
+          StalledError: the peer takes no bytes for `timeout_s`.
           asyncio.CancelledError: `unsent` has the rest of the bytes.
         """
         rest = [memoryview(part) for part in parts if len(part)]

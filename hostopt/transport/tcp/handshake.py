@@ -67,14 +67,7 @@ async def identify(
     incarnation_of: Callable[[int], str | None],
     security: Security,
 ) -> int:
-    """Checks that a connection comes from a peer; `accept` must follow.
-
-    Args:
-      incarnation_of: returns the incarnation of a rank; None if it is not a peer.
-
-    Returns:
-      The rank of the peer.
-    """
+    """Checks that a connection comes from a peer, whose rank is returned; `accept` must follow."""
     greeting = await connection.read_exactly(_GREETING.size)
     magic, version, rank, from_, to, nonce = _GREETING.unpack(greeting)
     if magic != _MAGIC or version != WIRE_VERSION:

@@ -19,14 +19,7 @@ _LAST_TAG = Tag(FINISH_CHANNEL, 0)
 
 
 class SocketStream(Stream):
-    """Frames to one peer. A payload is written from the memory of the caller, without a copy.
-
-    Args:
-      connect: connects to the peer; raises an exception if it cannot be reached.
-      timeout_s: time that the peer may take no bytes.
-      on_unreachable: called with the reason if `connect` fails.
-      on_broken: called with the reason when the stream ends unexpectedly.
-    """
+    """Frames to one peer. A payload is written from the memory of the caller, without a copy."""
 
     def __init__(
         self,
@@ -158,15 +151,11 @@ async def receive_frames(
 ) -> bool:
     """Receives the frames of a peer into the memory that they are meant for.
 
-    Args:
-      most_bytes: largest payload that is accepted.
-
     Returns:
       True after the last frame; False if the ring is aborted.
 
     Raises:
       ProtocolError: a frame cannot be used. No byte of a payload is read if its header shows that.
-      OSError: the connection broke or ended.
     """
     data = memoryview(bytearray(HEADER_BYTES))
     while mailbox.error is None:
