@@ -7,12 +7,10 @@ import socket
 
 
 def listen_address(address: str) -> str:
-    """Returns the address that a rank listens at.
+    """Returns the one numeric address that a rank listens at.
 
     A rank with a loopback address listens on loopback only, any other rank on every interface.
-
-    Returns:
-      One numeric address. With two (::1 and 127.0.0.1) a second process could take one of them.
+    With two addresses (::1 and 127.0.0.1) a second process could take one of them.
     """
     host, port = host_and_port(address)
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

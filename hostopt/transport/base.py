@@ -150,11 +150,10 @@ class Transport(abc.ABC):
         )
 
     def status_for(self, waiting: int, tag: Sequence[int]) -> Status:
-        """Returns the status for a rank that waits for a message of this one.
+        """Returns `status` for a rank that waits for a message of this one, and some more.
 
-        Returns:
-          `status`, whether this rank has "sent" the message, its last "call" on that channel, why
-          it has "refused" the call of the message, and `busy_s` of its process.
+        Also whether this rank has "sent" the message, its last "call" on that channel, why it has
+        "refused" the call of the message, and `busy_s` of its process.
         """
         sent, busy_s = self.recorder.has_sent(waiting, tag), deadlock.busy_s()
         return {**self.status(), "sent": sent, **self.call_log.about(tag), "busy_s": busy_s}

@@ -11,16 +11,15 @@ from __future__ import annotations
 import contextlib
 import glob
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveMismatchError
 from hostopt.transport.mismatch import is_same_call
+from hostopt.transport.stall import RequestStatus
 from hostopt.transport.wait import Wait
-
-_RequestStatus = Callable[[int, int, Sequence[int]], Awaitable[Optional[dict[str, Any]]]]
 
 _FROM_S = 1.9  # of a wait: the looks are at 2 s, 4 s, and so on
 _MAX_WAITS = 64  # in a look, each of which is a question to another rank
@@ -88,7 +87,7 @@ class DeadlockWatch:
         return rank == 0 and wait is oldest and time.monotonic() - wait.since_s >= _FROM_S
 
     async def look(
-        self, cluster: Cluster, tag: Sequence[int], request_status: _RequestStatus
+        self, cluster: Cluster, tag: Sequence[int], request_status: RequestStatus
     ) -> CollectiveMismatchError | None:
         """Asks all ranks what they wait for; returns the error if they wait for each other."""
         last, self._last = self._last, await self._waits(tag, request_status)
@@ -96,7 +95,7 @@ class DeadlockWatch:
             return None
         return self._last.error(cluster)
 
-    async def _waits(self, tag: Sequence[int], request_status: _RequestStatus) -> Look | None:
+    async def _waits(self, tag: Sequence[int], request_status: RequestStatus) -> Look | None:
         """Returns all waits; None if a rank waits for nothing, or if one of the waits will end."""
         waits: dict[int, list[dict[str, Any]]] = {}
         busy_s = {}

@@ -13,25 +13,15 @@ FINISH_CHANNEL = 0xFFFF_FFFF
 
 
 class Tag(NamedTuple):
-    """Identifies a message; sender and receiver compute the same tag.
+    """Identifies a message; sender and receiver compute the same tag."""
 
-    Args:
-      channel: number of the communicator; the duplicates of a communicator share a transport.
-      step: sequence number of the collective on its channel.
-      bucket: index of the gradient bucket; 0 if there is only one.
-      round: round of the ring schedule.
-      chunk: part of the buffer that one rank reduces.
-      segment: part of the chunk that is sent as one message.
-      signature: checksum of the call's `Signature`.
-    """
-
-    channel: int
-    step: int
-    bucket: int = 0
-    round: int = 0
-    chunk: int = 0
-    segment: int = 0
-    signature: int = 0
+    channel: int  # of the communicator; its duplicates share a transport
+    step: int  # sequence number of the collective on its channel
+    bucket: int = 0  # of gradients
+    round: int = 0  # of the ring schedule
+    chunk: int = 0  # part of the buffer that one rank reduces
+    segment: int = 0  # part of the chunk that is sent as one message
+    signature: int = 0  # checksum of the call's `Signature`
 
     @property
     def is_finish_marker(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveMismatchError, HostOptError, cut, error_from_dict
 from hostopt.transport.signature import Signature
-from hostopt.transport.stall import RequestStatus, Status
+from hostopt.transport.stall import RequestStatus
 
 Call = dict[str, Any]  # what `CallLog.last` returns
 _MAX_REASON_BYTES = 6_000  # as JSON
@@ -68,7 +68,8 @@ async def find_mismatch(
         for status in statuses.values():
             if status is not None and status["error"]:
                 return error_from_dict(status["error"])
-        calls = {cluster.rank: local_call, **_calls(statuses)}
+        calls: dict[int, Call | None] = {cluster.rank: local_call}
+        calls |= {rank: status and status.get("call") for rank, status in statuses.items()}
         signatures = {
             rank: call["signature"]
             for rank, call in sorted(calls.items())
@@ -83,10 +84,6 @@ async def find_mismatch(
 def is_same_call(call: Call, tag: Sequence[int]) -> bool:
     """Returns True if a call has the step and the bucket of a message."""
     return [call["step"], call["bucket"]] == list(tag[1:3])
-
-
-def _calls(statuses: dict[int, Status | None]) -> dict[int, Call | None]:
-    return {rank: status and status.get("call") for rank, status in statuses.items()}
 
 
 def _mismatch_error(

@@ -96,11 +96,7 @@ class Security:
         return self._token is not None
 
     def proof(self, *fields: str, body: bytes) -> str:
-        """Returns the proof that this rank knows the token: HMAC-SHA256, in hexadecimal.
-
-        Args:
-          fields: kind of the message, method, both ranks and both incarnations.
-        """
+        """Returns the proof that this rank knows the token: HMAC-SHA256, in hexadecimal."""
         signed = json.dumps(fields).encode() + b"\n" + body
         return hmac.new(self._token or b"", signed, hashlib.sha256).hexdigest()
 

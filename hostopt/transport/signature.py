@@ -19,18 +19,13 @@ UNSIGNED = Signature("", 0)
 
 @functools.lru_cache(maxsize=4096)  # the same few calls are made in every step
 def signature_of(
-    kind: str,
+    kind: str,  # the collective, with its reduce operation or root
     name: str = "",
-    dtype: Any = None,
+    dtype: Any = None,  # of numpy; None for bytes, whose number may differ by rank
     shape: tuple[int, ...] = (),
     wire_format: str = "",
 ) -> Signature:
-    """Describes a call.
-
-    Args:
-      kind: the collective, with its reduce operation or root.
-      dtype: its numpy dtype; None for bytes, whose number may differ by rank.
-    """
+    """Describes a call."""
     words = [kind]
     if name:
         words += ["of", name if "'" in name else repr(name)]

@@ -40,13 +40,8 @@ def build_status(
     """Describes what a rank is doing, in types that JSON supports, the longest waits first."""
     now_s = time.monotonic()
     received = [
-        {
-            "peer": wait.peer,
-            "what": wait.name,
-            "tag": list(wait.tag),
-            "for_s": now_s - wait.since_s,
-        }
-        for wait in waits
+        {"peer": peer, "what": name, "tag": list(tag), "for_s": now_s - since_s}
+        for peer, tag, name, since_s in waits
     ]
     sends = [{"peer": peer, "for_s": now_s - since_s} for peer, since_s in blocked_sends.items()]
     return {

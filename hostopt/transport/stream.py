@@ -27,8 +27,7 @@ class Stream(abc.ABC):
     async def put(self, tag: Tag, payload: Payload) -> bool:
         """Sends or queues contiguous bytes, which may change once this returns.
 
-        Returns:
-          False if the stream has `ended`, or made no progress before the deadline.
+        Returns False if the stream has `ended`, or made no progress before the deadline.
         """
 
     @abc.abstractmethod

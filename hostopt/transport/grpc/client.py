@@ -66,7 +66,6 @@ class RpcClient:
         method: str,
         request: bytes,
         timeout_s: float,
-        *,
         wait_for_ready: bool = False,
     ) -> bytes:
         """Calls a peer, and waits for one that cannot be reached if `wait_for_ready`.
@@ -75,10 +74,16 @@ class RpcClient:
           AuthError: it refuses this rank, or does not know the token.
           grpc.aio.AioRpcError: it cannot be reached, or ends the call.
         """
-        kwargs = {"timeout": timeout_s, "wait_for_ready": wait_for_ready}
+        stub = self.channels[peer].unary_unary(f"/{self._service}/{method}")
 
         async def call(incarnation: str) -> bytes:
-            return await self._call(peer, incarnation, method, request, **kwargs)
+            metadata = self.authenticator.call_metadata(peer, incarnation, method, request)
+            times = {"timeout": timeout_s, "wait_for_ready": wait_for_ready}
+            answering = stub(request, metadata=metadata, **times)
+            answer: bytes = await answering
+            trailing = await answering.trailing_metadata()
+            self.authenticator.check_answer(peer, incarnation, method, answer, trailing)
+            return answer
 
         try:
             return await call_until_known(call, self._peers.incarnations.get(peer, ""))
@@ -87,17 +92,6 @@ class RpcClient:
                 raise
             reason = (error.details() or "")[: limits.SHOWN_CHARACTERS]
         raise self.authenticator.auth_error(peer, f"refuses this rank: {reason}")
-
-    async def _call(
-        self, peer: int, incarnation: str, method: str, request: bytes, **kwargs: Any
-    ) -> bytes:
-        stub = self.channels[peer].unary_unary(f"/{self._service}/{method}")
-        metadata = self.authenticator.call_metadata(peer, incarnation, method, request)
-        call = stub(request, metadata=metadata, **kwargs)
-        answer: bytes = await call
-        trailing = await call.trailing_metadata()
-        self.authenticator.check_answer(peer, incarnation, method, answer, trailing)
-        return answer
 
     def open_stream(self, peer: int) -> tuple[grpc.aio.Channel, Any]:
         """Starts a stream of frames to a peer; returns its own connection, and the call."""

@@ -6,6 +6,7 @@ Everything here is used on the event loop, unless it says otherwise.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable
 from typing import Callable
@@ -83,10 +84,7 @@ class OutgoingStreams:
     def _open(self, peer: int) -> Stream:
         peers, timeout_s = self._peers, self._ring.options.collective_timeout_s
         writer = FrameWriter(peers.origin(peers.rank), self._has_checksum)
-
-        async def on_broken(reason: str) -> None:
-            await self._on_broken(peer, reason)
-
+        on_broken = functools.partial(self._on_broken, peer)
         port, incarnation = peers.data_ports.get(peer, 0), peers.incarnations[peer]
         if not port or incarnation in self._unreachable:
             channel, call = self._client.open_stream(peer)

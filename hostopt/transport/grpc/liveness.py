@@ -54,8 +54,6 @@ class Liveness:
         self._watches: list[asyncio.Future[None]] = []
         self.closed = False  # True once this rank leaves the ring
 
-    # -- status of a peer ------------------------------------------------------------------
-
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
         """See `Transport.request_status`."""
         try:
@@ -71,8 +69,6 @@ class Liveness:
         answer = await self._client.call(peer, "Status", data, timeout_s)
         size, most_bytes = self._peers.cluster.size, self._peers.most_note_bytes
         return read_status(answer, most_bytes, size, for_message=bool(request))
-
-    # -- connections -----------------------------------------------------------------------
 
     def start(self) -> None:
         """Watches the connections to all peers, once the rendezvous is complete."""

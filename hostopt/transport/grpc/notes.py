@@ -37,10 +37,7 @@ DETAILS = {
     "last": Or({"what": str, "step": int, "ago_s": float}, None),
     "error": Or(str, None),
 }
-OVERVIEW = {
-    "ring": Each({"task": str, "address": str}),
-    "ranks": Each(Or(DETAILS, str)),
-}
+OVERVIEW = {"ring": Each({"task": str, "address": str}), "ranks": Each(Or(DETAILS, str))}
 
 
 def read_note(data: bytes, most_bytes: int) -> dict[str, Any]:

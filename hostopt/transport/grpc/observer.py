@@ -34,14 +34,7 @@ _ADVICE = (
 
 
 def observe(address: str, options: Options, service: str = "hostopt.Ring") -> dict[str, Any]:
-    """Asks a rank for an overview of its ring; its texts may contain any characters.
-
-    Raises:
-      ConfigError: the token or the certificates cannot be used.
-      PeerLostError: nothing listens at the address, or it does not answer.
-      AuthError: the rank refuses this caller, or does not know the token.
-      ProtocolError: another program answers.
-    """
+    """Asks a rank for an overview of its ring; its texts may contain any characters."""
     security = Security(Cluster.local(), options)
     return event_loop.run(_observe(address, options, security, service))
 
@@ -51,16 +44,10 @@ async def _observe(
 ) -> dict[str, Any]:
     keep_aio_running()
     most_bytes = limits.most_overview_bytes(_MAX_RANKS)
-    channel = open_channel(
-        address,
-        # gRPC uses the first of two equal options
-        [
-            HANDSHAKE_TIME,
-            ("grpc.max_receive_message_length", most_bytes),
-            *message_options(options, ring.DEFAULT),
-        ],
-        security.tls,
-    )
+    first = [HANDSHAKE_TIME, ("grpc.max_receive_message_length", most_bytes)]
+    # gRPC uses the first of two equal options
+    all_options = first + message_options(options, ring.DEFAULT)
+    channel = open_channel(address, all_options, security.tls)
     try:
         answer = await _call(channel, address, security, service)
         return read_overview(answer, most_bytes)

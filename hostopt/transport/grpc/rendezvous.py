@@ -221,17 +221,16 @@ class HelloMessages:
 
     def _difference(self, peer: int, key: str, remote: Any, local: Any) -> str:
         """Describes a difference in rank order, so that both ranks report the same text."""
+        describe = self._cluster.describe
         if key == "rank":
-            return (
-                f"at the address of {self._cluster.describe(peer)} rank {_shown(remote)} answers"
-            )
+            return f"at the address of {describe(peer)} rank {_shown(remote)} answers"
         values = dict(sorted({peer: remote, self._peers.rank: local}.items()))
         name = _NAMES.get(key, key if key in self.build() else _shown(key))
         if key == "ring" and isinstance(remote, list):
             name, values = _first_difference(values)
         quotes = "'" if key in local_versions() else ""
         return ", ".join(
-            f"{self._cluster.describe(rank)} has {name} {_shown(value).strip(quotes)}"
+            f"{describe(rank)} has {name} {_shown(value).strip(quotes)}"
             for rank, value in values.items()
         )
 

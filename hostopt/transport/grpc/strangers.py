@@ -147,15 +147,11 @@ class Strangers:
 
 
 class _Probe:
-    """Examines sockets of other code in this process.
+    """Examines sockets of other code in this process, at the address of the server.
 
     gRPC may close a descriptor at any time, and its number may then be reused for another file. So
     each descriptor is first duplicated with `dup2` onto the probe's own descriptor, which needs no
     new one.
-
-    Args:
-      host: IP address that the server listens at; if unspecified, all addresses of the machine.
-      port: port of the server.
     """
 
     def __init__(self, host: str, port: int) -> None:

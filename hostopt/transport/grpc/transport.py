@@ -1,14 +1,8 @@
 """Messages over gRPC: one stream of frames to each rank that this rank sends to.
 
 Each rank is a server at its own address and a client of its peers. The methods carry raw bytes
-(generic handlers without serializers), so only frames and small JSON messages are sent:
-
-    Hello    JSON, both ways: describes a rank, in the rendezvous
-    Stream   frames, one way; ends in good order when the sender leaves
-    Status   JSON: asks what a rank is doing
-    Details  JSON: asks a rank for its row in an overview
-    Observe  JSON: an observer, which is no rank, asks for an overview of the ring
-    Leave    JSON: the sender leaves the ring, because of an error or in good order
+(generic handlers without serializers), so only frames and small JSON messages are sent;
+docs/wire.md lists them.
 
 A rank has a connection to every peer for all calls but Stream, on which gRPC pings. To a peer that
 it sends to it has another one for frames: a data socket (`hostopt.transport.tcp`), or a Stream.
@@ -59,12 +53,6 @@ class GrpcTransport(Transport):
 
     Args:
       service: name of the gRPC service; ranks with different names do not connect.
-
-    Raises:
-      ConfigError: this rank's address is in use, a peer has another ring or other options, or the
-        token or the certificates cannot be used.
-      AuthError: a peer has another token, or its certificate or this rank's is not accepted.
-      RendezvousTimeoutError: a rank did not appear in time; the message names it.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Sequence
+from typing import Any, Callable
 
 Data = memoryview
 
@@ -55,9 +56,9 @@ class DataSocket:
                 tls.do_handshake()
                 return
             except ssl.SSLWantReadError:
-                await self._readable()
+                await self._ready(self._loop.add_reader, self._loop.remove_reader)
             except ssl.SSLWantWriteError:
-                await self._writable(None)
+                await self._ready(self._loop.add_writer, self._loop.remove_writer)
 
     async def read_exactly(self, nbytes: int) -> bytes:
         """Reads a number of bytes."""
@@ -87,7 +88,7 @@ class DataSocket:
             self._descriptor()
             self._low_water = low_water
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
-        await self._readable()
+        await self._ready(self._loop.add_reader, self._loop.remove_reader)
 
     async def write(self, parts: Sequence[bytes | Data], timeout_s: float | None = None) -> None:
         """Writes all bytes of several parts, which must not change until this returns.
@@ -104,7 +105,8 @@ class DataSocket:
                 count = self._send(rest)
             except (BlockingIOError, ssl.SSLWantWriteError, InterruptedError):
                 try:
-                    await self._writable(timeout_s)
+                    loop = self._loop
+                    await self._ready(loop.add_writer, loop.remove_writer, timeout_s)
                 except asyncio.CancelledError:
                     self.unsent = [bytes(part) for part in rest]
                     raise
@@ -119,33 +121,16 @@ class DataSocket:
             return self._socket.send(parts[0])
         return self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
 
-    async def _readable(self) -> None:
+    async def _ready(
+        self,
+        add: Callable[..., None],
+        remove: Callable[[int], Any],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Waits until the socket can be read or written, with the functions of the loop for it."""
         fd = self._descriptor()
         ready = self._loop.create_future()
-        self._loop.add_reader(fd, _settle, ready)
-        try:
-            await self._wait(ready, None)
-        finally:
-            if self._socket.fileno() == fd:
-                self._loop.remove_reader(fd)
-
-    async def _writable(self, timeout_s: float | None) -> None:
-        fd = self._descriptor()
-        ready = self._loop.create_future()
-        self._loop.add_writer(fd, _settle, ready)
-        try:
-            await self._wait(ready, timeout_s)
-        finally:
-            if self._socket.fileno() == fd:
-                self._loop.remove_writer(fd)
-
-    def _descriptor(self) -> int:
-        fd = self._socket.fileno()
-        if fd < 0:
-            raise ConnectionAbortedError("connection closed by this rank")
-        return fd
-
-    async def _wait(self, ready: asyncio.Future[None], timeout_s: float | None) -> None:
+        add(fd, _settle, ready)
         self._waits.add(ready)
         timer = None
         if timeout_s is not None:
@@ -156,6 +141,14 @@ class DataSocket:
             self._waits.discard(ready)
             if timer is not None:
                 timer.cancel()
+            if self._socket.fileno() == fd:
+                remove(fd)
+
+    def _descriptor(self) -> int:
+        fd = self._socket.fileno()
+        if fd < 0:
+            raise ConnectionAbortedError("connection closed by this rank")
+        return fd
 
     def close(self) -> None:
         """Closes the connection; pending reads and writes raise an OSError."""

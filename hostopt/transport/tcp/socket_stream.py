@@ -47,9 +47,7 @@ class SocketStream(Stream):
     async def wait_until_open(self, timeout_s: float) -> bool:
         """See `Stream.wait_until_open`."""
         await asyncio.wait(
-            {self._opened, self._watcher},
-            timeout=timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
+            {self._opened, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         return self._socket is not None and not self._watcher.done()
 
@@ -149,13 +147,10 @@ def _do_nothing() -> None:
 async def receive_frames(
     connection: DataSocket, reader: FrameReader, mailbox: Mailbox, peer: int, most_bytes: int
 ) -> bool:
-    """Receives the frames of a peer into the memory that they are meant for.
+    """Receives the frames of a peer into memory that is meant for them, and returns True.
 
-    Returns:
-      True after the last frame; False if the ring is aborted.
-
-    Raises:
-      ProtocolError: a frame cannot be used. No byte of a payload is read if its header shows that.
+    Returns False if the ring is aborted. Raises ProtocolError for a frame that cannot be used; if
+    its header shows that, no byte of the payload is read.
     """
     data = memoryview(bytearray(HEADER_BYTES))
     while mailbox.error is None:
