@@ -78,6 +78,7 @@ class Security:
         self, cluster: Cluster, options: Options, environ: Mapping[str, str] | None = None
     ) -> None:
         self._token = read_token(options, environ)
+        self.has_token = self._token is not None
         self.tls = None if options.tls_dir is None else Tls(options.tls_dir)
         host = None if cluster.task is None else host_and_port(cluster.task.address)[0]
         self.local_fault = None if self.tls is None else self.tls.fault(host)
@@ -89,11 +90,6 @@ class Security:
                 "token_file or in HOSTOPT_TOKEN, or each a tls_dir (see docs/security.md), or set "
                 "insecure=True if nobody else can reach these addresses"
             )
-
-    @property
-    def has_token(self) -> bool:
-        """True if the ranks have a token."""
-        return self._token is not None
 
     def proof(self, *fields: str, body: bytes) -> str:
         """Returns the proof that this rank knows the token: HMAC-SHA256, in hexadecimal."""

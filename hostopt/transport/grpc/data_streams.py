@@ -163,14 +163,11 @@ class IncomingStreams:
     async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
         """Receives the frames of a peer in gRPC messages until its stream ends."""
         peer = await self._server.admit_stream(context)
+        code = grpc.StatusCode
         if peer in self._open:
-            await context.abort(
-                grpc.StatusCode.ALREADY_EXISTS, f"rank {peer} has a stream already"
-            )
+            await context.abort(code.ALREADY_EXISTS, f"rank {peer} has a stream already")
         if not self._server.strangers.add_stream(context.peer(), peer):
-            await context.abort(
-                grpc.StatusCode.UNAVAILABLE, "this connection was taken for a stranger's"
-            )
+            await context.abort(code.UNAVAILABLE, "this connection was taken for a stranger's")
         reader = FrameReader(self._peers.origin(peer))
         self._open.add(peer)
         reason = "connection reset"

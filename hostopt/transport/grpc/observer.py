@@ -13,7 +13,8 @@ from hostopt.errors import AuthError, HostOptError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.greeting import listens
-from hostopt.transport.grpc import limits, ring
+from hostopt.transport.grpc import limits
+from hostopt.transport.grpc import ring as ring_
 from hostopt.transport.grpc.authentication import ObserverProofs
 from hostopt.transport.grpc.channel_options import message_options
 from hostopt.transport.grpc.client import HANDSHAKE_TIME, RpcClient, call_until_known, open_channel
@@ -44,10 +45,10 @@ async def _observe(
 ) -> dict[str, Any]:
     keep_aio_running()
     most_bytes = limits.most_overview_bytes(_MAX_RANKS)
-    first = [HANDSHAKE_TIME, ("grpc.max_receive_message_length", most_bytes)]
     # gRPC uses the first of two equal options
-    all_options = first + message_options(options, ring.DEFAULT)
-    channel = open_channel(address, all_options, security.tls)
+    arguments = [HANDSHAKE_TIME, ("grpc.max_receive_message_length", most_bytes)]
+    arguments += message_options(options, ring_.DEFAULT)
+    channel = open_channel(address, arguments, security.tls)
     try:
         answer = await _call(channel, address, security, service)
         return read_overview(answer, most_bytes)

@@ -39,7 +39,7 @@ from hostopt.transport.grpc.liveness import Departure, Liveness
 from hostopt.transport.grpc.notes import read_status_request
 from hostopt.transport.grpc.observer import Observation
 from hostopt.transport.grpc.rendezvous import Rendezvous
-from hostopt.transport.grpc.ring import Peers, Ring, Timing
+from hostopt.transport.grpc.ring import Peers, Ring
 from hostopt.transport.grpc.runtime import grpc, keep_freed_memory
 from hostopt.transport.grpc.server import RpcServer
 from hostopt.transport.message import Payload, Tag
@@ -55,21 +55,15 @@ class GrpcTransport(Transport):
       service: name of the gRPC service; ranks with different names do not connect.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        options: Options,
-        service: str = "hostopt.Ring",
-        timing: Timing | None = None,
-    ) -> None:
+    def __init__(self, cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> None:
         super().__init__(cluster, options)
         keep_freed_memory()
         self._ending = threading.RLock()  # held while the ring is aborted or closed
         self._closed = False
         self._pid = os.getpid()
-        security, timing = Security(cluster, options), timing or ring_.DEFAULT
+        security = Security(cluster, options)
         self._peers = peers = Peers(cluster)
-        self._ring = ring = Ring(peers, options, security, timing, self.mailbox, self.abort)
+        self._ring = ring = Ring(peers, options, security, ring_.DEFAULT, self.mailbox, self.abort)
         self._client = client = RpcClient(ring, service)
         self._server = RpcServer(ring)
         self._streams = streams = OutgoingStreams(ring, client, self._on_broken)
@@ -87,7 +81,7 @@ class GrpcTransport(Transport):
         except BaseException as error:
             self.abort(error)
             if isinstance(error, AuthError):
-                event_loop.run(asyncio.sleep(timing.auth_linger_s))
+                event_loop.run(asyncio.sleep(ring.timing.auth_linger_s))
             self.close()
             raise
 
