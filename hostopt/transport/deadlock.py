@@ -44,7 +44,7 @@ class Look(NamedTuple):
     time_s: float  # on the monotonic clock
 
     def proves(self, earlier: Look | None, long_s: float) -> bool:
-        """Returns True if no rank can continue, as it waits for `long_s` or does nothing else."""
+        """Returns True if all ranks have waited for `long_s`, or done nothing since `earlier`."""
         if all(waits[-1]["for_s"] >= long_s for waits in self.waits.values()):
             return True
         if earlier is None or self._tags() != earlier._tags():

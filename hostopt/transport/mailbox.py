@@ -118,7 +118,7 @@ class Mailbox:
             listener.receive(peer, payload)
 
     def listen(self, channel: int, listener: Listener) -> None:
-        """Gives the messages of a channel to a listener, those that have arrived before, too."""
+        """Gives the messages of a channel, earlier ones too, to a listener; nobody waits there."""
         with self._lock:
             self._listeners[channel] = listener
             keys = [key for key in self._messages if key[1] == channel]
@@ -222,7 +222,7 @@ class Mailbox:
         return True
 
     def on_failure(self, listener: Callable[[HostOptError], None]) -> Callable[[], None]:
-        """Calls `listener` when the ring is aborted, or now; returns its removal."""
+        """Calls `listener`, on any thread, once the ring is aborted; returns its removal."""
         with self._lock:
             self._on_failure.append(listener)
             error = self.error
