@@ -24,7 +24,7 @@ import tensorflow as tf
 import estimator_ext
 from benchmarks.soak import notes
 from hostopt.transport.frame import FrameWriter
-from hostopt.transport.grpc import timing
+from hostopt.transport.grpc import ring as grpc_ring
 
 SEED, EXAMPLES, PIXELS, CLASSES, HIDDEN, BATCH = 7, 1000, 100, 10, 256, 32
 CHECKPOINT_STEPS = 50
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, help="default: until a signal arrives")
     parser.add_argument("--pause-s", type=float, default=0.0, help="after each step")
     args = parser.parse_args()
-    timing.DEFAULT = replace(timing.DEFAULT, keepalive_s=PING_S, ping_timeout_s=PING_S)
+    grpc_ring.DEFAULT = replace(grpc_ring.DEFAULT, keepalive_s=PING_S, ping_timeout_s=PING_S)
     estimator_ext.install()
     strategy = estimator_ext.HostOffloadStrategy(
         communication="grpc+tcp",

@@ -7,15 +7,10 @@ import socket
 
 
 def listen_address(address: str) -> str:
-    """Returns the address that a rank listens at.
+    """Returns the one numeric address that a rank listens at.
 
     A rank with a loopback address listens on loopback only, any other rank on every interface.
-
-    Args:
-      address: ``host:port`` as the cluster names it.
-
-    Returns:
-      One numeric address. With two (::1 and 127.0.0.1) a second process could take one of them.
+    With two addresses (::1 and 127.0.0.1) a second process could take one of them.
     """
     host, port = host_and_port(address)
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -32,12 +27,6 @@ def hold_port(host: str = "127.0.0.1") -> socket.socket:
     The socket is bound to the address that the rank will listen at, with SO_REUSEADDR, but does
     not listen. Programs that ask for any free port get another one, and a server that names this
     one can still listen there.
-
-    Args:
-      host: host of the rank, as the cluster names it.
-
-    Raises:
-      OSError: no port is free.
     """
     ip, _ = host_and_port(listen_address(f"{host}:0"))
     holder = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
@@ -56,13 +45,9 @@ def port_of(holder: socket.socket) -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns True if an address is written as a loopback address.
-
-    Args:
-      address: ``host:port``. Of host names only localhost counts, as some systems resolve their
-        own name to a loopback address.
-    """
+    """Returns True if an address is written as a loopback address."""
     host, _ = host_and_port(address)
+    # some systems resolve their own name to a loopback address, so of names only localhost counts
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -70,10 +55,6 @@ def is_loopback(address: str) -> bool:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Splits an address.
-
-    Returns:
-      The name or IP address of the host, without brackets, and the port.
-    """
+    """Splits an address into the host, without brackets, and the port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

@@ -23,11 +23,10 @@ from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
 from hostopt.transport import deadlock, event_loop
-from hostopt.transport.call_log import CallLog
 from hostopt.transport.deadlock import DeadlockWatch, refusal
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Payload, Tag, Traffic, channel_number
-from hostopt.transport.mismatch import find_mismatch, is_same_call
+from hostopt.transport.mismatch import CallLog, find_mismatch, is_same_call
 from hostopt.transport.stall import Status, build_status, find_culprit
 from hostopt.transport.wait import Wait
 
@@ -35,11 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Transport(abc.ABC):
-    """Tagged messages between the ranks of one cluster.
-
-    Raises:
-      ConfigError: this task is an evaluator or a data worker.
-    """
+    """Tagged messages between the ranks of one cluster."""
 
     def __init__(self, cluster: Cluster, options: Options) -> None:
         if cluster.rank is None:
@@ -71,14 +66,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def send(self, peer: int, tag: Tag, payload: Payload, name: str = "") -> None:
-        """Sends a message; the payload may be changed once this returns.
-
-        Args:
-          name: what is sent, for error messages.
-
-        Raises:
-          HostOptError: the ring is aborted, or the peer takes no data before the deadline.
-        """
+        """Sends a message; the payload may be changed once this returns."""
 
     async def recv(
         self, peer: int, tag: Tag, name: str = "", into: memoryview | None = None
@@ -86,16 +74,8 @@ class Transport(abc.ABC):
         """Waits for a message. An error aborts the ring, as no rank can continue.
 
         Args:
-          name: what is waited for, for warnings and error messages.
           into: memory that the payload may be received into, which saves a copy. Its content is
-            undefined after an error.
-
-        Returns:
-          The payload, read-only, in `into` or elsewhere.
-
-        Raises:
-          CollectiveMismatchError: the peer has sent the message in another call than this rank's.
-          HostOptError: the ring is aborted, the peer has left, or the deadline has passed.
+            undefined after an error. The result is read-only, there or elsewhere.
         """
         try:
             sent_tag, payload = await self.mailbox.take(peer, tag, name, into)
@@ -107,11 +87,7 @@ class Transport(abc.ABC):
         return payload
 
     def blocked_sends(self) -> dict[int, float]:
-        """Returns the start time of each send that the peer or the network has yet to take.
-
-        Returns:
-          Seconds on the monotonic clock, by peer.
-        """
+        """Returns when each send that is not taken yet began, by peer, on the monotonic clock."""
         return {}
 
     def send_time_s(self) -> float:
@@ -119,16 +95,10 @@ class Transport(abc.ABC):
         return 0.0
 
     def open_channel(self, name: str) -> int:
-        """Returns the number of a new channel. It does not depend on the order of other names.
+        """Returns the number of a new channel: 31 bits, never 0, the same on all ranks.
 
-        Args:
-          name: its name; all ranks open the channels of one name in the same order.
-
-        Returns:
-          31 bits, never 0; the same on all ranks.
-
-        Raises:
-          ConfigError: another name has the same number.
+        It does not depend on the order of other names. All ranks open the channels of one name in
+        the same order.
         """
         with self._opening:
             self._duplicates[name] += 1
@@ -150,21 +120,13 @@ class Transport(abc.ABC):
     # -- calls of the ranks ----------------------------------------------------------------
 
     async def abort_on_mismatch(self, peer: int, tag: Tag) -> HostOptError:
-        """Aborts the ring because a peer makes another call than this rank.
-
-        Args:
-          tag: a message of this rank's call.
-
-        Returns:
-          The error that all ranks report.
-        """
+        """Aborts the ring as a peer makes another call; returns the error of all ranks."""
         local_call = self.call_log.last(tag.channel)
         error = await find_mismatch(self.cluster, peer, tag, local_call, self.request_status)
         self.abort(error)
         return self.error or error
 
     async def _compare_calls(self, wait: Wait) -> None:
-        """Aborts the ring if the peer will never send, as it makes or waits for another call."""
         status = await self.request_status(wait.peer, self.rank, wait.tag)
         if self.error is not None or status is None:
             return
@@ -188,11 +150,10 @@ class Transport(abc.ABC):
         )
 
     def status_for(self, waiting: int, tag: Sequence[int]) -> Status:
-        """Returns the status for a rank that waits for a message of this one.
+        """Returns `status` for a rank that waits for a message of this one, and some more.
 
-        Returns:
-          `status`, whether this rank has "sent" the message, its last "call" on that channel, why
-          it has "refused" the call of the message, and `busy_s` of its process.
+        Also whether this rank has "sent" the message, its last "call" on that channel, why it has
+        "refused" the call of the message, and `busy_s` of its process.
         """
         sent, busy_s = self.recorder.has_sent(waiting, tag), deadlock.busy_s()
         return {**self.status(), "sent": sent, **self.call_log.about(tag), "busy_s": busy_s}
@@ -206,15 +167,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
-        """Requests the status of a peer.
-
-        Args:
-          waiting: rank that waits for the peer.
-          tag: the message that it waits for.
-
-        Returns:
-          `status_for` these arguments on the peer; None if it does not answer soon.
-        """
+        """Returns `status_for` these arguments on a peer; None if it does not answer soon."""
 
     async def _report_stall(self, wait: Wait, has_timed_out: bool) -> None:
         """Names the rank that keeps this one waiting, in a warning or the aborting error."""
@@ -242,11 +195,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, error: BaseException) -> None:
-        """Aborts the ring on all ranks. The first error wins: all ranks report it.
-
-        Args:
-          error: the reason, an error of hostopt or of the user's code.
-        """
+        """Aborts the ring on all ranks. The first error wins: all ranks report it."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -21,12 +21,6 @@ def confine(port: int) -> None:
     The kernel then delivers only packets of the loopback interface to its listening sockets
     (SO_BINDTODEVICE). Connections of other machines that it has accepted before are ended. Call
     this repeatedly, as the server may accept those later that have begun before.
-
-    Args:
-      port: port at which the server listens.
-
-    Raises:
-      ConfigError: the kernel does not allow it, or no such server is found.
     """
     try:
         found = [_confine(each) for each in _sockets_at(port)]

@@ -11,16 +11,15 @@ from __future__ import annotations
 import contextlib
 import glob
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveMismatchError
 from hostopt.transport.mismatch import is_same_call
+from hostopt.transport.stall import RequestStatus
 from hostopt.transport.wait import Wait
-
-_RequestStatus = Callable[[int, int, Sequence[int]], Awaitable[Optional[dict[str, Any]]]]
 
 _FROM_S = 1.9  # of a wait: the looks are at 2 s, 4 s, and so on
 _MAX_WAITS = 64  # in a look, each of which is a question to another rank
@@ -38,25 +37,14 @@ def busy_s() -> float:
 
 
 class Look(NamedTuple):
-    """The waits of all ranks, none of which will end.
+    """The waits of all ranks, none of which will end."""
 
-    Args:
-      waits: the waits of each rank, the longest first.
-      busy_s: result of `busy_s` on each rank.
-      time_s: when this rank looked, on the monotonic clock.
-    """
-
-    waits: dict[int, list[dict[str, Any]]]
+    waits: dict[int, list[dict[str, Any]]]  # of each rank, the longest first
     busy_s: dict[int, float]
-    time_s: float
+    time_s: float  # on the monotonic clock
 
     def proves(self, earlier: Look | None, long_s: float) -> bool:
-        """Returns True if no rank can continue.
-
-        Args:
-          earlier: the look before this one, if the ranks waited then, too.
-          long_s: length of a wait that is long in any program.
-        """
+        """Returns True if all ranks have waited for `long_s`, or done nothing since `earlier`."""
         if all(waits[-1]["for_s"] >= long_s for waits in self.waits.values()):
             return True
         if earlier is None or self._tags() != earlier._tags():
@@ -94,31 +82,20 @@ class DeadlockWatch:
         self._last: Look | None = None
 
     def is_due(self, rank: int, wait: Wait, waits: Sequence[Wait]) -> bool:
-        """Returns True if a wait is the one for which a rank looks at the waits of all ranks.
-
-        Args:
-          rank: the rank; in a deadlock all ranks wait, so rank 0 looks.
-        """
+        """Returns True if rank 0, which waits in any deadlock, has to look at all waits now."""
         oldest = min(waits, key=lambda each: each.since_s, default=None)
         return rank == 0 and wait is oldest and time.monotonic() - wait.since_s >= _FROM_S
 
     async def look(
-        self, cluster: Cluster, tag: Sequence[int], request_status: _RequestStatus
+        self, cluster: Cluster, tag: Sequence[int], request_status: RequestStatus
     ) -> CollectiveMismatchError | None:
-        """Asks all ranks what they wait for.
-
-        Args:
-          request_status: as `Transport.request_status`, but also for this rank.
-
-        Returns:
-          The error if they wait for each other.
-        """
+        """Asks all ranks what they wait for; returns the error if they wait for each other."""
         last, self._last = self._last, await self._waits(tag, request_status)
         if self._last is None or not self._last.proves(last, self._long_s):
             return None
         return self._last.error(cluster)
 
-    async def _waits(self, tag: Sequence[int], request_status: _RequestStatus) -> Look | None:
+    async def _waits(self, tag: Sequence[int], request_status: RequestStatus) -> Look | None:
         """Returns all waits; None if a rank waits for nothing, or if one of the waits will end."""
         waits: dict[int, list[dict[str, Any]]] = {}
         busy_s = {}
@@ -146,11 +123,7 @@ class DeadlockWatch:
 
 
 def refusal(cluster: Cluster, peer: int, reason: str) -> CollectiveMismatchError:
-    """Returns the error of a rank that waits for a call which a peer has refused.
-
-    Args:
-      reason: the call, and why the peer has refused it.
-    """
+    """Returns the error of a rank that waits for a call which a peer has refused."""
     assert cluster.rank is not None
     return CollectiveMismatchError(
         f"{cluster.describe(peer)} has refused {reason.rstrip('. ')}. Rank {cluster.rank} makes "

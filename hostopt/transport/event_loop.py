@@ -22,11 +22,7 @@ _starting = threading.RLock()  # reentrant, as a signal handler may run at any t
 def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     """Runs a coroutine on the loop and waits for its result. The loop's thread must not call it.
 
-    Args:
-      coroutine: has its own deadlines. It is cancelled if this thread is interrupted.
-
-    Raises:
-      BaseException: the coroutine's exception.
+    The coroutine has its own deadlines. It is cancelled if this thread is interrupted.
     """
     if asyncio._get_running_loop() is not None:
         coroutine.close()
@@ -42,11 +38,7 @@ def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
 
 
 def start(coroutine: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
-    """Starts a coroutine on the loop; may be called from any thread.
-
-    Raises:
-      ConfigError: this process was forked from one that ran the loop.
-    """
+    """Starts a coroutine on the loop; may be called from any thread."""
     try:
         guard.check()
     except BaseException:

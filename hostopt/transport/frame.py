@@ -28,24 +28,14 @@ _NUMBERS = 1 << 32
 
 
 class Origin(NamedTuple):
-    """Identifies the sender of a frame.
+    """Identifies the sender of a frame."""
 
-    Args:
-      job: number of the job, the same on all of its ranks; 32 bits.
-      incarnation: number of this start of the sender; 64 bits.
-    """
-
-    job: int
-    incarnation: int
+    job: int  # the same on all of its ranks; 32 bits
+    incarnation: int  # 64 bits
 
 
 class FrameWriter:
-    """Builds the frames of one stream.
-
-    Args:
-      origin: origin of this rank.
-      checksum: adds the payload to the checksum, which always covers the header.
-    """
+    """Builds the frames of one stream; `checksum` is True if it covers the payload, too."""
 
     def __init__(self, origin: Origin, checksum: bool) -> None:
         self._origin = origin
@@ -53,22 +43,11 @@ class FrameWriter:
         self._next = 0
 
     def write(self, tag: Tag, payload: Payload) -> bytes:
-        """Builds the next frame.
-
-        Returns:
-          Header and payload, in one new byte string.
-        """
+        """Builds the next frame: header and payload, in one new byte string."""
         return b"".join((self.header(tag, payload), payload))
 
     def header(self, tag: Tag, payload: Payload, is_last: bool = False) -> bytes:
-        """Builds the header of the next frame, whose payload follows it.
-
-        Args:
-          is_last: True if no frame follows this one.
-
-        Returns:
-          `HEADER_BYTES` bytes.
-        """
+        """Builds the header of the next frame, whose payload follows it."""
         flags = _WITH_PAYLOAD * self._checksum | _LAST * is_last
         header = _HEADER.pack(
             _MAGIC, WIRE_VERSION, flags, *tag, len(payload), *self._origin, self._next
@@ -81,34 +60,20 @@ class FrameWriter:
 
 
 class Header(NamedTuple):
-    """The header of a frame.
-
-    Args:
-      length: size of the payload in bytes.
-      number: number of the frame on its stream.
-      expected: the checksum that the sender has computed.
-      checksum: checksum of the header.
-      covers_payload: True if the expected checksum covers the payload, too.
-      is_last: True if no frame follows.
-    """
+    """The header of a frame."""
 
     tag: Tag
     length: int
     origin: Origin
     number: int
-    expected: int
-    checksum: int
+    expected: int  # the checksum that the sender has computed
+    checksum: int  # of the header
     covers_payload: bool
     is_last: bool
 
     @classmethod
     def parse(cls, data: Payload) -> Header:
-        """Reads a header.
-
-        Raises:
-          ProtocolError: this is not a header of this wire version, or it is damaged and its
-            checksum does not cover the payload.
-        """
+        """Reads a header, and checks it unless its checksum covers the payload, too."""
         if len(data) < HEADER_BYTES:
             raise ProtocolError(
                 f"a frame of {len(data)} bytes arrived, expected {HEADER_BYTES} bytes of header"
@@ -147,26 +112,14 @@ class Header(NamedTuple):
 
 
 class FrameReader:
-    """Reads the frames of one stream.
-
-    Args:
-      origin: origin of the peer that sends the stream.
-    """
+    """Reads the frames of one stream."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
         self._next = 0
 
     def read(self, frame: bytes) -> tuple[Tag, memoryview] | None:
-        """Checks the next frame, without copying its payload.
-
-        Returns:
-          The tag, and the payload as a read-only view of `frame`. None for a repeated frame.
-
-        Raises:
-          ProtocolError: the message is not a frame, has another wire version, job, incarnation or
-            length, is damaged, or frames before it are missing.
-        """
+        """Returns tag and payload of the next frame, as a view of it; None for a repeated one."""
         header, payload = Header.parse(frame), memoryview(frame)[HEADER_BYTES:]
         if len(payload) != header.length:
             raise header.error(f"expected {header.length} bytes of payload, got {len(payload)}")
@@ -174,14 +127,7 @@ class FrameReader:
         return (header.tag, payload) if self.admit(header) else None
 
     def admit(self, header: Header) -> bool:
-        """Checks that a frame is the next one of its stream.
-
-        Returns:
-          False for a repeated frame.
-
-        Raises:
-          ProtocolError: it has another job or incarnation, or frames before it are missing.
-        """
+        """Checks that a frame is the next one of its stream; returns False for a repeated one."""
         if header.origin != self._origin:
             job, incarnation = header.origin
             raise header.error(

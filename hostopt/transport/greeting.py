@@ -21,12 +21,7 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 
 
 
 def listens(address: str, timeout_s: float) -> bool:
-    """Returns True if a process listens at an address, even if it is frozen.
-
-    Args:
-      address: ``host:port`` of the process.
-      timeout_s: longest time to wait for the connection.
-    """
+    """Returns True if a process listens at an address, even if it is frozen."""
     try:
         socket.create_connection(host_and_port(address), timeout_s).close()
     except OSError as error:
@@ -39,9 +34,6 @@ def greets(address: str, timeout_s: float) -> bool:
     """Returns True if a server of HTTP/2 answers.
 
     The kernel connects to a frozen process as well, so this waits for the server's first frame.
-
-    Args:
-      timeout_s: longest time to wait for the connection, and for the frame.
     """
     try:
         with socket.create_connection(host_and_port(address), timeout_s) as connection:
@@ -58,10 +50,6 @@ async def is_silent(address: str, timeout_s: float) -> bool:
 
     The kernel refuses or ends a connection to a process that is gone. This works while the
     interpreter exits, when no thread can be started, unless a host name has to be looked up.
-
-    Args:
-      address: ``host:port`` of the process.
-      timeout_s: longest time to wait for the connection, and for any answer.
     """
     try:
         opening = asyncio.open_connection(*host_and_port(address))
@@ -79,15 +67,7 @@ async def is_silent(address: str, timeout_s: float) -> bool:
 
 
 def wait_for(address: str, until_s: float, check: Callable[[], None] = lambda: None) -> bool:
-    """Waits until a server of HTTP/2 answers.
-
-    Args:
-      until_s: deadline, by `time.monotonic`.
-      check: called between two questions; an error that it raises ends the wait.
-
-    Returns:
-      False if the deadline has passed.
-    """
+    """Waits until a server of HTTP/2 answers; False at `until_s`, by `time.monotonic`."""
     while not greets(address, _ANSWER_S):
         check()
         if time.monotonic() > until_s:

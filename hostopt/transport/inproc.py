@@ -14,11 +14,7 @@ from hostopt.transport.stall import Status
 
 
 class InprocTransport(Transport):
-    """One rank of a ring of threads; `connect` creates all of them.
-
-    Args:
-      peers: list of the transports of all ranks, which the caller fills in rank order.
-    """
+    """One rank of a ring of threads; `connect` creates all of them, and the list of `peers`."""
 
     def __init__(self, cluster: Cluster, options: Options, peers: list[InprocTransport]) -> None:
         super().__init__(cluster, options)
@@ -26,14 +22,7 @@ class InprocTransport(Transport):
 
     @classmethod
     def connect(cls, size: int, options: Options | None = None) -> list[InprocTransport]:
-        """Creates a ring.
-
-        Args:
-          options: deadlines and sizes of all ranks; the defaults if None.
-
-        Returns:
-          The transports, in rank order.
-        """
+        """Creates a ring; returns its transports in rank order."""
         ring = tuple(Task(WORKER, index, f"inproc:{index}") for index in range(size))
         peers: list[InprocTransport] = []
         peers.extend(cls(Cluster(task, ring), options or Options(), peers) for task in ring)

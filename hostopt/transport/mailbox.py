@@ -1,4 +1,7 @@
-"""Messages that have arrived. This is the only place where a rank waits for another."""
+"""Messages that have arrived. This is the only place where a rank waits for another.
+
+A rank that waits for a message offers the memory where its payload belongs.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
+import numpy as np
+
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
-from hostopt.transport.destinations import Destinations
 from hostopt.transport.message import Tag
 from hostopt.transport.wait import Schedule, Wait
 
@@ -21,22 +25,56 @@ _log = logging.getLogger(__name__)
 
 
 class Listener(NamedTuple):
-    """Receives the messages of one channel as they arrive; called on any thread, must not block.
-
-    Args:
-      receive: called with the sender and the payload of each message.
-      left: called with each peer that has left in good order.
-    """
+    """Receives the messages of a channel as they arrive; called on any thread, must not block."""
 
     receive: Callable[[int, memoryview], None]
     left: Callable[[int], None]
+
+
+class Destination:
+    """Memory for the payload of one message."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+
+    def withdraw(self) -> None:
+        """Redirects a payload that is still arriving; its beginning is kept."""
+        self.view = memoryview(bytearray(self.view))
+
+
+class Destinations:
+    """The offers of one rank; used on the event loop."""
+
+    def __init__(self) -> None:
+        self._offered: dict[tuple[int, Tag], Destination] = {}
+
+    @contextlib.contextmanager
+    def offer(self, peer: int, tag: Tag, view: memoryview | None) -> Iterator[None]:
+        """Offers memory for a payload in this scope; nothing is written after an exception."""
+        if view is None:
+            yield
+            return
+        self._offered[peer, tag] = destination = Destination(view)
+        try:
+            yield
+        except BaseException:
+            destination.withdraw()
+            raise
+        finally:
+            del self._offered[peer, tag]
+
+    def of(self, peer: int, tag: Tag, nbytes: int) -> Destination:
+        """Returns memory for a payload: what is offered, if signature and size are the same."""
+        destination = self._offered.get((peer, tag))
+        if destination is None or len(destination.view) != nbytes:
+            return Destination(memoryview(np.empty(nbytes, np.uint8)))
+        return destination
 
 
 class Mailbox:
     """Messages by sender and tag. A wait ends with a message, an error or a deadline.
 
     Args:
-      cluster: the ring and this rank, for texts.
       on_stall: called from any thread with a wait that is due for a warning. It is called with
         True as second argument when the wait has timed out; it then aborts the ring.
       on_long_wait: called from any thread when the calls of this rank and its peer are to be
@@ -80,11 +118,7 @@ class Mailbox:
             listener.receive(peer, payload)
 
     def listen(self, channel: int, listener: Listener) -> None:
-        """Gives the messages of a channel to a listener, those that have arrived before, too.
-
-        Args:
-          channel: a channel on which nobody waits for messages.
-        """
+        """Gives the messages of a channel, earlier ones too, to a listener; nobody waits there."""
         with self._lock:
             self._listeners[channel] = listener
             keys = [key for key in self._messages if key[1] == channel]
@@ -102,7 +136,6 @@ class Mailbox:
 
         Args:
           tag: which message; its signature is not compared.
-          name: what it carries, for warnings and errors.
           into: memory that the payload may be received into. It is used only if the message has
             not begun to arrive.
 
@@ -148,8 +181,6 @@ class Mailbox:
         """Registers a wait for a peer, by any means. The waiter calls the yielded function often.
 
         Args:
-          peer: rank that is waited for.
-          name: description of it, for warnings and errors.
           grace_s: time for which the wait goes on after the peer has left in good order, if what
             it sent before can arrive later, in seconds.
 
@@ -176,14 +207,7 @@ class Mailbox:
             del self._waits[schedule]
 
     def fail(self, error: HostOptError) -> bool:
-        """Ends all present and future waits with `error`, unless they have failed already.
-
-        Args:
-          error: the error that aborts the ring.
-
-        Returns:
-          False if an earlier error remains in effect.
-        """
+        """Ends all present and future waits with `error`; False if an earlier one is in effect."""
         with self._lock:
             if self.error is not None:
                 return False
@@ -198,14 +222,7 @@ class Mailbox:
         return True
 
     def on_failure(self, listener: Callable[[HostOptError], None]) -> Callable[[], None]:
-        """Registers `listener`; it is called once, immediately if the ring is aborted already.
-
-        Args:
-          listener: receives the aborting error; may be called from any thread.
-
-        Returns:
-          Function that removes the listener.
-        """
+        """Calls `listener`, on any thread, once the ring is aborted; returns its removal."""
         with self._lock:
             self._on_failure.append(listener)
             error = self.error
@@ -246,7 +263,6 @@ class Mailbox:
         return list(self._waits.values())
 
     def _reason_of_end(self, peer: int, tag: Tag) -> str | None:
-        """Returns why a peer sends no more, if it has left; raises the error of the ring."""
         if self.error is not None:
             raise self.error
         reason = self._left.get(peer)
@@ -256,12 +272,7 @@ class Mailbox:
         return reason
 
     def timeout_error(self, wait: Wait, culprit: int, reason: str) -> CollectiveTimeoutError:
-        """Builds the error of a wait that has reached its deadline.
-
-        Args:
-          culprit: rank that keeps this one waiting, directly or through other ranks.
-          reason: result of the diagnosis; "" if there is none.
-        """
+        """Builds the error of a wait that has reached its deadline."""
         timeout_s = self._options.collective_timeout_s
         reason = reason or f"{self._cluster.describe(wait.peer)} is connected but sends nothing"
         return CollectiveTimeoutError(
@@ -292,7 +303,6 @@ def _attributes(cluster: Cluster, peer: int, tag: Tag) -> dict[str, Any]:
 
 
 def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    """Returns True in a coroutine or callback of this loop."""
     return asyncio._get_running_loop() is loop
 
 

@@ -13,25 +13,15 @@ FINISH_CHANNEL = 0xFFFF_FFFF
 
 
 class Tag(NamedTuple):
-    """Identifies a message; sender and receiver compute the same tag.
+    """Identifies a message; sender and receiver compute the same tag."""
 
-    Args:
-      channel: number of the communicator; the duplicates of a communicator share a transport.
-      step: sequence number of the collective on its channel.
-      bucket: index of the gradient bucket; 0 if there is only one.
-      round: round of the ring schedule.
-      chunk: part of the buffer that one rank reduces.
-      segment: part of the chunk that is sent as one message.
-      signature: checksum of the call's `Signature`.
-    """
-
-    channel: int
-    step: int
-    bucket: int = 0
-    round: int = 0
-    chunk: int = 0
-    segment: int = 0
-    signature: int = 0
+    channel: int  # of the communicator; its duplicates share a transport
+    step: int  # sequence number of the collective on its channel
+    bucket: int = 0  # of gradients
+    round: int = 0  # of the ring schedule
+    chunk: int = 0  # part of the buffer that one rank reduces
+    segment: int = 0  # part of the chunk that is sent as one message
+    signature: int = 0  # checksum of the call's `Signature`
 
     @property
     def is_finish_marker(self) -> bool:
@@ -53,12 +43,7 @@ class Tag(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Counts the messages that this rank has sent.
-
-    Args:
-      payload_bytes: bytes of data.
-      header_bytes: bytes of frame headers.
-    """
+    """Counts the messages that this rank has sent."""
 
     messages: int = 0
     payload_bytes: int = 0
@@ -66,10 +51,6 @@ class Traffic:
 
 
 def channel_number(name: str) -> int:
-    """Returns the number of a channel name, which is the same in every process.
-
-    Returns:
-      31 bits, so never `FINISH_CHANNEL`. Never 0, which is the number of the first communicator.
-    """
+    """Returns 31 bits, the same in every process: never 0, the first communicator's number."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFF_FFFF or 1

@@ -36,14 +36,7 @@ _NOTABLE_S = 1.0
 
 
 def details_of(transport: Transport, missing: Collection[int]) -> Details:
-    """Describes this rank.
-
-    Args:
-      missing: ranks that have not connected; empty after the rendezvous.
-
-    Returns:
-      The details, of limited size.
-    """
+    """Describes this rank, in limited size; `missing` is empty after the rendezvous."""
     status, error = transport.status(), transport.error
     wait, send = (next(iter(status[name]), None) for name in ("waits", "sends"))
     last = status["last"]
@@ -61,9 +54,6 @@ def details_of(transport: Transport, missing: Collection[int]) -> Details:
 
 def find_blamed(ranks: Sequence[Details | str]) -> dict[int, list[int]]:
     """Finds the ranks that others have waited for, for a second or more, directly or not.
-
-    Args:
-      ranks: details of each rank, or the reason why there are none.
 
     Returns:
       The waiting ranks by the rank that they wait for, which itself waits for no rank. If ranks
@@ -96,11 +86,7 @@ def is_send(wait: dict[str, Any]) -> bool:
 
 
 def printable(text: str) -> str:
-    """Returns a text in one short line, with ? for characters that could control a terminal.
-
-    Args:
-      text: a text of another process.
-    """
+    """Returns a text in one short line, with ? for characters that could control a terminal."""
     shown = "".join(each if each.isprintable() else "?" for each in text)
     return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}..."
 

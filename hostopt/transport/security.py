@@ -38,17 +38,9 @@ _WANTS_TLS = "wants TLS, and this rank has no tls_dir"
 
 
 def read_token(options: Options, environ: Mapping[str, str] | None = None) -> bytes | None:
-    """Reads the token that all ranks share.
+    """Returns the token that all ranks share, without surrounding white space; None without one.
 
-    Args:
-      environ: the environment; `os.environ` if None. Its variable HOSTOPT_TOKEN, which contains
-        the token itself, overrides the file.
-
-    Returns:
-      The token without surrounding white space; None if there is no token.
-
-    Raises:
-      ConfigError: the file cannot be read, is accessible to other users, or is empty.
+    The variable HOSTOPT_TOKEN, which contains the token itself, overrides the file.
     """
     environ = os.environ if environ is None else environ
     if "HOSTOPT_TOKEN" in environ:
@@ -67,18 +59,10 @@ def read_token(options: Options, environ: Mapping[str, str] | None = None) -> by
 
 
 def check_tls_dir(path: str, host: str | None = None) -> datetime:
-    """Checks that peers with the same CA would accept the certificate of a directory.
+    """Checks that peers with the same CA would accept a certificate; returns when it expires.
 
     Args:
-      path: directory with ca.pem, cert.pem and key.pem.
       host: name or IP address of this rank in TF_CONFIG, which the certificate must name.
-
-    Returns:
-      The time at which the certificate expires, in UTC.
-
-    Raises:
-      ConfigError: a file is missing or no PEM file, key.pem is accessible to other users or does
-        not match the certificate, or peers would refuse the certificate.
     """
     tls = Tls(path)
     fault = tls.fault(host)
@@ -88,25 +72,13 @@ def check_tls_dir(path: str, host: str | None = None) -> datetime:
 
 
 class Security:
-    """The token and the certificates of one rank.
-
-    Args:
-      options: `token_file`, `tls_dir` and `insecure`.
-      environ: the environment with HOSTOPT_TOKEN; `os.environ` if None.
-
-    Attributes:
-      tls: the certificates of this rank; None if there are none.
-      local_fault: the reason why peers would refuse them; None if they are accepted.
-
-    Raises:
-      ConfigError: the token or the certificates cannot be used, or the ring has neither although
-        other machines can reach it.
-    """
+    """The token and the certificates of one rank."""
 
     def __init__(
         self, cluster: Cluster, options: Options, environ: Mapping[str, str] | None = None
     ) -> None:
         self._token = read_token(options, environ)
+        self.has_token = self._token is not None
         self.tls = None if options.tls_dir is None else Tls(options.tls_dir)
         host = None if cluster.task is None else host_and_port(cluster.task.address)[0]
         self.local_fault = None if self.tls is None else self.tls.fault(host)
@@ -119,20 +91,8 @@ class Security:
                 "insecure=True if nobody else can reach these addresses"
             )
 
-    @property
-    def has_token(self) -> bool:
-        """True if the ranks have a token."""
-        return self._token is not None
-
     def proof(self, *fields: str, body: bytes) -> str:
-        """Returns the proof that this rank knows the token.
-
-        Args:
-          fields: kind of the message, method, both ranks and both incarnations.
-
-        Returns:
-          Hexadecimal HMAC-SHA256 of the fields and the message, with the token as key.
-        """
+        """Returns the proof that this rank knows the token: HMAC-SHA256, in hexadecimal."""
         signed = json.dumps(fields).encode() + b"\n" + body
         return hmac.new(self._token or b"", signed, hashlib.sha256).hexdigest()
 
@@ -143,14 +103,7 @@ class Security:
 
 
 class Tls:
-    """The certificates of one rank. The files are read once.
-
-    Args:
-      path: directory with ca.pem, cert.pem and key.pem.
-
-    Raises:
-      ConfigError: they cannot be used at all; `fault` checks if peers would accept them.
-    """
+    """The certificates of one rank in a directory. The files are read once."""
 
     def __init__(self, path: str) -> None:
         self._directory = Path(path)
@@ -168,14 +121,7 @@ class Tls:
         return datetime.fromtimestamp(seconds, timezone.utc)
 
     def fault(self, host: str | None) -> str | None:
-        """Checks if a peer with the same CA would accept the certificate.
-
-        Args:
-          host: name or IP address that the certificate must name; None for any.
-
-        Returns:
-          The reason to refuse it; None if it is accepted.
-        """
+        """Returns the reason why a peer with the same CA would refuse the certificate, if any."""
         try:
             self._handshake_with_self(host)
         except ssl.SSLError as error:
@@ -183,11 +129,7 @@ class Tls:
         return None
 
     def client_context(self, host: str | None) -> ssl.SSLContext:
-        """Returns the TLS settings for calls to a peer.
-
-        Args:
-          host: name or IP address that the peer's certificate must name; None for any.
-        """
+        """Returns the TLS settings for calls to a peer whose certificate names `host`, if any."""
         context = self._context(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = host is not None
         return context
@@ -270,15 +212,9 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 async def probe(address: str, tls: Tls | None) -> str | None:
-    """Checks if TLS is the reason why a peer cannot be reached; gRPC does not report it.
+    """Returns the fault of TLS because of which a peer cannot be reached, as a predicate.
 
-    Args:
-      address: ``host:port`` of the peer.
-      tls: certificates of this rank; None if it has none.
-
-    Returns:
-      The fault, as the predicate of a sentence about the peer. None if there is no listener, or
-      if TLS is not the reason.
+    gRPC does not report it. None if there is no listener, or if TLS is not the reason.
     """
     try:
         for _ in range(2):  # a peer that is just shutting down does not accept a second connection

@@ -8,15 +8,10 @@ from typing import Any, NamedTuple
 
 
 class Signature(NamedTuple):
-    """Describes a call; it must be the same on all ranks.
+    """Describes a call; it must be the same on all ranks."""
 
-    Args:
-      text: shown in errors, such as ``all_reduce(sum) of 'dense/kernel' float32[2, 3]``.
-      checksum: CRC-32 of the text, which each message carries.
-    """
-
-    text: str
-    checksum: int
+    text: str  # for errors, such as: all_reduce(sum) of 'dense/kernel' float32[2, 3]
+    checksum: int  # CRC-32 of the text, which each message carries
 
 
 UNSIGNED = Signature("", 0)
@@ -24,19 +19,13 @@ UNSIGNED = Signature("", 0)
 
 @functools.lru_cache(maxsize=4096)  # the same few calls are made in every step
 def signature_of(
-    kind: str,
+    kind: str,  # the collective, with its reduce operation or root
     name: str = "",
-    dtype: Any = None,
+    dtype: Any = None,  # of numpy; None for bytes, whose number may differ by rank
     shape: tuple[int, ...] = (),
     wire_format: str = "",
 ) -> Signature:
-    """Describes a call.
-
-    Args:
-      kind: the collective, with its reduce operation or root.
-      dtype: its numpy dtype; None for bytes, whose number may differ by rank.
-      wire_format: name of the wire format; empty if the tensor is sent uncompressed.
-    """
+    """Describes a call."""
     words = [kind]
     if name:
         words += ["of", name if "'" in name else repr(name)]

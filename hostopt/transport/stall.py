@@ -25,11 +25,7 @@ RequestStatus = Callable[[int, int, Sequence[int]], Awaitable[Optional[Status]]]
 
 
 class Culprit(NamedTuple):
-    """The rank that keeps the others waiting.
-
-    Args:
-      text: the chain of waits that leads to it, and what it is doing.
-    """
+    """The rank that keeps the others waiting, and the chain of waits that leads to it, as text."""
 
     rank: int
     text: str
@@ -41,25 +37,11 @@ def build_status(
     last: Event | None,
     error: HostOptError | None,
 ) -> Status:
-    """Describes what a rank is doing, in types that JSON supports.
-
-    Args:
-      waits: the messages that it is waiting for.
-      blocked_sends: start time of each blocked send by peer, in seconds on the monotonic clock.
-      error: the error that aborted its ring.
-
-    Returns:
-      All of that; the longest waits and sends come first.
-    """
+    """Describes what a rank is doing, in types that JSON supports, the longest waits first."""
     now_s = time.monotonic()
     received = [
-        {
-            "peer": wait.peer,
-            "what": wait.name,
-            "tag": list(wait.tag),
-            "for_s": now_s - wait.since_s,
-        }
-        for wait in waits
+        {"peer": peer, "what": name, "tag": list(tag), "for_s": now_s - since_s}
+        for peer, tag, name, since_s in waits
     ]
     sends = [{"peer": peer, "for_s": now_s - since_s} for peer, since_s in blocked_sends.items()]
     return {
@@ -73,19 +55,7 @@ def build_status(
 async def find_culprit(
     cluster: Cluster, peer: int, tag: Sequence[int], request_status: RequestStatus
 ) -> Culprit:
-    """Follows the waits from a peer that this rank waits for to the rank that causes them.
-
-    Args:
-      peer: rank that this rank waits for.
-      tag: the message that it waits for.
-      request_status: requests the status of another rank.
-
-    Returns:
-      The rank at the end of the chain.
-
-    Raises:
-      HostOptError: the error of a rank in the chain that has aborted the ring already.
-    """
+    """Follows the waits from a peer that this rank waits for to the rank that causes them."""
     assert cluster.rank is not None
     path, text, call = [cluster.rank], "", list(tag[:3])
     places = "in the same collective, and the network makes no progress"

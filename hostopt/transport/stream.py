@@ -1,25 +1,18 @@
-"""Streams of frames from this rank to its peers."""
+"""The interface of a stream of frames from this rank to a peer."""
 
 from __future__ import annotations
 
 import abc
-from typing import Callable
 
-from hostopt.transport import event_loop
 from hostopt.transport.message import Payload, Tag
 
 
 class Stream(abc.ABC):
-    """Frames to one peer; used on the event loop.
-
-    Attributes:
-      writing_since_s: start of the write in progress, on the monotonic clock; None without one.
-      written_s: duration of all completed writes, in seconds.
-    """
+    """Frames to one peer; used on the event loop."""
 
     def __init__(self) -> None:
-        self.writing_since_s: float | None = None
-        self.written_s = 0.0
+        self.writing_since_s: float | None = None  # on the monotonic clock
+        self.written_s = 0.0  # of all completed writes
 
     @property
     @abc.abstractmethod
@@ -28,21 +21,13 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     async def wait_until_open(self, timeout_s: float) -> bool:
-        """Waits until the peer reads the stream; then each side detects the end of the other.
-
-        Returns:
-          True if the peer reads the stream.
-        """
+        """Returns True once the peer reads the stream; then each side detects the other's end."""
 
     @abc.abstractmethod
     async def put(self, tag: Tag, payload: Payload) -> bool:
-        """Sends a message, or queues it.
+        """Sends or queues contiguous bytes, which may change once this returns.
 
-        Args:
-          payload: contiguous bytes; may be changed once this returns.
-
-        Returns:
-          False if the stream has `ended`, or made no progress before the deadline.
+        Returns False if the stream has `ended`, or made no progress before the deadline.
         """
 
     @abc.abstractmethod
@@ -56,50 +41,3 @@ class Stream(abc.ABC):
     @abc.abstractmethod
     async def close(self) -> None:
         """Cancels the stream and closes its connection."""
-
-
-class Streams:
-    """The streams of one rank, each opened by the first message to its peer.
-
-    Args:
-      open_stream: opens the stream to a peer.
-    """
-
-    def __init__(self, open_stream: Callable[[int], Stream]) -> None:
-        self._open_stream = open_stream
-        self._streams: dict[int, Stream] = {}
-
-    def to(self, peer: int) -> Stream:
-        """Returns the stream to a peer; opens it if there is none."""
-        if peer not in self._streams:
-            self._streams[peer] = self._open_stream(peer)
-        return self._streams[peer]
-
-    def all(self) -> list[Stream]:
-        """Returns the open streams; may be called from any thread."""
-        return list(self._streams.values())
-
-    def cancel(self, peer: int) -> None:
-        """Cancels the stream to a peer, if there is one."""
-        if peer in self._streams:
-            self._streams[peer].cancel()
-
-    def forget(self, peer: int, only: Stream | None = None) -> None:
-        """Closes and removes the stream to a peer, if there is one.
-
-        Args:
-          only: the stream, if another one is to stay.
-        """
-        stream = self._streams.get(peer)
-        if stream is not None and only in (None, stream):
-            del self._streams[peer]
-            event_loop.start(stream.close())
-
-    def blocked(self) -> dict[int, float]:
-        """Returns the start time of each write in progress; may be called from any thread.
-
-        Returns:
-          Seconds on the monotonic clock, by peer.
-        """
-        since = {peer: stream.writing_since_s for peer, stream in list(self._streams.items())}
-        return {peer: since_s for peer, since_s in since.items() if since_s is not None}

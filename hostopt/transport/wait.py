@@ -15,19 +15,12 @@ _COMPARE_AFTER_S = 0.25
 
 
 class Wait(NamedTuple):
-    """A wait for a message of a peer.
-
-    Args:
-      peer: rank that is waited for.
-      tag: tag of the message.
-      name: what the message carries, for warnings and errors.
-      since_s: start of the wait, on the monotonic clock.
-    """
+    """A wait for a message of a peer."""
 
     peer: int
     tag: Tag
     name: str
-    since_s: float
+    since_s: float  # on the monotonic clock
 
 
 class Schedule:
@@ -59,11 +52,7 @@ class Schedule:
         return now_s < self._grace_end_s
 
     def next_s(self) -> float | None:
-        """Does what is due.
-
-        Returns:
-          Seconds until this has to be called again; None if the wait has to end.
-        """
+        """Does what is due; returns the seconds until its next call, None at the wait's end."""
         waited_s = time.monotonic() - self._wait.since_s
         if waited_s >= self._timeout_s + _DIAGNOSIS_S:
             return None

@@ -21,10 +21,11 @@ SCRIPT = """
 import dataclasses, logging, os, sys
 import numpy as np
 import hostopt
-from hostopt.transport.grpc import server, timing
+from hostopt.transport.grpc import server
+from hostopt.transport.grpc import ring as grpc_ring
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
-timing.DEFAULT = dataclasses.replace(timing.DEFAULT, progress_every_s=0.1)
+grpc_ring.DEFAULT = dataclasses.replace(grpc_ring.DEFAULT, progress_every_s=0.1)
 if sys.argv[1:]:  # a proxy has the address that all ranks know
     server.listen_address = lambda _: sys.argv[1]
 communicator = hostopt.connect()

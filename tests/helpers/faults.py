@@ -29,7 +29,8 @@ from hostopt.collectives import host_memory
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.sequence_counters import SequenceCounters
 from hostopt.collectives.shared_file import SharedFile
-from hostopt.transport.grpc import server, timing
+from hostopt.transport.grpc import ring as grpc_ring
+from hostopt.transport.grpc import server
 from hostopt.transport.grpc.grpc_stream import END_OF_STREAM
 
 STUCK_S = 20  # longer than any test waits
@@ -144,7 +145,7 @@ def send_again(communicator: Communicator, when: str) -> None:
 
 def set_ping_times(seconds: float) -> None:
     """Sets the interval and the deadline of pings in this process."""
-    timing.DEFAULT = replace(timing.DEFAULT, keepalive_s=seconds, ping_timeout_s=seconds)
+    grpc_ring.DEFAULT = replace(grpc_ring.DEFAULT, keepalive_s=seconds, ping_timeout_s=seconds)
 
 
 def share_memory_in(directory: str) -> None:

@@ -28,7 +28,6 @@ from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.transport import mismatch
 from hostopt.transport.frame import HEADER_BYTES, FrameReader, Origin
-from hostopt.transport.grpc.hello import HelloMessages
 from hostopt.transport.grpc.notes import (
     read_details,
     read_leave,
@@ -36,14 +35,15 @@ from hostopt.transport.grpc.notes import (
     read_status,
     read_status_request,
 )
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.rendezvous import HelloMessages
+from hostopt.transport.grpc.ring import Peers
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Tag
 from hostopt.transport.security import Security
 from hostopt.transport.stall import Culprit, find_culprit
 from hostopt.transport.tcp import handshake
-from hostopt.transport.tcp.frame_receiver import FrameReceiver
 from hostopt.transport.tcp.handshake import Identity
+from hostopt.transport.tcp.socket_stream import receive_frames
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -257,12 +257,11 @@ def test_a_frame_on_a_socket_touches_only_its_own_buffer(
 
     async def receive() -> None:
         caller, called = data_sockets()
-        receiver = FrameReceiver(called, FrameReader(Origin(8, 9)), mailbox, 1, MOST_BYTES)
         with mailbox.destinations.offer(1, Tag(*TAG), memoryview(into)):
             await caller.write([header, payload])
             caller.close()
             try:
-                await receiver.run()
+                await receive_frames(called, FrameReader(Origin(8, 9)), mailbox, 1, MOST_BYTES)
             finally:
                 called.close()
 

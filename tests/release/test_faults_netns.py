@@ -12,7 +12,7 @@ from fault_ring import FaultRing, assert_exact, report
 from harness import ROOT
 from rings import RankProcess, RankProcesses
 
-from hostopt.transport.grpc import timing
+from hostopt.transport.grpc import ring as grpc_ring
 
 sys.path.insert(0, str(ROOT))
 
@@ -118,7 +118,7 @@ def test_a_link_broken_in_one_direction(hosts: Hosts) -> None:
 
 def test_a_slow_link_raises_no_error(hosts: Hosts) -> None:
     # 110 kB in a message; a ping waits behind it, and has its default time
-    arguments = ("--steps", 4, "--length", 40_000, "--ping-s", timing.DEFAULT.ping_timeout_s)
+    arguments = ("--steps", 4, "--length", 40_000, "--ping-s", grpc_ring.DEFAULT.ping_timeout_s)
     environ = {"HOSTOPT_SEGMENT_BYTES": "2097152", "HOSTOPT_STALL_WARNING_S": "0.5"}
     started = hosts.start(*arguments, **environ)
     limit_rate(hosts.victim, 1e6, "16kb")  # bit/s: a message takes 0.9 s

@@ -15,7 +15,7 @@ import hashlib
 from typing import Any, NamedTuple
 
 from hostopt.errors import AuthError
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring import Peers
 from hostopt.transport.security import Security
 
 Metadata = tuple[tuple[str, str], ...]
@@ -27,13 +27,9 @@ MAX_RANK_DIGITS = 9
 
 
 class Claim(NamedTuple):
-    """The rank that a caller claims to be.
+    """The rank that a caller claims to be."""
 
-    Args:
-      rank: its rank; -1 if it names none.
-    """
-
-    rank: int
+    rank: int  # -1 if it names none
     incarnation: str
 
 
@@ -47,12 +43,7 @@ class Authenticator:
     def call_metadata(
         self, peer: int, incarnation: str, method: str, request: bytes = b""
     ) -> Metadata:
-        """Returns the metadata of a call to a peer.
-
-        Args:
-          incarnation: its incarnation; "" if unknown.
-          request: the request; empty for a stream.
-        """
+        """Returns the metadata of a call to a peer; the request of a stream is empty."""
         rank, local = str(self._peers.rank), self._peers.incarnation
         metadata = (("rank", rank), ("from", local), ("to", incarnation))
         if not self._security.has_token:
@@ -64,11 +55,7 @@ class Authenticator:
     def check_answer(
         self, peer: int, incarnation: str, method: str, answer: bytes, metadata: Any
     ) -> None:
-        """Raises an error unless an answer proves that the peer knows the token.
-
-        Raises:
-          AuthError: the proof is missing or wrong.
-        """
+        """Raises an error unless an answer proves that the peer knows the token."""
         proof = read_metadata(metadata).get("proof", "")
         fields = (_ANSWER, method, str(peer), str(self._peers.rank))
         incarnations = (incarnation, self._peers.incarnation)
@@ -94,11 +81,7 @@ class Authenticator:
         return is_signed and caller.get("to") != self._peers.incarnation
 
     def reason_to_refuse(self, method: str, caller: Caller) -> str | None:
-        """Checks the proof of a call; the request has not been read yet.
-
-        Returns:
-          The reason to refuse the call; None if it is accepted.
-        """
+        """Returns the reason to refuse a call before its request is read; None without one."""
         proof = caller.get("proof")
         if not self._security.has_token:
             return None if proof is None else "the caller has a token, and this rank has none"
@@ -123,11 +106,7 @@ class Authenticator:
         return self._security.has_token or claim.incarnation == incarnation
 
     def auth_error(self, rank: int, fault: str) -> AuthError:
-        """Builds the error of a rank that may not be part of the ring.
-
-        Args:
-          fault: what is wrong with it, such as "refuses this rank".
-        """
+        """Builds the error of a rank that may not be in the ring; `fault` is a predicate."""
         cluster = self._peers.cluster
         fault = f"{cluster.describe(rank)} {fault}"
         return AuthError(
@@ -150,12 +129,7 @@ class ObserverAuthenticator(Authenticator):
 
 
 class ObserverProofs:
-    """Signs one call of an observer, and checks the answer.
-
-    Args:
-      method: name of the method.
-      number: random number of this call.
-    """
+    """Signs one call of an observer, by a random number, and checks the answer."""
 
     def __init__(self, security: Security, method: str, number: str) -> None:
         self._security = security
@@ -163,11 +137,7 @@ class ObserverProofs:
         self._number = number
 
     def call_metadata(self, incarnation: str, request: bytes) -> Metadata:
-        """Returns the metadata of the call.
-
-        Args:
-          incarnation: incarnation of the rank that is called; "" if unknown.
-        """
+        """Returns the metadata of a call to an incarnation; "" if it is unknown."""
         metadata = (("from", self._number), ("to", incarnation))
         if not self._security.has_token:
             return metadata
@@ -177,11 +147,7 @@ class ObserverProofs:
         return (*metadata, ("digest", digest), ("proof", proof))
 
     def is_answer(self, incarnation: str, answer: bytes, metadata: Any) -> bool:
-        """Returns True if an answer proves that the rank knows the token, if there is one.
-
-        Args:
-          incarnation: incarnation of the rank that was called.
-        """
+        """Returns True if an answer proves that the rank knows the token, if there is one."""
         proof = read_metadata(metadata).get("proof", "")
         fields = (_ANSWER_TO_OBSERVER, self._method, incarnation, self._number)
         return not self._security.has_token or self._security.is_proof(proof, *fields, body=answer)

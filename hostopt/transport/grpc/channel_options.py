@@ -5,7 +5,7 @@ from __future__ import annotations
 from hostopt.options import Options
 from hostopt.process.descriptors import limit
 from hostopt.transport.grpc import limits
-from hostopt.transport.grpc.timing import Timing
+from hostopt.transport.grpc.ring import Timing
 
 _MAX_HTTP2_FRAME_BYTES = (1 << 24) - 1
 _NEVER_MS = (1 << 31) - 1
@@ -16,10 +16,6 @@ def message_options(options: Options, timing: Timing) -> list[tuple[str, int]]:
 
     They disable proxies and shared ports, and limit the size of a message. They send no pings, as
     a ping would wait behind the data of a slow link: see `control_options`.
-
-    Args:
-      options: `segment_bytes` bounds a message.
-      timing: the interval of a peer's pings.
     """
     message_bytes = limits.most_message_bytes(options)
     return [
@@ -52,11 +48,7 @@ def server_options(options: Options, timing: Timing, size: int) -> list[tuple[st
 
 
 def control_options(options: Options, timing: Timing) -> list[tuple[str, int]]:
-    """Returns `message_options` and pings, which detect a peer that is frozen or unreachable.
-
-    Args:
-      timing: interval and deadline of pings.
-    """
+    """Returns `message_options` and pings, which detect a peer that is frozen or unreachable."""
     ping_timeout_ms = int(1e3 * timing.ping_timeout_s)
     return [
         *message_options(options, timing),

@@ -18,20 +18,12 @@ _ports: set[int] = set()  # ports of the servers of this process
 
 
 def keep_from_children(port: int) -> None:
-    """Makes forked children close the server at a port and its accepted connections.
-
-    Args:
-      port: a port of this process. It counts until `forget` is called.
-    """
+    """Makes forked children close the server at a port of this process, until `forget`."""
     _ports.add(port)
 
 
 def forget(port: int) -> None:
-    """Reverts `keep_from_children`.
-
-    Args:
-      port: a port whose server has stopped.
-    """
+    """Reverts `keep_from_children`."""
     _ports.discard(port)
 
 
@@ -54,7 +46,6 @@ def _close_in_child() -> None:
 
 
 def _local_port(fd: int) -> int | None:
-    """Returns the local port of a TCP socket; None for other sockets."""
     end = socket.socket(fileno=fd)
     try:
         is_tcp = end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM

@@ -32,9 +32,7 @@ class GrpcStream(Stream):
 
     Args:
       channel: connection to the peer for this stream alone.
-      call: the call on that connection that takes the frames.
       timeout_s: time that a full queue may make no progress.
-      on_broken: called with the reason when the stream ends unexpectedly.
     """
 
     def __init__(
@@ -107,7 +105,6 @@ class GrpcStream(Stream):
         )
 
     async def _is_accepted(self) -> bool:
-        """Returns True once the peer has accepted the stream, and False if it never will."""
         try:
             return ACCEPTED in tuple(await self._call.initial_metadata())
         except (grpc.aio.AioRpcError, asyncio.CancelledError):

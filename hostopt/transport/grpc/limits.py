@@ -43,29 +43,17 @@ def pause_s(descriptors: int) -> float:
 
 
 def most_strangers(size: int) -> int:
-    """Returns the maximum number of connections that are not known to be a peer's.
-
-    Args:
-      size: number of ranks, which may all connect at the same time.
-    """
+    """Returns the maximum number of connections that are not known to be a peer's."""
     return _STRANGERS + 2 * size
 
 
 def most_connections(size: int, descriptors: int) -> int:
-    """Returns the maximum number of connections. The room above `most_strangers` is for peers.
-
-    Args:
-      descriptors: limit of this process; half of it is for other files.
-    """
+    """Returns the maximum number of connections; half of the descriptors are for other files."""
     return max(2 * most_strangers(size) + CONNECTIONS_OF_A_PEER * size, descriptors // 2)
 
 
 def most_message_bytes(options: Options) -> int:
-    """Returns the maximum size of a message of any kind.
-
-    Args:
-      options: `segment_bytes` bounds a frame.
-    """
+    """Returns the maximum size of a message of any kind."""
     return options.segment_bytes + HEADROOM_BYTES
 
 
@@ -75,9 +63,5 @@ def most_overview_bytes(size: int) -> int:
 
 
 def most_note_bytes(size: int) -> int:
-    """Returns the maximum size of a JSON message.
-
-    Args:
-      size: number of ranks, which a Hello message lists.
-    """
+    """Returns the maximum size of a JSON message; a Hello message lists all ranks."""
     return _NOTE_BYTES + _NOTE_BYTES_OF_A_RANK * size

@@ -1,4 +1,4 @@
-"""Detects peers that are lost: it watches connections, and asks a peer for its status.
+"""Peers that leave: with a Leave message, in good order or with an error, or without, lost.
 
 A broken connection alone does not abort the ring. The peer may be about to send a Leave message
 with its reason, or another rank's error may be on its way, so this rank waits for a moment.
@@ -7,6 +7,7 @@ with its reason, or another rank's error may be on its way, so this rank waits f
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import enum
 import json
@@ -14,17 +15,20 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from hostopt.errors import AuthError, HostOptError, PeerLostError, error_from_dict
+from hostopt.errors import AuthError, HostOptError, PeerLostError, error_from_dict, error_to_dict
 from hostopt.telemetry.flight_recorder import FlightRecorder
-from hostopt.transport import greeting
-from hostopt.transport.grpc.notes import read_status
-from hostopt.transport.grpc.ring_context import RingContext
+from hostopt.transport import event_loop, greeting
+from hostopt.transport.grpc.client import RpcClient
+from hostopt.transport.grpc.data_streams import OutgoingStreams
+from hostopt.transport.grpc.notes import read_leave, read_status
+from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.stall import Status
 
 _log = logging.getLogger(__name__)
 
 _SILENT = "no answer to ping, its process is frozen, or its host or link is silent"
+_NO_STATUS = (grpc.aio.AioRpcError, AuthError, ValueError)  # a peer gives none
 _INCARNATION_CHANGED = "incarnation changed, its process was started again"
 
 
@@ -37,44 +41,39 @@ class PeerState(enum.Enum):
 
 
 class Liveness:
-    """Watches the peers of one rank; used on the event loop.
+    """Watches the peers of one rank; used on the event loop."""
 
-    Args:
-      recorder: the last events of this rank, for error messages.
-    """
-
-    def __init__(self, ring: RingContext, recorder: FlightRecorder) -> None:
+    def __init__(
+        self, ring: Ring, client: RpcClient, streams: OutgoingStreams, recorder: FlightRecorder
+    ) -> None:
         self._ring = ring
+        self._client = client
+        self._streams = streams
         self._peers = ring.peers
         self._recorder = recorder
         self._watches: list[asyncio.Future[None]] = []
         self.closed = False  # True once this rank leaves the ring
 
-    # -- status of a peer ------------------------------------------------------------------
-
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
         """See `Transport.request_status`."""
         try:
             return await self._call_status(peer, {"waiting": waiting, "tag": tag})
-        except (grpc.aio.AioRpcError, AuthError, ValueError):
+        except _NO_STATUS:
             return None
 
     async def _call_status(
         self, peer: int, request: dict[str, Any], timeout_s: float | None = None
     ) -> Status:
-        """Returns the status of a peer; raises ValueError if its answer is malformed."""
         data = json.dumps(request).encode()
         timeout_s = self._ring.timing.status_timeout_s if timeout_s is None else timeout_s
-        answer = await self._ring.client.call(peer, "Status", data, timeout_s)
+        answer = await self._client.call(peer, "Status", data, timeout_s)
         size, most_bytes = self._peers.cluster.size, self._peers.most_note_bytes
         return read_status(answer, most_bytes, size, for_message=bool(request))
-
-    # -- connections -----------------------------------------------------------------------
 
     def start(self) -> None:
         """Watches the connections to all peers, once the rendezvous is complete."""
         self._watches = [
-            asyncio.ensure_future(self._watch(peer)) for peer in self._ring.client.channels
+            asyncio.ensure_future(self._watch(peer)) for peer in self._client.channels
         ]
 
     def stop(self) -> None:
@@ -84,7 +83,7 @@ class Liveness:
 
     async def _watch(self, peer: int) -> None:
         """Declares a peer lost if the connection that gRPC pings breaks and the peer is gone."""
-        channel, was_ready = self._ring.client.channels[peer], False
+        channel, was_ready = self._client.channels[peer], False
         while True:
             connectivity = channel.get_state(try_to_connect=True)
             is_ready = connectivity is grpc.ChannelConnectivity.READY
@@ -100,7 +99,7 @@ class Liveness:
 
     async def _identify(self, peer: int) -> None:
         """Makes a call over a new connection, as the peer closes connections without calls."""
-        with contextlib.suppress(grpc.aio.AioRpcError, AuthError, ValueError):
+        with contextlib.suppress(*_NO_STATUS):
             await self._call_status(peer, {})
 
     async def stream_broken(self, peer: int, reason: str) -> None:
@@ -112,7 +111,7 @@ class Liveness:
         """Checks the claim that a peer has been started again, by a call to its address."""
         try:
             status = await self._call_status(peer, {})
-        except (grpc.aio.AioRpcError, AuthError, ValueError):
+        except _NO_STATUS:
             return
         if status["incarnation"] != incarnation:
             return  # a stranger, such as the same task on another host
@@ -126,7 +125,7 @@ class Liveness:
         """Removes the state of a peer that has been started again during the rendezvous."""
         self._peers.forget(peer)
         self._ring.mailbox.forget(peer)
-        self._ring.streams.forget(peer)
+        self._streams.forget(peer)
 
     async def _lose(self, peer: int, error: HostOptError, state: PeerState) -> None:
         """Aborts the ring, unless a Leave message or another error arrives first."""
@@ -136,7 +135,7 @@ class Liveness:
         await asyncio.sleep(messages * self._ring.timing.last_message_s)
         if self.closed or self._ring.mailbox.has_left(peer):
             if state is not PeerState.ALIVE:
-                self._ring.streams.cancel(peer)  # nobody takes its frames any more
+                self._streams.cancel(peer)  # nobody takes its frames any more
         elif self._peers.connected:
             if state is PeerState.GONE:
                 self._peers.gone.add(peer)
@@ -146,7 +145,7 @@ class Liveness:
             # again, its next Hello message says so.
             _log.warning("during the rendezvous: %s", error)
             self._peers.missing.add(peer)
-            self._ring.streams.forget(peer)
+            self._streams.forget(peer)
 
     async def _examine(self, peer: int, reason: str) -> tuple[HostOptError, PeerState]:
         """Finds the state of a peer whose connection broke, and the error to report."""
@@ -199,3 +198,76 @@ class Liveness:
             **attributes,
             root_cause=f"{lost} lost",
         )
+
+
+class Departure:
+    """Sends and receives the Leave messages of one rank."""
+
+    def __init__(self, ring: Ring, client: RpcClient, streams: OutgoingStreams) -> None:
+        self._ring = ring
+        self._client = client
+        self._streams = streams
+        self._peers = ring.peers
+        self._sending: list[concurrent.futures.Future[None]] = []
+
+    def send_error(self, error: HostOptError) -> None:
+        """Starts to send the aborting error to all peers; may be called from any thread."""
+        for peer in self._remaining_peers():
+            self._sending.append(event_loop.start(self._send(peer, error_to_dict(error))))
+
+    async def send_goodbye(self) -> None:
+        """Sends a Leave message without an error to all peers."""
+        await asyncio.gather(*map(self._send, self._remaining_peers()))
+
+    async def wait_until_sent(self) -> None:
+        """Waits for the messages of `send_error`, until the deadline."""
+        if self._sending:
+            sending = [asyncio.wrap_future(each) for each in self._sending]
+            await asyncio.wait(sending, timeout=self._ring.timing.leave_timeout_s)
+
+    def _remaining_peers(self) -> set[int]:
+        return self._client.channels.keys() - self._peers.gone
+
+    async def _send(self, peer: int, error: dict[str, Any] | None = None) -> None:
+        message: dict[str, Any] = {
+            "sender": self._peers.rank,
+            "from": self._peers.incarnation,
+            "to": self._peers.incarnations.get(peer),
+        }
+        if error:
+            message["error"] = error
+        data = json.dumps(message, default=str).encode()
+        timing = self._ring.timing
+        timeout_s = timing.leave_timeout_s if self._peers.connected else timing.last_message_s
+        with contextlib.suppress(grpc.aio.AioRpcError, AuthError):
+            await self._client.call(peer, "Leave", data, timeout_s, wait_for_ready=True)
+
+    async def on_leave(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """Handles a Leave message."""
+        try:
+            message, error = read_leave(request, self._peers.most_note_bytes)
+            sender, is_peer = message["sender"], message["sender"] in self._peers
+        except ValueError:
+            is_peer = False
+        if not is_peer:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "this is not a Leave message of a peer"
+            )
+        if not self._is_current(message):
+            return b""
+        self._peers.gone.add(sender)
+        if error is not None:
+            self._ring.abort(error)  # also sends it on, as the sender may not reach all ranks
+            return b""
+        self._ring.mailbox.mark_left(sender, "it has closed its communicator")
+        self._streams.cancel(sender)  # the peer takes no more frames
+        return b""
+
+    def _is_current(self, message: dict[str, Any]) -> bool:
+        """Returns True unless a message comes from, or is meant for, an earlier incarnation."""
+        peers, incarnation = self._peers, message["from"]
+        is_sender = incarnation == peers.incarnations.get(message["sender"], incarnation)
+        if message["to"] == peers.incarnation and is_sender:
+            return True
+        # a failed rendezvous does not know this rank's incarnation
+        return message["to"] is None and not peers.connected

@@ -37,21 +37,11 @@ DETAILS = {
     "last": Or({"what": str, "step": int, "ago_s": float}, None),
     "error": Or(str, None),
 }
-OVERVIEW = {
-    "ring": Each({"task": str, "address": str}),
-    "ranks": Each(Or(DETAILS, str)),
-}
+OVERVIEW = {"ring": Each({"task": str, "address": str}), "ranks": Each(Or(DETAILS, str))}
 
 
 def read_note(data: bytes, most_bytes: int) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Returns:
-      The object; all of its texts can be encoded as UTF-8.
-
-    Raises:
-      ValueError: it is not a JSON object, is too long, or nested too deeply.
-    """
+    """Reads a JSON object; all of its texts can be encoded as UTF-8."""
     if len(data) > most_bytes:
         raise ValueError(f"a message of {len(data)} bytes, expected at most {most_bytes}")
     try:
@@ -72,18 +62,7 @@ def read_status_request(data: bytes, most_bytes: int) -> dict[str, Any]:
 
 
 def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -> dict[str, Any]:
-    """Reads the answer of a Status call.
-
-    Args:
-      for_message: True if the request named a message.
-
-    Returns:
-      The status of the peer and its incarnation: see `stall.build_status`. With `for_message`
-      also "sent", "call", "refused" and "busy_s": see `Transport.status_for`.
-
-    Raises:
-      ValueError: the answer is malformed, or names a rank that does not exist.
-    """
+    """Reads the answer of a Status call: see `Transport.status_for`, or `stall.build_status`."""
     shape = STATUS_FOR_MESSAGE if for_message else STATUS
     status = _with_shape(read_note(data, most_bytes), shape)
     if any(not 0 <= each["peer"] < size for each in status["waits"] + status["sends"]):
@@ -92,27 +71,12 @@ def read_status(data: bytes, most_bytes: int, size: int, *, for_message: bool) -
 
 
 def read_details(data: bytes, size: int) -> dict[str, Any]:
-    """Reads the answer of a Details call.
-
-    Returns:
-      The details of a rank: see `hostopt.transport.overview`.
-
-    Raises:
-      ValueError: the answer is malformed, or names a rank that does not exist.
-    """
+    """Reads the answer of a Details call: see `hostopt.transport.overview`."""
     return _checked_details(read_note(data, DETAILS_BYTES), size)
 
 
 def read_overview(data: bytes, most_bytes: int) -> dict[str, Any]:
-    """Reads the answer of an Observe call.
-
-    Returns:
-      Task and address of each rank as "ring", and its details, or the reason why there are none,
-      as "ranks".
-
-    Raises:
-      ValueError: the answer is malformed, or names a rank that does not exist.
-    """
+    """Reads the answer of an Observe call: the tasks as "ring", and their details as "ranks"."""
     overview = _with_shape(read_note(data, most_bytes), OVERVIEW)
     size = len(overview["ring"])
     if len(overview["ranks"]) != size:
@@ -132,14 +96,7 @@ def _checked_details(details: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def read_leave(data: bytes, most_bytes: int) -> tuple[dict[str, Any], HostOptError | None]:
-    """Reads a Leave message.
-
-    Returns:
-      The message, and the error in it or None.
-
-    Raises:
-      ValueError: it is malformed.
-    """
+    """Reads a Leave message; returns it, and the error in it or None."""
     note = _with_shape(read_note(data, most_bytes), LEAVE)
     return note, error_from_dict(note["error"]) if "error" in note else None
 

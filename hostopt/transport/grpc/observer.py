@@ -1,25 +1,28 @@
-"""Asks one rank for an overview of its ring. The caller is not a rank."""
+"""Overviews of a ring: an observer, which is no rank, asks one rank, and this one all others."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from typing import Any
+import time
+from typing import Any, Callable
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import AuthError, HostOptError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.greeting import listens
-from hostopt.transport.grpc import limits, timing
+from hostopt.transport.grpc import limits
+from hostopt.transport.grpc import ring as ring_
 from hostopt.transport.grpc.authentication import ObserverProofs
 from hostopt.transport.grpc.channel_options import message_options
-from hostopt.transport.grpc.client import HANDSHAKE_TIME, open_channel
-from hostopt.transport.grpc.notes import read_overview
-from hostopt.transport.grpc.peers import INCARNATION
+from hostopt.transport.grpc.client import HANDSHAKE_TIME, RpcClient, call_until_known, open_channel
+from hostopt.transport.grpc.notes import read_details, read_overview
+from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc, keep_aio_running
 from hostopt.transport.grpc.server import OBSERVE
-from hostopt.transport.overview import printable
+from hostopt.transport.overview import Details, printable
 from hostopt.transport.security import Security, probe
 
 _MAX_RANKS = 4096
@@ -32,21 +35,7 @@ _ADVICE = (
 
 
 def observe(address: str, options: Options, service: str = "hostopt.Ring") -> dict[str, Any]:
-    """Asks a rank for an overview of its ring.
-
-    Args:
-      address: ``host:port`` of the rank.
-      service: name of the gRPC service of the ring.
-
-    Returns:
-      The overview: see `notes.read_overview`. Its texts may contain any characters.
-
-    Raises:
-      ConfigError: the token or the certificates cannot be used.
-      PeerLostError: nothing listens at the address, or it does not answer.
-      AuthError: the rank refuses this caller, or does not know the token.
-      ProtocolError: another program answers.
-    """
+    """Asks a rank for an overview of its ring; its texts may contain any characters."""
     security = Security(Cluster.local(), options)
     return event_loop.run(_observe(address, options, security, service))
 
@@ -56,16 +45,10 @@ async def _observe(
 ) -> dict[str, Any]:
     keep_aio_running()
     most_bytes = limits.most_overview_bytes(_MAX_RANKS)
-    channel = open_channel(
-        address,
-        # gRPC uses the first of two equal options
-        [
-            HANDSHAKE_TIME,
-            ("grpc.max_receive_message_length", most_bytes),
-            *message_options(options, timing.DEFAULT),
-        ],
-        security.tls,
-    )
+    # gRPC uses the first of two equal options
+    arguments = [HANDSHAKE_TIME, ("grpc.max_receive_message_length", most_bytes)]
+    arguments += message_options(options, ring_.DEFAULT)
+    channel = open_channel(address, arguments, security.tls)
     try:
         answer = await _call(channel, address, security, service)
         return read_overview(answer, most_bytes)
@@ -81,27 +64,21 @@ async def _observe(
 
 
 async def _call(channel: Any, address: str, security: Security, service: str) -> bytes:
-    """Calls the rank, again if it asks for a proof that is made for its incarnation."""
     proofs = ObserverProofs(security, OBSERVE, secrets.token_hex(8))
-    stub, request, incarnation = channel.unary_unary(f"/{service}/{OBSERVE}"), b"", ""
-    for is_last in (False, True):
+    stub, request = channel.unary_unary(f"/{service}/{OBSERVE}"), b""
+
+    async def call(incarnation: str) -> bytes:
         metadata = proofs.call_metadata(incarnation, request)
-        call = stub(request, metadata=metadata, timeout=ANSWER_S)
-        try:
-            answer: bytes = await call
-            break
-        except grpc.aio.AioRpcError as error:
-            challenge = INCARNATION.fullmatch(error.details() or "")
-            if is_last or error.code() is not grpc.StatusCode.UNAUTHENTICATED or not challenge:
-                raise
-            incarnation = challenge[0]
-    if not proofs.is_answer(incarnation, answer, await call.trailing_metadata()):
+        answering = stub(request, metadata=metadata, timeout=ANSWER_S)
+        answer: bytes = await answering
+        if proofs.is_answer(incarnation, answer, await answering.trailing_metadata()):
+            return answer
         raise AuthError(f"{address} answers without knowing the token of this command. {_ADVICE}")
-    return answer
+
+    return await call_until_known(call, "")
 
 
 async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Security) -> HostOptError:
-    """Returns the error to report if a call has failed."""
     code, codes = error.code(), grpc.StatusCode
     if code is codes.PERMISSION_DENIED:
         reason = printable(error.details() or "")
@@ -126,3 +103,60 @@ async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Securit
         f"nothing listens at {address}. Check the address, and whether the training runs: "
         "evaluators, and trainings of one process, do not listen"
     )
+
+
+class Observation:
+    """The overview that one rank gives of its ring; used on the event loop.
+
+    Observers that ask at the same time get the same overview, so strangers cannot make this rank
+    ask its peers more often than `limits.OBSERVE_EVERY_S`.
+    """
+
+    def __init__(
+        self, ring: Ring, client: RpcClient, local_details: Callable[[], Details]
+    ) -> None:
+        self._ring = ring
+        self._client = client
+        self._peers = ring.peers
+        self._local_details = local_details
+        self._overview: asyncio.Future[bytes] | None = None  # the last one, or the one in progress
+        self._began_s = 0.0
+
+    async def on_details(self, _: bytes, __: grpc.aio.ServicerContext) -> bytes:
+        """Answers a Details call of a peer."""
+        return json.dumps(self._local_details()).encode()
+
+    async def on_observe(self, _: bytes, __: grpc.aio.ServicerContext) -> bytes:
+        """Answers an Observe call."""
+        now_s = time.monotonic()
+        if self._overview is None or (
+            self._overview.done() and now_s >= self._began_s + limits.OBSERVE_EVERY_S
+        ):
+            self._began_s = now_s
+            self._overview = asyncio.ensure_future(self._ask_all())
+        return await asyncio.shield(self._overview)  # others may wait for it if this caller leaves
+
+    async def _ask_all(self) -> bytes:
+        ring = self._peers.cluster.ring
+        ranks = await asyncio.gather(*map(self._details_of, range(len(ring))))
+        tasks = [{"task": task.name, "address": task.address} for task in ring]
+        return json.dumps({"ring": tasks, "ranks": ranks}).encode()
+
+    async def _details_of(self, rank: int) -> Details | str:
+        """Returns the details of a rank, or the reason why there are none."""
+        if rank == self._peers.rank:
+            return self._local_details()
+        if self._ring.mailbox.has_left(rank):
+            return "has left the ring"
+        timeout_s = self._ring.timing.details_timeout_s
+        try:
+            answer = await self._client.call(rank, "Details", b"", timeout_s)
+            return read_details(answer, len(self._peers.cluster.ring))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return f"no answer for {timeout_s:g} s"
+            return "not reachable" if self._peers.connected else "not connected yet"
+        except (AuthError, ValueError):
+            return "another program answers"
+        except grpc.aio.UsageError:
+            return "not reachable: the rank that was asked leaves the ring"

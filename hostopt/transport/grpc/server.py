@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Callable
 
 from hostopt.errors import ConfigError
-from hostopt.options import Options
 from hostopt.process import descriptors
 from hostopt.transport.addresses import listen_address
 from hostopt.transport.grpc import forked, limits
@@ -23,11 +22,9 @@ from hostopt.transport.grpc.authentication import (
     read_metadata,
 )
 from hostopt.transport.grpc.channel_options import server_options
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc, keep_aio_running
 from hostopt.transport.grpc.strangers import Strangers
-from hostopt.transport.grpc.timing import Timing
-from hostopt.transport.security import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -36,37 +33,19 @@ Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
 
 
 class RpcServer:
-    """Answers the calls of peers; used on the event loop.
+    """Answers the calls of peers; used on the event loop."""
 
-    Args:
-      peers: the ring and the incarnations.
-      authenticator: checks the calls of ranks.
-      observers: checks the calls of observers.
-      tls: certificates of this rank; None for plain connections.
-      timing: the time that a call may take while the server stops.
-    """
-
-    def __init__(
-        self,
-        peers: Peers,
-        options: Options,
-        authenticator: Authenticator,
-        observers: ObserverAuthenticator,
-        tls: Tls | None,
-        timing: Timing,
-    ) -> None:
-        self._peers = peers
-        self._options = options
-        self._authenticator = authenticator
-        self._observers = observers
-        self._tls = tls
-        self._timing = timing
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._peers = ring.peers
+        self._authenticator = Authenticator(ring.peers, ring.security)
+        self._observers = ObserverAuthenticator(ring.peers, ring.security)
         self._refused_hosts: set[str] = set()
         self._unknown: asyncio.Semaphore | None = None
         self._server: grpc.aio.Server | None = None
         self._port = 0
         self._guard: asyncio.Future[None] | None = None
-        self.strangers = Strangers(peers.cluster.size, authenticator.is_peer)
+        self.strangers = Strangers(ring.peers.cluster.size, self._authenticator.is_peer)
 
     async def start(
         self, service: str, on_stream: Any, on_observe: Handler, **handlers: Handler
@@ -75,18 +54,12 @@ class RpcServer:
 
         Args:
           on_stream: takes a stream of frames, and calls `admit_stream` first.
-          on_observe: takes the request of an observer and returns the answer.
-          **handlers: take a request and return the answer, by name of the method.
-
-        Raises:
-          ConfigError: the address is in use, or belongs to another machine.
-          ResourceError: the process has no file descriptor left.
         """
         cluster = self._peers.cluster
         self._unknown = asyncio.Semaphore(limits.UNKNOWN_REQUESTS)
         keep_aio_running()
         self._server = grpc.aio.server(
-            options=server_options(self._options, self._timing, cluster.size)
+            options=server_options(self._ring.options, self._ring.timing, cluster.size)
         )
         authenticator, observers = self._authenticator, self._observers
         methods = {name: self._method(name, authenticator, h) for name, h in handlers.items()}
@@ -111,12 +84,11 @@ class RpcServer:
         self._guard = asyncio.ensure_future(self.strangers.watch(address, self._port))
 
     def _bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Returns the port; 0 if the address is in use."""
         try:
-            if self._tls is None:
+            if (tls := self._ring.security.tls) is None:
                 return int(server.add_insecure_port(address))
-            pair = [(self._tls.key, self._tls.cert)]
-            credentials = grpc.ssl_server_credentials(pair, self._tls.ca, require_client_auth=True)
+            pair = [(tls.key, tls.cert)]
+            credentials = grpc.ssl_server_credentials(pair, tls.ca, require_client_auth=True)
             return int(server.add_secure_port(address, credentials))
         except RuntimeError:  # older releases of gRPC return 0 instead
             return 0
@@ -127,15 +99,11 @@ class RpcServer:
             self._guard.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        """Stops the server.
-
-        Args:
-          grace_s: time that open calls may take to end.
-        """
+        """Stops the server; open calls have `grace_s` to end."""
         if self._server is not None:
             stopped = self._server.stop(grace_s)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(stopped, 2 * self._timing.leave_timeout_s)
+                await asyncio.wait_for(stopped, 2 * self._ring.timing.leave_timeout_s)
         forked.forget(self._port)
 
     def _method(

@@ -43,11 +43,7 @@ class Endpoint(NamedTuple):
 
 
 class Strangers:
-    """The connections to one server; used on the event loop.
-
-    Args:
-      is_peer: returns True if a claim is true, as far as this rank knows at present.
-    """
+    """The connections to one server; used on the event loop."""
 
     def __init__(self, size: int, is_peer: Callable[[Claim], bool]) -> None:
         self._most = limits.most_strangers(size)
@@ -61,26 +57,13 @@ class Strangers:
         self._descriptors = 0
 
     def add_claim(self, address: str, claim: Claim) -> None:
-        """Notes the claim of a caller; only some connections of each claim count as a peer's.
-
-        Args:
-          address: address of the caller in gRPC's format.
-          claim: the rank that it claims to be.
-        """
+        """Notes the claim of a caller; only some connections of each claim count as a peer's."""
         endpoint = parse_endpoint(address)
         if endpoint is not None:
             self._claims[endpoint] = claim
 
     def add_stream(self, address: str, rank: int) -> bool:
-        """Notes the connection of a peer's stream, which always counts as the peer's.
-
-        Args:
-          address: address of the peer in gRPC's format.
-          rank: the peer, which has no other stream.
-
-        Returns:
-          False if the connection has been shut down, before the peer's call was read.
-        """
+        """Notes the connection of a peer's stream; False if it has been shut down already."""
         endpoint = parse_endpoint(address)
         if endpoint in self._shut_down:
             return False
@@ -101,7 +84,6 @@ class Strangers:
 
         Args:
           address: numeric address and port that the server was asked to listen at.
-          port: the port that it listens at.
         """
         try:
             # opened now, as there may be no descriptor left later
@@ -129,7 +111,6 @@ class Strangers:
                 scan_at_s, lowest = awake_s + limits.SCAN_EVERY_S, probe.lowest_free()
 
     def _scan(self, probe: _Probe, now_s: float) -> None:
-        """Finds the connections to the server, and shuts down those of strangers."""
         descriptors = open_descriptors()
         is_same = not self._strangers and len(descriptors) == self._descriptors
         self._descriptors = len(descriptors)
@@ -166,15 +147,11 @@ class Strangers:
 
 
 class _Probe:
-    """Examines sockets of other code in this process.
+    """Examines sockets of other code in this process, at the address of the server.
 
     gRPC may close a descriptor at any time, and its number may then be reused for another file. So
     each descriptor is first duplicated with `dup2` onto the probe's own descriptor, which needs no
     new one.
-
-    Args:
-      host: IP address that the server listens at; if unspecified, all addresses of the machine.
-      port: port of the server.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -193,22 +170,11 @@ class _Probe:
         self._spare.close()
 
     def endpoint(self, fd: int) -> Endpoint | None:
-        """Returns the caller's end of a connection to the server.
-
-        Args:
-          fd: a descriptor, which may be closed meanwhile.
-
-        Returns:
-          None if the descriptor is not a connection to the server.
-        """
+        """Returns the caller's end of a connection to the server; None for other descriptors."""
         return self._endpoint() if self._duplicate(fd) else None
 
     def shut_down(self, fd: int, endpoint: Endpoint) -> None:
-        """Shuts down a connection.
-
-        Args:
-          endpoint: its other end. Nothing happens if the descriptor has another one by now.
-        """
+        """Shuts down a connection, unless the descriptor has another other end by now."""
         if self._duplicate(fd) and self._endpoint() == endpoint:
             with contextlib.suppress(OSError):  # it has ended
                 self._socket.shutdown(socket.SHUT_RDWR)

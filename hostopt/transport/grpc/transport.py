@@ -1,14 +1,8 @@
 """Messages over gRPC: one stream of frames to each rank that this rank sends to.
 
 Each rank is a server at its own address and a client of its peers. The methods carry raw bytes
-(generic handlers without serializers), so only frames and small JSON messages are sent:
-
-    Hello    JSON, both ways: describes a rank, in the rendezvous
-    Stream   frames, one way; ends in good order when the sender leaves
-    Status   JSON: asks what a rank is doing
-    Details  JSON: asks a rank for its row in an overview
-    Observe  JSON: an observer, which is no rank, asks for an overview of the ring
-    Leave    JSON: the sender leaves the ring, because of an error or in good order
+(generic handlers without serializers), so only frames and small JSON messages are sent;
+docs/wire.md lists them.
 
 A rank has a connection to every peer for all calls but Stream, on which gRPC pings. To a peer that
 it sends to it has another one for frames: a data socket (`hostopt.transport.tcp`), or a Stream.
@@ -36,28 +30,22 @@ from hostopt.process import descriptors
 from hostopt.process.child_process import call_at_exit, cancel_at_exit
 from hostopt.process.error_report import cause_of
 from hostopt.transport import event_loop
-from hostopt.transport.addresses import is_loopback
 from hostopt.transport.base import Transport
 from hostopt.transport.frame import HEADER_BYTES
-from hostopt.transport.grpc import timing as timing_
-from hostopt.transport.grpc.authentication import Authenticator, ObserverAuthenticator
+from hostopt.transport.grpc import ring as ring_
 from hostopt.transport.grpc.client import RpcClient
-from hostopt.transport.grpc.departure import Departure
-from hostopt.transport.grpc.incoming import IncomingStreams
-from hostopt.transport.grpc.liveness import Liveness
+from hostopt.transport.grpc.data_streams import IncomingStreams, OutgoingStreams
+from hostopt.transport.grpc.liveness import Departure, Liveness
 from hostopt.transport.grpc.notes import read_status_request
-from hostopt.transport.grpc.observation import Observation
-from hostopt.transport.grpc.outgoing import StreamOpener
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.observer import Observation
 from hostopt.transport.grpc.rendezvous import Rendezvous
-from hostopt.transport.grpc.ring_context import RingContext
+from hostopt.transport.grpc.ring import Peers, Ring
 from hostopt.transport.grpc.runtime import grpc, keep_freed_memory
 from hostopt.transport.grpc.server import RpcServer
 from hostopt.transport.message import Payload, Tag
 from hostopt.transport.overview import Details, details_of
 from hostopt.transport.security import Security
 from hostopt.transport.stall import Status
-from hostopt.transport.stream import Streams
 
 
 class GrpcTransport(Transport):
@@ -65,50 +53,25 @@ class GrpcTransport(Transport):
 
     Args:
       service: name of the gRPC service; ranks with different names do not connect.
-      timing: times that are not options; `timing.DEFAULT` if None.
-
-    Raises:
-      ConfigError: this rank's address is in use, a peer has another ring or other options, or the
-        token or the certificates cannot be used.
-      AuthError: a peer has another token, or its certificate or this rank's is not accepted.
-      RendezvousTimeoutError: a rank did not appear in time; the message names it.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        options: Options,
-        service: str = "hostopt.Ring",
-        timing: timing_.Timing | None = None,
-    ) -> None:
+    def __init__(self, cluster: Cluster, options: Options, service: str = "hostopt.Ring") -> None:
         super().__init__(cluster, options)
         keep_freed_memory()
-        self._timing = timing = timing or timing_.DEFAULT
         self._ending = threading.RLock()  # held while the ring is aborted or closed
         self._closed = False
         self._pid = os.getpid()
         security = Security(cluster, options)
-        has_checksum = options.checksum
-        if has_checksum is None:
-            is_local = all(is_loopback(task.address) for task in cluster.ring)
-            has_checksum = not is_local and security.tls is None  # TLS has checksums itself
         self._peers = peers = Peers(cluster)
-        self._authenticator = Authenticator(peers, security)
-        self._client = RpcClient(
-            peers, options, self._authenticator, security.tls, service, timing
-        )
-        observers = ObserverAuthenticator(peers, security)
-        self._server = RpcServer(
-            peers, options, self._authenticator, observers, security.tls, timing
-        )
-        opener = StreamOpener(peers, self._client, security, options, has_checksum)
-        self._streams = Streams(lambda peer: opener.open(peer, self._streams, self._liveness))
-        ring = RingContext(peers, self._client, self._streams, self.mailbox, timing, self.abort)
-        self._departure = Departure(ring)
-        self._liveness = Liveness(ring, self.recorder)
-        self._observation = Observation(ring, self._details)
-        self._rendezvous = Rendezvous(ring, self._liveness, security, options)
-        self._incoming = IncomingStreams(ring, self._server, self._liveness, security, options)
+        self._ring = ring = Ring(peers, options, security, ring_.DEFAULT, self.mailbox, self.abort)
+        self._client = client = RpcClient(ring, service)
+        self._server = RpcServer(ring)
+        self._streams = streams = OutgoingStreams(ring, client, self._on_broken)
+        self._incoming = IncomingStreams(ring, self._server, self._on_broken)
+        self._liveness = Liveness(ring, client, streams, self.recorder)
+        self._departure = Departure(ring, client, streams)
+        self._rendezvous = Rendezvous(ring, client, streams, self._liveness)
+        self._observation = Observation(ring, client, self._details)
 
         self.mailbox.on_failure(self._start_drop_of_streams)
         event_loop.run(self._serve(service))
@@ -118,7 +81,7 @@ class GrpcTransport(Transport):
         except BaseException as error:
             self.abort(error)
             if isinstance(error, AuthError):
-                event_loop.run(asyncio.sleep(timing.auth_linger_s))
+                event_loop.run(asyncio.sleep(ring.timing.auth_linger_s))
             self.close()
             raise
 
@@ -138,6 +101,9 @@ class GrpcTransport(Transport):
         except BaseException:
             await self._incoming.stop(0)
             raise
+
+    async def _on_broken(self, peer: int, reason: str) -> None:
+        await self._liveness.stream_broken(peer, reason)
 
     async def _connect(self) -> None:
         await self._rendezvous.run()
@@ -238,7 +204,7 @@ class GrpcTransport(Transport):
         self._wait_for_dump()
 
     async def _close(self) -> None:
-        streams, timeout_s = self._streams.all(), self._timing.leave_timeout_s
+        streams, timeout_s = self._streams.all(), self._ring.timing.leave_timeout_s
         if self.error is None:
             await asyncio.gather(*(stream.flush() for stream in streams))
             await self._departure.send_goodbye()
@@ -255,10 +221,9 @@ class GrpcTransport(Transport):
         await self._server.stop(grace_s)  # peers end their streams
 
     def _start_drop_of_streams(self, error: HostOptError) -> None:
-        """Cancels the streams soon after an abort: sends that are blocked must end."""
         event_loop.start(self._drop_streams())
 
     async def _drop_streams(self) -> None:
-        await asyncio.sleep(self._timing.drop_after_s)  # until the peers have the error
+        await asyncio.sleep(self._ring.timing.drop_after_s)  # until the peers have the error
         for stream in self._streams.all():
             stream.cancel()

@@ -23,14 +23,7 @@ _PAUSE_S = 0.2  # after the process had no descriptor for a connection
 
 
 class DataServer:
-    """Accepts data connections; used on the event loop.
-
-    Args:
-      incarnation_of: returns the incarnation of a rank; None if it is not a connected peer.
-      handshake_s: time that a handshake may take.
-      most_strangers: connections that may be in their handshake at the same time.
-      on_connected: takes a connection and the rank of the peer that it comes from.
-    """
+    """Accepts data connections; used on the event loop."""
 
     def __init__(
         self,
@@ -55,14 +48,7 @@ class DataServer:
         self.port = 0  # 0 before `start`
 
     def start(self, address: str) -> None:
-        """Listens at a free port.
-
-        Args:
-          address: address of this rank; the port is another one.
-
-        Raises:
-          OSError: this host or process cannot listen there.
-        """
+        """Listens at a free port of the host in this rank's address."""
         if self._security.tls is not None:
             self._context = self._security.tls.server_context()
         host, _ = host_and_port(listen_address(address))
@@ -73,11 +59,7 @@ class DataServer:
         self._resume()
 
     async def stop(self, grace_s: float) -> None:
-        """Stops listening and ends all connections.
-
-        Args:
-          grace_s: time that peers may take to send their last frames.
-        """
+        """Stops listening; peers have `grace_s` for their last frames."""
         if self._listener is None:
             return
         asyncio.get_running_loop().remove_reader(self._listener)
@@ -151,21 +133,7 @@ async def connect(
     security: Security,
     context: ssl.SSLContext | None,
 ) -> DataSocket:
-    """Connects to the data server of a peer.
-
-    Args:
-      address: ``host:port`` of the server.
-      caller: this rank.
-      called: the peer.
-      security: token of this rank.
-      context: certificates of this rank; None for a plain connection.
-
-    Returns:
-      The connection; the peer reads frames from it.
-
-    Raises:
-      OSError: the peer cannot be reached, or refuses this rank.
-    """
+    """Connects to the data server of a peer, which reads frames from the connection."""
     host, port = host_and_port(address)
     loop = asyncio.get_running_loop()
     infos: list[Any] = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)

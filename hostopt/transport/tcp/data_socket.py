@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Sequence
+from typing import Any, Callable
 
 Data = memoryview
 
@@ -25,11 +26,7 @@ class StalledError(Exception):
 class DataSocket:
     """A socket that reads into, and writes from, memory of the caller; used on the event loop.
 
-    Args:
-      connected: a connected socket. It is closed by `close`.
-
-    Attributes:
-      unsent: what the last cancelled `write` has not written.
+    An OSError says that the connection broke or ended.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -43,18 +40,10 @@ class DataSocket:
         self._loop = asyncio.get_running_loop()
         self._waits: set[asyncio.Future[None]] = set()
         self._low_water = 1
-        self.unsent: list[bytes] = []
+        self.unsent: list[bytes] = []  # what the last cancelled `write` has not written
 
     async def start_tls(self, context: ssl.SSLContext, host: str | None = None) -> None:
-        """Protects the connection with TLS.
-
-        Args:
-          context: certificates, of a client or a server.
-          host: name or IP address that the server's certificate must name; None in the server.
-
-        Raises:
-          OSError: the handshake failed.
-        """
+        """Protects the connection with TLS; `host` is the name in the server's certificate."""
         self._socket = tls = context.wrap_socket(
             self._socket,
             server_side=host is None,
@@ -67,16 +56,12 @@ class DataSocket:
                 tls.do_handshake()
                 return
             except ssl.SSLWantReadError:
-                await self._readable()
+                await self._ready(self._loop.add_reader, self._loop.remove_reader)
             except ssl.SSLWantWriteError:
-                await self._writable(None)
+                await self._ready(self._loop.add_writer, self._loop.remove_writer)
 
     async def read_exactly(self, nbytes: int) -> bytes:
-        """Reads a number of bytes.
-
-        Raises:
-          OSError: the connection broke or ended.
-        """
+        """Reads a number of bytes."""
         data = bytearray(nbytes)
         filled = 0
         while filled < nbytes:
@@ -87,17 +72,7 @@ class DataSocket:
         return bytes(data)
 
     def read_into(self, view: Data) -> int:
-        """Reads what has arrived.
-
-        Args:
-          view: where it goes; not empty.
-
-        Returns:
-          The number of bytes; 0 if none has arrived.
-
-        Raises:
-          OSError: the connection broke or ended.
-        """
+        """Reads what has arrived, 0 bytes if nothing has, into a view that is not empty."""
         try:
             count = self._socket.recv_into(view)
         except (BlockingIOError, ssl.SSLWantReadError, InterruptedError):
@@ -107,33 +82,20 @@ class DataSocket:
         return count
 
     async def wait_for(self, nbytes: int) -> None:
-        """Waits until some bytes have arrived.
-
-        Args:
-          nbytes: number of bytes that the peer still sends; this may wait until many of them have
-            arrived.
-
-        Raises:
-          OSError: the connection is closed.
-        """
+        """Waits until some, or many, of the `nbytes` that the peer still sends have arrived."""
         low_water = min(nbytes, _LOW_WATER_BYTES)
         if low_water != self._low_water and not isinstance(self._socket, ssl.SSLSocket):
             self._descriptor()
             self._low_water = low_water
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
-        await self._readable()
+        await self._ready(self._loop.add_reader, self._loop.remove_reader)
 
     async def write(self, parts: Sequence[bytes | Data], timeout_s: float | None = None) -> None:
-        """Writes all bytes of several parts.
-
-        Args:
-          parts: contiguous bytes, which must not change until this returns.
-          timeout_s: time without progress after which this gives up; None for no deadline.
+        """Writes all bytes of several parts, which must not change until this returns.
 
         Raises:
-          StalledError: the peer takes no bytes.
+          StalledError: the peer takes no bytes for `timeout_s`.
           asyncio.CancelledError: `unsent` has the rest of the bytes.
-          OSError: the connection broke.
         """
         rest = [memoryview(part) for part in parts if len(part)]
         if isinstance(self._socket, ssl.SSLSocket) and sum(map(len, rest)) <= _TLS_RECORD_BYTES:
@@ -143,7 +105,8 @@ class DataSocket:
                 count = self._send(rest)
             except (BlockingIOError, ssl.SSLWantWriteError, InterruptedError):
                 try:
-                    await self._writable(timeout_s)
+                    loop = self._loop
+                    await self._ready(loop.add_writer, loop.remove_writer, timeout_s)
                 except asyncio.CancelledError:
                     self.unsent = [bytes(part) for part in rest]
                     raise
@@ -158,33 +121,16 @@ class DataSocket:
             return self._socket.send(parts[0])
         return self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
 
-    async def _readable(self) -> None:
+    async def _ready(
+        self,
+        add: Callable[..., None],
+        remove: Callable[[int], Any],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Waits until the socket can be read or written, with the functions of the loop for it."""
         fd = self._descriptor()
         ready = self._loop.create_future()
-        self._loop.add_reader(fd, _settle, ready)
-        try:
-            await self._wait(ready, None)
-        finally:
-            if self._socket.fileno() == fd:
-                self._loop.remove_reader(fd)
-
-    async def _writable(self, timeout_s: float | None) -> None:
-        fd = self._descriptor()
-        ready = self._loop.create_future()
-        self._loop.add_writer(fd, _settle, ready)
-        try:
-            await self._wait(ready, timeout_s)
-        finally:
-            if self._socket.fileno() == fd:
-                self._loop.remove_writer(fd)
-
-    def _descriptor(self) -> int:
-        fd = self._socket.fileno()
-        if fd < 0:
-            raise ConnectionAbortedError("connection closed by this rank")
-        return fd
-
-    async def _wait(self, ready: asyncio.Future[None], timeout_s: float | None) -> None:
+        add(fd, _settle, ready)
         self._waits.add(ready)
         timer = None
         if timeout_s is not None:
@@ -195,6 +141,14 @@ class DataSocket:
             self._waits.discard(ready)
             if timer is not None:
                 timer.cancel()
+            if self._socket.fileno() == fd:
+                remove(fd)
+
+    def _descriptor(self) -> int:
+        fd = self._socket.fileno()
+        if fd < 0:
+            raise ConnectionAbortedError("connection closed by this rank")
+        return fd
 
     def close(self) -> None:
         """Closes the connection; pending reads and writes raise an OSError."""

@@ -46,15 +46,7 @@ class Identity(NamedTuple):
 async def introduce(
     connection: DataSocket, caller: Identity, called: Identity, security: Security
 ) -> None:
-    """Proves to a peer that this rank calls it, and checks that it is the peer.
-
-    Args:
-      connection: a new connection to the peer.
-
-    Raises:
-      HandshakeError: something else answers.
-      OSError: the connection broke, or the peer refused this rank.
-    """
+    """Proves to a peer that this rank calls it, and checks that it is the peer."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     incarnations = (int(each.incarnation, 16) for each in (caller, called))
     greeting = _GREETING.pack(_MAGIC, WIRE_VERSION, caller.rank, *incarnations, nonce)
@@ -75,18 +67,7 @@ async def identify(
     incarnation_of: Callable[[int], str | None],
     security: Security,
 ) -> int:
-    """Checks that a connection comes from a peer; `accept` must follow.
-
-    Args:
-      incarnation_of: returns the incarnation of a rank; None if it is not a peer.
-
-    Returns:
-      The rank of the peer.
-
-    Raises:
-      HandshakeError: the caller is not a peer in this ring.
-      OSError: the connection broke.
-    """
+    """Checks that a connection comes from a peer, whose rank is returned; `accept` must follow."""
     greeting = await connection.read_exactly(_GREETING.size)
     magic, version, rank, from_, to, nonce = _GREETING.unpack(greeting)
     if magic != _MAGIC or version != WIRE_VERSION:
@@ -106,11 +87,7 @@ async def identify(
 
 
 async def accept(connection: DataSocket) -> None:
-    """Accepts the connection of a peer that `identify` has checked.
-
-    Raises:
-      OSError: the connection broke, or the peer no longer wants it.
-    """
+    """Accepts the connection of a peer that `identify` has checked."""
     await connection.write([_ACCEPTED])
     if await connection.read_exactly(len(_CONFIRMED)) != _CONFIRMED:
         raise HandshakeError("the caller does not confirm the connection")

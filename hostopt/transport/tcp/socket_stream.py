@@ -1,4 +1,4 @@
-"""A stream of frames on a data socket."""
+"""A stream of frames on a data socket: its sender, and the function of its receiver."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable
 from typing import Callable
 
-from hostopt.transport.frame import FrameWriter
+from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter, Header
+from hostopt.transport.mailbox import Destination, Mailbox
 from hostopt.transport.message import FINISH_CHANNEL, Payload, Tag
 from hostopt.transport.stream import Stream
 from hostopt.transport.tcp.data_socket import DataSocket, StalledError
@@ -18,15 +19,7 @@ _LAST_TAG = Tag(FINISH_CHANNEL, 0)
 
 
 class SocketStream(Stream):
-    """Frames to one peer. A payload is written from the memory of the caller, without a copy.
-
-    Args:
-      connect: connects to the peer; raises an exception if it cannot be reached.
-      writer: builds the headers of the frames.
-      timeout_s: time that the peer may take no bytes.
-      on_unreachable: called with the reason if `connect` fails.
-      on_broken: called with the reason when the stream ends unexpectedly.
-    """
+    """Frames to one peer. A payload is written from the memory of the caller, without a copy."""
 
     def __init__(
         self,
@@ -54,9 +47,7 @@ class SocketStream(Stream):
     async def wait_until_open(self, timeout_s: float) -> bool:
         """See `Stream.wait_until_open`."""
         await asyncio.wait(
-            {self._opened, self._watcher},
-            timeout=timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
+            {self._opened, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         return self._socket is not None and not self._watcher.done()
 
@@ -151,3 +142,47 @@ class SocketStream(Stream):
 
 def _do_nothing() -> None:
     """Stands for the release of a lock that another task has taken over."""
+
+
+async def receive_frames(
+    connection: DataSocket, reader: FrameReader, mailbox: Mailbox, peer: int, most_bytes: int
+) -> bool:
+    """Receives the frames of a peer into memory that is meant for them, and returns True.
+
+    Returns False if the ring is aborted. Raises ProtocolError for a frame that cannot be used; if
+    its header shows that, no byte of the payload is read.
+    """
+    data = memoryview(bytearray(HEADER_BYTES))
+    while mailbox.error is None:
+        await _fill(Destination(data), connection, mailbox)
+        if mailbox.error is not None:
+            break
+        header = Header.parse(data)
+        if header.length > most_bytes:
+            raise header.error(f"expected up to {most_bytes} bytes, got {header.length}")
+        is_new = reader.admit(header)
+        if header.is_last:
+            header.check(b"")
+            return True
+        if is_new:
+            destination = mailbox.destinations.of(peer, header.tag, header.length)
+        else:
+            destination = Destination(memoryview(bytearray(header.length)))
+        await _fill(destination, connection, mailbox)
+        if mailbox.error is not None:
+            break
+        header.check(destination.view)
+        if is_new:
+            mailbox.put(peer, header.tag, destination.view)
+        # The waiting call continues now, so that it can offer memory for the next payload.
+        await asyncio.sleep(0)
+    return False
+
+
+async def _fill(destination: Destination, connection: DataSocket, mailbox: Mailbox) -> None:
+    filled, length = 0, len(destination.view)
+    while filled < length and mailbox.error is None:
+        count = connection.read_into(destination.view[filled:])
+        filled += count
+        if not count:  # the destination may be another one afterwards
+            await connection.wait_for(length - filled)

@@ -25,8 +25,8 @@ from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.options import VARIABLES, Options, shown
-from hostopt.transport.grpc.hello import HelloMessages
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.rendezvous import HelloMessages
+from hostopt.transport.grpc.ring import Peers
 
 DEFAULTS = dataclasses.asdict(Options())
 VARIABLE_OF = {name: f"HOSTOPT_{name.upper()}" for name in DEFAULTS}

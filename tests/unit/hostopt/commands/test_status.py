@@ -22,7 +22,7 @@ from hostopt.errors import AuthError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import security
 from hostopt.transport.grpc import observer
-from hostopt.transport.grpc.observation import Observation
+from hostopt.transport.grpc.observer import Observation
 
 TASKS = [{"task": f"worker:{index}", "address": f"h{index}:1"} for index in range(3)]
 

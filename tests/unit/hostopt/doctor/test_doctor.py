@@ -27,7 +27,7 @@ from hostopt.collectives.communicator import Communicator
 from hostopt.doctor import all_ranks, machine, software, speed
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, run
 from hostopt.transport import security
-from hostopt.transport.grpc import timing
+from hostopt.transport.grpc import ring as grpc_ring
 
 
 def the_only(verdict: str, findings: list[Finding]) -> str:
@@ -40,7 +40,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits for peers only for a moment, as none comes."""
     monkeypatch.setattr(doctors, "ALONE_S", 0.02)
     monkeypatch.setattr(security, "_PROBE_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(timing, "DEFAULT", replace(timing.DEFAULT, last_message_s=0.02))
+    monkeypatch.setattr(grpc_ring, "DEFAULT", replace(grpc_ring.DEFAULT, last_message_s=0.02))
 
 
 # --- the command ------------------------------------------------------------------------------

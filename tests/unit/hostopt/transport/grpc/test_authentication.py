@@ -16,7 +16,7 @@ from hostopt.transport.grpc.authentication import (
     ObserverProofs,
     claim_of,
 )
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring import Peers
 from hostopt.transport.security import Security
 
 JOBS = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}

@@ -26,8 +26,9 @@ from hostopt.errors import ConfigError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.frame import FrameWriter, Origin
-from hostopt.transport.grpc import client, timing
-from hostopt.transport.grpc.hello import HelloMessages
+from hostopt.transport.grpc import client
+from hostopt.transport.grpc import ring as grpc_ring
+from hostopt.transport.grpc.rendezvous import HelloMessages
 from hostopt.transport.grpc.transport import GrpcTransport
 from hostopt.transport.message import Tag
 
@@ -35,7 +36,7 @@ from hostopt.transport.message import Tag
 @pytest.fixture
 def no_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits only for a moment for a Leave message after a broken stream, as none comes."""
-    monkeypatch.setattr(timing, "DEFAULT", replace(timing.DEFAULT, last_message_s=0.02))
+    monkeypatch.setattr(grpc_ring, "DEFAULT", replace(grpc_ring.DEFAULT, last_message_s=0.02))
 
 
 # --- runs without faults ----------------------------------------------------------------------

@@ -13,12 +13,10 @@ from hostopt.options import Options
 from hostopt.transport import event_loop
 from hostopt.transport.frame import FrameWriter, Origin
 from hostopt.transport.grpc import grpc_stream
-from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStream
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.ring import DEFAULT, Peers, Ring
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.grpc.timing import DEFAULT
 from hostopt.transport.security import Security
 
 
@@ -98,9 +96,11 @@ def test_a_stream_survives_a_first_attempt_to_connect_that_fails() -> None:
     port = listener.getsockname()[1]
     jobs = {"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}
     cluster = Cluster.from_dict(jobs, "worker", 1)
-    options, peers = Options(), Peers(cluster)
-    authenticator = Authenticator(peers, Security(cluster, options, {}))
-    client = RpcClient(peers, options, authenticator, None, "ring", DEFAULT)
+    options = Options()
+    nothing: Any = None
+    security = Security(cluster, options, {})
+    ring = Ring(Peers(cluster), options, security, DEFAULT, mailbox=nothing, abort=nothing)
+    client = RpcClient(ring, "ring")
 
     async def answer(_: object, context: grpc.aio.ServicerContext) -> bytes:
         await context.send_initial_metadata((ACCEPTED,))

@@ -14,7 +14,8 @@ from harness import ROOT
 
 from hostopt.options import Options
 from hostopt.process.descriptors import open_descriptors
-from hostopt.transport.grpc import limits, strangers, timing
+from hostopt.transport.grpc import limits, strangers
+from hostopt.transport.grpc import ring as grpc_ring
 from hostopt.transport.grpc.channel_options import server_options
 
 SECURITY = ROOT / "docs" / "security.md"
@@ -47,7 +48,7 @@ def test_documented_limits_equal_the_code() -> None:
 
 
 def test_server_options_have_the_limits() -> None:
-    options = dict(server_options(Options(), timing.DEFAULT, 2))
+    options = dict(server_options(Options(), grpc_ring.DEFAULT, 2))
     assert options["grpc.server_handshake_timeout_ms"] == 1000 * limits.HANDSHAKE_S
     assert options["grpc.max_concurrent_streams"] == limits.CALLS_OF_A_CONNECTION
     assert options["grpc.max_receive_message_length"] == limits.most_message_bytes(Options())

@@ -16,11 +16,11 @@ from rings import Spawn
 from hostopt.cluster.cluster import Cluster
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import PeerLostError, error_to_dict
-from hostopt.transport.grpc import notes, timing
-from hostopt.transport.grpc.departure import Departure
+from hostopt.transport.grpc import notes
+from hostopt.transport.grpc import ring as grpc_ring
 from hostopt.transport.grpc.limits import DETAILS_BYTES
-from hostopt.transport.grpc.peers import Peers
-from hostopt.transport.grpc.ring_context import RingContext
+from hostopt.transport.grpc.liveness import Departure
+from hostopt.transport.grpc.ring import Peers, Ring
 from hostopt.transport.message import Tag
 from hostopt.transport.overview import details_of
 
@@ -127,8 +127,9 @@ def test_a_leave_message_has_the_documented_fields(error: PeerLostError | None) 
 
     client: Any = SimpleNamespace(channels={1: None}, call=call)
     nothing: Any = None
-    ring = RingContext(Peers(CLUSTER), client, nothing, nothing, timing.DEFAULT, abort=nothing)
-    departure = Departure(ring)
+    timing = grpc_ring.DEFAULT
+    ring = Ring(Peers(CLUSTER), nothing, nothing, timing, mailbox=nothing, abort=nothing)
+    departure = Departure(ring, client, nothing)
     note = error and error_to_dict(error)
     asyncio.run(departure._send(1, note))
     message, received = notes.read_leave(sent[0], MOST_BYTES)

@@ -1,4 +1,4 @@
-"""The state of the other ranks, as one rank knows it.
+"""The ring as one rank knows it: its peers, its mailbox, and the times that are not options.
 
 Each start of a rank is another *incarnation*, a random number. A rank that has been started again
 must not take the place of its earlier incarnation in a ring.
@@ -10,29 +10,41 @@ import json
 import re
 import secrets
 import zlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Callable
 
 from hostopt.cluster.cluster import Cluster
+from hostopt.options import Options
 from hostopt.transport.frame import Origin
 from hostopt.transport.grpc.limits import most_note_bytes
+from hostopt.transport.mailbox import Mailbox
+from hostopt.transport.security import Security
 
 INCARNATION = re.compile("[0-9a-f]{1,16}")
 
 
-class Peers:
-    """The peers of one rank; used on the event loop.
+@dataclass(frozen=True)
+class Timing:
+    """Deadlines and intervals, in seconds; docs/wire.md lists them."""
 
-    Attributes:
-      incarnation: incarnation of this rank.
-      incarnations: incarnation of each connected peer, by rank.
-      data_port: port of this rank's data server; 0 if there is none.
-      data_ports: the same of each connected peer, by rank.
-      missing: peers that the rendezvous waits for.
-      reasons: the reason why a peer that answers is still missing, by rank.
-      gone: peers that have left or whose process is gone.
-      connected: True once the rendezvous is complete.
-      most_note_bytes: size limit of a JSON message.
-    """
+    keepalive_s: float = 10.0  # silence of a peer after which gRPC pings it
+    ping_timeout_s: float = 15.0
+    hello_timeout_s: float = 1.0
+    retry_after_s: float = 0.05  # before a peer that is not ready is called again
+    progress_every_s: float = 10.0  # between warnings that name the missing ranks
+    status_timeout_s: float = 1.0
+    details_timeout_s: float = 2.0
+    last_message_s: float = 0.5  # for a Leave message, before its sender is declared lost
+    auth_linger_s: float = 2.5  # after an `AuthError`, so that the peers detect it as well
+    drop_after_s: float = 0.1  # between an abort and the cancellation of streams
+    leave_timeout_s: float = 2.0  # for peers to take the last frames and Leave messages
+
+
+DEFAULT = Timing()
+
+
+class Peers:
+    """The peers of one rank; used on the event loop."""
 
     def __init__(self, cluster: Cluster) -> None:
         assert cluster.rank is not None
@@ -40,13 +52,13 @@ class Peers:
         self.rank = cluster.rank
         self.successor = (cluster.rank + 1) % cluster.size
         self.incarnation = secrets.token_hex(8)
-        self.incarnations: dict[int, str] = {}
-        self.data_port = 0
-        self.data_ports: dict[int, int] = {}
+        self.incarnations: dict[int, str] = {}  # of the connected peers
+        self.data_port = 0  # of this rank; 0 if it has no data server
+        self.data_ports: dict[int, int] = {}  # of the connected peers
         self.missing = set(range(cluster.size)) - {cluster.rank}
-        self.reasons: dict[int, str] = {}
-        self.gone: set[int] = set()
-        self.connected = False
+        self.reasons: dict[int, str] = {}  # why a peer that answers is still missing
+        self.gone: set[int] = set()  # peers that have left, or whose process is gone
+        self.connected = False  # True once the rendezvous is complete
         self.most_note_bytes = most_note_bytes(cluster.size)
 
     def __contains__(self, rank: int) -> bool:
@@ -80,3 +92,15 @@ class Peers:
             task, reason = self.cluster.ring[peer], self.reasons.get(peer)
             names.append(f"{task.name} ({task.address})" + (f", which {reason}" if reason else ""))
         return ", ".join(names)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring as one rank sees it."""
+
+    peers: Peers
+    options: Options
+    security: Security
+    timing: Timing
+    mailbox: Mailbox  # also has the error of the ring, and the peers that have left
+    abort: Callable[[BaseException], None]

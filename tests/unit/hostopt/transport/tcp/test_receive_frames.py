@@ -16,7 +16,7 @@ from hostopt.options import Options
 from hostopt.transport.frame import FrameReader, FrameWriter, Origin
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Tag
-from hostopt.transport.tcp.frame_receiver import FrameReceiver
+from hostopt.transport.tcp.socket_stream import receive_frames
 
 PEER, ORIGIN = 1, Origin(8, 9)
 MOST_BYTES = 10_000_000
@@ -35,8 +35,9 @@ class Peer:
         self.mailbox = new_mailbox()
         self.socket, receiving = data_sockets()
         self.writer = FrameWriter(ORIGIN, checksum)
-        receiver = FrameReceiver(receiving, FrameReader(ORIGIN), self.mailbox, PEER, MOST_BYTES)
-        self.receiving: asyncio.Future[bool] = asyncio.ensure_future(receiver.run())
+        self.receiving: asyncio.Future[bool] = asyncio.ensure_future(
+            receive_frames(receiving, FrameReader(ORIGIN), self.mailbox, PEER, MOST_BYTES)
+        )
 
     async def send(self, tag: Tag, payload: Any) -> None:
         await self.socket.write([self.writer.header(tag, payload), payload])

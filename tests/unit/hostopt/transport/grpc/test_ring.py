@@ -1,10 +1,16 @@
-"""The state of the peers during the rendezvous."""
+"""The state of the peers during the rendezvous, and the documented times."""
 
 from __future__ import annotations
 
-from hostopt.cluster.cluster import Cluster
-from hostopt.transport.grpc.peers import INCARNATION, Peers
+import re
 
+import pytest
+from harness import ROOT
+
+from hostopt.cluster.cluster import Cluster
+from hostopt.transport.grpc.ring import DEFAULT, INCARNATION, Peers
+
+DOCUMENTATION = (ROOT / "docs/wire.md").read_text()
 CLUSTER = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]}, "worker", 2)
 
 
@@ -43,3 +49,26 @@ def test_names_and_reasons_of_missing_peers() -> None:
     assert peers.missing_names() == (
         "worker:0 (127.0.0.1:1), worker:1 (127.0.0.1:2), which runs another program"
     )
+
+
+# --- times -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "times_s"),
+    [
+        ("one `Hello` call", [DEFAULT.hello_timeout_s]),
+        ("warning that names the missing ranks", [DEFAULT.progress_every_s]),
+        ("the answer to `Status`", [DEFAULT.status_timeout_s]),
+        ("goodbye", [DEFAULT.leave_timeout_s]),
+        ("ping to a silent peer", [DEFAULT.keepalive_s, DEFAULT.ping_timeout_s]),
+    ],
+)
+def test_deadlines(event: str, times_s: list[float]) -> None:
+    row = re.search(rf"^\| {event}[^|]*\|([^|]*)\|", DOCUMENTATION, re.MULTILINE)
+    assert row is not None
+    assert [float(number) for number in re.findall(r"[\d.]+", row[1])] == times_s
+
+
+def test_time_that_a_rank_stays_after_an_auth_error() -> None:
+    assert f"answers for {DEFAULT.auth_linger_s:g} s more" in " ".join(DOCUMENTATION.split())

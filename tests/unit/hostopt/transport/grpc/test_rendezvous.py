@@ -14,8 +14,8 @@ from hostopt import versions
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.options import Options
-from hostopt.transport.grpc.hello import HelloMessages
-from hostopt.transport.grpc.peers import Peers
+from hostopt.transport.grpc.rendezvous import HelloMessages
+from hostopt.transport.grpc.ring import Peers
 
 ADDRESSES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
 TASKS = ["chief:0, 127.0.0.1:1", "worker:0, 127.0.0.1:2", "worker:1, 127.0.0.1:3"]
@@ -116,7 +116,7 @@ def test_versions_that_may_differ_are_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, shown: str
 ) -> None:
     installed = {**versions.local_versions(), "tensorflow": "2.21.0", "python": "3.11"}
-    monkeypatch.setattr("hostopt.transport.grpc.hello.local_versions", lambda: installed)
+    monkeypatch.setattr("hostopt.transport.grpc.rendezvous.local_versions", lambda: installed)
     messages = messages_of(0)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -1,0 +1,228 @@
+"""The streams of frames of one rank, to and from its peers: on data sockets, or in gRPC messages.
+
+Everything here is used on the event loop, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable
+from typing import Callable
+
+from hostopt.errors import ProtocolError
+from hostopt.transport import event_loop
+from hostopt.transport.addresses import host_and_port, is_loopback
+from hostopt.transport.frame import FrameReader, FrameWriter
+from hostopt.transport.grpc import forked, limits
+from hostopt.transport.grpc.client import RpcClient
+from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStream
+from hostopt.transport.grpc.ring import Ring
+from hostopt.transport.grpc.runtime import grpc
+from hostopt.transport.grpc.server import RpcServer
+from hostopt.transport.stream import Stream
+from hostopt.transport.tcp import data_server, handshake
+from hostopt.transport.tcp.data_server import DataServer
+from hostopt.transport.tcp.data_socket import DataSocket
+from hostopt.transport.tcp.handshake import Identity
+from hostopt.transport.tcp.socket_stream import RECEIVED_ALL, SocketStream, receive_frames
+
+_log = logging.getLogger(__name__)
+
+_HAS_LEFT = "it has closed its communicator"
+OnBroken = Callable[[int, str], Awaitable[None]]  # called with a peer and the reason
+
+
+class OutgoingStreams:
+    """The streams to the peers, each opened by the first message to its peer."""
+
+    def __init__(self, ring: Ring, client: RpcClient, on_broken: OnBroken) -> None:
+        self._ring = ring
+        self._peers = ring.peers
+        self._client = client
+        self._on_broken = on_broken
+        has_checksum = ring.options.checksum
+        if has_checksum is None:
+            is_local = all(is_loopback(task.address) for task in ring.peers.cluster.ring)
+            has_checksum = not is_local and ring.security.tls is None  # TLS has checksums itself
+        self._has_checksum = has_checksum
+        self._context = None
+        if ring.security.tls is not None and ring.options.uses_data_sockets:
+            # its files are read now, and not in the middle of a run
+            self._context = ring.security.tls.client_context("the host of a peer")
+        self._streams: dict[int, Stream] = {}
+        self._unreachable: set[str] = set()  # incarnations whose data port cannot be reached
+
+    def to(self, peer: int) -> Stream:
+        """Returns the stream to a connected peer; opens it if there is none."""
+        if peer not in self._streams:
+            self._streams[peer] = self._open(peer)
+        return self._streams[peer]
+
+    def all(self) -> list[Stream]:
+        """Returns the open streams; may be called from any thread."""
+        return list(self._streams.values())
+
+    def cancel(self, peer: int) -> None:
+        """Cancels the stream to a peer, if there is one."""
+        if peer in self._streams:
+            self._streams[peer].cancel()
+
+    def forget(self, peer: int, only: Stream | None = None) -> None:
+        """Closes and removes the stream to a peer, if there is one, or `only` this stream."""
+        stream = self._streams.get(peer)
+        if stream is not None and only in (None, stream):
+            del self._streams[peer]
+            event_loop.start(stream.close())
+
+    def blocked(self) -> dict[int, float]:
+        """Returns the monotonic start of each write in progress, by peer; on any thread."""
+        since = {peer: stream.writing_since_s for peer, stream in list(self._streams.items())}
+        return {peer: since_s for peer, since_s in since.items() if since_s is not None}
+
+    def _open(self, peer: int) -> Stream:
+        peers, timeout_s = self._peers, self._ring.options.collective_timeout_s
+        writer = FrameWriter(peers.origin(peers.rank), self._has_checksum)
+        on_broken = functools.partial(self._on_broken, peer)
+        port, incarnation = peers.data_ports.get(peer, 0), peers.incarnations[peer]
+        if not port or incarnation in self._unreachable:
+            channel, call = self._client.open_stream(peer)
+            return GrpcStream(channel, call, writer, timeout_s, on_broken)
+        host, _ = host_and_port(peers.cluster.ring[peer].address)
+        address = f"{host}:{port}"
+
+        def on_unreachable(reason: str) -> None:
+            _log.warning(
+                "rank %d cannot reach the data port of %s at %s: %s. Data goes over gRPC, which "
+                "is slower. Open the ports of the ranks to each other, or set "
+                "communication='grpc'",
+                peers.rank,
+                peers.cluster.describe(peer),
+                address,
+                reason,
+            )
+            self._unreachable.add(incarnation)
+            self.forget(peer, stream)  # the next one is in gRPC messages
+
+        stream = SocketStream(
+            lambda: self._connect(peer, address), writer, timeout_s, on_unreachable, on_broken
+        )
+        return stream
+
+    async def _connect(self, peer: int, address: str) -> DataSocket:
+        peers, options = self._peers, self._ring.options
+        caller = Identity(peers.rank, peers.incarnation)
+        called = Identity(peer, peers.incarnations[peer])
+        connecting = data_server.connect(
+            address, caller, called, self._ring.security, self._context
+        )
+        shortest_s = min(options.collective_timeout_s, options.rendezvous_timeout_s)
+        return await asyncio.wait_for(connecting, min(limits.HANDSHAKE_S, shortest_s / 2))
+
+
+class IncomingStreams:
+    """The streams from the peers, at most one of each."""
+
+    def __init__(self, ring: Ring, server: RpcServer, on_broken: OnBroken) -> None:
+        self._ring = ring
+        self._peers = peers = ring.peers
+        self._server = server
+        self._on_broken = on_broken
+        self._open: set[int] = set()  # peers whose stream is open
+        self._data_server = DataServer(
+            Identity(peers.rank, peers.incarnation),
+            peers.incarnations.get,
+            ring.security,
+            limits.HANDSHAKE_S,
+            limits.most_strangers(peers.cluster.size),
+            self._receive,
+        )
+
+    def listen(self) -> None:
+        """Opens the data port if the option `communication` allows one."""
+        if not self._ring.options.uses_data_sockets:
+            return
+        try:
+            self._data_server.start(self._peers.cluster.ring[self._peers.rank].address)
+        except OSError as error:
+            _log.warning(
+                "rank %d has no data port (%s): data to it goes over gRPC, which is slower",
+                self._peers.rank,
+                error,
+            )
+            return
+        self._peers.data_port = self._data_server.port
+        forked.keep_from_children(self._data_server.port)
+
+    async def stop(self, grace_s: float) -> None:
+        """Closes the data port; peers have `grace_s` for their last frames."""
+        await self._data_server.stop(grace_s)
+        forked.forget(self._data_server.port)
+
+    async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
+        """Receives the frames of a peer in gRPC messages until its stream ends."""
+        peer = await self._server.admit_stream(context)
+        code = grpc.StatusCode
+        if peer in self._open:
+            await context.abort(code.ALREADY_EXISTS, f"rank {peer} has a stream already")
+        if not self._server.strangers.add_stream(context.peer(), peer):
+            await context.abort(code.UNAVAILABLE, "this connection was taken for a stranger's")
+        reader = FrameReader(self._peers.origin(peer))
+        self._open.add(peer)
+        reason = "connection reset"
+        try:
+            await context.send_initial_metadata((ACCEPTED,))  # the peer waits for it
+            while (data := await context.read()) is not grpc.aio.EOF:
+                if data == END_OF_STREAM:
+                    self._ring.mailbox.mark_left(peer, _HAS_LEFT)
+                elif (message := reader.read(data)) is not None:
+                    self._ring.mailbox.put(peer, *message)
+        except ProtocolError as error:
+            self._abort_on_bad_frame(peer, error)
+        except (Exception, asyncio.CancelledError) as error:  # depends on how the connection broke
+            reason = str(error) or reason
+        finally:
+            self._open.discard(peer)
+        # Does nothing after END_OF_STREAM. The shield is needed as gRPC may cancel this call now.
+        await asyncio.shield(self._on_broken(peer, reason))
+        return b""
+
+    async def _receive(self, connection: DataSocket, peer: int) -> None:
+        self._check_is_closed(peer)
+        await asyncio.wait_for(handshake.accept(connection), limits.HANDSHAKE_S)
+        self._check_is_closed(peer)
+        self._open.add(peer)
+        reason = "connection reset"
+        try:
+            reader = FrameReader(self._peers.origin(peer))
+            most_bytes = limits.most_message_bytes(self._ring.options)
+            if await receive_frames(connection, reader, self._ring.mailbox, peer, most_bytes):
+                self._ring.mailbox.mark_left(peer, _HAS_LEFT)
+                await connection.write([RECEIVED_ALL])
+        except ProtocolError as error:
+            self._abort_on_bad_frame(peer, error)
+        except OSError as error:
+            reason = str(error) or reason
+        except Exception as error:  # of this rank, such as a lack of memory
+            self._ring.abort(error)
+        finally:
+            self._open.discard(peer)
+            connection.close()
+        await self._on_broken(peer, reason)
+
+    def _check_is_closed(self, peer: int) -> None:
+        if peer in self._open:
+            raise handshake.HandshakeError(f"rank {peer} has a stream already")
+
+    def _abort_on_bad_frame(self, peer: int, error: ProtocolError) -> None:
+        cluster, rank = self._peers.cluster, self._peers.rank
+        attributes = {**cluster.attributes(peer), "step": error.step, "bucket": error.bucket}
+        self._ring.abort(
+            ProtocolError(
+                f"{cluster.describe(peer)} sent data to rank {rank} ({cluster.ring[rank]}) that "
+                f"cannot be used: {error}",
+                **attributes,
+                root_cause=str(error),
+            )
+        )
