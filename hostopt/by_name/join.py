@@ -30,20 +30,13 @@ _CHANNEL = "ranks that have joined"
 
 
 class Announcement(NamedTuple):
-    """A call of another rank that this rank has to take part in.
-
-    Args:
-      kind: what the name stands for; each kind of name has a function that replays its calls.
-      name: name of the call.
-      number: number of the call among those of its name, from 0.
-      details: what a rank without data needs to make the call, in types that JSON supports.
-    """
+    """A call of another rank that this rank has to take part in."""
 
     peer: int
-    kind: str
+    kind: str  # of name; each kind has a function that replays its calls
     name: str
-    number: int
-    details: dict[str, Any]
+    number: int  # of the call among those of its name, from 0
+    details: dict[str, Any]  # what a rank without data needs to make the call, as JSON
 
 
 class Joining:
@@ -82,9 +75,6 @@ class Joining:
         Args:
           name: name of the call; the one before must have ended.
           details: returns what `Announcement.details` is to be; called only if it is needed.
-
-        Raises:
-          ConfigError: this rank has joined.
         """
         if isinstance(threading.current_thread(), _Worker):
             return
@@ -264,12 +254,7 @@ class _Worker(threading.Thread):
 
 
 def refusal(announcement: Announcement, cluster: Cluster, call: str, reason: str) -> HostOptError:
-    """Returns the error of a call that a rank which has joined cannot take part in.
-
-    Args:
-      call: what the other rank does.
-      reason: what is in the way, and what to do.
-    """
+    """Returns the error of a call that a rank which has joined cannot take part in."""
     assert cluster.rank is not None
     return CollectiveMismatchError(
         f"{cluster.describe(announcement.peer)} {call}, but {cluster.describe(cluster.rank)} has "

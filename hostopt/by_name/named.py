@@ -71,12 +71,6 @@ class NamedCollectives:
           op: reduction operator; averages of integers are truncated towards zero.
           compression: "fp16" or "bf16" sends float32 with 16 bits between hosts, if `op` is SUM or
             AVERAGE. Other arrays are sent unchanged.
-
-        Returns:
-          New arrays like `arrays`.
-
-        Raises:
-          ConfigError: a dtype cannot be reduced.
         """
         arrays = [np.asarray(array) for array in arrays]
         for array in arrays:
@@ -106,12 +100,6 @@ class NamedCollectives:
             differ between ranks.
           rows_by_rank: number of rows of each rank, if known. A rank that has joined then has so
             many rows of zeros; otherwise it has none.
-
-        Returns:
-          Array with the rows of all ranks, in rank order.
-
-        Raises:
-          ConfigError: the array is a scalar.
         """
         array = _rows(array, "all_gather")
         with self._using(name, "all_gather", [array], rows_by_rank=rows_by_rank) as channel:
@@ -129,12 +117,6 @@ class NamedCollectives:
 
         Args:
           arrays: arrays of any fixed-size dtype, each the same shape and dtype on all ranks.
-
-        Returns:
-          New arrays with the bits of rank `root`.
-
-        Raises:
-          ConfigError: `root` is not a rank, or an array has Python objects.
         """
         root = int(root)
         if not 0 <= root < self.size:
@@ -165,9 +147,6 @@ class NamedCollectives:
         Returns:
           Rows of the result, in rank order. The first ranks get one row more if the rows cannot be
           divided evenly.
-
-        Raises:
-          ConfigError: the array is a scalar, or its dtype cannot be reduced.
         """
         array = _rows(array, "reduce_scatter")
         check_dtype(array.dtype)
@@ -183,9 +162,6 @@ class NamedCollectives:
 
         Returns:
           The rows that this rank has received, in rank order, and their number by rank.
-
-        Raises:
-          ConfigError: the array is a scalar, or the splits do not fit.
         """
         array = _rows(array, "all_to_all")
         splits = [int(each) for each in splits]
@@ -325,8 +301,6 @@ def _bytes_of(array: Array) -> Array:
 
 # -- values that change nothing --------------------------------------------------------------
 
-# Arrays that change nothing in a collective, for a rank that has run out of data.
-
 
 def describe_arrays(arrays: Sequence[Array]) -> list[tuple[str, tuple[int, ...]]]:
     """Returns dtypes and shapes of arrays, in types that JSON supports."""
@@ -342,9 +316,6 @@ def neutral_arrays(
       described: dtypes and shapes of the arrays of another rank, from `describe_arrays`.
       op: the operator; an AVERAGE counts them as zeros.
       rows: number of rows, if it is not that of the other rank.
-
-    Returns:
-      Arrays filled with the neutral element of the operator.
     """
     arrays = []
     for name, shape in described:

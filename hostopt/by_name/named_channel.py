@@ -24,15 +24,7 @@ MAX_IN_MEMORY = 1000
 
 
 class NamedChannel:
-    """The channel of one name.
-
-    Args:
-      communicator: communicator of this name alone.
-
-    Attributes:
-      communicator: the communicator.
-      lock: held during a call.
-    """
+    """The channel of one name, with a lock that is held during a call."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -88,11 +80,7 @@ class NamedChannel:
         return mean_of_integers(rows, size).astype(array.dtype) if averages_integers else rows
 
     def refuse(self, reason: str) -> None:
-        """Counts a call that this rank refuses, and tells ranks that wait for it.
-
-        Args:
-          reason: what is refused, and what to do.
-        """
+        """Counts a call that this rank refuses, and tells ranks that wait for it."""
         self.communicator.refuse(reason)
 
 

@@ -94,12 +94,6 @@ class Communicator(Channel):
         """Opens a non-blocking sum of two float32 scalars.
 
         Collective: all ranks must call it.
-
-        Args:
-          name: describes the scalars, for warnings and errors.
-
-        Returns:
-          The sum, on a channel that nothing else uses.
         """
         channel = self.duplicate(name)
         shared_memory = None if channel.memory is None else channel.memory.channel_of_all()
@@ -140,15 +134,10 @@ class Communicator(Channel):
 
         Args:
           flat: contiguous array of shape [n], one of `DTYPES`. It is overwritten with the result.
-          op: reduction operator.
           call: the collective call, from `next_call`. It is signed here unless it has a signature.
           wire_format: format of the values on the wire, for a SUM of float32; None sends them
             unchanged.
           source: values of this rank; by default those in `flat`.
-
-        Raises:
-          ConfigError: the dtype is not supported, or a wire format is given for another operator
-            or dtype.
         """
         check_dtype(flat.dtype, op)
         if wire_format is not None and (op is not ReduceOp.SUM or flat.dtype != np.float32):
@@ -262,10 +251,6 @@ class Communicator(Channel):
 
         Collective: all ranks must call it.
 
-        Args:
-          data: bytes of this rank.
-          name: name of the data, for warnings and errors.
-
         Returns:
           The bytes of each rank, in rank order, on rank 0; an empty list on other ranks.
         """
@@ -278,10 +263,6 @@ class Communicator(Channel):
 
         Args:
           data: on rank 0, the bytes for each rank, in rank order; ignored on other ranks.
-          name: name of the data, for warnings and errors.
-
-        Returns:
-          The bytes for this rank.
         """
         return byte_strings.scatter_bytes(self, data, name)
 

@@ -44,15 +44,8 @@ def all_within(values: Array, limit: float) -> bool:
 
 
 def safe_limit(dtype: np.dtype[Any], size: int) -> float:
-    """Returns the limit of magnitudes whose sum is certain to be finite.
-
-    Args:
-      dtype: dtype of the sum and of the values on the wire.
-      size: number of values that are added.
-
-    Returns:
-      The limit, with a factor of 2 to spare for rounding.
-    """
+    """Returns the magnitude up to which a sum of `size` values is certain to be finite."""
+    # a factor of 2 to spare for rounding
     return math.inf if _is_integer(dtype) else _largest_finite(dtype) / (2 * size)
 
 

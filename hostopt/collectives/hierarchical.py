@@ -26,7 +26,6 @@ class HierarchicalAllReduce:
     """Two-level all-reduce of one rank.
 
     Args:
-      hosts: ranks grouped by host.
       shared_memory: channel of this rank's host; None if no other rank runs there.
     """
 
@@ -49,9 +48,6 @@ class HierarchicalAllReduce:
         """Reduces an array over all ranks, in place.
 
         Collective: all ranks must call it.
-
-        Args:
-          wire_format: format of float32 values between hosts; None sends them unchanged.
         """
         if self.shared_memory is not None:
             self.shared_memory.all_reduce(flat, op, call, source)  # [H1]

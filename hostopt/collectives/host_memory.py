@@ -32,10 +32,6 @@ _reported: weakref.WeakSet[Transport] = weakref.WeakSet()  # that memory is miss
 class HostMemory:
     """Shared memory of one communicator, opened at first use.
 
-    Args:
-      channel: channel that opens the memory, over the ring.
-      hosts: ranks grouped by host.
-
     Attributes:
       is_declined: True on any rank makes all ranks use messages instead.
     """
@@ -47,16 +43,9 @@ class HostMemory:
         self._hierarchical: dict[int, HierarchicalAllReduce | None] = {}  # by block size
 
     def hierarchical(self, nbytes: int, name: str = "") -> HierarchicalAllReduce | None:
-        """Returns the two-level all-reduce for arrays of a size.
+        """Returns the two-level all-reduce for `nbytes`; None if memory cannot be shared.
 
-        Collective: all ranks must call it.
-
-        Args:
-          nbytes: size of the arrays in bytes.
-          name: the call that needs the memory, the same on all ranks.
-
-        Returns:
-          The all-reduce; None if memory cannot be shared.
+        Collective: all ranks must call it, with the same name of the call that needs it.
         """
         block_bytes = SMALL_BLOCK_BYTES if nbytes <= SMALL_BLOCK_BYTES else BLOCK_BYTES
         if block_bytes not in self._hierarchical:
@@ -67,16 +56,9 @@ class HostMemory:
         return self._hierarchical[block_bytes]
 
     def channel_of_all(self, nbytes: int = 0, name: str = "") -> SharedMemoryChannel | None:
-        """Returns the shared-memory channel of all ranks for arrays of a size.
+        """Returns the channel of all ranks; None if they do not share a host or memory.
 
-        Collective: all ranks must call it.
-
-        Args:
-          nbytes: size of the arrays in bytes.
-          name: the call that needs the memory, the same on all ranks.
-
-        Returns:
-          The channel; None if the ranks run on several hosts or memory cannot be shared.
+        Collective: all ranks must call it, with the same name of the call that needs it.
         """
         if not self._hosts.is_single:
             return None
@@ -88,15 +70,9 @@ class HostMemory:
         self._channel.refuse(reason)
 
     def allocate(self, nbytes: int) -> memoryview | None:
-        """Allocates memory that the ranks of each host share.
+        """Allocates zeros that the ranks of each host share; None, and a warning, if it cannot.
 
         Collective: all ranks must call it.
-
-        Args:
-          nbytes: size in bytes.
-
-        Returns:
-          The memory, filled with zeros; None with a logged warning if it is not available.
         """
         memory, problem = share_memory(self._channel, self._hosts, nbytes)
         if problem and self._channel.rank == 0:
@@ -109,14 +85,8 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
 
     Collective: all ranks must call it.
 
-    Args:
-      host_id: identifier of this rank's host, from `local_host_id`.
-
     Returns:
       The hosts; None unless the option is "auto" or "shm", or if no two ranks share a host.
-
-    Raises:
-      ConfigError: the option is "shm", and the ranks run on several hosts.
     """
     communication = channel.transport.options.communication
     if communication not in ("auto", "shm") or channel.size == 1:
@@ -142,18 +112,9 @@ def open_hierarchical(
 
     Collective: all ranks must call it.
 
-    Args:
-      channel: channel that opens the memory, over the ring.
-      block_bytes: block size of the shared-memory channels.
-      name: the call that needs the memory, the same on all ranks.
-      is_declined: True if this rank is to share no memory.
-
     Returns:
       The all-reduce; None if a rank declines, or if a host cannot share memory and the option
       `communication` is "auto".
-
-    Raises:
-      ConfigError: a host cannot share memory and the option `communication` is "shm".
     """
     members = hosts.members(channel.rank)
     nbytes = channel_bytes(len(members), block_bytes)
@@ -173,11 +134,6 @@ def share_memory(
     """Shares new memory among the ranks of each host.
 
     Collective: all ranks must call it.
-
-    Args:
-      nbytes: size in bytes.
-      name: the call that needs the memory, the same on all ranks.
-      is_declined: True if this rank is to share no memory.
 
     Returns:
       The memory, filled with zeros, or None if this rank is alone on its host or any rank failed;

@@ -55,10 +55,6 @@ class Network:
         """Returns all ranks as a group.
 
         Collective: all ranks must call it.
-
-        Args:
-          call: the call, which has begun.
-          wire_format: format of float32 values between ranks; None sends any dtype unchanged.
         """
         if self.world is not None and not self._is_open:
             self._communicators = self.world.open(call)

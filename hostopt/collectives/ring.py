@@ -74,32 +74,18 @@ class RingGroup:
         Args:
           flat: contiguous array of shape [n], any numeric dtype. It must not be accessed until the
             future is done.
-
-        Returns:
-          Future that is done when `flat` holds the sums.
         """
         return event_loop.start(self._all_reduce(call, flat, np.add))
 
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
-        """Reduces a flat buffer, which is overwritten.
-
-        Returns:
-          A copy of this rank's chunk of the result.
-        """
+        """Reduces a flat buffer, which is overwritten; returns a copy of this rank's chunk."""
         rounds = reduce_scatter_rounds(self._index, self._size)
         event_loop.run(self._run(call, flat, rounds, op, self._size))
         chunk: Array = flat[chunk_slices(flat.size, self._size)[self._index]].copy()
         return chunk
 
     def all_gather(self, call: CollectiveCall, array: Array) -> Array:
-        """Gathers an array from every rank.
-
-        Args:
-          array: contiguous array of any shape, the same shape and dtype on all ranks.
-
-        Returns:
-          Array of shape [size, ...]; row i is the array of the i-th member.
-        """
+        """Gathers a contiguous array from every rank, as [size, ...] in the order of members."""
         result = np.empty((self._size, *array.shape), array.dtype)
         result[self._index] = array
         rounds = all_gather_rounds(self._index, self._size)
@@ -111,9 +97,6 @@ class RingGroup:
 
         The last rank then sends an acknowledgement around the ring: first to the root, then on to
         all others. So no rank returns before all have the data.
-
-        Args:
-          flat: contiguous array of shape [n]. It is overwritten on all ranks but `root`.
         """
         event_loop.run(self._broadcast(call, flat, self._members.index(root)))
 
@@ -238,20 +221,10 @@ def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
     return encoded
 
 
-# -- all-to-all ------------------------------------------------------------------------------
-
-# Exchange of a different array between each pair of ranks.
-
-
 async def exchange(
     transport: Transport, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array]
 ) -> None:
-    """Sends a part to each rank, and receives one from each; a coroutine for the event loop.
-
-    Args:
-      parts: contiguous array for each rank; that of this rank is not sent.
-      slots: contiguous array for the part of each rank, overwritten but for that of this rank.
-    """
+    """Sends a part to each other rank, and receives one from each into `slots`."""
     messages = CallMessages(transport, call)
     rank, size = transport.rank, transport.size
     # rank r begins with rank r + 1, so that no rank receives from all others at once

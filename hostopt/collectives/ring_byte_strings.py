@@ -23,9 +23,6 @@ def ring_all_gather_bytes(
 
     Collective: all ranks must call it.
 
-    Args:
-      data: contiguous bytes of this rank.
-
     Returns:
       The bytes of each rank, in rank order; `data` itself for this rank.
     """

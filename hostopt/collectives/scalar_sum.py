@@ -23,29 +23,15 @@ class ScalarSum(abc.ABC):
 
     @abc.abstractmethod
     def start(self, first: float, second: float = 0.0) -> None:
-        """Starts the sums. Each call must be followed by `wait` before the next one.
-
-        Args:
-          first: first scalar of this rank.
-          second: second scalar of this rank, summed separately.
-        """
+        """Starts the sums. Each call must be followed by `wait` before the next one."""
 
     @abc.abstractmethod
     def wait(self) -> tuple[np.float32, np.float32]:
-        """Waits until every rank has started the sums.
-
-        Returns:
-          The two sums, with the same bits on all ranks.
-        """
+        """Waits until every rank has started; returns the sums, the same bits on all ranks."""
 
 
 def new_scalar_sum(channel: Channel, counters: SequenceCounters | None) -> ScalarSum:
-    """Creates a sum of scalars.
-
-    Args:
-      channel: channel that nothing else uses.
-      counters: counters of all ranks that nothing else uses; None uses the ring.
-    """
+    """Creates a sum, on a channel and counters that nothing else uses; None uses the ring."""
     if counters is None:
         return _RingScalarSum(channel)
     return _SharedMemoryScalarSum(channel, counters)

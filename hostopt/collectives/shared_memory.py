@@ -68,9 +68,6 @@ class SharedMemoryChannel:
 
     Args:
       memory: shared memory of `channel_bytes`, initially filled with zeros.
-      members: ranks of this host, in order.
-      block_bytes: size of a block in bytes.
-      transport: transport of this rank, for its deadlines and errors.
     """
 
     def __init__(
@@ -214,9 +211,6 @@ class SharedMemoryChannel:
         """Sends the values of one rank to all ranks of this host, in place.
 
         Collective: all ranks must call it.
-
-        Args:
-          flat: contiguous array of shape [n], the same shape and dtype on all ranks.
         """
         root_index = self._members.index(root)
         length = self._staging.block_bytes // flat.itemsize
@@ -235,9 +229,6 @@ class SharedMemoryChannel:
         """Gathers byte strings, whose lengths may differ, on every rank of this host.
 
         Collective: all ranks must call it.
-
-        Args:
-          data: contiguous bytes of this rank.
 
         Returns:
           The bytes of each rank, in rank order; `data` itself for this rank.

@@ -22,13 +22,7 @@ class BucketReducer(abc.ABC):
 
     Args:
       communicator: communicator on which all ranks create their reducers in the same order.
-      buckets: all buckets of a step, the same on all ranks.
-      check: check of the sums.
       wire_format: format of float32 values between hosts; None sends them unchanged.
-
-    Attributes:
-      communicator: communicator on the channel of this reducer.
-      nonfinite_check: the check of the sums.
     """
 
     def __init__(
@@ -56,11 +50,7 @@ class BucketReducer(abc.ABC):
         return self._timing.stats.last
 
     def count_from(self, step: int) -> None:
-        """Sets the number of the first step. Call it before the first reduction.
-
-        Args:
-          step: number of the step, the same on all ranks.
-        """
+        """Sets the number of the first step, the same on all ranks, before any reduction."""
         self._first_step = step
 
     def zeros(self, bucket: int) -> list[Array]:
@@ -68,11 +58,7 @@ class BucketReducer(abc.ABC):
         return self._buckets[bucket].zeros()
 
     def refuse(self, reason: str) -> None:
-        """Counts a step that this rank refuses, and tells ranks that wait for it.
-
-        Args:
-          reason: what is refused, why, and what to do.
-        """
+        """Counts a step that this rank refuses, and tells ranks that wait for it."""
         step = self._first_step + self._count_steps()
         self.communicator.transport.call_log.refuse(self.communicator.channel, step, reason)
         self._first_step += 1

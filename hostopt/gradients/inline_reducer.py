@@ -52,9 +52,6 @@ class InlineReducer(BucketReducer):
         Returns:
           The sums, in packing order. They are read-only views of memory that other ranks read
           too. It is not reused while a view is alive on any rank.
-
-        Raises:
-          NonFiniteGradientError: the sums are not finite, and the check raises for that.
         """
         plan = self._buckets[bucket]
         begin_s = time.monotonic()
@@ -114,7 +111,6 @@ class SharedSums:
 
     Args:
       communicator: communicator of ranks on one host. Other buckets use it in turn.
-      bucket: the bucket, the same on all ranks.
     """
 
     def __init__(self, communicator: Communicator, bucket: Bucket) -> None:

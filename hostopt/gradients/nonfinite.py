@@ -74,9 +74,6 @@ class NonFiniteCheck:
           find_in_local: returns the result of `find_nonfinite` for the gradients of this rank.
           find_in_sums: returns the result of `find_nonfinite` for the sums.
           wire_format_name: wire format in which the sums may have overflowed.
-
-        Raises:
-          NonFiniteGradientError: the sums are not finite, and `nonfinite` is "error".
         """
         self._nonfinite_calls.discard(call.name)
         if is_finite or self.nonfinite == ALLOW:
@@ -115,14 +112,7 @@ class NonFiniteCheck:
 
 
 def find_nonfinite(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, str]:
-    """Finds the gradients that are not finite.
-
-    Args:
-      arrays: the gradients, in the same order.
-
-    Returns:
-      "NaN" or "Inf" by name, for each gradient that holds one.
-    """
+    """Returns "NaN" or "Inf" by name, for each gradient that holds one."""
     return {
         name: "NaN" if np.isnan(array).any() else "Inf"
         for name, array in zip(names, arrays)
@@ -140,13 +130,7 @@ def nonfinite_report(
     """Explains which gradients are not finite, with the same text on all ranks.
 
     Args:
-      step: number of the step, from 0.
       by_rank: result of `find_nonfinite` for the gradients of each rank, by name of the rank.
-      sums: result of `find_nonfinite` for the sums.
-      wire_format_name: wire format in which the sums may have overflowed.
-
-    Returns:
-      Text for an error or a warning.
     """
     blamed = [
         f"{rank} has {', '.join(f'{kind} for {name!r}' for name, kind in kinds.items())}"

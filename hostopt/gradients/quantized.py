@@ -63,11 +63,7 @@ class QuantizedSum:
 
 
 def encode(values: Array, bits: int) -> bytes:
-    """Rounds values to integers.
-
-    Args:
-      values: finite array of float32 of shape [n].
-      bits: 8 or 4.
+    """Rounds finite float32 values [n] to integers of 8 or 4 bits.
 
     Returns:
       A scale of float32 for each row, then the integers. With 4 bits two of them make a byte.

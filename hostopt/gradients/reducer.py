@@ -68,9 +68,6 @@ class Reducer(BucketReducer):
 
         Args:
           arrays: gradients of the bucket, in packing order. They are copied.
-
-        Raises:
-          ConfigError: the bucket was launched twice in a step.
         """
         begin_s = time.monotonic()
         with self._changed:

@@ -28,13 +28,9 @@ def open_reducer(
     Collective: all ranks must call it.
 
     Args:
-      buckets: all buckets of a step, the same on all ranks.
       check: check of the sums; by default one with the option `nonfinite`.
       wire_format: format of float32 values between hosts; by default the one of the option
         `compression`.
-
-    Returns:
-      An `InlineReducer` if all ranks share memory, else a `Reducer`.
     """
     check = check or NonFiniteCheck(communicator)
     if communicator.on_one_host:

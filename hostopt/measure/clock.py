@@ -16,15 +16,10 @@ _SECONDS = struct.Struct("<d")
 
 
 class ClockOffset(NamedTuple):
-    """The difference between the clocks of rank 0 and of this rank.
+    """The difference between the clocks of rank 0 and of this rank."""
 
-    Args:
-      offset_s: time to add to a time of this rank to get the time of rank 0, in seconds.
-      round_trip_s: duration of the measuring trip; half of it bounds the error of the offset.
-    """
-
-    offset_s: float
-    round_trip_s: float
+    offset_s: float  # to add to a time of this rank to get the time of rank 0
+    round_trip_s: float  # of the measuring trip; half of it bounds the error of the offset
 
 
 def measure_offset(
@@ -37,11 +32,6 @@ def measure_offset(
 
     Args:
       communicator: a duplicate that is used for nothing else.
-      now: this rank's clock, in seconds.
-      trips: number of round trips of each rank, 1 or more.
-
-    Returns:
-      The offset of this rank; 0 on rank 0.
     """
     if communicator.rank == 0:
         for peer in range(1, communicator.size):

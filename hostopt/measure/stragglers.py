@@ -28,16 +28,11 @@ _BUCKET = 1  # in the tags of the messages; the communicator's own calls have bu
 
 
 class Stragglers(NamedTuple):
-    """The measurements of all ranks since the previous report. Summaries show them by field name.
+    """Measurements since the previous report. Summaries show them by field name."""
 
-    Args:
-      slowest_rank: the rank that waited least.
-      slowest_link: the rank whose messages to the next rank took longest.
-    """
-
-    slowest_rank: int
+    slowest_rank: int  # the one that waited least
     skew_ms: float
-    slowest_link: int
+    slowest_link: int  # the rank whose messages to the next one took longest
 
 
 class _Report(NamedTuple):
@@ -68,22 +63,13 @@ class StragglerReports:
         self._has_warned = False  # about the suspect
 
     def begin(self, step: int) -> None:
-        """Starts the measurement.
-
-        Args:
-          step: number of the current step.
-        """
+        """Starts the measurement at the current step."""
         self._step, self._since_s = step, time.monotonic()
         sent_ms = 1e3 * self._communicator.transport.send_time_s()
         self._reported_ms = (self._reported_ms[0], sent_ms)
 
     def send(self, step: int, times: StepTimes) -> None:
-        """Sends this rank's measurements to rank 0. All ranks must call it after the same steps.
-
-        Args:
-          step: number of the step, larger than at the previous report.
-          times: times of the last step.
-        """
+        """Sends the measurements to rank 0. All ranks must call it after the same steps."""
         transport = self._communicator.transport
         total_ms = (times.total_wait_ms, 1e3 * transport.send_time_s())
         local_ms = (total_ms[0] - self._reported_ms[0], total_ms[1] - self._reported_ms[1])
@@ -160,23 +146,13 @@ class StragglerReports:
 
 
 def straggler_lag(waits_ms: Sequence[float]) -> float:
-    """Returns how much longer the other ranks waited than the rank that waited least.
-
-    Args:
-      waits_ms: waiting time of each of two or more ranks.
-
-    Returns:
-      The median of the others minus the smallest waiting time, 0 or more.
-    """
+    """Returns the median waiting time of the others minus the smallest one, 0 or more."""
     least, *others = sorted(waits_ms)
     return statistics.median(others) - least
 
 
 def is_slow_link(sends_ms: Sequence[float], elapsed_ms: float) -> bool:
     """Returns True if the messages of one rank took much longer than those of the others.
-
-    Args:
-      sends_ms: sending time of each of two or more ranks.
 
     Returns:
       True if the longest sending time is a notable part of the elapsed time, and several times

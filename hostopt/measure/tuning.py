@@ -30,21 +30,13 @@ _CLEARLY_FASTER = 0.95  # share of the time of earlier trials that a later one m
 
 @dataclass(frozen=True)
 class Trial:
-    """Times of all-reduces with some options.
-
-    Args:
-      communication: the option of this name.
-      segment_bytes: the option of this name.
-      bucket_bytes: sizes of the all-reduces, in bytes.
-      seconds: time of one all-reduce of each size.
-      has_segments: False over MPI and if all ranks shared memory, whose speed does not depend on
-        segments.
-    """
+    """Times of all-reduces with some options."""
 
     communication: str
     segment_bytes: int
-    bucket_bytes: tuple[int, ...]
-    seconds: tuple[float, ...]
+    bucket_bytes: tuple[int, ...]  # sizes of the all-reduces
+    seconds: tuple[float, ...]  # of one all-reduce of each size
+    # False over MPI and in shared memory, whose speed does not depend on segments
     has_segments: bool = True
 
     @property
@@ -77,9 +69,6 @@ def tune(connect: Callable[[Options], Communicator], options: Options) -> list[T
     Args:
       connect: connects to the other ranks with the options of a trial.
       options: options to start with. A `communication` other than "auto" is kept.
-
-    Raises:
-      HostOptError: a rank failed.
     """
     options = replace(options, timeline=None)
     alternatives = _ALTERNATIVES if options.communication == "auto" else ()
@@ -128,14 +117,7 @@ def format_table(trials: Sequence[Trial]) -> str:
 
 
 def save(path: Path, trials: Sequence[Trial]) -> None:
-    """Writes trials to a JSON file.
-
-    Args:
-      path: path of the file, which is overwritten.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
+    """Writes trials to a JSON file, which is overwritten; raises ConfigError on failure."""
     bench.write_json(path, [asdict(trial) for trial in trials])
 
 

@@ -239,8 +239,6 @@ class MpiGroup:
         """Sends part r to rank r, and receives from each rank into its slot.
 
         Args:
-          parts: bytes for each rank.
-          slots: memory for the bytes from each rank.
           most: length of the longest part of any rank, the same on all ranks.
         """
         limit = _PIECE_BYTES // self._size

@@ -39,13 +39,9 @@ def wait(
     that chain is the one that has not called.
 
     Args:
-      transport: transport of this rank, for its deadlines and errors.
       *buffers: memory that the request uses, kept if the wait fails.
       have_all_called: True if all ranks have made the call. Then one that has left the ring has
         ended its part, as MPI and the messages of the ring do not wait for each other.
-
-    Raises:
-      HostOptError: the ring is aborted, or the deadline has passed.
     """
     mpi = runtime.load()
     nbytes = sum(each.nbytes for each in buffers)

@@ -30,14 +30,7 @@ _kept: list[object] = []  # requests that have not ended, with their buffers: MP
 
 @functools.cache
 def load() -> Any:
-    """Imports mpi4py, which loads the MPI library, without starting MPI.
-
-    Returns:
-      The module `mpi4py.MPI`.
-
-    Raises:
-      ConfigError: mpi4py is not installed, or finds no MPI library.
-    """
+    """Imports mpi4py, which loads the MPI library, without starting MPI."""
     if "mpi4py.MPI" not in sys.modules:  # else the program has started MPI, and will end it
         try:
             import mpi4py
@@ -136,12 +129,6 @@ def prepare(options: Options) -> Runtime:
     Args:
       options: `evaluator_timeout_s`, which is also how long this process waits for the others at
         exit, as an evaluator may be among them.
-
-    Returns:
-      The thread of MPI.
-
-    Raises:
-      ConfigError: MPI cannot be loaded.
     """
     load()
     runtime = _only_runtime()
@@ -160,9 +147,6 @@ def take_part(options: Options) -> None:
     """Starts MPI in the background, for a process that is not part of the ring.
 
     The ranks cannot start or end MPI unless all processes of the launcher do.
-
-    Raises:
-      ConfigError: MPI cannot be loaded.
     """
     runtime = prepare(options)
     runtime.call(runtime.start)
@@ -185,14 +169,7 @@ def wait_for(
     """Waits for a call on the thread of MPI.
 
     Args:
-      timeout_s: time to wait, in seconds.
       check: called often; raises an error if the wait is hopeless.
-
-    Returns:
-      The result of the call.
-
-    Raises:
-      concurrent.futures.TimeoutError: the call has not ended in time.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:

@@ -109,13 +109,6 @@ def open_world(channel: Channel) -> World:
     """Starts MPI, unless it runs, and makes the ranks of a ring a group of MPI.
 
     Collective: all ranks must call it.
-
-    Returns:
-      The world of the ring.
-
-    Raises:
-      ConfigError: MPI cannot be used, or the processes that it knows are not the ranks.
-      RendezvousTimeoutError: MPI has not started in time.
     """
     transport, thread = channel.transport, runtime.prepare(channel.transport.options)
     transport.mailbox.on_failure(lambda _: setattr(thread, "has_failed", True))
