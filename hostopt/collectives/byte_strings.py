@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.collectives.channel import Channel
+from hostopt.collectives.call import Channel
 from hostopt.collectives.host_memory import HostMemory
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.network import Network

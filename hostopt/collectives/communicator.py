@@ -8,8 +8,7 @@ from typing import Any, overload
 import numpy as np
 
 from hostopt.collectives import byte_strings, recursive_doubling
-from hostopt.collectives.call import Array, CollectiveCall
-from hostopt.collectives.channel import Channel
+from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.host_memory import HostMemory
 from hostopt.collectives.hosts import Hosts
 from hostopt.collectives.mpi.world import World
@@ -17,7 +16,7 @@ from hostopt.collectives.network import Network
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.scalar_sum import ScalarSum, new_scalar_sum
-from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.collectives.shared_memory import TensorListView
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.transport import event_loop

@@ -7,14 +7,15 @@ import logging
 import mmap
 import weakref
 
+import numpy as np
+
 from hostopt.collectives import shared_file
-from hostopt.collectives.channel import Channel
-from hostopt.collectives.hierarchical import HierarchicalAllReduce
+from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.hosts import Hosts, group_by_host
-from hostopt.collectives.ring_byte_strings import ring_all_gather_bytes
+from hostopt.collectives.ring import RingGroup, ring_all_gather_bytes
 from hostopt.collectives.shared_file import SharedFile
-from hostopt.collectives.shared_memory import SharedMemoryChannel
-from hostopt.collectives.staging_buffers import channel_bytes
+from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView, channel_bytes
+from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.process import descriptors
 from hostopt.transport.base import Transport
@@ -27,6 +28,51 @@ SMALL_BLOCK_BYTES, BLOCK_BYTES = 64 << 10, 1 << 20
 
 _DECLINED = "this rank shares no more memory"
 _reported: weakref.WeakSet[Transport] = weakref.WeakSet()  # that memory is missing
+
+
+class HierarchicalAllReduce:
+    """Two-level all-reduce: in shared memory within each host, over the network between hosts.
+
+    With hosts A (ranks 0, 1) and B (ranks 2, 3):
+
+        [H1] each host reduces in shared memory                  0+1       2+3
+        [H2] the leaders, ranks 0 and 2, all-reduce on a ring      0+1+2+3
+        [H3] each leader broadcasts the result on its host       1 from 0, 3 from 2
+
+    With one host, only [H1] runs. A rank that is alone on its host has no shared memory.
+    """
+
+    def __init__(
+        self, hosts: Hosts, shared_memory: SharedMemoryChannel | None, transport: Transport
+    ) -> None:
+        self.shared_memory = shared_memory
+        self._leaders = hosts.leaders
+        self._leader = hosts.members(transport.rank)[0]
+        self._transport = transport
+
+    def all_reduce(
+        self,
+        flat: Array,
+        op: np.ufunc,
+        call: CollectiveCall,
+        wire_format: WireFormat | None = None,
+        source: TensorListView | None = None,
+    ) -> None:
+        """Reduces an array over all ranks, in place.
+
+        Collective: all ranks must call it.
+        """
+        if self.shared_memory is not None:
+            self.shared_memory.all_reduce(flat, op, call, source)  # [H1]
+        elif source is not None:
+            source.copy_to(flat)
+        if len(self._leaders) == 1:
+            return
+        if self._transport.rank == self._leader:
+            leaders = RingGroup(self._transport, self._leaders, wire_format)
+            leaders.all_reduce(call, flat, op)  # [H2]
+        if self.shared_memory is not None:
+            self.shared_memory.broadcast(flat, self._leader, call)  # [H3]
 
 
 class HostMemory:

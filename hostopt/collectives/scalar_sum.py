@@ -9,8 +9,7 @@ import itertools
 
 import numpy as np
 
-from hostopt.collectives.call import Array, CollectiveCall
-from hostopt.collectives.channel import Channel
+from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.sequence_counters import SequenceCounters
 from hostopt.transport.signature import signature_of

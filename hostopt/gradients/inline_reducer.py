@@ -16,7 +16,7 @@ from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.collectives.shared_memory import TensorListView
 from hostopt.gradients.bucket import Bucket, free_buffers
 from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite

@@ -27,7 +27,7 @@ import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.mpi import runtime
-from hostopt.collectives.mpi.requests import wait
+from hostopt.collectives.mpi.runtime import wait
 from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.wire_format import NoCompression, WireFormat
 from hostopt.transport import event_loop

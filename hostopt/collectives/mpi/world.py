@@ -20,12 +20,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from hostopt.collectives.call import CollectiveCall
-from hostopt.collectives.channel import Channel
+from hostopt.collectives.call import Channel, CollectiveCall
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi import runtime
-from hostopt.collectives.mpi.requests import wait
-from hostopt.collectives.ring_byte_strings import ring_all_gather_bytes
+from hostopt.collectives.mpi.runtime import wait
+from hostopt.collectives.ring import ring_all_gather_bytes
 from hostopt.errors import ConfigError, RendezvousTimeoutError
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport

@@ -13,9 +13,7 @@ from rings import Spawn
 
 from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.shared_memory import SharedMemoryChannel
-from hostopt.collectives.staging_buffers import channel_bytes
-from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView, channel_bytes
 from hostopt.errors import CollectiveMismatchError
 from hostopt.transport.signature import signature_of
 

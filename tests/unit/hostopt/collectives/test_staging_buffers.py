@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hostopt.collectives.sequence_counters import counters_bytes
-from hostopt.collectives.staging_buffers import StagingBuffers, channel_bytes
+from hostopt.collectives.shared_memory import StagingBuffers, channel_bytes
 
 BLOCK_BYTES = 4096
 

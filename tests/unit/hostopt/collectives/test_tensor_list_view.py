@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.collectives.shared_memory import TensorListView
 
 ARRAYS = [np.arange(3.0), np.arange(10.0, 11.0), np.arange(20.0, 24.0)]
 STARTS = [0, 4, 8]  # gaps at 3, 5, 6 and 7
