@@ -44,12 +44,10 @@ class _SharedMemoryScalarSum(ScalarSum):
         self._started, self._finished = itertools.count(), itertools.count()
 
     def start(self, first: float, second: float = 0.0) -> None:
-        """See `ScalarSum.start`."""
         word = np.array([first, second], np.float32).view(np.uint64)
         self._counters.write_word(next(self._started), int(word[0]))
 
     def wait(self) -> tuple[np.float32, np.float32]:
-        """See `ScalarSum.wait`."""
         step, name = next(self._finished), self._channel.name
         call = CollectiveCall(self._channel.channel, step, name=name)
         words = self._counters.read_words(call)
@@ -68,13 +66,11 @@ class _RingScalarSum(ScalarSum):
         self._result: concurrent.futures.Future[None]
 
     def start(self, first: float, second: float = 0.0) -> None:
-        """See `ScalarSum.start`."""
         self._scalars = np.array([first, second], np.float32)
         call = self._channel.next_call()._replace(signature=_SIGNATURE)
         self._channel.begin(call)
         self._result = self._ring.start_all_reduce(call, self._scalars)
 
     def wait(self) -> tuple[np.float32, np.float32]:
-        """See `ScalarSum.wait`."""
         self._result.result()
         return self._scalars[0], self._scalars[1]
