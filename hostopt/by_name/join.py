@@ -40,11 +40,7 @@ class Announcement(NamedTuple):
 
 
 class Joining:
-    """Lets ranks without data wait for the others, and take part in their calls.
-
-    Args:
-      communicator: reaches all ranks. Its own channel is not used.
-    """
+    """Lets ranks without data wait for the others, and take part in their calls."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._transport = communicator.transport
@@ -72,9 +68,8 @@ class Joining:
     def begin(self, kind: str, name: str, details: Callable[[], dict[str, Any]] = dict) -> None:
         """Notes that this rank begins a call, and announces it to ranks that have joined.
 
-        Args:
-          name: name of the call; the one before must have ended.
-          details: returns what `Announcement.details` is to be; called only if it is needed.
+        The call of this name before must have ended. `details` returns what `Announcement.details`
+        is to be, and is called only if it is needed.
         """
         if isinstance(threading.current_thread(), _Worker):
             return
@@ -102,11 +97,6 @@ class Joining:
 
         Returns:
           The rank that joined last, the same on all ranks.
-
-        Raises:
-          ConfigError: another thread of this rank is in a call or in `join`.
-          CollectiveMismatchError: a rank makes a call that has no neutral values.
-          PeerLostError: a rank has left the ring without joining.
         """
         if self._transport.size == 1:
             return self._transport.rank

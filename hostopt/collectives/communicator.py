@@ -95,10 +95,7 @@ class Communicator(Channel):
         return Communicator(self.transport, number, name, self.hosts, self.network.world)
 
     def open_scalar_sum(self, name: str) -> ScalarSum:
-        """Opens a non-blocking sum of two float32 scalars.
-
-        Collective: all ranks must call it.
-        """
+        """Opens a non-blocking sum of two float32 scalars. Collective: all ranks must call it."""
         channel = self.duplicate(name)
         shared_memory = None if channel.memory is None else channel.memory.channel_of_all()
         return new_scalar_sum(channel, None if shared_memory is None else shared_memory.counters)

@@ -58,10 +58,7 @@ class HierarchicalAllReduce:
         wire_format: WireFormat | None = None,
         source: TensorListView | None = None,
     ) -> None:
-        """Reduces an array over all ranks, in place.
-
-        Collective: all ranks must call it.
-        """
+        """Reduces an array over all ranks, in place. Collective: all ranks must call it."""
         if self.shared_memory is not None:
             self.shared_memory.all_reduce(flat, op, call, source)  # [H1]
         elif source is not None:
@@ -76,14 +73,10 @@ class HierarchicalAllReduce:
 
 
 class HostMemory:
-    """Shared memory of one communicator, opened at first use.
-
-    Attributes:
-      is_declined: True on any rank makes all ranks use messages instead.
-    """
+    """Shared memory of one communicator, opened at first use."""
 
     def __init__(self, channel: Channel, hosts: Hosts) -> None:
-        self.is_declined = False
+        self.is_declined = False  # True on any rank makes all ranks use messages instead
         self._channel = channel
         self._hosts = hosts
         self._hierarchical: dict[int, HierarchicalAllReduce | None] = {}  # by block size
@@ -148,15 +141,9 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
 
 
 def open_hierarchical(
-    channel: Channel,
-    hosts: Hosts,
-    block_bytes: int,
-    name: str = "",
-    is_declined: bool = False,
+    channel: Channel, hosts: Hosts, block_bytes: int, name: str = "", is_declined: bool = False
 ) -> HierarchicalAllReduce | None:
-    """Opens a two-level all-reduce.
-
-    Collective: all ranks must call it.
+    """Opens a two-level all-reduce. Collective: all ranks must call it.
 
     Returns:
       The all-reduce; None if a rank declines, or if a host cannot share memory and the option
@@ -177,9 +164,7 @@ def open_hierarchical(
 def share_memory(
     channel: Channel, hosts: Hosts, nbytes: int, name: str = "", is_declined: bool = False
 ) -> tuple[memoryview | None, str]:
-    """Shares new memory among the ranks of each host.
-
-    Collective: all ranks must call it.
+    """Shares new memory among the ranks of each host. Collective: all ranks must call it.
 
     Returns:
       The memory, filled with zeros, or None if this rank is alone on its host or any rank failed;

@@ -63,11 +63,7 @@ def local_host_id() -> str:
 
 
 def group_by_host(host_ids: Sequence[str]) -> Hosts:
-    """Groups ranks by host.
-
-    Args:
-      host_ids: result of `local_host_id` of each rank. A rank with "" is alone on its host.
-    """
+    """Groups ranks by their `local_host_id`. A rank with "" is alone on its host."""
     groups: dict[str, list[int]] = {}
     for rank, host_id in enumerate(host_ids):
         groups.setdefault(host_id or f"rank {rank}", []).append(rank)

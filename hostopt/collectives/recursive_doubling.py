@@ -43,11 +43,7 @@ def partners(index: int, size: int) -> list[int]:
 
 
 async def all_reduce(
-    transport: Transport,
-    members: Sequence[int],
-    call: CollectiveCall,
-    flat: Array,
-    op: np.ufunc,
+    transport: Transport, members: Sequence[int], call: CollectiveCall, flat: Array, op: np.ufunc
 ) -> None:
     """Reduces a small flat buffer, in place; runs on the event loop.
 

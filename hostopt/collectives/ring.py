@@ -241,9 +241,7 @@ async def exchange(
 def ring_all_gather_bytes(
     transport: Transport, call: CollectiveCall, data: memoryview
 ) -> list[bytes | memoryview]:
-    """Gathers byte strings on every rank, over the ring.
-
-    Collective: all ranks must call it.
+    """Gathers byte strings on every rank, over the ring. Collective: all ranks must call it.
 
     Returns:
       The bytes of each rank, in rank order; `data` itself for this rank.

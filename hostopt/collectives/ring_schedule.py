@@ -74,11 +74,9 @@ def chunk_slices(length: int, count: int) -> list[slice]:
 def segments(
     chunk: Array, segment_bytes: int, at_least_one: bool = True
 ) -> Iterator[tuple[int, Array]]:
-    """Cuts a chunk into segments, each of which is one message.
+    """Cuts a chunk into numbered messages of up to `segment_bytes`, or of one larger element.
 
-    Args:
-      segment_bytes: maximum size of a segment, unless one element is larger.
-      at_least_one: True if an empty chunk has one empty segment.
+    With `at_least_one`, an empty chunk has one empty segment.
     """
     length = max(segment_bytes // chunk.itemsize, 1)
     for index, start in enumerate(range(0, max(chunk.size, at_least_one), length)):

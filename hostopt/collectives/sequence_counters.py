@@ -44,11 +44,7 @@ def counters_bytes(count: int) -> int:
 
 
 class SequenceCounters:
-    """Barriers and 64-bit words of the ranks of one host.
-
-    Args:
-      memory: shared memory of `counters_bytes`, initially filled with zeros.
-    """
+    """Barriers and 64-bit words of the ranks of one host, in memory that is initially zero."""
 
     def __init__(self, memory: memoryview, members: tuple[int, ...], transport: Transport) -> None:
         self._transport = transport
@@ -100,11 +96,9 @@ class SequenceCounters:
         return finite and all(self._words[line + _FINITE] for line, _ in self._peers)
 
     def write_word(self, step: int, word: int) -> None:
-        """Publishes a word of this rank, without waiting.
+        """Publishes word number `step` of this rank, without waiting.
 
-        Args:
-          step: number of the word, from 0. All ranks must have passed a barrier or read the
-            previous word before they write the next one.
+        All ranks must have passed a barrier or read the previous word before they write the next.
         """
         position = self._line + step % 2
         self._words[position + _WORD] = word

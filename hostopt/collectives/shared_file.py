@@ -20,11 +20,7 @@ STALE_AFTER_S = 60.0  # a younger file may not be locked yet
 
 
 class SharedFile:
-    """A new file, which is locked and has a name until `unlink`.
-
-    Args:
-      nbytes: size in bytes; the memory is reserved immediately.
-    """
+    """A new file, which is locked and has a name until `unlink`; its memory is reserved."""
 
     def __init__(self, nbytes: int, directory: str = DIRECTORY) -> None:
         remove_stale(directory)

@@ -123,15 +123,11 @@ class StagingBuffers:
 
 
 class TensorListView:
-    """Read access to the values of a flat buffer that are stored in several arrays, with gaps.
-
-    Args:
-      starts: position of the first element of each array in the buffer, ascending.
-    """
+    """Read access to the values of a flat buffer that are stored in several arrays, with gaps."""
 
     def __init__(self, arrays: Sequence[Array], starts: Sequence[int]) -> None:
         self._arrays = arrays
-        self._starts = starts
+        self._starts = starts  # position of each array in the buffer, ascending
 
     def between(self, begin: int, end: int) -> Iterator[tuple[Array, slice]]:
         """Yields views of the values in a range, and the slice of the range that each fills."""
@@ -153,10 +149,7 @@ class SharedMemoryChannel:
     """One rank's access to shared memory, for one collective at a time.
 
     Every collective raises HostOptError if a rank failed, left or timed out, and
-    CollectiveMismatchError if a rank makes another call.
-
-    Args:
-      memory: shared memory of `channel_bytes`, initially filled with zeros.
+    CollectiveMismatchError if a rank makes another call. The memory is initially zero.
     """
 
     def __init__(
@@ -169,19 +162,14 @@ class SharedMemoryChannel:
         self._index = members.index(transport.rank)
 
     def all_reduce(
-        self,
-        flat: Array,
-        op: np.ufunc,
-        call: CollectiveCall,
-        source: TensorListView | None = None,
+        self, flat: Array, op: np.ufunc, call: CollectiveCall, source: TensorListView | None = None
     ) -> None:
         """Reduces an array over the ranks of this host, in place.
 
         Collective: all ranks must call it.
 
         Args:
-          flat: contiguous array of shape [n], the same shape and dtype on all ranks. It is
-            overwritten with the result.
+          flat: contiguous array of shape [n], the same shape and dtype on all ranks.
           source: values of this rank, of the same size and dtype; by default those in `flat`.
         """
         self.counters.begin_call(call, flat.nbytes)

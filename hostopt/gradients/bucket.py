@@ -104,13 +104,9 @@ class Bucket:
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Assigns gradients to buckets.
+    """Assigns gradients to buckets of one dtype each, in the order in which backward fills them.
 
-    Args:
-      bucket_bytes: largest size of a bucket; a larger gradient gets its own bucket.
-
-    Returns:
-      The buckets, in the order in which backward fills them. Each has a single dtype.
+    A gradient of more than `bucket_bytes` gets its own bucket.
     """
     groups: list[list[int]] = []
     open_group: dict[str, list[int]] = {}
@@ -153,11 +149,7 @@ class BufferPool:
 
 
 def free_buffers(buffers: Sequence[Array]) -> list[int]:
-    """Finds the buffers that nothing else refers to.
-
-    Args:
-      buffers: arrays that only this sequence refers to. Each is a view of its own base array.
-    """
+    """Finds buffers that only this sequence refers to; each is a view of its own base array."""
     # A free buffer has two references: the sequence, and the argument of getrefcount. Every view
     # refers to the base array, so a free base array has two as well: the buffer and the argument.
     return [

@@ -25,9 +25,7 @@ from hostopt.transport.signature import Signature, signature_of
 class BucketReducer(abc.ABC):
     """Sums the gradient buckets of each step over the ranks, on a separate channel.
 
-    Args:
-      communicator: communicator on which all ranks create their reducers in the same order.
-      wire_format: format of float32 values between hosts; None sends them unchanged.
+    All ranks create their reducers on a communicator in the same order.
     """
 
     def __init__(
@@ -128,9 +126,7 @@ class InlineReducer(BucketReducer):
         self._lock = threading.Lock()
 
     def reduce(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
-        """Sums a bucket over the ranks.
-
-        Collective: all ranks must call it.
+        """Sums a bucket over the ranks. Collective: all ranks must call it.
 
         Args:
           arrays: gradients of the bucket, in packing order. They are not modified.
@@ -200,9 +196,7 @@ class SharedSums:
         self._can_allocate = True
 
     def reduce(self, source: TensorListView, call: CollectiveCall) -> tuple[Array, bool] | None:
-        """Sums the bucket over the ranks.
-
-        Collective: all ranks must call it.
+        """Sums the bucket over the ranks. Collective: all ranks must call it.
 
         Returns:
           The sums, a read-only array of shape [n], and True if they are finite. None if no slot

@@ -82,11 +82,7 @@ class Combined:
 
 
 class ExchangeBuffer:
-    """Packs the values of one rank into a buffer, and combines the buffers of all ranks.
-
-    Attributes:
-      kinds: indices of the tables of each kind of row.
-    """
+    """Packs the values of one rank into a buffer, and combines the buffers of all ranks."""
 
     def __init__(self, dense: Sequence[DenseValue], tables: Sequence[Table]) -> None:
         if len(tables) > _MAX_TABLES:
@@ -97,7 +93,7 @@ class ExchangeBuffer:
         self._dense = tuple(dense)
         self._tables = tuple(tables)
         self._groups = _group([(v.spec.dtype.name, v.op, v.is_gradient) for v in self._dense])
-        self.kinds = _group(
+        self.kinds = _group(  # indices of the tables of each kind of row
             [(t.dtype.name, t.width, t.index_dtype.name, t.is_summed) for t in self._tables]
         )
 

@@ -39,11 +39,7 @@ class FusedExchange:
 
     Args:
       communicator: communicator for this exchange alone (a `duplicate`).
-      check: check of the sums; by default one with the option `nonfinite`.
       side_value: integer that is summed along with the exchange.
-
-    Attributes:
-      kinds: indices of the tables of each kind of row.
     """
 
     def __init__(
@@ -55,7 +51,7 @@ class FusedExchange:
         side_value: SideValue | None = None,
     ) -> None:
         self._buffer = ExchangeBuffer(dense, tables)
-        self.kinds = self._buffer.kinds
+        self.kinds = self._buffer.kinds  # indices of the tables of each kind of row
         self.communicator = communicator
         self._side_value = side_value
         self.nonfinite_check = check or NonFiniteCheck(communicator)
@@ -86,9 +82,7 @@ class FusedExchange:
     def run(
         self, dense: Sequence[Array], rows: Sequence[Rows], weight: float = 1.0
     ) -> tuple[list[Array], list[Rows]]:
-        """Reduces one step.
-
-        Collective: all ranks must call it.
+        """Reduces one step. Collective: all ranks must call it.
 
         Args:
           rows: the rows of each kind. Indices may repeat.

@@ -40,11 +40,7 @@ class NonFiniteCheck:
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        nonfinite: str | None = None,
-        *,
-        is_local: bool = False,
+        self, communicator: Communicator, nonfinite: str | None = None, *, is_local: bool = False
     ) -> None:
         self._is_local = is_local
         self._channel = communicator.duplicate("gradients that are not finite")
@@ -69,10 +65,9 @@ class NonFiniteCheck:
         Collective: all ranks must call it. It communicates only if the sums are not finite.
 
         Args:
-          call: the call that computed the sums.
           is_finite: True if the sums are finite; the same on all ranks.
-          find_in_local: returns the result of `find_nonfinite` for the gradients of this rank.
-          find_in_sums: returns the result of `find_nonfinite` for the sums.
+          find_in_local: calls `find_nonfinite` for the gradients of this rank.
+          find_in_sums: calls `find_nonfinite` for the sums.
           wire_format_name: wire format in which the sums may have overflowed.
         """
         self._nonfinite_calls.discard(call.name)
@@ -104,7 +99,6 @@ class NonFiniteCheck:
         raise error
 
     def _by_rank(self, local: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
-        """Returns the results of `find_nonfinite` by rank."""
         if self._is_local:
             return {self._channel.rank: local}
         texts = self._channel.all_gather_bytes(json.dumps(local).encode())
@@ -127,11 +121,7 @@ def nonfinite_report(
     sums: Mapping[str, str],
     wire_format_name: str | None = None,
 ) -> str:
-    """Explains which gradients are not finite, with the same text on all ranks.
-
-    Args:
-      by_rank: result of `find_nonfinite` for the gradients of each rank, by name of the rank.
-    """
+    """Explains which gradients of which ranks are not finite; the same text on all ranks."""
     blamed = [
         f"{rank} has {', '.join(f'{kind} for {name!r}' for name, kind in kinds.items())}"
         for rank, kinds in by_rank.items()

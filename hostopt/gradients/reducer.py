@@ -64,11 +64,7 @@ class Reducer(BucketReducer):
         self._thread.start()
 
     def launch(self, bucket: int, arrays: Sequence[Array]) -> None:
-        """Starts the reduction of a bucket, without blocking.
-
-        Args:
-          arrays: gradients of the bucket, in packing order. They are copied.
-        """
+        """Starts the reduction of a copy of a bucket's gradients, without blocking."""
         begin_s = time.monotonic()
         with self._changed:
             if self._error is not None:
@@ -101,10 +97,6 @@ class Reducer(BucketReducer):
         Returns:
           The sums, in packing order. They are views of a buffer that is not reused while one of
           them is alive.
-
-        Raises:
-          NonFiniteGradientError: the sums are not finite, and the check raises for that.
-          CollectiveTimeoutError: no bucket was launched or reduced for `collective_timeout_s`.
         """
         begin_s = time.monotonic()
         with self._changed:
@@ -217,14 +209,9 @@ def open_reducer(
     check: NonFiniteCheck | None = None,
     wire_format: WireFormat | None = None,
 ) -> Reducer | InlineReducer:
-    """Opens a reducer of gradient buckets on a new channel.
+    """Opens a reducer of gradient buckets on a new channel. Collective: all ranks must call it.
 
-    Collective: all ranks must call it.
-
-    Args:
-      check: check of the sums; by default one with the option `nonfinite`.
-      wire_format: format of float32 values between hosts; by default the one of the option
-        `compression`.
+    The defaults are those of the options `nonfinite` and `compression`.
     """
     check = check or NonFiniteCheck(communicator)
     if communicator.on_one_host:

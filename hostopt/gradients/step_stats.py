@@ -82,36 +82,30 @@ class StepStats:
         self._waits = [0] * buckets
         self._steps: dict[int, _Step] = {}
         self._lock = threading.Lock()
-        self._last: StepTimes | None = None
-
-    @property
-    def last(self) -> StepTimes | None:
-        """Times of the last complete step; None if there is none yet."""
-        return self._last
+        self.last: StepTimes | None = None  # of the last complete step
 
     def launched(self, bucket: int, at_s: float) -> int:
         """Records a launch; returns the number of the step, from 0."""
         with self._lock:
-            step = self._step_of_next(self._launches, bucket)
-            self._steps.setdefault(step, _Step()).launched_s[bucket] = at_s
+            step, times = self._next(self._launches, bucket)
+            times.launched_s[bucket] = at_s
             return step
 
     def ring(self, bucket: int, begin_s: float, end_s: float) -> int:
         """Records a ring all-reduce. Call it before `waited` of the same bucket."""
         with self._lock:
-            step = self._step_of_next(self._rings, bucket)
-            self._steps.setdefault(step, _Step()).ring_s[bucket] = begin_s, end_s
+            step, times = self._next(self._rings, bucket)
+            times.ring_s[bucket] = begin_s, end_s
             return step
 
     def waited(self, bucket: int, begin_s: float, end_s: float) -> int:
         """Records a wait; returns the number of the step, from 0."""
         with self._lock:
-            step = self._step_of_next(self._waits, bucket)
-            times = self._steps.setdefault(step, _Step())
+            step, times = self._next(self._waits, bucket)
             times.wait_s[bucket] = begin_s, end_s
             if len(times.wait_s) == self._buckets:
-                earlier_waits_ms = self._last.total_wait_ms if self._last else 0.0
-                self._last = self._steps.pop(step).times(step, earlier_waits_ms)
+                earlier_waits_ms = self.last.total_wait_ms if self.last else 0.0
+                self.last = self._steps.pop(step).times(step, earlier_waits_ms)
             return step
 
     def end_step(self) -> None:
@@ -122,6 +116,7 @@ class StepStats:
             for counts in (self._launches, self._rings, self._waits):
                 counts[:] = [step] * self._buckets
 
-    def _step_of_next(self, counts: list[int], bucket: int) -> int:
+    def _next(self, counts: list[int], bucket: int) -> tuple[int, _Step]:
+        step = counts[bucket]
         counts[bucket] += 1
-        return counts[bucket] - 1
+        return step, self._steps.setdefault(step, _Step())

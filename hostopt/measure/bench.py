@@ -120,9 +120,7 @@ def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> l
 
 
 def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[float, ...], float]:
-    """Times all-reduces of one size, after a warm-up.
-
-    Collective: all ranks must call it.
+    """Times all-reduces of one size, after a warm-up. Collective: all ranks must call it.
 
     Returns:
       Seconds of one all-reduce on the slowest rank, for each repetition; and the seconds of
@@ -138,12 +136,9 @@ def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[floa
 
 
 def check_sums(group: Group, size_bytes: int, *, exact: bool = True) -> None:
-    """Reduces known values once, and checks the sums.
+    """Reduces known values once, and checks the sums. Collective: all ranks must call it.
 
-    Collective: all ranks must call it.
-
-    Args:
-      exact: False allows the rounding of compressed values.
+    Unless they must be exact, the rounding of compressed values is allowed.
     """
     digits = np.arange(size_bytes // 4, dtype=np.int64)
     values = ((digits + group.rank) % _DIGITS).astype(np.float32)

@@ -28,10 +28,8 @@ def measure_offset(
     """Measures the offset of this rank's clock. Collective: all ranks must call it.
 
     Rank 0 answers one rank after the other. Only the shortest of several trips counts, as the two
-    directions of a slow trip may take very different times.
-
-    Args:
-      communicator: a duplicate that is used for nothing else.
+    directions of a slow trip may take very different times. The communicator is a duplicate that
+    is used for nothing else.
     """
     if communicator.rank == 0:
         for peer in range(1, communicator.size):

@@ -45,17 +45,13 @@ class _Report(NamedTuple):
 class StragglerReports:
     """Sends the reports of one rank. Rank 0 collects them a step later, when they have arrived.
 
-    Args:
-      communicator: a duplicate that is used for nothing else.
-
-    Attributes:
-      waited_s: seconds that each rank has waited so far, on rank 0.
+    The communicator is a duplicate that is used for nothing else.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._reported_ms = (0.0, 0.0)  # totals at the previous report
-        self.waited_s = [0.0] * communicator.size
+        self.waited_s = [0.0] * communicator.size  # by rank so far, on rank 0
         self._step = 0
         self._since_s = time.monotonic()
         self._uncollected: _Report | None = None
@@ -86,8 +82,7 @@ class StragglerReports:
     def collect(self) -> Stragglers | None:
         """Receives the reports of the last `send`. Warns if a rank or link is slow twice in a row.
 
-        Returns:
-          The measurements on rank 0; None on the other ranks, and if there is no new report.
+        Returns None on other ranks than rank 0, and if there is no new report.
         """
         if self._uncollected is None:
             return None
@@ -103,11 +98,6 @@ class StragglerReports:
         self._warn(report.step, waits_ms, sends_ms, report.elapsed_ms)
         lag_ms = straggler_lag(waits_ms) / max(report.steps, 1)
         return Stragglers(slowest_rank(waits_ms), lag_ms, sends_ms.index(max(sends_ms)))
-
-    def _senders(self) -> Sequence[int]:
-        """Returns the ranks that form the ring over the network, in its order."""
-        hosts = self._communicator.hosts
-        return range(self._communicator.size) if hosts is None else hosts.leaders
 
     def _tag(self, step: int) -> Tag:
         return Tag(self._communicator.channel, step, _BUCKET)
@@ -132,7 +122,8 @@ class StragglerReports:
             return f"rank {rank}", (
                 f"the others wait {percent:.0f} % of the time for {describe(rank)}"
             )
-        senders = self._senders()
+        hosts = self._communicator.hosts  # the senders form the ring over the network
+        senders = range(self._communicator.size) if hosts is None else hosts.leaders
         sent_ms = [sends_ms[rank] for rank in senders]
         if len(senders) > 1 and is_slow_link(sent_ms, elapsed_ms):
             index = sent_ms.index(max(sent_ms))
@@ -152,11 +143,6 @@ def straggler_lag(waits_ms: Sequence[float]) -> float:
 
 
 def is_slow_link(sends_ms: Sequence[float], elapsed_ms: float) -> bool:
-    """Returns True if the messages of one rank took much longer than those of the others.
-
-    Returns:
-      True if the longest sending time is a notable part of the elapsed time, and several times
-      the median of the others.
-    """
+    """Returns True if the longest time is notable, and several times the median of the others."""
     *others, most = sorted(sends_ms)
     return most > _NOTABLE * elapsed_ms and most > _TIMES_OTHERS * statistics.median(others)

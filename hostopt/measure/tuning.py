@@ -66,9 +66,7 @@ def tune(connect: Callable[[Options], Communicator], options: Options) -> list[T
     Collective: all ranks must call it. The times are those of the slowest rank, so all ranks get
     the same ones.
 
-    Args:
-      connect: connects to the other ranks with the options of a trial.
-      options: options to start with. A `communication` other than "auto" is kept.
+    A `communication` other than "auto" is kept.
     """
     options = replace(options, timeline=None)
     alternatives = _ALTERNATIVES if options.communication == "auto" else ()
@@ -123,16 +121,10 @@ def save(path: Path, trials: Sequence[Trial]) -> None:
 
 def load(path: Path) -> list[Trial]:
     """Reads trials from a file that `save` has written."""
-    return [
-        Trial(
-            row["communication"],
-            row["segment_bytes"],
-            tuple(row["bucket_bytes"]),
-            tuple(row["seconds"]),
-            row["has_segments"],
-        )
-        for row in json.loads(path.read_text())
-    ]
+    rows = json.loads(path.read_text())
+    for row in rows:
+        row.update(bucket_bytes=tuple(row["bucket_bytes"]), seconds=tuple(row["seconds"]))
+    return [Trial(**row) for row in rows]
 
 
 def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:

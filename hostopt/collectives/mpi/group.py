@@ -19,6 +19,7 @@ numbers, whose NaNs MPI may drop, the ranks reduce with numpy:
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -49,7 +50,6 @@ class MpiGroup:
 
     Args:
       communicators: two of MPI that nothing else uses, for data and for comparisons of calls.
-      wire_format: format of float32 values between ranks; None sends any dtype unchanged.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class MpiGroup:
         wire_format: WireFormat | None = None,
     ) -> None:
         self._transport = transport
+        self._wait = functools.partial(wait, transport)
         self._mpi = runtime.load()
         self._communicator, self._comparisons = communicators
         self._wire_format = wire_format
@@ -162,7 +163,7 @@ class MpiGroup:
         header, headers = self._header, self._headers
         header[:] = tag.signature, tag.step, tag.bucket, number
         request = self._comparisons.Iallgather(header, headers)
-        wait(transport, call, request, "start", header, headers, have_all_called=False)
+        self._wait(call, request, "start", header, headers, have_all_called=False)
         rows = headers.tolist()
         local = rows[self._rank][:-1]
         for peer, row in enumerate(rows):
@@ -236,11 +237,8 @@ class MpiGroup:
     def _exchange(
         self, call: CollectiveCall, parts: list[Array], slots: list[Array], most: int
     ) -> None:
-        """Sends part r to rank r, and receives from each rank into its slot.
-
-        Args:
-          most: length of the longest part of any rank, the same on all ranks.
-        """
+        """Sends part r to rank r, and receives from each rank into its slot."""
+        # `most` is the length of the longest part of any rank, so all make the same calls of MPI
         limit = _PIECE_BYTES // self._size
         for start in range(0, most, limit):
             piece = slice(start, start + limit)
@@ -255,16 +253,6 @@ class MpiGroup:
             ends = itertools.accumulate(lengths)
             for slot, end, length in zip(slots, ends, lengths):
                 slot[piece] = received[end - length : end]
-
-    def _wait(
-        self,
-        call: CollectiveCall,
-        request: Any,
-        phase: str,
-        *buffers: Array,
-        have_all_called: bool = True,
-    ) -> None:
-        wait(self._transport, call, request, phase, *buffers, have_all_called=have_all_called)
 
 
 def _pieces(flat: Array) -> Iterator[Array]:

@@ -36,22 +36,16 @@ _POLL_S = 0.05
 
 
 class World:
-    """Opens the communicators of the channels of one ring.
-
-    Args:
-      parent: communicator of MPI over the ranks of the ring, in their order.
-    """
+    """Opens the communicators of the channels of one ring."""
 
     def __init__(self, transport: Transport, parent: Any) -> None:
         self._transport = transport
-        self._parent = parent
+        self._parent = parent  # communicator of MPI over the ranks of the ring, in their order
         self._lock = threading.Lock()  # held on rank 0 during [M2] to [M4]
         self._count = 0
 
     def open(self, call: CollectiveCall) -> tuple[Any, Any] | None:
-        """Opens two communicators of MPI.
-
-        Collective: all ranks must call it.
+        """Opens two communicators of MPI. Collective: all ranks must call it.
 
         Args:
           call: the first call on the channel, begun, whose messages no other collective uses.
