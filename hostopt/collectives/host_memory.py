@@ -84,7 +84,7 @@ class HostMemory:
     def hierarchical(self, nbytes: int, name: str = "") -> HierarchicalAllReduce | None:
         """Returns the two-level all-reduce for `nbytes`; None if memory cannot be shared.
 
-        Collective: all ranks must call it, with the same name of the call that needs it.
+        Collective: all ranks must call it, with the same `name` of the call that needs it.
         """
         block_bytes = SMALL_BLOCK_BYTES if nbytes <= SMALL_BLOCK_BYTES else BLOCK_BYTES
         if block_bytes not in self._hierarchical:
@@ -95,10 +95,7 @@ class HostMemory:
         return self._hierarchical[block_bytes]
 
     def channel_of_all(self, nbytes: int = 0, name: str = "") -> SharedMemoryChannel | None:
-        """Returns the channel of all ranks; None if they do not share a host or memory.
-
-        Collective: all ranks must call it, with the same name of the call that needs it.
-        """
+        """Returns the channel of all ranks; None if they share no host. See `hierarchical`."""
         if not self._hosts.is_single:
             return None
         hierarchical = self.hierarchical(nbytes, name)
@@ -109,10 +106,7 @@ class HostMemory:
         self._channel.refuse(reason)
 
     def allocate(self, nbytes: int) -> memoryview | None:
-        """Allocates zeros that the ranks of each host share; None, and a warning, if it cannot.
-
-        Collective: all ranks must call it.
-        """
+        """Shares zeros on each host; None and a warning if it cannot. All ranks must call it."""
         memory, problem = share_memory(self._channel, self._hosts, nbytes)
         if problem and self._channel.rank == 0:
             _log.warning("%s: no memory to share: %s", self._channel.name, problem)
@@ -184,6 +178,8 @@ def share_memory(
             except OSError as error:
                 descriptors.check(error)
                 problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
+        # The first gather tells the others the path. After the second one all have mapped the
+        # file, so that the leader may unlink it.
         path = _all_gather_texts(channel, path, call)[members[0]]
         if not is_leader and path and not is_declined:
             try:

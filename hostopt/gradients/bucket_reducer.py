@@ -21,6 +21,8 @@ from hostopt.gradients.step_stats import StepStats, StepTimes
 from hostopt.telemetry.timeline import Track
 from hostopt.transport.signature import Signature, signature_of
 
+_MAX_SLOTS = 64  # bits of the free mask of `SharedSums`
+
 
 class BucketReducer(abc.ABC):
     """Sums the gradient buckets of each step over the ranks, on a separate channel.
@@ -102,9 +104,6 @@ class BucketReducer(abc.ABC):
         return signature_of(
             "all_reduce(sum)", self._descriptions[index], bucket.dtype, shape, format_name
         )
-
-
-_MAX_SLOTS = 64  # bits of the free mask
 
 
 class InlineReducer(BucketReducer):
@@ -211,7 +210,7 @@ class SharedSums:
             if not self._allocate_slot():
                 return None
             free_mask = 1 << (len(self._slots) - 1)
-        slot = self._slots[(free_mask & -free_mask).bit_length() - 1]
+        slot = self._slots[(free_mask & -free_mask).bit_length() - 1]  # of the lowest set bit
         is_finite = channel.reduce_scatter(slot, np.add, call, source)
         sums = slot[:]
         sums.flags.writeable = False

@@ -112,7 +112,7 @@ class StepStats:
         """Ends the last step, whose remaining buckets are left out."""
         with self._lock:
             self._steps.clear()
-            step = max(self._launches)
+            step = max(self._launches)  # a bucket that is not left out has this many launches
             for counts in (self._launches, self._rings, self._waits):
                 counts[:] = [step] * self._buckets
 
