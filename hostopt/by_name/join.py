@@ -91,12 +91,9 @@ class Joining:
             self._made[kind, name] = self._made.get((kind, name), 0) + 1
 
     def join(self) -> int:
-        """Takes part in the calls of the other ranks until all ranks have called this.
+        """Takes part in the calls of others until all have joined; returns the last one's rank.
 
         Collective: all ranks must call it, but in the meantime ranks may make other calls.
-
-        Returns:
-          The rank that joined last, the same on all ranks.
         """
         if self._transport.size == 1:
             return self._transport.rank
@@ -177,9 +174,12 @@ class Joining:
                 self._announce(list(self._in_progress), [peer])
                 self._changed.notify_all()
             elif self._workers is not None:
-                self._worker_of(self._workers, message["kind"], message["name"]).announced.put(
-                    Announcement(**message)
-                )
+                announcement = Announcement(**message)
+                call = announcement.kind, announcement.name
+                if call not in self._workers:
+                    self._workers[call] = _Worker(self._take_part)
+                    self._workers[call].start()
+                self._workers[call].announced.put(announcement)
 
     def _note_gone(self, peer: int) -> None:
         with self._changed:
@@ -192,12 +192,6 @@ class Joining:
             self._changed.notify_all()
 
     # -- calls of other ranks ----------------------------------------------------------------
-
-    def _worker_of(self, workers: dict[tuple[str, str], _Worker], kind: str, name: str) -> _Worker:
-        if (kind, name) not in workers:
-            workers[kind, name] = _Worker(self._take_part)
-            workers[kind, name].start()
-        return workers[kind, name]
 
     def _take_part(self, announcement: Announcement) -> None:
         """Makes a call of other ranks, unless this rank has made it: each of them announces it."""

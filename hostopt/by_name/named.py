@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from hostopt.by_name.join import Announcement, Joining, refusal
-from hostopt.collectives.call import Array
+from hostopt.collectives.call import Array, bytes_of
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype, mean_of_integers
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
@@ -193,7 +193,7 @@ class NamedCollectives:
         with self._using(name, "all_gather", [array], rows_by_rank=rows_by_rank) as channel:
             description = _describe_rows("all_gather", name, array)
             is_empty = 0 in array.shape[1:]  # then the number of bytes is the number of rows
-            data = np.zeros(len(array), np.uint8) if is_empty else _bytes_of(array)
+            data = np.zeros(len(array), np.uint8) if is_empty else bytes_of(array)
             parts = channel.communicator.all_gather_bytes(data, description)
             if is_empty:
                 return np.empty((sum(map(len, parts)), *array.shape[1:]), array.dtype)
@@ -213,7 +213,7 @@ class NamedCollectives:
             communicator = channel.communicator
             if len(arrays) == 1:
                 return [communicator.broadcast(arrays[0], root, name)]
-            packed = np.concatenate([_bytes_of(array) for array in arrays])
+            packed = np.concatenate([bytes_of(array) for array in arrays])
             packed = communicator.broadcast(packed, root, describe_list(name, arrays))
         ends = np.cumsum([array.nbytes for array in arrays])
         return [
@@ -367,11 +367,6 @@ def _rows(array: Array, kind: str) -> Array:
             f"{kind} has a scalar, wanted an array with a first dimension. Reshape it to [1]"
         )
     return array
-
-
-def _bytes_of(array: Array) -> Array:
-    flat: Array = array.reshape(-1).view(np.uint8)
-    return flat
 
 
 # -- values that change nothing --------------------------------------------------------------

@@ -15,6 +15,12 @@ from hostopt.transport.signature import UNSIGNED, Signature, signature_of
 Array = np.ndarray[Any, Any]
 
 
+def bytes_of(array: Array) -> Array:
+    """Returns a view of the bytes of a contiguous array, of shape [n]."""
+    flat: Array = array.reshape(-1).view(np.uint8)
+    return flat
+
+
 class CollectiveCall(NamedTuple):
     """One collective call, the same on all ranks."""
 

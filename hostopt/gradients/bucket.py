@@ -118,9 +118,8 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
             groups.append(open_group[dtype])
         open_group[dtype].append(index)
         filled_bytes[dtype] += nbytes
-    groups.sort(
-        key=lambda group: group[-1], reverse=True
-    )  # backward completes a bucket with its last gradient
+    # backward completes a bucket with its last gradient
+    groups.sort(key=lambda group: group[-1], reverse=True)
     return tuple(Bucket(tuple(group), tuple(specs[i] for i in group)) for group in groups)
 
 

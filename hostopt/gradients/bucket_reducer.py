@@ -127,12 +127,8 @@ class InlineReducer(BucketReducer):
     def reduce(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
         """Sums a bucket over the ranks. Collective: all ranks must call it.
 
-        Args:
-          arrays: gradients of the bucket, in packing order. They are not modified.
-
-        Returns:
-          The sums, in packing order. They are read-only views of memory that other ranks read
-          too. It is not reused while a view is alive on any rank.
+        The arrays, in packing order, are not modified. The sums are read-only views of memory that
+        other ranks read too. It is not reused while a view is alive on any rank.
         """
         plan = self._buckets[bucket]
         begin_s = time.monotonic()
