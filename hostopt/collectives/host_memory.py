@@ -1,4 +1,4 @@
-"""Finds the ranks that share a host, and opens shared memory among them."""
+"""Finds the ranks that share a host, opens memory among them, and all-reduces in two levels."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class HostMemory:
         self._channel.refuse(reason)
 
     def allocate(self, nbytes: int) -> memoryview | None:
-        """Shares zeros on each host; None and a warning if it cannot. All ranks must call it."""
+        """Allocates zeros that each host's ranks share. Collective: all ranks must call it."""
         memory, problem = share_memory(self._channel, self._hosts, nbytes)
         if problem and self._channel.rank == 0:
             _log.warning("%s: no memory to share: %s", self._channel.name, problem)

@@ -1,4 +1,4 @@
-"""Ring collectives: executes the schedules of `ring_schedule` on flat buffers.
+"""Ring collectives: the schedules of `ring_schedule` on flat buffers, and byte strings.
 
 A chunk travels as *segments* of at most `segment_bytes`. A rank forwards each segment as soon as
 it is reduced, so reduction and both directions of the network overlap:
