@@ -8,8 +8,8 @@ import numpy as np
 
 from hostopt import Communicator
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
-from hostopt.gradients.inline_reducer import InlineReducer
-from hostopt.gradients.reducers import open_reducer
+from hostopt.gradients.bucket_reducer import InlineReducer
+from hostopt.gradients.reducer import open_reducer
 
 
 class Gradients:

@@ -28,7 +28,7 @@ from estimator_ext.checkpoints.file_errors import absolute
 from estimator_ext.estimator.step_report import StepReportHook
 from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.reduction.uneven_data import BatchWeights
-from hostopt.gradients.reducers import AnyReducer
+from hostopt.gradients.reducer import AnyReducer
 from hostopt.gradients.step_stats import StepTimes, merge
 from hostopt.telemetry.progress import is_written, main_metric, write_progress
 from hostopt.tensorflow.background import HOST_DEVICE

@@ -12,7 +12,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext.spec import stock_spec
-from hostopt.gradients.reducers import AnyReducer
+from hostopt.gradients.reducer import AnyReducer
 from hostopt.gradients.step_stats import StepTimes, merge
 from hostopt.measure.stragglers import StragglerReports, Stragglers
 from hostopt.telemetry.timeline import Timeline, Track

@@ -30,28 +30,17 @@ _CHANNEL = "ranks that have joined"
 
 
 class Announcement(NamedTuple):
-    """A call of another rank that this rank has to take part in.
-
-    Args:
-      kind: what the name stands for; each kind of name has a function that replays its calls.
-      name: name of the call.
-      number: number of the call among those of its name, from 0.
-      details: what a rank without data needs to make the call, in types that JSON supports.
-    """
+    """A call of another rank that this rank has to take part in."""
 
     peer: int
-    kind: str
+    kind: str  # of name; each kind has a function that replays its calls
     name: str
-    number: int
-    details: dict[str, Any]
+    number: int  # of the call among those of its name, from 0
+    details: dict[str, Any]  # what a rank without data needs to make the call, as JSON
 
 
 class Joining:
-    """Lets ranks without data wait for the others, and take part in their calls.
-
-    Args:
-      communicator: reaches all ranks. Its own channel is not used.
-    """
+    """Lets ranks without data wait for the others, and take part in their calls."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._transport = communicator.transport
@@ -79,12 +68,8 @@ class Joining:
     def begin(self, kind: str, name: str, details: Callable[[], dict[str, Any]] = dict) -> None:
         """Notes that this rank begins a call, and announces it to ranks that have joined.
 
-        Args:
-          name: name of the call; the one before must have ended.
-          details: returns what `Announcement.details` is to be; called only if it is needed.
-
-        Raises:
-          ConfigError: this rank has joined.
+        The call of this name before must have ended. `details` returns what `Announcement.details`
+        is to be, and is called only if it is needed.
         """
         if isinstance(threading.current_thread(), _Worker):
             return
@@ -106,17 +91,9 @@ class Joining:
             self._made[kind, name] = self._made.get((kind, name), 0) + 1
 
     def join(self) -> int:
-        """Takes part in the calls of the other ranks until all ranks have called this.
+        """Takes part in the calls of others until all have joined; returns the last one's rank.
 
         Collective: all ranks must call it, but in the meantime ranks may make other calls.
-
-        Returns:
-          The rank that joined last, the same on all ranks.
-
-        Raises:
-          ConfigError: another thread of this rank is in a call or in `join`.
-          CollectiveMismatchError: a rank makes a call that has no neutral values.
-          PeerLostError: a rank has left the ring without joining.
         """
         if self._transport.size == 1:
             return self._transport.rank
@@ -197,9 +174,12 @@ class Joining:
                 self._announce(list(self._in_progress), [peer])
                 self._changed.notify_all()
             elif self._workers is not None:
-                self._worker_of(self._workers, message["kind"], message["name"]).announced.put(
-                    Announcement(**message)
-                )
+                announcement = Announcement(**message)
+                call = announcement.kind, announcement.name
+                if call not in self._workers:
+                    self._workers[call] = _Worker(self._take_part)
+                    self._workers[call].start()
+                self._workers[call].announced.put(announcement)
 
     def _note_gone(self, peer: int) -> None:
         with self._changed:
@@ -212,12 +192,6 @@ class Joining:
             self._changed.notify_all()
 
     # -- calls of other ranks ----------------------------------------------------------------
-
-    def _worker_of(self, workers: dict[tuple[str, str], _Worker], kind: str, name: str) -> _Worker:
-        if (kind, name) not in workers:
-            workers[kind, name] = _Worker(self._take_part)
-            workers[kind, name].start()
-        return workers[kind, name]
 
     def _take_part(self, announcement: Announcement) -> None:
         """Makes a call of other ranks, unless this rank has made it: each of them announces it."""
@@ -264,12 +238,7 @@ class _Worker(threading.Thread):
 
 
 def refusal(announcement: Announcement, cluster: Cluster, call: str, reason: str) -> HostOptError:
-    """Returns the error of a call that a rank which has joined cannot take part in.
-
-    Args:
-      call: what the other rank does.
-      reason: what is in the way, and what to do.
-    """
+    """Returns the error of a call that a rank which has joined cannot take part in."""
     assert cluster.rank is not None
     return CollectiveMismatchError(
         f"{cluster.describe(announcement.peer)} {call}, but {cluster.describe(cluster.rank)} has "

@@ -8,6 +8,8 @@ rank. Calls of one name are matched in their order.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,13 +18,111 @@ import ml_dtypes
 import numpy as np
 
 from hostopt.by_name.join import Announcement, Joining, refusal
-from hostopt.by_name.named_channel import NamedChannel, describe_list, open_channel
-from hostopt.collectives.call import Array
+from hostopt.collectives.call import Array, bytes_of
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.reduce_op import ReduceOp, check_dtype
+from hostopt.collectives.reduce_op import ReduceOp, check_dtype, mean_of_integers
+from hostopt.collectives.wire_format import WireFormat, new_wire_format
 from hostopt.errors import ConfigError
+from hostopt.process import descriptors
+
+_log = logging.getLogger(__name__)
 
 _KIND = "call"  # of the names that `Joining` knows
+# Shared memory of a name takes a file descriptor, and about 0.5 MiB of /dev/shm for two ranks. A
+# program has some hundred names, unless they hold the number of a step.
+MAX_IN_MEMORY = 1000
+
+
+class NamedChannel:
+    """The channel of one name, with a lock that is held during a call."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.lock = threading.Lock()
+        self._wire_formats: dict[str, WireFormat] = {}
+
+    def all_reduce(
+        self, arrays: Sequence[Array], name: str, op: ReduceOp, compression: str | None
+    ) -> list[Array]:
+        """Reduces arrays of one dtype together; see `NamedCollectives.all_reduce`."""
+        communicator = self.communicator
+        flat: Array
+        if len(arrays) == 1:
+            flat = np.array(arrays[0], order="C").reshape(-1)
+            call = communicator.signed_call(_kind(op, compression), name, arrays[0])
+        else:
+            flat = np.concatenate([array.reshape(-1) for array in arrays])
+            description = describe_list(name, arrays)
+            call = communicator.signed_call(_kind(op, compression), description, flat)
+        scale, wire_format, dtype = 1, None, flat.dtype
+        averages_integers = _averages_integers(op, dtype)
+        if averages_integers:
+            op, flat = ReduceOp.SUM, flat.astype(np.int64)  # sums of small ones would wrap around
+        elif compression is not None and op is ReduceOp.AVERAGE:
+            op, scale = ReduceOp.SUM, self.communicator.size
+        if compression is not None:
+            wire_format = self._wire_formats.get(compression) or new_wire_format(compression)
+            assert wire_format is not None
+            self._wire_formats[compression] = wire_format
+        communicator.all_reduce_in_place(flat, op, call, wire_format)
+        if scale != 1:
+            flat /= flat.dtype.type(scale)
+        if averages_integers:
+            flat = mean_of_integers(flat, communicator.size).astype(dtype)
+        ends = np.cumsum([array.size for array in arrays])
+        return [
+            flat[end - array.size : end].reshape(array.shape) for array, end in zip(arrays, ends)
+        ]
+
+    def reduce_scatter(self, array: Array, name: str, op: ReduceOp) -> Array:
+        """Reduces an array; see `NamedCollectives.reduce_scatter`."""
+        communicator, size = self.communicator, self.communicator.size
+        averages_integers = _averages_integers(op, array.dtype)
+        if len(array) % size == 0 and not communicator.on_one_host and not averages_integers:
+            chunk = communicator.reduce_scatter(array, op, name)
+            return chunk.reshape(len(array) // size, *array.shape[1:])
+        # the ring's chunks do not end with rows, and shared memory has the whole result anyway
+        call = communicator.signed_call(f"reduce_scatter({op.value})", name, array)
+        result = np.array(array, np.int64 if averages_integers else None, order="C")
+        op = ReduceOp.SUM if averages_integers else op
+        communicator.all_reduce_in_place(result.reshape(-1), op, call)
+        rows: Array = np.array_split(result, size)[communicator.rank].copy()
+        return mean_of_integers(rows, size).astype(array.dtype) if averages_integers else rows
+
+
+def open_channel(communicator: Communicator, name: str, count: int) -> NamedChannel:
+    """Opens the channel of a name. Beyond a `count` of names, channels take no shared memory."""
+    communicator = communicator.duplicate(name)
+    most = min(MAX_IN_MEMORY, descriptors.limit() // 2)
+    must_share = communicator.transport.options.communication == "shm"
+    if communicator.memory is not None:
+        communicator.memory.is_declined = count >= most and not must_share
+    if count == most:
+        _log.warning(
+            "rank %d has used %d names of collectives, and now %r. Each takes memory until "
+            "shutdown(): give a call the same name in each step, without the step's number",
+            *(communicator.rank, count, name),
+        )
+    return NamedChannel(communicator)
+
+
+def _averages_integers(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    return op is ReduceOp.AVERAGE and dtype.kind in "iu"
+
+
+def _kind(op: ReduceOp, compression: str | None) -> str:
+    return f"all_reduce({op.value}{f' as {compression}' if compression else ''})"
+
+
+def describe_list(name: str, arrays: Sequence[Array]) -> str:
+    """Describes a list of arrays; the text is part of the signature that ranks compare."""
+    shapes = ", ".join(f"{_dtype_name(array.dtype)}{list(array.shape)}" for array in arrays)
+    return f"'{name}' ({len(arrays)} arrays: {shapes})"
+
+
+@functools.cache  # numpy computes it anew each time
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name
 
 
 class NamedCollectives:
@@ -31,16 +131,10 @@ class NamedCollectives:
     Every collective raises HostOptError if a rank failed, left or timed out, if two ranks call
     different collectives, dtypes or shapes under one name, and if two threads of this rank use
     one name at the same time.
-
-    Args:
-      communicator: reaches all ranks. Its own channel is not used.
-
-    Attributes:
-      joining: lets a rank that has run out of data take part in the calls of the others.
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+        self.communicator = communicator  # its own channel is not used
         self.joining = Joining(communicator)
         self.joining.replay_with(_KIND, lambda announcement: _take_part(self, announcement))
         self._channels: dict[str, NamedChannel] = {}
@@ -66,17 +160,8 @@ class NamedCollectives:
     ) -> list[Array]:
         """Reduces arrays over the ranks. Arrays of one dtype travel together.
 
-        Args:
-          arrays: arrays of any shape, each of one of `DTYPES`.
-          op: reduction operator; averages of integers are truncated towards zero.
-          compression: "fp16" or "bf16" sends float32 with 16 bits between hosts, if `op` is SUM or
-            AVERAGE. Other arrays are sent unchanged.
-
-        Returns:
-          New arrays like `arrays`.
-
-        Raises:
-          ConfigError: a dtype cannot be reduced.
+        Averages of integers are truncated towards zero. Compression sends float32 with 16 bits
+        between hosts, if `op` is SUM or AVERAGE; other arrays are sent unchanged.
         """
         arrays = [np.asarray(array) for array in arrays]
         for array in arrays:
@@ -101,23 +186,14 @@ class NamedCollectives:
     ) -> Array:
         """Joins the arrays of all ranks along the first dimension.
 
-        Args:
-          array: array of at least one dimension, of any fixed-size dtype. The first dimension may
-            differ between ranks.
-          rows_by_rank: number of rows of each rank, if known. A rank that has joined then has so
-            many rows of zeros; otherwise it has none.
-
-        Returns:
-          Array with the rows of all ranks, in rank order.
-
-        Raises:
-          ConfigError: the array is a scalar.
+        If `rows_by_rank` is known, a rank that has joined has so many rows of zeros; otherwise it
+        has none.
         """
         array = _rows(array, "all_gather")
         with self._using(name, "all_gather", [array], rows_by_rank=rows_by_rank) as channel:
             description = _describe_rows("all_gather", name, array)
             is_empty = 0 in array.shape[1:]  # then the number of bytes is the number of rows
-            data = np.zeros(len(array), np.uint8) if is_empty else _bytes_of(array)
+            data = np.zeros(len(array), np.uint8) if is_empty else bytes_of(array)
             parts = channel.communicator.all_gather_bytes(data, description)
             if is_empty:
                 return np.empty((sum(map(len, parts)), *array.shape[1:]), array.dtype)
@@ -125,17 +201,7 @@ class NamedCollectives:
             return np.concatenate(rows).reshape(-1, *array.shape[1:])
 
     def broadcast(self, arrays: Sequence[Array], root: int, name: str) -> list[Array]:
-        """Sends the arrays of one rank to all ranks.
-
-        Args:
-          arrays: arrays of any fixed-size dtype, each the same shape and dtype on all ranks.
-
-        Returns:
-          New arrays with the bits of rank `root`.
-
-        Raises:
-          ConfigError: `root` is not a rank, or an array has Python objects.
-        """
+        """Sends the arrays of one rank, of any fixed-size dtype, to all ranks."""
         root = int(root)
         if not 0 <= root < self.size:
             raise ConfigError(
@@ -147,7 +213,7 @@ class NamedCollectives:
             communicator = channel.communicator
             if len(arrays) == 1:
                 return [communicator.broadcast(arrays[0], root, name)]
-            packed = np.concatenate([_bytes_of(array) for array in arrays])
+            packed = np.concatenate([bytes_of(array) for array in arrays])
             packed = communicator.broadcast(packed, root, describe_list(name, arrays))
         ends = np.cumsum([array.nbytes for array in arrays])
         return [
@@ -156,18 +222,10 @@ class NamedCollectives:
         ]
 
     def reduce_scatter(self, array: Array, name: str, op: ReduceOp = ReduceOp.SUM) -> Array:
-        """Reduces an array over the ranks. Each rank gets a part of the rows.
+        """Reduces an array over the ranks. Each rank gets a part of the rows, in rank order.
 
-        Args:
-          array: array of at least one dimension, the same shape and dtype on all ranks.
-          op: reduction operator; averages of integers are truncated towards zero.
-
-        Returns:
-          Rows of the result, in rank order. The first ranks get one row more if the rows cannot be
-          divided evenly.
-
-        Raises:
-          ConfigError: the array is a scalar, or its dtype cannot be reduced.
+        The first ranks get one row more if the rows cannot be divided evenly. Averages of integers
+        are truncated towards zero.
         """
         array = _rows(array, "reduce_scatter")
         check_dtype(array.dtype)
@@ -177,15 +235,8 @@ class NamedCollectives:
     def all_to_all(self, array: Array, splits: Sequence[int], name: str) -> tuple[Array, Array]:
         """Sends a part of the rows of each rank to each rank.
 
-        Args:
-          array: array of at least one dimension and any fixed-size dtype.
-          splits: number of rows for each rank; their sum is the number of rows.
-
-        Returns:
-          The rows that this rank has received, in rank order, and their number by rank.
-
-        Raises:
-          ConfigError: the array is a scalar, or the splits do not fit.
+        `splits` has the number of rows for each rank. Returns the rows that this rank has
+        received, in rank order, and their number by rank.
         """
         array = _rows(array, "all_to_all")
         splits = [int(each) for each in splits]
@@ -214,7 +265,7 @@ class NamedCollectives:
     def refuse(self, name: str, error: ConfigError) -> None:
         """Makes all ranks fail that make a call which this rank refuses; it counts as a call."""
         if self.size > 1 and not self._is_closed and self.communicator.transport.error is None:
-            self._channel_of(name).refuse(f"the call {name!r}: {error.message}")
+            self._channel_of(name).communicator.refuse(f"the call {name!r}: {error.message}")
 
     def close(self) -> None:
         """Refuses further calls."""
@@ -318,14 +369,7 @@ def _rows(array: Array, kind: str) -> Array:
     return array
 
 
-def _bytes_of(array: Array) -> Array:
-    flat: Array = array.reshape(-1).view(np.uint8)
-    return flat
-
-
 # -- values that change nothing --------------------------------------------------------------
-
-# Arrays that change nothing in a collective, for a rank that has run out of data.
 
 
 def describe_arrays(arrays: Sequence[Array]) -> list[tuple[str, tuple[int, ...]]]:
@@ -336,15 +380,9 @@ def describe_arrays(arrays: Sequence[Array]) -> list[tuple[str, tuple[int, ...]]
 def neutral_arrays(
     described: Sequence[tuple[str, Sequence[int]]], op: ReduceOp, rows: int | None = None
 ) -> list[Array]:
-    """Returns arrays that do not change the results of a reduction.
+    """Returns arrays like those described that do not change the results of a reduction.
 
-    Args:
-      described: dtypes and shapes of the arrays of another rank, from `describe_arrays`.
-      op: the operator; an AVERAGE counts them as zeros.
-      rows: number of rows, if it is not that of the other rank.
-
-    Returns:
-      Arrays filled with the neutral element of the operator.
+    An AVERAGE counts them as zeros. `rows` is their number of rows, if it is another.
     """
     arrays = []
     for name, shape in described:

@@ -1,3 +1,1 @@
 """Collective algorithms over arrays in host memory, and their wire formats."""
-
-from __future__ import annotations

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
 
-from hostopt.collectives import byte_strings, recursive_doubling
-from hostopt.collectives.call import Array, CollectiveCall
-from hostopt.collectives.channel import Channel
+from hostopt.cluster.cluster import Cluster
+from hostopt.collectives import recursive_doubling
+from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.host_memory import HostMemory
 from hostopt.collectives.hosts import Hosts
+from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi.world import World
 from hostopt.collectives.network import Network
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.scalar_sum import ScalarSum, new_scalar_sum
-from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.collectives.shared_memory import TensorListView
 from hostopt.collectives.wire_format import WireFormat
-from hostopt.errors import ConfigError
+from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
 from hostopt.transport.message import FINISH_CHANNEL, Tag
 from hostopt.transport.signature import UNSIGNED, signature_of
+
+_SHOWN_NAMES = 20  # maximum number of names in an error
 
 
 class Communicator(Channel):
@@ -91,16 +95,7 @@ class Communicator(Channel):
         return Communicator(self.transport, number, name, self.hosts, self.network.world)
 
     def open_scalar_sum(self, name: str) -> ScalarSum:
-        """Opens a non-blocking sum of two float32 scalars.
-
-        Collective: all ranks must call it.
-
-        Args:
-          name: describes the scalars, for warnings and errors.
-
-        Returns:
-          The sum, on a channel that nothing else uses.
-        """
+        """Opens a non-blocking sum of two float32 scalars. Collective: all ranks must call it."""
         channel = self.duplicate(name)
         shared_memory = None if channel.memory is None else channel.memory.channel_of_all()
         return new_scalar_sum(channel, None if shared_memory is None else shared_memory.counters)
@@ -140,15 +135,10 @@ class Communicator(Channel):
 
         Args:
           flat: contiguous array of shape [n], one of `DTYPES`. It is overwritten with the result.
-          op: reduction operator.
           call: the collective call, from `next_call`. It is signed here unless it has a signature.
           wire_format: format of the values on the wire, for a SUM of float32; None sends them
             unchanged.
           source: values of this rank; by default those in `flat`.
-
-        Raises:
-          ConfigError: the dtype is not supported, or a wire format is given for another operator
-            or dtype.
         """
         check_dtype(flat.dtype, op)
         if wire_format is not None and (op is not ReduceOp.SUM or flat.dtype != np.float32):
@@ -255,21 +245,43 @@ class Communicator(Channel):
           The bytes of each rank, in rank order. If `data` is a buffer, long strings and `data`
           itself are returned as read-only views.
         """
-        return byte_strings.all_gather_bytes(self, self.memory, self.network, data, name)
+        view = memoryview(data)
+        view = view.cast("B").toreadonly() if view.nbytes else memoryview(b"")
+        call = self.begin_call("all_gather_bytes", name)
+        shared_memory = None
+        if self.memory is not None:
+            # All ranks must choose the same block size, so it must not depend on the length of the
+            # data, which may differ between ranks. The smallest blocks stay in cache.
+            shared_memory = self.memory.channel_of_all(0, call.signature.text)
+        if shared_memory is not None:
+            gathered = shared_memory.all_gather_bytes(view, call)
+        else:
+            gathered = self.network.group(call).all_gather_bytes(call, view)
+        if isinstance(data, bytes):
+            gathered = [bytes(each) for each in gathered]
+            gathered[self.rank] = data
+        return gathered
 
     def gather_bytes(self, data: bytes, name: str = "") -> list[bytes]:
         """Gathers byte strings, whose lengths may differ, on rank 0.
 
         Collective: all ranks must call it.
 
-        Args:
-          data: bytes of this rank.
-          name: name of the data, for warnings and errors.
-
         Returns:
           The bytes of each rank, in rank order, on rank 0; an empty list on other ranks.
         """
-        return byte_strings.gather_bytes(self, data, name)
+        call = self.begin_call("gather_bytes", name)
+        lengths = RingGroup(self.transport).all_gather(call, np.array(len(data), np.int64))
+        messages = CallMessages(self.transport, self.signed_call("gather_bytes", name))
+        if self.rank != 0:
+            event_loop.run(messages.send_segments(0, np.frombuffer(data, np.uint8)))
+            return []
+        gathered = [data]
+        for peer in range(1, self.size):
+            flat = np.empty(int(lengths[peer]), np.uint8)
+            event_loop.run(messages.receive_segments(peer, flat))
+            gathered.append(flat.tobytes())
+        return gathered
 
     def scatter_bytes(self, data: Sequence[bytes], name: str = "") -> bytes:
         """Sends a different byte string from rank 0 to each rank.
@@ -278,12 +290,18 @@ class Communicator(Channel):
 
         Args:
           data: on rank 0, the bytes for each rank, in rank order; ignored on other ranks.
-          name: name of the data, for warnings and errors.
-
-        Returns:
-          The bytes for this rank.
         """
-        return byte_strings.scatter_bytes(self, data, name)
+        is_root = self.rank == 0
+        lengths = np.array([len(each) for each in data] if is_root else [0] * self.size, np.int64)
+        RingGroup(self.transport).broadcast(self.begin_call("scatter_bytes", name), lengths, 0)
+        messages = CallMessages(self.transport, self.signed_call("scatter_bytes", name))
+        if not is_root:
+            flat = np.empty(int(lengths[self.rank]), np.uint8)
+            event_loop.run(messages.receive_segments(0, flat))
+            return flat.tobytes()
+        for peer in range(1, self.size):
+            event_loop.run(messages.send_segments(peer, np.frombuffer(data[peer], np.uint8)))
+        return data[0]
 
     def check_same(self, table: dict[str, str], name: str) -> list[str]:
         """Checks that all ranks have the same entries, in any order.
@@ -300,7 +318,12 @@ class Communicator(Channel):
         Raises:
           CollectiveMismatchError: an entry differs. The error lists the values of the ranks.
         """
-        return byte_strings.check_same(self, self.memory, self.network, table, name)
+        tables = [
+            json.loads(text) for text in self.all_gather_bytes(json.dumps(table).encode(), name)
+        ]
+        if any(other != tables[0] for other in tables):
+            raise _mismatch(tables, self.transport.cluster, name)
+        return list(tables[0])
 
     def barrier(self, name: str = "barrier") -> None:
         """Waits until every rank has called this.
@@ -364,6 +387,40 @@ def _signed(
     kind = f"all_reduce({op.value})"
     signature = signature_of(kind, call.name, flat.dtype, flat.shape, format_name)
     return call._replace(signature=signature)
+
+
+def _mismatch(
+    tables: Sequence[dict[str, str]], cluster: Cluster, description: str
+) -> CollectiveMismatchError:
+    differing = [rank for rank, table in enumerate(tables) if table != tables[0]]
+    names = sorted(
+        name
+        for name in set().union(*tables)
+        if any(table.get(name) != tables[0].get(name) for table in tables)
+    )
+    shown = [f"{name!r}: {_values(tables, name)}" for name in names[:_SHOWN_NAMES]]
+    if len(names) > _SHOWN_NAMES:
+        shown.append(f"and {len(names) - _SHOWN_NAMES} more")
+    return CollectiveMismatchError(
+        f"{description} differ between {cluster.describe(0)} and "
+        f"{', '.join(map(cluster.describe, differing))}: {'; '.join(shown)}. "
+        "Start all ranks with the same program and options",
+        **cluster.attributes(differing[0]),
+    )
+
+
+def _values(tables: Sequence[dict[str, str]], name: str) -> str:
+    """Lists a name's values with their ranks; rank 0 alone stands for those that agree with it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, table in enumerate(tables):
+        ranks.setdefault(table.get(name, "none"), []).append(rank)
+    ranks[tables[0].get(name, "none")] = [0]
+    return ", ".join(
+        f"rank {holders[0]} has {value}"
+        if len(holders) == 1
+        else f"ranks {', '.join(map(str, holders))} have {value}"
+        for value, holders in ranks.items()
+    )
 
 
 def _receivers(rank: int, size: int, hosts: Hosts | None) -> set[int]:

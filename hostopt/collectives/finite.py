@@ -17,11 +17,7 @@ _UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def all_finite(values: Array) -> bool:
-    """Returns True if an array contains neither NaN nor Inf.
-
-    Args:
-      values: contiguous array of any shape. Integers and booleans are always finite.
-    """
+    """Returns True if a contiguous array contains neither NaN nor Inf."""
     flat = values.reshape(-1)
     if _is_integer(flat.dtype):
         return True
@@ -32,27 +28,15 @@ def all_finite(values: Array) -> bool:
 
 
 def all_within(values: Array, limit: float) -> bool:
-    """Returns True if no magnitude in an array is above a limit.
-
-    Args:
-      values: contiguous array of shape [n]. A NaN is above any limit; integers and booleans are
-        always within it.
-    """
+    """Returns True if no magnitude is above a limit, as a NaN is; integers are always within."""
     if not values.size or _is_integer(values.dtype):
         return True
     return _largest(values) <= _magnitude(values.dtype, limit)
 
 
 def safe_limit(dtype: np.dtype[Any], size: int) -> float:
-    """Returns the limit of magnitudes whose sum is certain to be finite.
-
-    Args:
-      dtype: dtype of the sum and of the values on the wire.
-      size: number of values that are added.
-
-    Returns:
-      The limit, with a factor of 2 to spare for rounding.
-    """
+    """Returns the magnitude up to which a sum of `size` values is certain to be finite."""
+    # a factor of 2 to spare for rounding
     return math.inf if _is_integer(dtype) else _largest_finite(dtype) / (2 * size)
 
 
@@ -67,21 +51,15 @@ def _is_integer(dtype: np.dtype[Any]) -> bool:
 
 
 def _largest(flat: Array) -> int:
-    """Returns the bits of the largest magnitude.
-
-    The bits of magnitudes sort as their values do, and Inf and NaN come last.
-    """
+    """Returns the bits of the largest magnitude. They sort as values do; Inf and NaN come last."""
     # As signed integers, negative values sort below all others, so the maximum is the largest
     # positive value. As unsigned integers they sort above all others, so the maximum is the
     # largest negative one, if there is any. Two reductions are faster than taking magnitudes.
     size = flat.itemsize
     positive = int(np.maximum.reduce(flat.view(_SIGNED[size])))
     either = int(np.maximum.reduce(flat.view(_UNSIGNED[size])))
-    return max(positive, either & _magnitude_mask(size))
-
-
-def _magnitude_mask(itemsize: int) -> int:
-    return (1 << (8 * itemsize - 1)) - 1
+    magnitude_mask = (1 << (8 * size - 1)) - 1
+    return max(positive, either & magnitude_mask)
 
 
 @functools.cache

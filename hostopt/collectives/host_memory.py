@@ -1,4 +1,4 @@
-"""Finds the ranks that share a host, and opens shared memory among them."""
+"""Finds the ranks that share a host, opens memory among them, and all-reduces in two levels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import logging
 import mmap
 import weakref
 
+import numpy as np
+
 from hostopt.collectives import shared_file
-from hostopt.collectives.channel import Channel
-from hostopt.collectives.hierarchical import HierarchicalAllReduce
+from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.hosts import Hosts, group_by_host
-from hostopt.collectives.ring_byte_strings import ring_all_gather_bytes
+from hostopt.collectives.ring import RingGroup, ring_all_gather_bytes
 from hostopt.collectives.shared_file import SharedFile
-from hostopt.collectives.shared_memory import SharedMemoryChannel
-from hostopt.collectives.staging_buffers import channel_bytes
+from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView, channel_bytes
+from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.process import descriptors
 from hostopt.transport.base import Transport
@@ -29,34 +30,61 @@ _DECLINED = "this rank shares no more memory"
 _reported: weakref.WeakSet[Transport] = weakref.WeakSet()  # that memory is missing
 
 
-class HostMemory:
-    """Shared memory of one communicator, opened at first use.
+class HierarchicalAllReduce:
+    """Two-level all-reduce: in shared memory within each host, over the network between hosts.
 
-    Args:
-      channel: channel that opens the memory, over the ring.
-      hosts: ranks grouped by host.
+    With hosts A (ranks 0, 1) and B (ranks 2, 3):
 
-    Attributes:
-      is_declined: True on any rank makes all ranks use messages instead.
+        [H1] each host reduces in shared memory                  0+1       2+3
+        [H2] the leaders, ranks 0 and 2, all-reduce on a ring      0+1+2+3
+        [H3] each leader broadcasts the result on its host       1 from 0, 3 from 2
+
+    With one host, only [H1] runs. A rank that is alone on its host has no shared memory.
     """
 
+    def __init__(
+        self, hosts: Hosts, shared_memory: SharedMemoryChannel | None, transport: Transport
+    ) -> None:
+        self.shared_memory = shared_memory
+        self._leaders = hosts.leaders
+        self._leader = hosts.members(transport.rank)[0]
+        self._transport = transport
+
+    def all_reduce(
+        self,
+        flat: Array,
+        op: np.ufunc,
+        call: CollectiveCall,
+        wire_format: WireFormat | None = None,
+        source: TensorListView | None = None,
+    ) -> None:
+        """Reduces an array over all ranks, in place. Collective: all ranks must call it."""
+        if self.shared_memory is not None:
+            self.shared_memory.all_reduce(flat, op, call, source)  # [H1]
+        elif source is not None:
+            source.copy_to(flat)
+        if len(self._leaders) == 1:
+            return
+        if self._transport.rank == self._leader:
+            leaders = RingGroup(self._transport, self._leaders, wire_format)
+            leaders.all_reduce(call, flat, op)  # [H2]
+        if self.shared_memory is not None:
+            self.shared_memory.broadcast(flat, self._leader, call)  # [H3]
+
+
+class HostMemory:
+    """Shared memory of one communicator, opened at first use."""
+
     def __init__(self, channel: Channel, hosts: Hosts) -> None:
-        self.is_declined = False
+        self.is_declined = False  # True on any rank makes all ranks use messages instead
         self._channel = channel
         self._hosts = hosts
         self._hierarchical: dict[int, HierarchicalAllReduce | None] = {}  # by block size
 
     def hierarchical(self, nbytes: int, name: str = "") -> HierarchicalAllReduce | None:
-        """Returns the two-level all-reduce for arrays of a size.
+        """Returns the two-level all-reduce for `nbytes`; None if memory cannot be shared.
 
-        Collective: all ranks must call it.
-
-        Args:
-          nbytes: size of the arrays in bytes.
-          name: the call that needs the memory, the same on all ranks.
-
-        Returns:
-          The all-reduce; None if memory cannot be shared.
+        Collective: all ranks must call it, with the same `name` of the call that needs it.
         """
         block_bytes = SMALL_BLOCK_BYTES if nbytes <= SMALL_BLOCK_BYTES else BLOCK_BYTES
         if block_bytes not in self._hierarchical:
@@ -67,17 +95,7 @@ class HostMemory:
         return self._hierarchical[block_bytes]
 
     def channel_of_all(self, nbytes: int = 0, name: str = "") -> SharedMemoryChannel | None:
-        """Returns the shared-memory channel of all ranks for arrays of a size.
-
-        Collective: all ranks must call it.
-
-        Args:
-          nbytes: size of the arrays in bytes.
-          name: the call that needs the memory, the same on all ranks.
-
-        Returns:
-          The channel; None if the ranks run on several hosts or memory cannot be shared.
-        """
+        """Returns the channel of all ranks; None if they share no host. See `hierarchical`."""
         if not self._hosts.is_single:
             return None
         hierarchical = self.hierarchical(nbytes, name)
@@ -88,16 +106,7 @@ class HostMemory:
         self._channel.refuse(reason)
 
     def allocate(self, nbytes: int) -> memoryview | None:
-        """Allocates memory that the ranks of each host share.
-
-        Collective: all ranks must call it.
-
-        Args:
-          nbytes: size in bytes.
-
-        Returns:
-          The memory, filled with zeros; None with a logged warning if it is not available.
-        """
+        """Allocates zeros that each host's ranks share. Collective: all ranks must call it."""
         memory, problem = share_memory(self._channel, self._hosts, nbytes)
         if problem and self._channel.rank == 0:
             _log.warning("%s: no memory to share: %s", self._channel.name, problem)
@@ -109,14 +118,8 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
 
     Collective: all ranks must call it.
 
-    Args:
-      host_id: identifier of this rank's host, from `local_host_id`.
-
     Returns:
       The hosts; None unless the option is "auto" or "shm", or if no two ranks share a host.
-
-    Raises:
-      ConfigError: the option is "shm", and the ranks run on several hosts.
     """
     communication = channel.transport.options.communication
     if communication not in ("auto", "shm") or channel.size == 1:
@@ -132,28 +135,13 @@ def find_hosts(channel: Channel, host_id: str) -> Hosts | None:
 
 
 def open_hierarchical(
-    channel: Channel,
-    hosts: Hosts,
-    block_bytes: int,
-    name: str = "",
-    is_declined: bool = False,
+    channel: Channel, hosts: Hosts, block_bytes: int, name: str = "", is_declined: bool = False
 ) -> HierarchicalAllReduce | None:
-    """Opens a two-level all-reduce.
-
-    Collective: all ranks must call it.
-
-    Args:
-      channel: channel that opens the memory, over the ring.
-      block_bytes: block size of the shared-memory channels.
-      name: the call that needs the memory, the same on all ranks.
-      is_declined: True if this rank is to share no memory.
+    """Opens a two-level all-reduce. Collective: all ranks must call it.
 
     Returns:
       The all-reduce; None if a rank declines, or if a host cannot share memory and the option
       `communication` is "auto".
-
-    Raises:
-      ConfigError: a host cannot share memory and the option `communication` is "shm".
     """
     members = hosts.members(channel.rank)
     nbytes = channel_bytes(len(members), block_bytes)
@@ -170,14 +158,7 @@ def open_hierarchical(
 def share_memory(
     channel: Channel, hosts: Hosts, nbytes: int, name: str = "", is_declined: bool = False
 ) -> tuple[memoryview | None, str]:
-    """Shares new memory among the ranks of each host.
-
-    Collective: all ranks must call it.
-
-    Args:
-      nbytes: size in bytes.
-      name: the call that needs the memory, the same on all ranks.
-      is_declined: True if this rank is to share no memory.
+    """Shares new memory among the ranks of each host. Collective: all ranks must call it.
 
     Returns:
       The memory, filled with zeros, or None if this rank is alone on its host or any rank failed;
@@ -197,6 +178,8 @@ def share_memory(
             except OSError as error:
                 descriptors.check(error)
                 problem = f"{shared_file.DIRECTORY} has no {nbytes} bytes free: {error}"
+        # The first gather tells the others the path. After the second one all have mapped the
+        # file, so that the leader may unlink it.
         path = _all_gather_texts(channel, path, call)[members[0]]
         if not is_leader and path and not is_declined:
             try:

@@ -21,11 +21,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Hosts:
-    """Ranks grouped by host.
-
-    Args:
-      groups: one group for each host: its ranks in rank order.
-    """
+    """Ranks grouped by host; each group in rank order."""
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -67,14 +63,7 @@ def local_host_id() -> str:
 
 
 def group_by_host(host_ids: Sequence[str]) -> Hosts:
-    """Groups ranks by host.
-
-    Args:
-      host_ids: result of `local_host_id` of each rank. A rank with "" is alone on its host.
-
-    Returns:
-      The groups, in the order of their leaders.
-    """
+    """Groups ranks by their `local_host_id`. A rank with "" is alone on its host."""
     groups: dict[str, list[int]] = {}
     for rank, host_id in enumerate(host_ids):
         groups.setdefault(host_id or f"rank {rank}", []).append(rank)

@@ -23,11 +23,7 @@ class CallMessages:
         self._call = call
 
     async def send(self, peer: int, tag: Tag, payload: Payload, phase: str) -> None:
-        """Sends a message.
-
-        Args:
-          payload: contiguous bytes, which may be changed once this returns.
-        """
+        """Sends contiguous bytes, which may be changed once this returns."""
         begin_s = time.monotonic()
         name = self._call.in_phase(phase)
         await self._transport.send(peer, tag, payload, name)
@@ -37,14 +33,7 @@ class CallMessages:
     async def receive(
         self, peer: int, tag: Tag, phase: str, into: memoryview | None = None
     ) -> memoryview:
-        """Receives a message of any length.
-
-        Args:
-          into: memory that the payload may be received into; see `Transport.recv`.
-
-        Returns:
-          The payload, read-only, in `into` or elsewhere.
-        """
+        """Receives a message of any length, read-only, in `into` or elsewhere."""
         begin_s = time.monotonic()
         name = self._call.in_phase(phase)
         payload = await self._transport.recv(peer, tag, name, into)
@@ -65,18 +54,10 @@ class CallMessages:
         phase: str,
         into: Array | None = None,
     ) -> Array:
-        """Receives an array of a known size.
+        """Receives an array of `size` elements, read-only.
 
-        Args:
-          dtype: dtype of the elements on the wire.
-          into: contiguous array of shape [size] and dtype that may receive the elements, which
-            saves a copy.
-
-        Returns:
-          Array of shape [size], read-only; `into` itself if it has received the elements.
-
-        Raises:
-          ProtocolError: the message has another length. The ring is aborted.
+        `into` is a contiguous array that may receive them, which saves a copy; then it is the
+        result. A message of another length aborts the ring.
         """
         offered = None if into is None else into.view(np.uint8).data
         payload = await self.receive(peer, tag, phase, offered)

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Union
 
-import numpy as np
-
-from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.mpi.group import MpiGroup
 from hostopt.collectives.mpi.world import World
 from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.transport.base import Transport
 
-
-class Group(Protocol):
-    """Collectives over all ranks; see `RingGroup` for what they do."""
-
-    def all_reduce(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> None:
-        """Reduces a flat buffer, in place."""
-
-    def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
-        """Reduces a flat buffer, and returns this rank's chunk."""
-
-    def all_gather(self, call: CollectiveCall, array: Array) -> Array:
-        """Gathers an array from every rank."""
-
-    def broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
-        """Sends `flat` of one rank to all ranks, in place."""
-
-    def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
-        """Gathers byte strings, whose lengths may differ."""
-
-    def all_to_all(self, call: CollectiveCall, parts: Sequence[Array]) -> tuple[Array, Array]:
-        """Sends part r of each rank to rank r."""
+Group = Union[RingGroup, MpiGroup]
 
 
 class Network:
@@ -52,14 +29,7 @@ class Network:
         self._group: Group = RingGroup(transport)  # without a wire format
 
     def group(self, call: CollectiveCall, wire_format: WireFormat | None = None) -> Group:
-        """Returns all ranks as a group.
-
-        Collective: all ranks must call it.
-
-        Args:
-          call: the call, which has begun.
-          wire_format: format of float32 values between ranks; None sends any dtype unchanged.
-        """
+        """Returns all ranks as a group. Collective: all ranks must call it."""
         if self.world is not None and not self._is_open:
             self._communicators = self.world.open(call)
             self._is_open = True

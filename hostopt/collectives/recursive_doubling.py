@@ -31,11 +31,7 @@ _PHASE = "exchange"
 
 
 def partners(index: int, size: int) -> list[int]:
-    """Returns the positions that a position exchanges messages with, in the order of the rounds.
-
-    Args:
-      index: position of a rank, 0..size-1.
-    """
+    """Returns the positions that a position exchanges messages with, in order of rounds."""
     rounds = size.bit_length() - 1
     extra = size - (1 << rounds)  # ranks that do not fit into a power of two
     if index < 2 * extra and index % 2:
@@ -47,18 +43,11 @@ def partners(index: int, size: int) -> list[int]:
 
 
 async def all_reduce(
-    transport: Transport,
-    members: Sequence[int],
-    call: CollectiveCall,
-    flat: Array,
-    op: np.ufunc,
+    transport: Transport, members: Sequence[int], call: CollectiveCall, flat: Array, op: np.ufunc
 ) -> None:
     """Reduces a small flat buffer, in place; runs on the event loop.
 
     Args:
-      transport: transport of this rank.
-      members: ranks that take part, including this one.
-      call: the collective call.
       flat: contiguous array of shape [n], any numeric dtype.
       op: commutative binary ufunc.
     """

@@ -39,14 +39,7 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 @functools.cache  # reading the name of a dtype takes longer than a small reduction
 def check_dtype(dtype: np.dtype[Any], op: ReduceOp = ReduceOp.SUM) -> None:
-    """Checks that arrays of a dtype can be reduced.
-
-    Args:
-      op: reduction operator; none for a caller that uses `mean_of_integers`.
-
-    Raises:
-      ConfigError: they cannot.
-    """
+    """Raises ConfigError unless arrays of a dtype can be reduced."""
     if dtype.name not in DTYPES:
         raise ConfigError(
             f"arrays of dtype {dtype.name} cannot be reduced, wanted one of {', '.join(DTYPES)}"
@@ -56,15 +49,7 @@ def check_dtype(dtype: np.dtype[Any], op: ReduceOp = ReduceOp.SUM) -> None:
 
 
 def mean_of_integers(total: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-    """Divides sums of integers, and truncates the means towards zero.
-
-    Args:
-      total: int64 array of any shape.
-      count: number of summands, at least 1.
-
-    Returns:
-      A new int64 array, exact.
-    """
+    """Divides int64 sums exactly, and truncates the means towards zero."""
     floor = total // count
     means: np.ndarray[Any, Any] = floor + ((total < 0) & (floor * count != total))
     return means

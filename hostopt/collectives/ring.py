@@ -1,4 +1,4 @@
-"""Ring collectives: executes the schedules of `ring_schedule` on flat buffers.
+"""Ring collectives: the schedules of `ring_schedule` on flat buffers, and byte strings.
 
 A chunk travels as *segments* of at most `segment_bytes`. A rank forwards each segment as soon as
 it is reduced, so reduction and both directions of the network overlap:
@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hostopt.collectives import recursive_doubling
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.messages import CallMessages
-from hostopt.collectives.ring_byte_strings import ring_all_gather_bytes
 from hostopt.collectives.ring_schedule import (
     Round,
     all_gather_rounds,
@@ -30,11 +30,13 @@ from hostopt.collectives.ring_schedule import (
 from hostopt.collectives.wire_format import NoCompression, WireFormat
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
+from hostopt.transport.message import Payload
 
 # Number of segments of the first chunk that a rank sends before it receives. They keep the network
 # busy. Sending the whole chunk at once would fill the receiver with freshly allocated memory, page
 # fault by page fault.
 _SEGMENTS_AHEAD = 4
+_LENGTH = struct.Struct("<Q")  # length of a string, at the start of its first message
 
 
 class RingGroup:
@@ -74,32 +76,18 @@ class RingGroup:
         Args:
           flat: contiguous array of shape [n], any numeric dtype. It must not be accessed until the
             future is done.
-
-        Returns:
-          Future that is done when `flat` holds the sums.
         """
         return event_loop.start(self._all_reduce(call, flat, np.add))
 
     def reduce_scatter(self, call: CollectiveCall, flat: Array, op: np.ufunc = np.add) -> Array:
-        """Reduces a flat buffer, which is overwritten.
-
-        Returns:
-          A copy of this rank's chunk of the result.
-        """
+        """Reduces a flat buffer, which is overwritten; returns a copy of this rank's chunk."""
         rounds = reduce_scatter_rounds(self._index, self._size)
         event_loop.run(self._run(call, flat, rounds, op, self._size))
         chunk: Array = flat[chunk_slices(flat.size, self._size)[self._index]].copy()
         return chunk
 
     def all_gather(self, call: CollectiveCall, array: Array) -> Array:
-        """Gathers an array from every rank.
-
-        Args:
-          array: contiguous array of any shape, the same shape and dtype on all ranks.
-
-        Returns:
-          Array of shape [size, ...]; row i is the array of the i-th member.
-        """
+        """Gathers a contiguous array from every rank, as [size, ...] in the order of members."""
         result = np.empty((self._size, *array.shape), array.dtype)
         result[self._index] = array
         rounds = all_gather_rounds(self._index, self._size)
@@ -111,14 +99,11 @@ class RingGroup:
 
         The last rank then sends an acknowledgement around the ring: first to the root, then on to
         all others. So no rank returns before all have the data.
-
-        Args:
-          flat: contiguous array of shape [n]. It is overwritten on all ranks but `root`.
         """
         event_loop.run(self._broadcast(call, flat, self._members.index(root)))
 
     def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
-        """Gathers byte strings over all ranks; see `ring_all_gather_bytes`."""
+        """Gathers byte strings over all ranks, not only the members."""
         return ring_all_gather_bytes(self._transport, call, data)
 
     def all_to_all(self, call: CollectiveCall, parts: Sequence[Array]) -> tuple[Array, Array]:
@@ -238,20 +223,10 @@ def _encode(wire: WireFormat, part: Array, keep: bool) -> Array:
     return encoded
 
 
-# -- all-to-all ------------------------------------------------------------------------------
-
-# Exchange of a different array between each pair of ranks.
-
-
 async def exchange(
     transport: Transport, call: CollectiveCall, parts: Sequence[Array], slots: Sequence[Array]
 ) -> None:
-    """Sends a part to each rank, and receives one from each; a coroutine for the event loop.
-
-    Args:
-      parts: contiguous array for each rank; that of this rank is not sent.
-      slots: contiguous array for the part of each rank, overwritten but for that of this rank.
-    """
+    """Sends a part to each other rank, and receives one from each into `slots`."""
     messages = CallMessages(transport, call)
     rank, size = transport.rank, transport.size
     # rank r begins with rank r + 1, so that no rank receives from all others at once
@@ -261,3 +236,56 @@ async def exchange(
             messages.send_segments(to, parts[to].reshape(-1)),
             messages.receive_segments(from_, slots[from_].reshape(-1)),
         )
+
+
+def ring_all_gather_bytes(
+    transport: Transport, call: CollectiveCall, data: memoryview
+) -> list[bytes | memoryview]:
+    """Gathers byte strings on every rank, over the ring. Collective: all ranks must call it.
+
+    Returns:
+      The bytes of each rank, in rank order; `data` itself for this rank.
+    """
+    return event_loop.run(_ring_all_gather_bytes(transport, call, data))
+
+
+async def _ring_all_gather_bytes(
+    transport: Transport, call: CollectiveCall, data: memoryview
+) -> list[bytes | memoryview]:
+    messages = CallMessages(transport, call)
+    rank, size = transport.rank, transport.size
+    next_, previous = (rank + 1) % size, (rank - 1) % size
+    gathered: list[bytes | memoryview] = [data] * size
+    if size > 1:
+        for segment, part in enumerate(_byte_segments(data, transport.options.segment_bytes)):
+            await messages.send(next_, call.tag(0, rank, segment), part, "all-gather")
+    for round_ in range(size - 1):
+        origin = (previous - round_) % size
+        parts: list[memoryview] = []
+        missing, segment = 1, 0  # the first message contains the real length
+        while missing > 0:
+            tag = call.tag(round_, origin, segment)
+            part = await messages.receive(previous, tag, "all-gather")
+            if round_ + 2 < size:
+                await messages.send(next_, tag._replace(round=round_ + 1), part, "all-gather")
+            if segment == 0:
+                (missing,) = _LENGTH.unpack_from(part)
+                part = part[_LENGTH.size :]
+            parts.append(part)
+            missing -= len(part)
+            segment += 1
+        gathered[origin] = _joined(parts)
+    return gathered
+
+
+def _byte_segments(data: memoryview, segment_bytes: int) -> Iterator[Payload]:
+    yield _LENGTH.pack(len(data)) + data[:segment_bytes]
+    for start in range(segment_bytes, len(data), segment_bytes):
+        yield data[start : start + segment_bytes]
+
+
+def _joined(parts: list[memoryview]) -> bytes | memoryview:
+    """Concatenates the parts; an array of numpy causes fewer page faults than `bytes`."""
+    if len(parts) == 1:
+        return bytes(parts[0])
+    return np.concatenate([np.frombuffer(part, np.uint8) for part in parts]).data.toreadonly()

@@ -27,17 +27,11 @@ from hostopt.collectives.call import Array
 
 
 class Round(NamedTuple):
-    """One round of one rank.
+    """One round of one rank."""
 
-    Args:
-      send: chunk sent to the next rank.
-      recv: chunk received from the previous rank.
-      reduce: True if the received chunk is reduced into the local one; False if it replaces it.
-    """
-
-    send: int
-    recv: int
-    reduce: bool
+    send: int  # chunk for the next rank
+    recv: int  # chunk from the previous rank
+    reduce: bool  # into the local chunk; otherwise the received one replaces it
 
     @property
     def phase(self) -> str:
@@ -48,22 +42,14 @@ class Round(NamedTuple):
 
 
 def reduce_scatter_rounds(rank: int, size: int) -> list[Round]:
-    """Rounds after which rank r holds the reduced chunk r.
-
-    Returns:
-      size - 1 rounds.
-    """
+    """Returns the size - 1 rounds after which rank r holds the reduced chunk r."""
     return [
         Round((rank - 1 - i) % size, (rank - 2 - i) % size, reduce=True) for i in range(size - 1)
     ]
 
 
 def all_gather_rounds(rank: int, size: int) -> list[Round]:
-    """Rounds that carry chunk r from rank r to all ranks.
-
-    Returns:
-      size - 1 rounds.
-    """
+    """Returns the size - 1 rounds that carry chunk r from rank r to all ranks."""
     return [Round((rank - i) % size, (rank - 1 - i) % size, reduce=False) for i in range(size - 1)]
 
 
@@ -72,9 +58,6 @@ def all_reduce_rounds(rank: int, size: int) -> list[Round]:
 
     Two ranks exchange their whole buffers instead. That sends as many bytes as the ring of two, in
     one round instead of two.
-
-    Returns:
-      2 (size - 1) rounds over `size` chunks; for two ranks, 1 round over 1 chunk.
     """
     if size == 2:
         return [Round(0, 0, reduce=True)]
@@ -82,14 +65,7 @@ def all_reduce_rounds(rank: int, size: int) -> list[Round]:
 
 
 def chunk_slices(length: int, count: int) -> list[slice]:
-    """Cuts `length` elements into `count` chunks whose lengths differ by at most one.
-
-    Args:
-      length: number of elements, 0 or more.
-
-    Returns:
-      One slice for each chunk. The first ``length % count`` chunks have one element more.
-    """
+    """Cuts `length` elements into `count` slices; the first ones may have one element more."""
     base, extra = divmod(length, count)
     starts = [c * base + min(c, extra) for c in range(count + 1)]
     return [slice(start, stop) for start, stop in zip(starts, starts[1:])]
@@ -98,14 +74,9 @@ def chunk_slices(length: int, count: int) -> list[slice]:
 def segments(
     chunk: Array, segment_bytes: int, at_least_one: bool = True
 ) -> Iterator[tuple[int, Array]]:
-    """Cuts a chunk into segments, each of which is one message.
+    """Cuts a chunk into numbered messages of up to `segment_bytes`, or of one larger element.
 
-    Args:
-      segment_bytes: maximum size of a segment, unless one element is larger.
-      at_least_one: True if an empty chunk has one empty segment.
-
-    Yields:
-      Index of the segment, and a view of its elements.
+    With `at_least_one`, an empty chunk has one empty segment.
     """
     length = max(segment_bytes // chunk.itemsize, 1)
     for index, start in enumerate(range(0, max(chunk.size, at_least_one), length)):

@@ -9,8 +9,7 @@ import itertools
 
 import numpy as np
 
-from hostopt.collectives.call import Array, CollectiveCall
-from hostopt.collectives.channel import Channel
+from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.sequence_counters import SequenceCounters
 from hostopt.transport.signature import signature_of
@@ -23,29 +22,15 @@ class ScalarSum(abc.ABC):
 
     @abc.abstractmethod
     def start(self, first: float, second: float = 0.0) -> None:
-        """Starts the sums. Each call must be followed by `wait` before the next one.
-
-        Args:
-          first: first scalar of this rank.
-          second: second scalar of this rank, summed separately.
-        """
+        """Starts the sums. Each call must be followed by `wait` before the next one."""
 
     @abc.abstractmethod
     def wait(self) -> tuple[np.float32, np.float32]:
-        """Waits until every rank has started the sums.
-
-        Returns:
-          The two sums, with the same bits on all ranks.
-        """
+        """Waits until every rank has started; returns the sums, the same bits on all ranks."""
 
 
 def new_scalar_sum(channel: Channel, counters: SequenceCounters | None) -> ScalarSum:
-    """Creates a sum of scalars.
-
-    Args:
-      channel: channel that nothing else uses.
-      counters: counters of all ranks that nothing else uses; None uses the ring.
-    """
+    """Creates a sum, on a channel and counters that nothing else uses; None uses the ring."""
     if counters is None:
         return _RingScalarSum(channel)
     return _SharedMemoryScalarSum(channel, counters)
@@ -59,12 +44,10 @@ class _SharedMemoryScalarSum(ScalarSum):
         self._started, self._finished = itertools.count(), itertools.count()
 
     def start(self, first: float, second: float = 0.0) -> None:
-        """See `ScalarSum.start`."""
         word = np.array([first, second], np.float32).view(np.uint64)
         self._counters.write_word(next(self._started), int(word[0]))
 
     def wait(self) -> tuple[np.float32, np.float32]:
-        """See `ScalarSum.wait`."""
         step, name = next(self._finished), self._channel.name
         call = CollectiveCall(self._channel.channel, step, name=name)
         words = self._counters.read_words(call)
@@ -83,13 +66,11 @@ class _RingScalarSum(ScalarSum):
         self._result: concurrent.futures.Future[None]
 
     def start(self, first: float, second: float = 0.0) -> None:
-        """See `ScalarSum.start`."""
         self._scalars = np.array([first, second], np.float32)
         call = self._channel.next_call()._replace(signature=_SIGNATURE)
         self._channel.begin(call)
         self._result = self._ring.start_all_reduce(call, self._scalars)
 
     def wait(self) -> tuple[np.float32, np.float32]:
-        """See `ScalarSum.wait`."""
         self._result.result()
         return self._scalars[0], self._scalars[1]

@@ -44,13 +44,7 @@ def counters_bytes(count: int) -> int:
 
 
 class SequenceCounters:
-    """Barriers and 64-bit words of the ranks of one host.
-
-    Args:
-      memory: shared memory of `counters_bytes`, initially filled with zeros.
-      members: ranks of this host, in order.
-      transport: transport of this rank, for its deadlines and errors.
-    """
+    """Barriers and 64-bit words of the ranks of one host, in memory that is initially zero."""
 
     def __init__(self, memory: memoryview, members: tuple[int, ...], transport: Transport) -> None:
         self._transport = transport
@@ -66,33 +60,21 @@ class SequenceCounters:
         self._calls = 0
 
     def barrier(self, call: CollectiveCall, round_: int) -> None:
-        """Waits until all ranks of this host have reached this barrier.
-
-        Args:
-          round_: number of the barrier in the call, for warnings and errors.
-        """
+        """Waits until all ranks of this host have reached barrier `round_` of the call."""
         self._barriers += 1
         self._words[self._line + _BARRIER] = self._barriers
         for line, rank in self._peers:
             self._wait(line + _BARRIER, self._barriers, rank, call, round_)
 
     def begin_call(self, call: CollectiveCall, nbytes: int) -> None:
-        """Publishes the signature of a call, before its first barrier.
-
-        Args:
-          nbytes: size of the data of this rank, for the flight recorder.
-        """
+        """Publishes the signature of a call of `nbytes`, before its first barrier."""
         tag = call.tag()
         self._transport.recorder.record("in memory", -1, call.name, tag, nbytes)
         self._calls += 1
         self._words[self._line + _SIGNATURE + self._calls % 2] = tag.signature
 
     def check_signature(self, call: CollectiveCall) -> None:
-        """Compares the signatures of a call, after its first barrier.
-
-        Raises:
-          CollectiveMismatchError: a rank makes another call.
-        """
+        """Raises CollectiveMismatchError if the calls differ, after the first barrier."""
         position = _SIGNATURE + self._calls % 2
         local = self._words[self._line + position]
         for line, rank in self._peers:
@@ -100,14 +82,7 @@ class SequenceCounters:
                 raise event_loop.run(self._transport.abort_on_mismatch(rank, call.tag()))
 
     def all_reduce_band(self, flags: int, call: CollectiveCall) -> int:
-        """Reduces 64 flags with bitwise AND. The next call must contain a barrier.
-
-        Args:
-          flags: 64 bits of this rank.
-
-        Returns:
-          The bits that are set on all ranks of this host.
-        """
+        """Returns the bits that are set on all ranks. The next call must contain a barrier."""
         self._words[self._line + _FLAGS] = flags
         self.barrier(call, 0)
         for line, _ in self._peers:
@@ -115,41 +90,22 @@ class SequenceCounters:
         return flags
 
     def all_finite(self, finite: bool, call: CollectiveCall, round_: int) -> bool:
-        """Tells if all ranks have finite values, at the last barrier of a call.
-
-        Args:
-          finite: True if the values of this rank are finite.
-          call: the collective call, after its first barrier.
-          round_: number of the barrier in the call.
-
-        Returns:
-          True if `finite` is True on all ranks of this host.
-        """
+        """Tells if `finite` is True on all ranks, at the last barrier of a call."""
         self._words[self._line + _FINITE] = finite
         self.barrier(call, round_)
         return finite and all(self._words[line + _FINITE] for line, _ in self._peers)
 
     def write_word(self, step: int, word: int) -> None:
-        """Publishes a word of this rank, without waiting.
+        """Publishes word number `step` of this rank, without waiting.
 
-        Args:
-          step: number of the word, from 0. All ranks must have passed a barrier or read the
-            previous word before they write the next one.
-          word: 64 bits.
+        All ranks must have passed a barrier or read the previous word before they write the next.
         """
         position = self._line + step % 2
         self._words[position + _WORD] = word
         self._words[position + _WORD_STEP] = step + 1
 
     def read_words(self, call: CollectiveCall) -> list[int]:
-        """Reads the words of all ranks for a step; waits until all are written.
-
-        Args:
-          call: has the number of the step, and the name for warnings and errors.
-
-        Returns:
-          A word of each rank of this host, in rank order.
-        """
+        """Returns the words of all ranks for step `call.step`; waits until all are written."""
         position = call.step % 2
         for line, rank in self._peers:
             self._wait(line + position + _WORD_STEP, call.step + 1, rank, call, 0)

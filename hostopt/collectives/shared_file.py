@@ -20,15 +20,7 @@ STALE_AFTER_S = 60.0  # a younger file may not be locked yet
 
 
 class SharedFile:
-    """A new file, which is locked and has a name until `unlink`.
-
-    Args:
-      nbytes: size in bytes; the memory is reserved immediately.
-      directory: directory of the file, on a file system in memory.
-
-    Raises:
-      OSError: the directory does not exist or has less than `nbytes` free.
-    """
+    """A new file, which is locked and has a name until `unlink`; its memory is reserved."""
 
     def __init__(self, nbytes: int, directory: str = DIRECTORY) -> None:
         remove_stale(directory)
@@ -51,15 +43,7 @@ class SharedFile:
 
 
 def attach(path: str, nbytes: int) -> mmap.mmap:
-    """Maps a file that another process has created.
-
-    Returns:
-      The memory, shared with all processes that map the file.
-
-    Raises:
-      OSError: the file does not exist here, or this user may not open it.
-      ValueError: the file is smaller than `nbytes`.
-    """
+    """Maps a file of another process; raises OSError, or ValueError if it is too small."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         return _map(fd, nbytes)

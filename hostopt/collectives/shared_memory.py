@@ -45,32 +45,111 @@ The blocks stay in cache. All ranks reduce in the same order and so get the same
 
 from __future__ import annotations
 
+import bisect
 import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.finite import all_finite
 from hostopt.collectives.ring_schedule import chunk_slices
-from hostopt.collectives.sequence_counters import SequenceCounters
-from hostopt.collectives.staging_buffers import StagingBuffers
-from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.collectives.sequence_counters import SequenceCounters, counters_bytes
 from hostopt.transport.base import Transport
 
 _LENGTH = struct.Struct("<Q")  # length of a byte string, before its first bytes
+
+
+def channel_bytes(count: int, block_bytes: int) -> int:
+    """Returns the size of the shared memory of a channel; blocks are multiples of 4096 bytes."""
+    buffers = count + (count > 2)
+    return counters_bytes(count) + buffers * _slot_count(count) * block_bytes
+
+
+def _slot_count(count: int) -> int:
+    # Two slots are needed. Memory that another core has just read is slow to write. With four
+    # slots it has left the other core's cache before it is written again.
+    return 4 if count == 2 else 2
+
+
+class StagingBuffers:
+    """Addresses the blocks of the current slot in memory of `channel_bytes`.
+
+    For n ranks, the memory contains
+
+        counters            a cache line for each rank; see `sequence_counters`
+        staging buffers     one for each rank, which it writes and the others read
+        sums                one more buffer, for n > 2
+
+    A buffer consists of *slots* of one block each. All ranks use the same slot at the same time.
+    """
+
+    def __init__(self, memory: memoryview, count: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._memory = memory
+        self._begin = counters_bytes(count)
+        self._count = count
+        self._slots = _slot_count(count)
+        self._slot = 0
+        self._arrays: dict[np.dtype[Any], Array] = {}  # all buffers as one array, by dtype
+
+    def next_slot(self) -> None:
+        """Moves on to the next slot."""
+        self._slot = (self._slot + 1) % self._slots
+
+    def block(self, index: int, dtype: np.dtype[Any], size: int) -> Array:
+        """Returns `size` elements of the block of the current slot in one buffer.
+
+        The index is that of the rank on this host; the number of ranks for the sums.
+        """
+        if dtype not in self._arrays:
+            count = (len(self._memory) - self._begin) // dtype.itemsize
+            self._arrays[dtype] = np.frombuffer(self._memory, dtype, count, self._begin)
+        start = (index * self._slots + self._slot) * (self.block_bytes // dtype.itemsize)
+        return self._arrays[dtype][start : start + size]
+
+    def blocks(self, dtype: np.dtype[Any], size: int) -> list[Array]:
+        """Returns the block of the current slot of each rank; see `block`."""
+        return [self.block(index, dtype, size) for index in range(self._count)]
+
+    def bytes_of_blocks(self) -> list[memoryview]:
+        """Returns the bytes of the block of the current slot of each rank."""
+        starts = [
+            self._begin + (index * self._slots + self._slot) * self.block_bytes
+            for index in range(self._count)
+        ]
+        return [self._memory[start : start + self.block_bytes] for start in starts]
+
+
+class TensorListView:
+    """Read access to the values of a flat buffer that are stored in several arrays, with gaps."""
+
+    def __init__(self, arrays: Sequence[Array], starts: Sequence[int]) -> None:
+        self._arrays = arrays
+        self._starts = starts  # position of each array in the buffer, ascending
+
+    def between(self, begin: int, end: int) -> Iterator[tuple[Array, slice]]:
+        """Yields views of the values in a range, and the slice of the range that each fills."""
+        for index in range(max(bisect.bisect(self._starts, begin) - 1, 0), len(self._arrays)):
+            start, array = self._starts[index], self._arrays[index]
+            if start >= end:
+                return
+            low, high = max(start, begin), min(start + array.size, end)
+            if low < high:
+                yield array[low - start : high - start], slice(low - begin, high - begin)
+
+    def copy_to(self, flat: Array) -> None:
+        """Copies the values to a buffer; gaps are not written."""
+        for values, target in self.between(0, flat.size):
+            flat[target] = values
 
 
 class SharedMemoryChannel:
     """One rank's access to shared memory, for one collective at a time.
 
     Every collective raises HostOptError if a rank failed, left or timed out, and
-    CollectiveMismatchError if a rank makes another call.
-
-    Args:
-      memory: shared memory of `channel_bytes`, initially filled with zeros.
-      members: ranks of this host, in order.
-      block_bytes: size of a block in bytes.
-      transport: transport of this rank, for its deadlines and errors.
+    CollectiveMismatchError if a rank makes another call. The memory is initially zero.
     """
 
     def __init__(
@@ -83,19 +162,14 @@ class SharedMemoryChannel:
         self._index = members.index(transport.rank)
 
     def all_reduce(
-        self,
-        flat: Array,
-        op: np.ufunc,
-        call: CollectiveCall,
-        source: TensorListView | None = None,
+        self, flat: Array, op: np.ufunc, call: CollectiveCall, source: TensorListView | None = None
     ) -> None:
         """Reduces an array over the ranks of this host, in place.
 
         Collective: all ranks must call it.
 
         Args:
-          flat: contiguous array of shape [n], the same shape and dtype on all ranks. It is
-            overwritten with the result.
+          flat: contiguous array of shape [n], the same shape and dtype on all ranks.
           source: values of this rank, of the same size and dtype; by default those in `flat`.
         """
         self.counters.begin_call(call, flat.nbytes)
@@ -214,9 +288,6 @@ class SharedMemoryChannel:
         """Sends the values of one rank to all ranks of this host, in place.
 
         Collective: all ranks must call it.
-
-        Args:
-          flat: contiguous array of shape [n], the same shape and dtype on all ranks.
         """
         root_index = self._members.index(root)
         length = self._staging.block_bytes // flat.itemsize
@@ -235,9 +306,6 @@ class SharedMemoryChannel:
         """Gathers byte strings, whose lengths may differ, on every rank of this host.
 
         Collective: all ranks must call it.
-
-        Args:
-          data: contiguous bytes of this rank.
 
         Returns:
           The bytes of each rank, in rank order; `data` itself for this rank.

@@ -23,53 +23,30 @@ _UINT32 = np.dtype(np.uint32)
 
 
 class WireFormat(abc.ABC):
-    """Encoding of the values of a buffer on the wire. It has scratch memory: use it in one thread.
+    """Encoding of the values of a buffer on the wire, for contiguous arrays of shape [n].
 
-    Args:
-      name: name in `Options.compression`, part of the signature that ranks compare.
-      dtype: dtype of the values on the wire.
+    It has scratch memory: use it in one thread.
     """
 
     def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
-        self.name = name
-        self.dtype = dtype
+        self.name = name  # in `Options.compression`; part of the signature that ranks compare
+        self.dtype = dtype  # on the wire
 
     @abc.abstractmethod
     def encode(self, values: Array) -> Array:
-        """Rounds values to the wire format.
-
-        Args:
-          values: contiguous array of shape [n].
-
-        Returns:
-          Array of shape [n] and `dtype`, valid until the next call.
-        """
+        """Returns the values rounded to the wire format, valid until the next call."""
 
     @abc.abstractmethod
     def decode(self, encoded: Array, out: Array) -> None:
-        """Converts encoded values back, exactly.
-
-        Args:
-          encoded: contiguous array of shape [n] and `dtype`.
-          out: contiguous array of shape [n], overwritten.
-        """
+        """Converts encoded values back, exactly."""
 
     @abc.abstractmethod
     def reduce(self, values: Array, encoded: Array, op: np.ufunc) -> None:
-        """Reduces encoded values into an array.
-
-        Args:
-          values: contiguous array of shape [n], overwritten with ``op(values, decoded)``.
-          encoded: contiguous array of shape [n] and `dtype`.
-        """
+        """Overwrites values with ``op(values, decoded)``."""
 
 
 class NoCompression(WireFormat):
-    """Sends values unchanged.
-
-    Args:
-      dtype: dtype of the buffer.
-    """
+    """Sends values unchanged."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         super().__init__(dtype.name, dtype)
@@ -96,7 +73,6 @@ class _Float32Format(WireFormat):
         self._decoded = np.empty(_BLOCK, np.float32)
 
     def encode(self, values: Array) -> Array:
-        """See `WireFormat.encode`."""
         if self._encoded.size < values.size:
             self._encoded = np.empty(values.size, self.dtype)
         encoded = self._encoded[: values.size]
@@ -106,12 +82,10 @@ class _Float32Format(WireFormat):
         return encoded
 
     def decode(self, encoded: Array, out: Array) -> None:
-        """See `WireFormat.decode`."""
         for block in _blocks(out.size):
             self._decode_block(encoded[block], out[block])
 
     def reduce(self, values: Array, encoded: Array, op: np.ufunc) -> None:
-        """See `WireFormat.reduce`."""
         for block in _blocks(values.size):
             local = values[block]
             received = self._decoded[: local.size]
@@ -193,14 +167,7 @@ class Fp16(_Float32Format):
 
 
 def new_wire_format(compression: str | None) -> WireFormat | None:
-    """Creates the wire format of the option `compression`.
-
-    Args:
-      compression: "fp16", "bf16" or None.
-
-    Returns:
-      The format, for use in one thread; None for no compression.
-    """
+    """Creates the wire format of the option `compression`, for use in one thread."""
     formats = {"fp16": Fp16, "bf16": Bf16}
     return None if compression is None else formats[compression]()
 

@@ -24,13 +24,9 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and dtype of a gradient.
+    """Name, shape and dtype of a gradient."""
 
-    Args:
-      name: name of its variable, for warnings and errors.
-    """
-
-    name: str
+    name: str  # of its variable
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
 
@@ -45,15 +41,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients of one dtype that are reduced as one flat buffer.
+    """Gradients of one dtype that are reduced as one flat buffer."""
 
-    Args:
-      indices: indices of the gradients in variable order, listed in packing order.
-      specs: the gradients, in packing order.
-    """
-
-    indices: tuple[int, ...]
-    specs: tuple[TensorSpec, ...]
+    indices: tuple[int, ...]  # of the gradients in variable order, listed in packing order
+    specs: tuple[TensorSpec, ...]  # in packing order
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -83,11 +74,7 @@ class Bucket:
         return [0, *itertools.accumulate(sizes[:-1])]
 
     def new_buffer(self) -> Array:
-        """Allocates an aligned flat buffer with zero padding, and space for a flag at its end.
-
-        Returns:
-          Array of shape [(nbytes + 64) / itemsize].
-        """
+        """Allocates an aligned buffer of zeros, with space for a flag at its end."""
         nbytes = self.nbytes + ALIGNMENT_BYTES
         raw = np.zeros(nbytes + ALIGNMENT_BYTES, np.uint8)
         start = -raw.ctypes.data % ALIGNMENT_BYTES
@@ -98,26 +85,14 @@ class Bucket:
         return [np.zeros(spec.shape, spec.dtype) for spec in self.specs]
 
     def views(self, buffer: Array) -> list[Array]:
-        """Splits a flat buffer into gradients.
-
-        Returns:
-          Views with the shapes of `specs`, in packing order.
-        """
+        """Splits a flat buffer into views with the shapes of `specs`, in packing order."""
         return [
             buffer[start : start + math.prod(spec.shape)].reshape(spec.shape)
             for start, spec in zip(self.starts, self.specs)
         ]
 
     def pack(self, arrays: Sequence[Array], buffer: Array, limit: float = math.inf) -> bool:
-        """Copies gradients into a flat buffer.
-
-        Args:
-          arrays: arrays with the shapes of `specs`, in packing order.
-          limit: largest magnitude that needs no check of the sums.
-
-        Returns:
-          True if no magnitude exceeds `limit`; False for a NaN.
-        """
+        """Packs gradients; returns True if no magnitude exceeds `limit`, as a NaN does."""
         within = True
         for view, array in zip(self.views(buffer), arrays):
             flat, values = view.reshape(-1), np.asarray(array).reshape(-1)
@@ -129,14 +104,9 @@ class Bucket:
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Assigns gradients to buckets.
+    """Assigns gradients to buckets of one dtype each, in the order in which backward fills them.
 
-    Args:
-      specs: the gradients, in variable order.
-      bucket_bytes: largest size of a bucket; a larger gradient gets its own bucket.
-
-    Returns:
-      The buckets, in the order in which backward fills them. Each has a single dtype.
+    A gradient of more than `bucket_bytes` gets its own bucket.
     """
     groups: list[list[int]] = []
     open_group: dict[str, list[int]] = {}
@@ -148,9 +118,8 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
             groups.append(open_group[dtype])
         open_group[dtype].append(index)
         filled_bytes[dtype] += nbytes
-    groups.sort(
-        key=lambda group: group[-1], reverse=True
-    )  # backward completes a bucket with its last gradient
+    # backward completes a bucket with its last gradient
+    groups.sort(key=lambda group: group[-1], reverse=True)
     return tuple(Bucket(tuple(group), tuple(specs[i] for i in group)) for group in groups)
 
 
@@ -164,9 +133,6 @@ class BufferPool:
 
     TensorFlow or the user may hold a reduced gradient long after the step. The reference count of
     a buffer tells whether it is free.
-
-    Args:
-      bucket: bucket that the buffers are for.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -174,11 +140,7 @@ class BufferPool:
         self._buffers: list[Array] = []
 
     def take(self) -> Array:
-        """Returns a free buffer, and allocates one if there is none.
-
-        Returns:
-          Array from `Bucket.new_buffer`; it holds old values, and zero padding.
-        """
+        """Returns a free buffer, or a new one. It holds old values, and zero padding."""
         for index in free_buffers(self._buffers):
             return self._buffers[index]
         self._buffers.append(self._bucket.new_buffer())
@@ -186,14 +148,7 @@ class BufferPool:
 
 
 def free_buffers(buffers: Sequence[Array]) -> list[int]:
-    """Finds the buffers that nothing else refers to.
-
-    Args:
-      buffers: arrays that only this sequence refers to. Each is a view of its own base array.
-
-    Returns:
-      Indices of the buffers without other references and without other views of their memory.
-    """
+    """Finds buffers that only this sequence refers to; each is a view of its own base array."""
     # A free buffer has two references: the sequence, and the argument of getrefcount. Every view
     # refers to the base array, so a free base array has two as well: the buffer and the argument.
     return [

@@ -1,34 +1,33 @@
-"""Base class of the reducers of gradient buckets."""
+"""Reducers of gradient buckets: their base class, and the one for ranks that share memory."""
 
 from __future__ import annotations
 
 import abc
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from hostopt.collectives.call import Array
+from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
+from hostopt.collectives.finite import all_finite
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.collectives.shared_memory import TensorListView
 from hostopt.collectives.wire_format import WireFormat
-from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket
-from hostopt.gradients.nonfinite import NonFiniteCheck
+from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket, free_buffers
+from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.step_stats import StepStats, StepTimes
-from hostopt.telemetry.timeline import Timeline, Track
+from hostopt.telemetry.timeline import Track
 from hostopt.transport.signature import Signature, signature_of
+
+_MAX_SLOTS = 64  # bits of the free mask of `SharedSums`
 
 
 class BucketReducer(abc.ABC):
     """Sums the gradient buckets of each step over the ranks, on a separate channel.
 
-    Args:
-      communicator: communicator on which all ranks create their reducers in the same order.
-      buckets: all buckets of a step, the same on all ranks.
-      check: check of the sums.
-      wire_format: format of float32 values between hosts; None sends them unchanged.
-
-    Attributes:
-      communicator: communicator on the channel of this reducer.
-      nonfinite_check: the check of the sums.
+    All ranks create their reducers on a communicator in the same order.
     """
 
     def __init__(
@@ -48,19 +47,15 @@ class BucketReducer(abc.ABC):
             describe_bucket(self._buckets, index) for index in range(len(self._buckets))
         ]
         self._signatures = [self._signature(index) for index in range(len(self._buckets))]
-        self._timing = BucketTiming(self._buckets, communicator.transport.timeline)
+        self._stats = StepStats(len(self._buckets))
 
     @property
     def last_times(self) -> StepTimes | None:
         """Times of the last complete step; None if there is none yet."""
-        return self._timing.stats.last
+        return self._stats.last
 
     def count_from(self, step: int) -> None:
-        """Sets the number of the first step. Call it before the first reduction.
-
-        Args:
-          step: number of the step, the same on all ranks.
-        """
+        """Sets the number of the first step, the same on all ranks, before any reduction."""
         self._first_step = step
 
     def zeros(self, bucket: int) -> list[Array]:
@@ -68,11 +63,7 @@ class BucketReducer(abc.ABC):
         return self._buckets[bucket].zeros()
 
     def refuse(self, reason: str) -> None:
-        """Counts a step that this rank refuses, and tells ranks that wait for it.
-
-        Args:
-          reason: what is refused, why, and what to do.
-        """
+        """Counts a step that this rank refuses, and tells ranks that wait for it."""
         step = self._first_step + self._count_steps()
         self.communicator.transport.call_log.refuse(self.communicator.channel, step, reason)
         self._first_step += 1
@@ -84,6 +75,23 @@ class BucketReducer(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Ends the reductions, and frees the buffers."""
+
+    def _record_launch(self, bucket: int, begin_s: float, end_s: float) -> None:
+        step = self._stats.launched(bucket, end_s)
+        self._add_span(Track.LAUNCH, step, bucket, begin_s, end_s)
+
+    def _record_wait(self, bucket: int, begin_s: float, end_s: float) -> None:
+        """Records a wait; the all-reduce of the bucket has been recorded before."""
+        step = self._stats.waited(bucket, begin_s, end_s)
+        self._add_span(Track.WAIT, step, bucket, begin_s, end_s)
+
+    def _add_span(
+        self, track: Track, step: int, bucket: int, begin_s: float, end_s: float
+    ) -> None:
+        timeline = self.communicator.transport.timeline
+        if timeline is not None:
+            nbytes, name = self._buckets[bucket].nbytes, self._descriptions[bucket]
+            timeline.span(track, name, begin_s, end_s, step=step, bucket=bucket, bytes=nbytes)
 
     def _format_of(self, bucket: Bucket) -> WireFormat | None:
         return self._wire_format if bucket.dtype == np.float32 else None
@@ -98,47 +106,119 @@ class BucketReducer(abc.ABC):
         )
 
 
-# -- times of buckets ------------------------------------------------------------------------
+class InlineReducer(BucketReducer):
+    """Sums buckets over the ranks of one host, on the calling thread.
 
-# Times of each bucket, for the step statistics and the timeline.
+    Handing a bucket to another thread would cost more time than the copying that it could hide.
+    The sums lie in shared memory, which all ranks of the host read in place.
 
-
-class BucketTiming:
-    """Records the times of launches, ring all-reduces and waits; thread-safe.
-
-    Args:
-      buckets: all buckets of a step.
-      timeline: records the spans; None for no timeline.
+    Each step reduces every bucket once, in bucket order. It may leave out the last buckets, on all
+    ranks. The launch of a bucket and its reduction begin at the same time.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], timeline: Timeline | None) -> None:
-        self.stats = StepStats(len(buckets))
-        self._buckets = buckets
-        self._timeline = timeline
-
-    def launched(self, bucket: int, begin_s: float, end_s: float) -> None:
-        """Records the begin and end of a launch."""
-        step = self.stats.launched(bucket, end_s)
-        self._add_span(Track.LAUNCH, step, bucket, begin_s, end_s)
-
-    def ring(self, bucket: int, begin_s: float, end_s: float) -> None:
-        """Records the begin and end of a ring all-reduce, which adds its own spans."""
-        self.stats.ring(bucket, begin_s, end_s)
-
-    def waited(self, bucket: int, begin_s: float, end_s: float) -> None:
-        """Records the begin and end of a wait. Call it after `ring` of the same bucket."""
-        step = self.stats.waited(bucket, begin_s, end_s)
-        self._add_span(Track.WAIT, step, bucket, begin_s, end_s)
-
-    def end_step(self) -> None:
-        """Ends the last step, whose remaining buckets are left out."""
-        self.stats.end_step()
-
-    def _add_span(
-        self, track: Track, step: int, bucket: int, begin_s: float, end_s: float
+    def __init__(
+        self, communicator: Communicator, buckets: Sequence[Bucket], check: NonFiniteCheck
     ) -> None:
-        if self._timeline is not None:
-            nbytes, name = self._buckets[bucket].nbytes, describe_bucket(self._buckets, bucket)
-            self._timeline.span(
-                track, name, begin_s, end_s, step=step, bucket=bucket, bytes=nbytes
+        super().__init__(communicator, buckets, check)
+        self._shared = [SharedSums(self.communicator, bucket) for bucket in self._buckets]
+        self._steps = [0] * len(self._buckets)  # reductions of each bucket
+        self._lock = threading.Lock()
+
+    def reduce(self, bucket: int, arrays: Sequence[Array]) -> list[Array]:
+        """Sums a bucket over the ranks. Collective: all ranks must call it.
+
+        The arrays, in packing order, are not modified. The sums are read-only views of memory that
+        other ranks read too. It is not reused while a view is alive on any rank.
+        """
+        plan = self._buckets[bucket]
+        begin_s = time.monotonic()
+        with self._lock:
+            name, signature = self._descriptions[bucket], self._signatures[bucket]
+            step = self._first_step + self._steps[bucket]
+            call = CollectiveCall(self.communicator.channel, step, bucket, name, signature)
+            self.communicator.begin(call)
+            self._steps[bucket] += 1
+            if bucket == 0:
+                self._stats.end_step()  # if it has left out its last buckets
+            source = TensorListView([array.reshape(-1) for array in arrays], plan.starts)
+            sums, is_finite = self._sum(bucket, source, call)
+            views = plan.views(sums)
+            end_s = time.monotonic()
+            self._record_launch(bucket, begin_s, begin_s)
+            self._stats.ring(bucket, begin_s, end_s)
+            self._record_wait(bucket, begin_s, end_s)
+            self.nonfinite_check.check(
+                call,
+                is_finite,
+                lambda: find_nonfinite(plan.names, arrays),
+                lambda: find_nonfinite(plan.names, views),
             )
+        return views
+
+    def _count_steps(self) -> int:
+        return self._steps[0]
+
+    def _sum(
+        self, bucket: int, source: TensorListView, call: CollectiveCall
+    ) -> tuple[Array, bool]:
+        shared = self._shared[bucket].reduce(source, call)
+        if shared is not None:
+            return shared
+        sums = self._pools[bucket].take()  # no shared memory is left
+        self.communicator.all_reduce_in_place(sums, ReduceOp.SUM, call, source=source)
+        return sums, all_finite(sums)
+
+    def close(self) -> None:
+        """Frees the buffers."""
+        self._pools.clear()
+        self._shared.clear()
+
+
+class SharedSums:
+    """Reduces one bucket into memory that all ranks of one host share and read in place.
+
+    The sums lie in shared-memory slots. A rank may reuse a slot if it holds no view of it. Before
+    each reduction the ranks combine their masks of free slots with a bitwise AND, and use the
+    lowest slot that is free on all ranks. If there is none, they allocate another slot. A training
+    that holds no reduced gradients between steps needs a single slot.
+    """
+
+    def __init__(self, communicator: Communicator, bucket: Bucket) -> None:
+        assert communicator.memory is not None
+        self._memory = communicator.memory
+        self._bucket = bucket
+        self._slots: list[Array] = []
+        self._can_allocate = True
+
+    def reduce(self, source: TensorListView, call: CollectiveCall) -> tuple[Array, bool] | None:
+        """Sums the bucket over the ranks. Collective: all ranks must call it.
+
+        Returns:
+          The sums, a read-only array of shape [n], and True if they are finite. None if no slot
+          is free and no memory is left; nothing has been reduced then.
+        """
+        channel = self._memory.channel_of_all(self._bucket.nbytes)
+        if channel is None:
+            return None
+        free_mask = sum(1 << index for index in free_buffers(self._slots))
+        free_mask = channel.counters.all_reduce_band(free_mask, call)
+        if not free_mask:
+            if not self._allocate_slot():
+                return None
+            free_mask = 1 << (len(self._slots) - 1)
+        slot = self._slots[(free_mask & -free_mask).bit_length() - 1]  # of the lowest set bit
+        is_finite = channel.reduce_scatter(slot, np.add, call, source)
+        sums = slot[:]
+        sums.flags.writeable = False
+        return sums, is_finite
+
+    def _allocate_slot(self) -> bool:
+        """Allocates a slot on all ranks. After a failure it is not tried again."""
+        if self._can_allocate and len(self._slots) < _MAX_SLOTS:
+            memory = self._memory.allocate(self._bucket.nbytes)
+            self._can_allocate = memory is not None
+            if memory is not None:
+                # each slot is a view of its own base array, as `free_buffers` expects
+                self._slots.append(np.frombuffer(memory, np.uint8).view(self._bucket.dtype))
+                return True
+        return False

@@ -35,35 +35,22 @@ _ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True)
 class DenseValue:
-    """A dense array of the exchange.
-
-    Args:
-      spec: name, shape and dtype.
-      is_gradient: True if it is scaled by the weight of its rank, and its sum must be finite.
-    """
+    """A dense array of the exchange."""
 
     spec: TensorSpec
     op: ReduceOp = ReduceOp.SUM
-    is_gradient: bool = True
+    is_gradient: bool = True  # scaled by the weight of its rank, and its sum must be finite
 
 
 @dataclass(frozen=True)
 class Table:
-    """A sparse gradient, which consists of rows of a variable.
+    """A sparse gradient, which consists of rows of a variable."""
 
-    Args:
-      name: name of the variable.
-      row_shape: shape of one row.
-      dtype: dtype of the values.
-      index_dtype: dtype of the indices, int32 or int64.
-      is_summed: True if rows with the same index are summed; otherwise all rows of all ranks stay.
-    """
-
-    name: str
+    name: str  # of the variable
     row_shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
-    index_dtype: np.dtype[np.generic]
-    is_summed: bool = True
+    index_dtype: np.dtype[np.generic]  # int32 or int64
+    is_summed: bool = True  # rows with the same index; otherwise all rows of all ranks stay
 
     @property
     def width(self) -> int:
@@ -77,49 +64,25 @@ class Table:
 
 
 class Rows(NamedTuple):
-    """Rows of all tables of one kind, table by table.
+    """Rows of all tables of one kind, table by table."""
 
-    Args:
-      counts: integers of shape [tables], the number of rows of each table.
-      indices: index of each row in its table, of shape [n].
-      values: values of the rows, of shape [n, width].
-    """
-
-    counts: Array
-    indices: Array
-    values: Array
+    counts: Array  # integers of shape [tables], the number of rows of each table
+    indices: Array  # index of each row in its table, of shape [n]
+    values: Array  # of shape [n, width]
 
 
 @dataclass
 class Combined:
-    """Result of an exchange, with the same bits on all ranks.
-
-    Args:
-      arrays: the reduced dense arrays.
-      rows: the rows of each kind.
-      side_total: sum of the side values of all ranks.
-      is_finite: True if all gradients are finite.
-    """
+    """Result of an exchange, with the same bits on all ranks."""
 
     arrays: list[Array]
-    rows: list[Rows]
-    side_total: int
-    is_finite: bool = True
+    rows: list[Rows]  # of each kind
+    side_total: int  # sum of the side values of all ranks
+    is_finite: bool = True  # all gradients
 
 
 class ExchangeBuffer:
-    """Packs the values of one rank into a buffer, and combines the buffers of all ranks.
-
-    Args:
-      dense: the dense arrays, the same on all ranks.
-      tables: the sparse gradients, the same on all ranks.
-
-    Attributes:
-      kinds: indices of the tables of each kind of row.
-
-    Raises:
-      ConfigError: there are more sparse gradients than a key can distinguish.
-    """
+    """Packs the values of one rank into a buffer, and combines the buffers of all ranks."""
 
     def __init__(self, dense: Sequence[DenseValue], tables: Sequence[Table]) -> None:
         if len(tables) > _MAX_TABLES:
@@ -130,7 +93,7 @@ class ExchangeBuffer:
         self._dense = tuple(dense)
         self._tables = tuple(tables)
         self._groups = _group([(v.spec.dtype.name, v.op, v.is_gradient) for v in self._dense])
-        self.kinds = _group(
+        self.kinds = _group(  # indices of the tables of each kind of row
             [(t.dtype.name, t.width, t.index_dtype.name, t.is_summed) for t in self._tables]
         )
 
@@ -147,14 +110,7 @@ class ExchangeBuffer:
     def weighted(
         self, dense: Sequence[Array], rows: Sequence[Rows], weight: float
     ) -> tuple[Sequence[Array], Sequence[Rows]]:
-        """Multiplies the gradients by a weight.
-
-        Args:
-          weight: the weight; 0 also removes NaN, and all rows.
-
-        Returns:
-          The dense arrays, of which only gradients are multiplied, and the rows.
-        """
+        """Multiplies the gradients by a weight; 0 also removes NaN, and all rows."""
         if weight == 1:
             return dense, rows
         arrays = [
@@ -166,19 +122,7 @@ class ExchangeBuffer:
         return arrays, [Rows(c, i, _times(values, weight)) for c, i, values in rows]
 
     def pack(self, side_value: int, dense: Sequence[Array], rows: Sequence[Rows]) -> Array:
-        """Packs the values of this rank.
-
-        Args:
-          side_value: side value of this rank.
-          dense: arrays with the shapes and dtypes of the dense values.
-          rows: the rows of each kind. Indices may repeat.
-
-        Returns:
-          The buffer, bytes of shape [n].
-
-        Raises:
-          ConfigError: an index is negative or too large.
-        """
+        """Packs the values of this rank into bytes [n]. Indices of rows may repeat."""
         keyed = [
             self._merge(tables, self._keys(tables, each), each.values)
             for tables, each in zip(self.kinds, rows)
@@ -197,11 +141,7 @@ class ExchangeBuffer:
         return buffer
 
     def combine(self, buffers: Sequence[Array]) -> Combined:
-        """Reduces the buffers of all ranks, in rank order.
-
-        Args:
-          buffers: the buffer of each rank, bytes of shape [n], in rank order.
-        """
+        """Reduces the buffers of all ranks, bytes [n] each, in rank order."""
         ranks = [_Reader(buffer) for buffer in buffers]
         headers = [reader.take(np.dtype(np.int64), 1 + len(self.kinds)) for reader in ranks]
         side_total = sum(int(header[0]) for header in headers)

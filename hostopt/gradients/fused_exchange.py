@@ -39,17 +39,7 @@ class FusedExchange:
 
     Args:
       communicator: communicator for this exchange alone (a `duplicate`).
-      dense: the dense arrays, the same on all ranks.
-      tables: the sparse gradients, the same on all ranks.
-      check: check of the sums; by default one with the option `nonfinite`.
       side_value: integer that is summed along with the exchange.
-
-    Attributes:
-      kinds: indices of the tables of each kind of row.
-      nonfinite_check: the check of the sums.
-
-    Raises:
-      ConfigError: there are too many sparse gradients.
     """
 
     def __init__(
@@ -61,7 +51,7 @@ class FusedExchange:
         side_value: SideValue | None = None,
     ) -> None:
         self._buffer = ExchangeBuffer(dense, tables)
-        self.kinds = self._buffer.kinds
+        self.kinds = self._buffer.kinds  # indices of the tables of each kind of row
         self.communicator = communicator
         self._side_value = side_value
         self.nonfinite_check = check or NonFiniteCheck(communicator)
@@ -75,11 +65,7 @@ class FusedExchange:
         return self._stats.last
 
     def count_from(self, step: int) -> None:
-        """Sets the number of the first step. Call it before the first exchange.
-
-        Args:
-          step: number of the step, the same on all ranks.
-        """
+        """Sets the number of the first step, the same on all ranks, before any exchange."""
         self._steps = itertools.count(step)
 
     def close(self) -> None:
@@ -96,12 +82,9 @@ class FusedExchange:
     def run(
         self, dense: Sequence[Array], rows: Sequence[Rows], weight: float = 1.0
     ) -> tuple[list[Array], list[Rows]]:
-        """Reduces one step.
-
-        Collective: all ranks must call it.
+        """Reduces one step. Collective: all ranks must call it.
 
         Args:
-          dense: arrays with the shapes and dtypes of the dense values.
           rows: the rows of each kind. Indices may repeat.
           weight: weight of this rank's gradients; 0 leaves them out, even if they hold NaN.
 
@@ -109,10 +92,6 @@ class FusedExchange:
           The reduced arrays, and the rows of each kind. Summed rows have ascending indices without
           repetition; otherwise they are the rows of all ranks in rank order. All ranks get the
           same bits.
-
-        Raises:
-          ConfigError: an index is negative or too large.
-          NonFiniteGradientError: sums are not finite, and the check raises for that.
         """
         with self._lock:
             begin_s = time.monotonic()

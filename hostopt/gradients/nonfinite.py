@@ -40,11 +40,7 @@ class NonFiniteCheck:
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        nonfinite: str | None = None,
-        *,
-        is_local: bool = False,
+        self, communicator: Communicator, nonfinite: str | None = None, *, is_local: bool = False
     ) -> None:
         self._is_local = is_local
         self._channel = communicator.duplicate("gradients that are not finite")
@@ -69,14 +65,10 @@ class NonFiniteCheck:
         Collective: all ranks must call it. It communicates only if the sums are not finite.
 
         Args:
-          call: the call that computed the sums.
           is_finite: True if the sums are finite; the same on all ranks.
-          find_in_local: returns the result of `find_nonfinite` for the gradients of this rank.
-          find_in_sums: returns the result of `find_nonfinite` for the sums.
+          find_in_local: calls `find_nonfinite` for the gradients of this rank.
+          find_in_sums: calls `find_nonfinite` for the sums.
           wire_format_name: wire format in which the sums may have overflowed.
-
-        Raises:
-          NonFiniteGradientError: the sums are not finite, and `nonfinite` is "error".
         """
         self._nonfinite_calls.discard(call.name)
         if is_finite or self.nonfinite == ALLOW:
@@ -107,7 +99,6 @@ class NonFiniteCheck:
         raise error
 
     def _by_rank(self, local: Mapping[str, str]) -> dict[int, Mapping[str, str]]:
-        """Returns the results of `find_nonfinite` by rank."""
         if self._is_local:
             return {self._channel.rank: local}
         texts = self._channel.all_gather_bytes(json.dumps(local).encode())
@@ -115,14 +106,7 @@ class NonFiniteCheck:
 
 
 def find_nonfinite(names: Sequence[str], arrays: Sequence[Array]) -> dict[str, str]:
-    """Finds the gradients that are not finite.
-
-    Args:
-      arrays: the gradients, in the same order.
-
-    Returns:
-      "NaN" or "Inf" by name, for each gradient that holds one.
-    """
+    """Returns "NaN" or "Inf" by name, for each gradient that holds one."""
     return {
         name: "NaN" if np.isnan(array).any() else "Inf"
         for name, array in zip(names, arrays)
@@ -137,17 +121,7 @@ def nonfinite_report(
     sums: Mapping[str, str],
     wire_format_name: str | None = None,
 ) -> str:
-    """Explains which gradients are not finite, with the same text on all ranks.
-
-    Args:
-      step: number of the step, from 0.
-      by_rank: result of `find_nonfinite` for the gradients of each rank, by name of the rank.
-      sums: result of `find_nonfinite` for the sums.
-      wire_format_name: wire format in which the sums may have overflowed.
-
-    Returns:
-      Text for an error or a warning.
-    """
+    """Explains which gradients of which ranks are not finite; the same text on all ranks."""
     blamed = [
         f"{rank} has {', '.join(f'{kind} for {name!r}' for name, kind in kinds.items())}"
         for rank, kinds in by_rank.items()

@@ -22,11 +22,7 @@ NAMES = tuple(_BITS)
 
 
 class QuantizedSum:
-    """Sums arrays of one shape over the ranks, again and again.
-
-    Args:
-      name: "int8" or "int4".
-    """
+    """Sums arrays of one shape over the ranks, again and again, as "int8" or "int4"."""
 
     def __init__(self, communicator: Communicator, name: str) -> None:
         self._communicator = communicator
@@ -63,11 +59,7 @@ class QuantizedSum:
 
 
 def encode(values: Array, bits: int) -> bytes:
-    """Rounds values to integers.
-
-    Args:
-      values: finite array of float32 of shape [n].
-      bits: 8 or 4.
+    """Rounds finite float32 values [n] to integers of 8 or 4 bits.
 
     Returns:
       A scale of float32 for each row, then the integers. With 4 bits two of them make a byte.
@@ -93,21 +85,6 @@ def _packed(integers: Array, bits: int) -> Array:
         return integers.view(np.uint8)
     nibbles = (integers + np.int8(8)).view(np.uint8)
     return nibbles[:, ::2] | nibbles[:, 1::2] << np.uint8(4)
-
-
-def decode(encoded: bytes, size: int, bits: int) -> Array:
-    """Returns the values that `encode` has rounded.
-
-    Args:
-      bits: 8 or 4.
-
-    Raises:
-      ProtocolError: the number of bytes is not that of `size` values.
-    """
-    parts = _parts(encoded, size, bits)
-    blocks = [_decoded(*parts, begin, bits) for begin in range(0, len(parts[0]), _BLOCK_ROWS)]
-    values: Array = np.concatenate([np.empty(0, np.float32), *blocks])[:size]
-    return values
 
 
 def _parts(encoded: bytes, size: int, bits: int) -> tuple[Array, Array]:

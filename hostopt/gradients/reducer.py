@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Union
 
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
@@ -16,7 +17,8 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.collectives.wire_format import WireFormat, new_wire_format
 from hostopt.errors import CollectiveTimeoutError, ConfigError, PeerLostError
 from hostopt.gradients.bucket import Bucket
-from hostopt.gradients.bucket_reducer import BucketReducer
+from hostopt.gradients.bucket_reducer import BucketReducer, InlineReducer
+from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 
 
@@ -35,8 +37,6 @@ class Reducer(BucketReducer):
 
     Buckets of float32 are sent in the wire format, by default that of the option `compression`,
     others unchanged.
-
-    See `BucketReducer` for the arguments.
     """
 
     def __init__(
@@ -64,14 +64,7 @@ class Reducer(BucketReducer):
         self._thread.start()
 
     def launch(self, bucket: int, arrays: Sequence[Array]) -> None:
-        """Starts the reduction of a bucket, without blocking.
-
-        Args:
-          arrays: gradients of the bucket, in packing order. They are copied.
-
-        Raises:
-          ConfigError: the bucket was launched twice in a step.
-        """
+        """Starts the reduction of a copy of a bucket's gradients, without blocking."""
         begin_s = time.monotonic()
         with self._changed:
             if self._error is not None:
@@ -83,7 +76,7 @@ class Reducer(BucketReducer):
                     bucket=bucket,
                 )
             if bucket < self._next and not self._pending:
-                self._timing.end_step()  # the step before has left out its last buckets
+                self._stats.end_step()  # the step before has left out its last buckets
                 self._begin_step()
             self._pending.add(bucket)
             buffer = self._pools[bucket].take()
@@ -95,7 +88,7 @@ class Reducer(BucketReducer):
         with self._changed:
             self._launched[bucket] = buffer, nonfinite
             self._progress_s = time.monotonic()
-            self._timing.launched(bucket, begin_s, self._progress_s)
+            self._record_launch(bucket, begin_s, self._progress_s)
             self._changed.notify_all()
 
     def wait(self, bucket: int) -> list[Array]:
@@ -104,10 +97,6 @@ class Reducer(BucketReducer):
         Returns:
           The sums, in packing order. They are views of a buffer that is not reused while one of
           them is alive.
-
-        Raises:
-          NonFiniteGradientError: the sums are not finite, and the check raises for that.
-          CollectiveTimeoutError: no bucket was launched or reduced for `collective_timeout_s`.
         """
         begin_s = time.monotonic()
         with self._changed:
@@ -115,7 +104,7 @@ class Reducer(BucketReducer):
                 self._wait_for_progress(bucket)
             buffer = self._reduced.pop(bucket)
             self._pending.discard(bucket)
-            self._timing.waited(bucket, begin_s, time.monotonic())
+            self._record_wait(bucket, begin_s, time.monotonic())
         return self._buckets[bucket].views(buffer)  # [G5] back to the graph
 
     def close(self) -> None:
@@ -186,7 +175,7 @@ class Reducer(BucketReducer):
             self._reduced[index] = buffer
             self._is_reducing = False
             self._progress_s = time.monotonic()
-            self._timing.ring(index, begin_s, end_s)
+            self._stats.ring(index, begin_s, end_s)
             self._next += 1
             if self._next == len(self._buckets):
                 self._begin_step()
@@ -209,3 +198,22 @@ class Reducer(BucketReducer):
             rank=rank,
             bucket=bucket,
         )
+
+
+AnyReducer = Union[BucketReducer, FusedExchange]
+
+
+def open_reducer(
+    communicator: Communicator,
+    buckets: Sequence[Bucket],
+    check: NonFiniteCheck | None = None,
+    wire_format: WireFormat | None = None,
+) -> Reducer | InlineReducer:
+    """Opens a reducer of gradient buckets on a new channel. Collective: all ranks must call it.
+
+    The defaults are those of the options `nonfinite` and `compression`.
+    """
+    check = check or NonFiniteCheck(communicator)
+    if communicator.on_one_host:
+        return InlineReducer(communicator, buckets, check)
+    return Reducer(communicator, buckets, check, wire_format)

@@ -9,25 +9,15 @@ from typing import NamedTuple
 
 
 class StepTimes(NamedTuple):
-    """Communication times of one rank in one step.
+    """Communication times of one rank in one step."""
 
-    Args:
-      step: number of the step, from 0.
-      communication_ms: time in the ring, summed over the buckets.
-      exposed_ms: the part of it after the last launch, when backward is done.
-      wait_ms: time in `wait`, summed over the buckets.
-      last_launch_s: time when the last launch returned, on this rank's monotonic clock.
-      first_return_s: time when the first wait returned, on this rank's monotonic clock.
-      total_wait_ms: sum of `wait_ms` over all steps so far.
-    """
-
-    step: int
-    communication_ms: float
-    exposed_ms: float
-    wait_ms: float
-    last_launch_s: float
-    first_return_s: float
-    total_wait_ms: float
+    step: int  # from 0
+    communication_ms: float  # in the ring, summed over the buckets
+    exposed_ms: float  # the part of it after the last launch, when backward is done
+    wait_ms: float  # in `wait`, summed over the buckets
+    last_launch_s: float  # when the last launch returned, on this rank's monotonic clock
+    first_return_s: float  # when the first wait returned, on the same clock
+    total_wait_ms: float  # of all steps so far
 
     @property
     def overlap_percent(self) -> float:
@@ -38,14 +28,7 @@ class StepTimes(NamedTuple):
 
 
 def merge(times: Sequence[StepTimes]) -> StepTimes:
-    """Merges the times of several reducers in the same step.
-
-    Args:
-      times: times of each reducer, at least one.
-
-    Returns:
-      The sums of the durations, the latest launch and the earliest return.
-    """
+    """Merges the times of one or more reducers in the same step."""
     return StepTimes(
         times[0].step,
         sum(each.communication_ms for each in times),
@@ -58,14 +41,7 @@ def merge(times: Sequence[StepTimes]) -> StepTimes:
 
 
 def slowest_rank(waits_ms: Sequence[float]) -> int:
-    """Returns the rank whose buckets arrive last. The others are ready, so it waits least.
-
-    Args:
-      waits_ms: `StepTimes.wait_ms` of each rank, in rank order.
-
-    Returns:
-      The rank; the lowest one if several wait equally long.
-    """
+    """Returns the rank whose buckets arrive last. The others are ready, so it waits least."""
     return min(range(len(waits_ms)), key=lambda rank: waits_ms[rank])
 
 
@@ -97,9 +73,6 @@ class StepStats:
     A step is complete when all its buckets have been waited for. The first launch of a bucket
     belongs to step 0 and the second to step 1. The same holds for its ring and its wait. A step
     that leaves out buckets has no times.
-
-    Args:
-      buckets: number of buckets of a step.
     """
 
     def __init__(self, buckets: int) -> None:
@@ -109,61 +82,41 @@ class StepStats:
         self._waits = [0] * buckets
         self._steps: dict[int, _Step] = {}
         self._lock = threading.Lock()
-        self._last: StepTimes | None = None
-
-    @property
-    def last(self) -> StepTimes | None:
-        """Times of the last complete step; None if there is none yet."""
-        return self._last
+        self.last: StepTimes | None = None  # of the last complete step
 
     def launched(self, bucket: int, at_s: float) -> int:
-        """Records a launch.
-
-        Returns:
-          Number of the step, from 0.
-        """
+        """Records a launch; returns the number of the step, from 0."""
         with self._lock:
-            step = self._step_of_next(self._launches, bucket)
-            self._steps.setdefault(step, _Step()).launched_s[bucket] = at_s
+            step, times = self._next(self._launches, bucket)
+            times.launched_s[bucket] = at_s
             return step
 
     def ring(self, bucket: int, begin_s: float, end_s: float) -> int:
-        """Records a ring all-reduce. Call it before `waited` of the same bucket.
-
-        Returns:
-          Number of the step, from 0.
-        """
+        """Records a ring all-reduce. Call it before `waited` of the same bucket."""
         with self._lock:
-            step = self._step_of_next(self._rings, bucket)
-            self._steps.setdefault(step, _Step()).ring_s[bucket] = begin_s, end_s
+            step, times = self._next(self._rings, bucket)
+            times.ring_s[bucket] = begin_s, end_s
             return step
 
     def waited(self, bucket: int, begin_s: float, end_s: float) -> int:
-        """Records a wait.
-
-        Args:
-          begin_s: time when the wait began.
-
-        Returns:
-          Number of the step, from 0.
-        """
+        """Records a wait; returns the number of the step, from 0."""
         with self._lock:
-            step = self._step_of_next(self._waits, bucket)
-            times = self._steps.setdefault(step, _Step())
+            step, times = self._next(self._waits, bucket)
             times.wait_s[bucket] = begin_s, end_s
             if len(times.wait_s) == self._buckets:
-                earlier_waits_ms = self._last.total_wait_ms if self._last else 0.0
-                self._last = self._steps.pop(step).times(step, earlier_waits_ms)
+                earlier_waits_ms = self.last.total_wait_ms if self.last else 0.0
+                self.last = self._steps.pop(step).times(step, earlier_waits_ms)
             return step
 
     def end_step(self) -> None:
         """Ends the last step, whose remaining buckets are left out."""
         with self._lock:
             self._steps.clear()
-            step = max(self._launches)
+            step = max(self._launches)  # a bucket that is not left out has this many launches
             for counts in (self._launches, self._rings, self._waits):
                 counts[:] = [step] * self._buckets
 
-    def _step_of_next(self, counts: list[int], bucket: int) -> int:
+    def _next(self, counts: list[int], bucket: int) -> tuple[int, _Step]:
+        step = counts[bucket]
         counts[bucket] += 1
-        return counts[bucket] - 1
+        return step, self._steps.setdefault(step, _Step())

@@ -57,11 +57,7 @@ class Group(Protocol):
 
 
 class CommunicatorGroup:
-    """Ranks of a communicator.
-
-    Args:
-      communicator: communicator whose all-reduce is timed.
-    """
+    """Ranks of a communicator."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -94,21 +90,13 @@ class CommunicatorGroup:
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of all-reduces of one size.
+    """Times of all-reduces of one size."""
 
-    Args:
-      size_bytes: bytes of float32 that each rank reduces.
-      seconds: time of one all-reduce on the slowest rank, for each repetition.
-      processor_s: processor time of one all-reduce, in seconds, on the rank that uses most.
-      sent_bytes: payload of one all-reduce that the transport counted, on the busiest rank.
-      ring_bytes: bytes of float32 that a rank of a flat ring sends, 2 (size - 1) / size of all.
-    """
-
-    size_bytes: int
-    seconds: tuple[float, ...]
-    processor_s: float
-    sent_bytes: float
-    ring_bytes: float
+    size_bytes: int  # of float32 that each rank reduces
+    seconds: tuple[float, ...]  # of one all-reduce on the slowest rank, by repetition
+    processor_s: float  # of one all-reduce, on the rank that uses most
+    sent_bytes: float  # payload of one all-reduce, as counted, on the busiest rank
+    ring_bytes: float  # that a rank of a flat ring sends, 2 (size - 1) / size of all
 
     @property
     def median_s(self) -> float:
@@ -122,19 +110,9 @@ class Timing:
 
 
 def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> list[Timing]:
-    """Times all-reduces of each size.
+    """Times all-reduces of each size in bytes; returns the same timings on all ranks.
 
     Collective: all ranks must call it.
-
-    Args:
-      sizes: sizes in bytes, each a multiple of 4.
-      repetitions: number of timed repetitions of each size.
-
-    Returns:
-      One timing for each size, the same on all ranks.
-
-    Raises:
-      HostOptError: a rank failed, or a sum is wrong.
     """
     timings = [_time(communicator, size_bytes, repetitions) for size_bytes in sizes]
     communicator.barrier("the end of the benchmark")
@@ -142,12 +120,7 @@ def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> l
 
 
 def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[float, ...], float]:
-    """Times all-reduces of one size, after a warm-up.
-
-    Collective: all ranks must call it.
-
-    Args:
-      size_bytes: bytes of float32, a multiple of 4.
+    """Times all-reduces of one size, after a warm-up. Collective: all ranks must call it.
 
     Returns:
       Seconds of one all-reduce on the slowest rank, for each repetition; and the seconds of
@@ -163,16 +136,9 @@ def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[floa
 
 
 def check_sums(group: Group, size_bytes: int, *, exact: bool = True) -> None:
-    """Reduces known values once, and checks the sums.
+    """Reduces known values once, and checks the sums. Collective: all ranks must call it.
 
-    Collective: all ranks must call it.
-
-    Args:
-      size_bytes: bytes of float32, a multiple of 4.
-      exact: False allows the rounding of compressed values.
-
-    Raises:
-      ProtocolError: a sum is wrong.
+    Unless they must be exact, the rounding of compressed values is allowed.
     """
     digits = np.arange(size_bytes // 4, dtype=np.int64)
     values = ((digits + group.rank) % _DIGITS).astype(np.float32)
@@ -188,11 +154,7 @@ def check_sums(group: Group, size_bytes: int, *, exact: bool = True) -> None:
 
 
 def format_table(timings: Sequence[Timing]) -> str:
-    """Formats timings as a Markdown table.
-
-    Returns:
-      Lines of text.
-    """
+    """Formats timings as a Markdown table."""
     lines = [
         "| size | time, ms | payload, GB/s | processor, s/GB | sent by a rank, bytes "
         "| flat float32 ring, bytes |",
@@ -212,14 +174,7 @@ def format_table(timings: Sequence[Timing]) -> str:
 
 
 def save(path: Path, timings: Sequence[Timing]) -> None:
-    """Writes timings to a JSON file.
-
-    Args:
-      path: path of the file, which is overwritten.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
+    """Writes timings to a JSON file, which is overwritten; raises ConfigError on failure."""
     write_json(path, [asdict(timing) for timing in timings])
 
 
@@ -240,17 +195,7 @@ def load(path: Path) -> list[Timing]:
 
 
 def parse_size(text: str) -> int:
-    """Parses a size such as 4096, 64KiB, 1MiB or 2GiB.
-
-    Args:
-      text: a number of bytes, or a number and a unit.
-
-    Returns:
-      Size in bytes.
-
-    Raises:
-      ConfigError: the text is not a size, or the size is not a multiple of 4 bytes.
-    """
+    """Parses a size such as 4096, 64KiB, 1MiB or 2GiB; raises ConfigError for others."""
     digits = text.strip().rstrip("KMGiBkmgb")
     unit = text.strip()[len(digits) :].upper() or "B"
     size_bytes = float(digits) * _UNITS[unit] if _is_number(digits) and unit in _UNITS else 0.0

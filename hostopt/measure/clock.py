@@ -16,15 +16,10 @@ _SECONDS = struct.Struct("<d")
 
 
 class ClockOffset(NamedTuple):
-    """The difference between the clocks of rank 0 and of this rank.
+    """The difference between the clocks of rank 0 and of this rank."""
 
-    Args:
-      offset_s: time to add to a time of this rank to get the time of rank 0, in seconds.
-      round_trip_s: duration of the measuring trip; half of it bounds the error of the offset.
-    """
-
-    offset_s: float
-    round_trip_s: float
+    offset_s: float  # to add to a time of this rank to get the time of rank 0
+    round_trip_s: float  # of the measuring trip; half of it bounds the error of the offset
 
 
 def measure_offset(
@@ -33,15 +28,8 @@ def measure_offset(
     """Measures the offset of this rank's clock. Collective: all ranks must call it.
 
     Rank 0 answers one rank after the other. Only the shortest of several trips counts, as the two
-    directions of a slow trip may take very different times.
-
-    Args:
-      communicator: a duplicate that is used for nothing else.
-      now: this rank's clock, in seconds.
-      trips: number of round trips of each rank, 1 or more.
-
-    Returns:
-      The offset of this rank; 0 on rank 0.
+    directions of a slow trip may take very different times. The communicator is a duplicate that
+    is used for nothing else.
     """
     if communicator.rank == 0:
         for peer in range(1, communicator.size):

@@ -28,16 +28,11 @@ _BUCKET = 1  # in the tags of the messages; the communicator's own calls have bu
 
 
 class Stragglers(NamedTuple):
-    """The measurements of all ranks since the previous report. Summaries show them by field name.
+    """Measurements since the previous report. Summaries show them by field name."""
 
-    Args:
-      slowest_rank: the rank that waited least.
-      slowest_link: the rank whose messages to the next rank took longest.
-    """
-
-    slowest_rank: int
+    slowest_rank: int  # the one that waited least
     skew_ms: float
-    slowest_link: int
+    slowest_link: int  # the rank whose messages to the next one took longest
 
 
 class _Report(NamedTuple):
@@ -50,17 +45,13 @@ class _Report(NamedTuple):
 class StragglerReports:
     """Sends the reports of one rank. Rank 0 collects them a step later, when they have arrived.
 
-    Args:
-      communicator: a duplicate that is used for nothing else.
-
-    Attributes:
-      waited_s: seconds that each rank has waited so far, on rank 0.
+    The communicator is a duplicate that is used for nothing else.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._reported_ms = (0.0, 0.0)  # totals at the previous report
-        self.waited_s = [0.0] * communicator.size
+        self.waited_s = [0.0] * communicator.size  # by rank so far, on rank 0
         self._step = 0
         self._since_s = time.monotonic()
         self._uncollected: _Report | None = None
@@ -68,22 +59,13 @@ class StragglerReports:
         self._has_warned = False  # about the suspect
 
     def begin(self, step: int) -> None:
-        """Starts the measurement.
-
-        Args:
-          step: number of the current step.
-        """
+        """Starts the measurement at the current step."""
         self._step, self._since_s = step, time.monotonic()
         sent_ms = 1e3 * self._communicator.transport.send_time_s()
         self._reported_ms = (self._reported_ms[0], sent_ms)
 
     def send(self, step: int, times: StepTimes) -> None:
-        """Sends this rank's measurements to rank 0. All ranks must call it after the same steps.
-
-        Args:
-          step: number of the step, larger than at the previous report.
-          times: times of the last step.
-        """
+        """Sends the measurements to rank 0. All ranks must call it after the same steps."""
         transport = self._communicator.transport
         total_ms = (times.total_wait_ms, 1e3 * transport.send_time_s())
         local_ms = (total_ms[0] - self._reported_ms[0], total_ms[1] - self._reported_ms[1])
@@ -100,8 +82,7 @@ class StragglerReports:
     def collect(self) -> Stragglers | None:
         """Receives the reports of the last `send`. Warns if a rank or link is slow twice in a row.
 
-        Returns:
-          The measurements on rank 0; None on the other ranks, and if there is no new report.
+        Returns None on other ranks than rank 0, and if there is no new report.
         """
         if self._uncollected is None:
             return None
@@ -117,11 +98,6 @@ class StragglerReports:
         self._warn(report.step, waits_ms, sends_ms, report.elapsed_ms)
         lag_ms = straggler_lag(waits_ms) / max(report.steps, 1)
         return Stragglers(slowest_rank(waits_ms), lag_ms, sends_ms.index(max(sends_ms)))
-
-    def _senders(self) -> Sequence[int]:
-        """Returns the ranks that form the ring over the network, in its order."""
-        hosts = self._communicator.hosts
-        return range(self._communicator.size) if hosts is None else hosts.leaders
 
     def _tag(self, step: int) -> Tag:
         return Tag(self._communicator.channel, step, _BUCKET)
@@ -146,7 +122,8 @@ class StragglerReports:
             return f"rank {rank}", (
                 f"the others wait {percent:.0f} % of the time for {describe(rank)}"
             )
-        senders = self._senders()
+        hosts = self._communicator.hosts  # the senders form the ring over the network
+        senders = range(self._communicator.size) if hosts is None else hosts.leaders
         sent_ms = [sends_ms[rank] for rank in senders]
         if len(senders) > 1 and is_slow_link(sent_ms, elapsed_ms):
             index = sent_ms.index(max(sent_ms))
@@ -160,27 +137,12 @@ class StragglerReports:
 
 
 def straggler_lag(waits_ms: Sequence[float]) -> float:
-    """Returns how much longer the other ranks waited than the rank that waited least.
-
-    Args:
-      waits_ms: waiting time of each of two or more ranks.
-
-    Returns:
-      The median of the others minus the smallest waiting time, 0 or more.
-    """
+    """Returns the median waiting time of the others minus the smallest one, 0 or more."""
     least, *others = sorted(waits_ms)
     return statistics.median(others) - least
 
 
 def is_slow_link(sends_ms: Sequence[float], elapsed_ms: float) -> bool:
-    """Returns True if the messages of one rank took much longer than those of the others.
-
-    Args:
-      sends_ms: sending time of each of two or more ranks.
-
-    Returns:
-      True if the longest sending time is a notable part of the elapsed time, and several times
-      the median of the others.
-    """
+    """Returns True if the longest time is notable, and several times the median of the others."""
     *others, most = sorted(sends_ms)
     return most > _NOTABLE * elapsed_ms and most > _TIMES_OTHERS * statistics.median(others)

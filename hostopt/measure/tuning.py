@@ -30,21 +30,13 @@ _CLEARLY_FASTER = 0.95  # share of the time of earlier trials that a later one m
 
 @dataclass(frozen=True)
 class Trial:
-    """Times of all-reduces with some options.
-
-    Args:
-      communication: the option of this name.
-      segment_bytes: the option of this name.
-      bucket_bytes: sizes of the all-reduces, in bytes.
-      seconds: time of one all-reduce of each size.
-      has_segments: False over MPI and if all ranks shared memory, whose speed does not depend on
-        segments.
-    """
+    """Times of all-reduces with some options."""
 
     communication: str
     segment_bytes: int
-    bucket_bytes: tuple[int, ...]
-    seconds: tuple[float, ...]
+    bucket_bytes: tuple[int, ...]  # sizes of the all-reduces
+    seconds: tuple[float, ...]  # of one all-reduce of each size
+    # False over MPI and in shared memory, whose speed does not depend on segments
     has_segments: bool = True
 
     @property
@@ -74,12 +66,7 @@ def tune(connect: Callable[[Options], Communicator], options: Options) -> list[T
     Collective: all ranks must call it. The times are those of the slowest rank, so all ranks get
     the same ones.
 
-    Args:
-      connect: connects to the other ranks with the options of a trial.
-      options: options to start with. A `communication` other than "auto" is kept.
-
-    Raises:
-      HostOptError: a rank failed.
+    A `communication` other than "auto" is kept.
     """
     options = replace(options, timeline=None)
     alternatives = _ALTERNATIVES if options.communication == "auto" else ()
@@ -128,29 +115,16 @@ def format_table(trials: Sequence[Trial]) -> str:
 
 
 def save(path: Path, trials: Sequence[Trial]) -> None:
-    """Writes trials to a JSON file.
-
-    Args:
-      path: path of the file, which is overwritten.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
+    """Writes trials to a JSON file, which is overwritten; raises ConfigError on failure."""
     bench.write_json(path, [asdict(trial) for trial in trials])
 
 
 def load(path: Path) -> list[Trial]:
     """Reads trials from a file that `save` has written."""
-    return [
-        Trial(
-            row["communication"],
-            row["segment_bytes"],
-            tuple(row["bucket_bytes"]),
-            tuple(row["seconds"]),
-            row["has_segments"],
-        )
-        for row in json.loads(path.read_text())
-    ]
+    rows = json.loads(path.read_text())
+    for row in rows:
+        row.update(bucket_bytes=tuple(row["bucket_bytes"]), seconds=tuple(row["seconds"]))
+    return [Trial(**row) for row in rows]
 
 
 def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:

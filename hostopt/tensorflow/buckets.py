@@ -15,11 +15,9 @@ from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
-from hostopt.gradients.bucket_reducer import BucketReducer
-from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.bucket_reducer import BucketReducer, InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducer import Reducer
-from hostopt.gradients.reducers import open_reducer
+from hostopt.gradients.reducer import Reducer, open_reducer
 from hostopt.tensorflow.background import (
     HOST_DEVICE,
     abort_on_error,

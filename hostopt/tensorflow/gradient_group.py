@@ -18,7 +18,7 @@ from hostopt.errors import CollectiveMismatchError
 from hostopt.gradients.bucket import plan_buckets
 from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducers import open_reducer
+from hostopt.gradients.reducer import open_reducer
 from hostopt.tensorflow.buckets import reduce_planned, static_spec
 from hostopt.tensorflow.reductions import Reduction, exchange_operations, split
 

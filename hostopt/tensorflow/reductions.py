@@ -18,7 +18,7 @@ from hostopt.errors import ConfigError
 from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table
 from hostopt.gradients.fused_exchange import FusedExchange, SideValue
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducers import AnyReducer
+from hostopt.gradients.reducer import AnyReducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
 from hostopt.tensorflow.buckets import build_buckets, order_of_rank_0, static_spec
 from hostopt.tensorflow.ops import all_reduce

@@ -430,7 +430,7 @@ NAN_IN_STEP_3 = """
     import hostopt
     from hostopt.gradients.bucket import TensorSpec, plan_buckets
     from hostopt.gradients.reducer import Reducer
-    from hostopt.gradients.reducers import open_reducer
+    from hostopt.gradients.reducer import open_reducer
 
     communicator = hostopt.connect()
     buckets = plan_buckets([TensorSpec("v0", (300_000,), np.dtype("f4"))], 1 << 20)

@@ -21,8 +21,8 @@ import tensorflow as tf
 import train
 
 from estimator_ext.session import signals
+from hostopt.gradients.bucket_reducer import InlineReducer
 from hostopt.gradients.fused_exchange import FusedExchange
-from hostopt.gradients.inline_reducer import InlineReducer
 from hostopt.gradients.reducer import Reducer
 
 

@@ -1,3 +1,1 @@
 """Collectives whose data MPI carries. gRPC still connects the ranks and finds their faults."""
-
-from __future__ import annotations

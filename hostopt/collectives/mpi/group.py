@@ -19,15 +19,16 @@ numbers, whose NaNs MPI may drop, the ranks reduce with numpy:
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.collectives.call import Array, CollectiveCall, bytes_of
 from hostopt.collectives.mpi import runtime
-from hostopt.collectives.mpi.requests import wait
+from hostopt.collectives.mpi.runtime import wait
 from hostopt.collectives.ring_schedule import chunk_slices
 from hostopt.collectives.wire_format import NoCompression, WireFormat
 from hostopt.transport import event_loop
@@ -49,7 +50,6 @@ class MpiGroup:
 
     Args:
       communicators: two of MPI that nothing else uses, for data and for comparisons of calls.
-      wire_format: format of float32 values between ranks; None sends any dtype unchanged.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class MpiGroup:
         wire_format: WireFormat | None = None,
     ) -> None:
         self._transport = transport
+        self._wait = functools.partial(wait, transport)
         self._mpi = runtime.load()
         self._communicator, self._comparisons = communicators
         self._wire_format = wire_format
@@ -98,13 +99,13 @@ class MpiGroup:
         self._begin(call, array.nbytes)
         result = np.empty((self._size, *array.shape), array.dtype)
         result[self._rank] = array
-        self._gather(call, _bytes(result), [array.nbytes] * self._size)
+        self._gather(call, bytes_of(result), [array.nbytes] * self._size)
         return result
 
     def broadcast(self, call: CollectiveCall, flat: Array, root: int) -> None:
         """Sends `flat` of one rank to all ranks, in place; see `RingGroup.broadcast`."""
         self._begin(call, flat.nbytes)
-        self._broadcast(call, _bytes(flat), root)
+        self._broadcast(call, bytes_of(flat), root)
 
     def all_gather_bytes(self, call: CollectiveCall, data: memoryview) -> list[bytes | memoryview]:
         """Gathers byte strings, whose lengths may differ; see `ring_all_gather_bytes`."""
@@ -125,14 +126,14 @@ class MpiGroup:
         self._begin(call, sum(part.nbytes for part in parts))
         counts = np.zeros((self._size, self._size), np.int64)
         counts[self._rank] = [len(part) for part in parts]
-        self._gather(call, _bytes(counts), [counts[0].nbytes] * self._size)
+        self._gather(call, bytes_of(counts), [counts[0].nbytes] * self._size)
         own = parts[self._rank]
         received = counts[:, self._rank].copy()
         result = np.empty((int(received.sum()), *own.shape[1:]), own.dtype)
         ends = np.cumsum(received)
-        slots = [_bytes(result[end - count : end]) for end, count in zip(ends, received)]
+        slots = [bytes_of(result[end - count : end]) for end, count in zip(ends, received)]
         row_bytes = own.itemsize * int(np.prod(own.shape[1:], dtype=np.int64))
-        self._exchange(call, list(map(_bytes, parts)), slots, int(counts.max()) * row_bytes)
+        self._exchange(call, list(map(bytes_of, parts)), slots, int(counts.max()) * row_bytes)
         return result, received
 
     # -- steps of the collectives -----------------------------------------------------------
@@ -162,7 +163,7 @@ class MpiGroup:
         header, headers = self._header, self._headers
         header[:] = tag.signature, tag.step, tag.bucket, number
         request = self._comparisons.Iallgather(header, headers)
-        wait(transport, call, request, "start", header, headers, have_all_called=False)
+        self._wait(call, request, "start", header, headers, have_all_called=False)
         rows = headers.tolist()
         local = rows[self._rank][:-1]
         for peer, row in enumerate(rows):
@@ -206,14 +207,14 @@ class MpiGroup:
         own = flat[slices[self._rank]]
         encoded = wire.encode(flat)
         received = np.empty((self._size, own.size), wire.dtype)
-        parts = [_bytes(encoded[part]) for part in slices]
-        self._exchange(call, parts, list(map(_bytes, received)), max(map(len, parts)))  # [R1]
+        parts = [bytes_of(encoded[part]) for part in slices]
+        self._exchange(call, parts, list(map(bytes_of, received)), max(map(len, parts)))  # [R1]
         for peer in range(self._size):
             if peer != self._rank:
                 wire.reduce(own, received[peer], op)  # [R2]
         result = np.empty(flat.size, wire.dtype)
         result[slices[self._rank]] = wire.encode(own)
-        self._gather(call, _bytes(result), list(map(len, parts)))  # [R3]
+        self._gather(call, bytes_of(result), list(map(len, parts)))  # [R3]
         wire.decode(result, flat)
 
     def _gather(self, call: CollectiveCall, result: Array, lengths: list[int]) -> None:
@@ -236,13 +237,8 @@ class MpiGroup:
     def _exchange(
         self, call: CollectiveCall, parts: list[Array], slots: list[Array], most: int
     ) -> None:
-        """Sends part r to rank r, and receives from each rank into its slot.
-
-        Args:
-          parts: bytes for each rank.
-          slots: memory for the bytes from each rank.
-          most: length of the longest part of any rank, the same on all ranks.
-        """
+        """Sends part r to rank r, and receives from each rank into its slot."""
+        # `most` is the length of the longest part of any rank, so all make the same calls of MPI
         limit = _PIECE_BYTES // self._size
         for start in range(0, most, limit):
             piece = slice(start, start + limit)
@@ -258,23 +254,8 @@ class MpiGroup:
             for slot, end, length in zip(slots, ends, lengths):
                 slot[piece] = received[end - length : end]
 
-    def _wait(
-        self,
-        call: CollectiveCall,
-        request: Any,
-        phase: str,
-        *buffers: Array,
-        have_all_called: bool = True,
-    ) -> None:
-        wait(self._transport, call, request, phase, *buffers, have_all_called=have_all_called)
-
 
 def _pieces(flat: Array) -> Iterator[Array]:
     length = _PIECE_BYTES // flat.itemsize
     for start in range(0, flat.size, length):
         yield flat[start : start + length]
-
-
-def _bytes(array: Array) -> Array:
-    flat: Array = array.reshape(-1).view(np.uint8)
-    return flat

@@ -1,7 +1,11 @@
-"""MPI in this process: loaded at the first use, started and ended by one thread.
+"""MPI in this process: loaded at the first use, started and ended by one thread, and polled.
 
 MPI_Init and MPI_Finalize return when all processes of the launcher have called them, and the same
 thread must call both. So a daemon thread does, and others wait for it with a deadline.
+
+MPI makes progress only while it is called. So a wait polls its request, and between polls the
+error of the ring and the deadline: a rank that dies, freezes or never calls is found as on the
+ring, whatever MPI does about it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import concurrent.futures
 import ctypes
 import functools
 import logging
+import math
 import os
 import queue
 import sys
@@ -19,25 +24,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hostopt.errors import ConfigError
+from hostopt.collectives.call import Array, CollectiveCall
+from hostopt.errors import ConfigError, HostOptError, PeerLostError
 from hostopt.options import Options
+from hostopt.transport.base import Transport
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+# Time of polling without sleep: a rank that sleeps wakes up late, and then the others wait for it.
+_SPIN_S, _SPIN_S_PER_BYTE = 2e-3, 5e-9
+_POLLS = 16  # about 5 us, between offers of the core to other threads
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 200e-6
+# Time in which the call of a rank arrives that has left since.
+_GRACE_S, _GRACE_S_PER_BYTE = 1.0, 1e-8
+_CAUSE_S = 2.0  # time in which the ring notices why MPI has failed
 _kept: list[object] = []  # requests that have not ended, with their buffers: MPI may write to them
 
 
 @functools.cache
 def load() -> Any:
-    """Imports mpi4py, which loads the MPI library, without starting MPI.
-
-    Returns:
-      The module `mpi4py.MPI`.
-
-    Raises:
-      ConfigError: mpi4py is not installed, or finds no MPI library.
-    """
+    """Imports mpi4py, which loads the MPI library, without starting MPI."""
     if "mpi4py.MPI" not in sys.modules:  # else the program has started MPI, and will end it
         try:
             import mpi4py
@@ -72,22 +79,15 @@ def _call_library(name: str, *arguments: Any) -> None:
 
 
 class Runtime:
-    """The thread that starts and ends MPI.
-
-    Attributes:
-      has_failed: True if a ring was aborted; then the others may never call MPI_Finalize.
-      end_timeout_s: time to wait in MPI_Finalize, in seconds.
-      pid: the process that has this thread; a forked child has not.
-      is_ours: True once this thread has started MPI, and so has to end it.
-    """
+    """The thread that starts and ends MPI."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]]
         self._calls = queue.SimpleQueue()
-        self.pid = os.getpid()
-        self.is_ours = False
-        self.has_failed = False
-        self.end_timeout_s = 0.0
+        self.pid = os.getpid()  # a forked child does not have this thread
+        self.is_ours = False  # True once this thread has started MPI, and so has to end it
+        self.has_failed = False  # a ring was aborted: the others may never call MPI_Finalize
+        self.end_timeout_s = 0.0  # in MPI_Finalize
         threading.Thread(target=self._run, daemon=True, name="hostopt-mpi").start()
 
     def call(self, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
@@ -114,10 +114,6 @@ class Runtime:
                 "several threads. Use an MPI that does, or another communication"
             )
 
-    def end(self) -> None:
-        """Ends MPI; runs on the thread."""
-        _call_library("MPI_Finalize")
-
     def _run(self) -> None:
         while True:
             future, function = self._calls.get()
@@ -136,12 +132,6 @@ def prepare(options: Options) -> Runtime:
     Args:
       options: `evaluator_timeout_s`, which is also how long this process waits for the others at
         exit, as an evaluator may be among them.
-
-    Returns:
-      The thread of MPI.
-
-    Raises:
-      ConfigError: MPI cannot be loaded.
     """
     load()
     runtime = _only_runtime()
@@ -160,9 +150,6 @@ def take_part(options: Options) -> None:
     """Starts MPI in the background, for a process that is not part of the ring.
 
     The ranks cannot start or end MPI unless all processes of the launcher do.
-
-    Raises:
-      ConfigError: MPI cannot be loaded.
     """
     runtime = prepare(options)
     runtime.call(runtime.start)
@@ -174,26 +161,10 @@ def library_version() -> str:
     return " ".join(lines[0].replace("\0", "").split(",")[0].split())
 
 
-def keep(*objects: object) -> None:
-    """Keeps a request that is given up and its buffers, and makes this process not end MPI."""
-    _kept.append(objects)
-
-
 def wait_for(
     future: concurrent.futures.Future[Any], timeout_s: float, check: Callable[[], object]
 ) -> Any:
-    """Waits for a call on the thread of MPI.
-
-    Args:
-      timeout_s: time to wait, in seconds.
-      check: called often; raises an error if the wait is hopeless.
-
-    Returns:
-      The result of the call.
-
-    Raises:
-      concurrent.futures.TimeoutError: the call has not ended in time.
-    """
+    """Waits for a call on the thread of MPI; `check` raises if the wait is hopeless."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         check()
@@ -210,10 +181,85 @@ def _end(runtime: Runtime) -> None:
     if not runtime.is_ours or runtime.pid != os.getpid() or runtime.has_failed or _kept:
         return
     try:
-        wait_for(runtime.call(runtime.end), runtime.end_timeout_s, lambda: None)
+        ending = runtime.call(lambda: _call_library("MPI_Finalize"))
+        wait_for(ending, runtime.end_timeout_s, lambda: None)
     except concurrent.futures.TimeoutError:
         _log.warning(
             "MPI_Finalize has waited %g s for other processes of the launcher: this process ends "
             "without it. Check what the others are doing, or raise evaluator_timeout_s",
             runtime.end_timeout_s,
         )
+
+
+def wait(
+    transport: Transport,
+    call: CollectiveCall,
+    request: Any,
+    phase: str,
+    *buffers: Array,
+    have_all_called: bool = True,
+) -> None:
+    """Waits until a request has ended.
+
+    If all ranks wait, each is reported to wait for the previous one. So the rank at the end of
+    that chain is the one that has not called.
+
+    Args:
+      *buffers: memory that the request uses, kept if the wait fails.
+      have_all_called: True if all ranks have made the call. Then one that has left the ring has
+        ended its part, as MPI and the messages of the ring do not wait for each other.
+    """
+    mpi = load()
+    nbytes = sum(each.nbytes for each in buffers)
+    grace_s = math.inf if have_all_called else _GRACE_S + nbytes * _GRACE_S_PER_BYTE
+    try:
+        if not (_has_ended(request) or _spin(request, nbytes)):
+            _poll(transport, call, request, phase, grace_s)
+    except BaseException as error:
+        _kept.append((request, *buffers))  # and this process does not end MPI
+        failure = _cause(transport, call, error) if isinstance(error, mpi.Exception) else error
+        transport.abort(failure)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _has_ended(request: Any) -> bool:
+    return any(request.Test() for _ in range(_POLLS))
+
+
+def _spin(request: Any, nbytes: int) -> bool:
+    end_s = time.monotonic() + _SPIN_S + nbytes * _SPIN_S_PER_BYTE
+    while time.monotonic() < end_s:
+        os.sched_yield()  # backward may need the core, or another rank if there are fewer cores
+        if _has_ended(request):
+            return True
+    return False
+
+
+def _poll(
+    transport: Transport, call: CollectiveCall, request: Any, phase: str, grace_s: float
+) -> None:
+    previous = (transport.rank - 1) % transport.size
+    pause_s = _SHORTEST_SLEEP_S
+    name = call.in_phase(phase)
+    with transport.mailbox.waiting(previous, call.tag(), name, grace_s) as check:
+        while not request.Test():
+            check()
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_SLEEP_S)
+
+
+def _cause(transport: Transport, call: CollectiveCall, error: Exception) -> HostOptError:
+    """Returns the error of the ring, which names the rank, or one with the words of MPI."""
+    deadline_s = time.monotonic() + _CAUSE_S
+    while transport.error is None and time.monotonic() < deadline_s:
+        time.sleep(_LONGEST_SLEEP_S)
+    return transport.error or PeerLostError(
+        f"MPI has failed in {call.name or 'a collective'} at step {call.step}: {error}. Check the "
+        "messages of MPI above, and the network between the ranks",
+        **transport.cluster.attributes(transport.rank),
+        step=call.step,
+        bucket=call.bucket,
+        root_cause=str(error),
+    )

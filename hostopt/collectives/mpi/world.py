@@ -20,12 +20,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from hostopt.collectives.call import CollectiveCall
-from hostopt.collectives.channel import Channel
+from hostopt.collectives.call import Channel, CollectiveCall
 from hostopt.collectives.messages import CallMessages
 from hostopt.collectives.mpi import runtime
-from hostopt.collectives.mpi.requests import wait
-from hostopt.collectives.ring_byte_strings import ring_all_gather_bytes
+from hostopt.collectives.mpi.runtime import wait
+from hostopt.collectives.ring import ring_all_gather_bytes
 from hostopt.errors import ConfigError, RendezvousTimeoutError
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
@@ -37,22 +36,16 @@ _POLL_S = 0.05
 
 
 class World:
-    """Opens the communicators of the channels of one ring.
-
-    Args:
-      parent: communicator of MPI over the ranks of the ring, in their order.
-    """
+    """Opens the communicators of the channels of one ring."""
 
     def __init__(self, transport: Transport, parent: Any) -> None:
         self._transport = transport
-        self._parent = parent
+        self._parent = parent  # communicator of MPI over the ranks of the ring, in their order
         self._lock = threading.Lock()  # held on rank 0 during [M2] to [M4]
         self._count = 0
 
     def open(self, call: CollectiveCall) -> tuple[Any, Any] | None:
-        """Opens two communicators of MPI.
-
-        Collective: all ranks must call it.
+        """Opens two communicators of MPI. Collective: all ranks must call it.
 
         Args:
           call: the first call on the channel, begun, whose messages no other collective uses.
@@ -109,13 +102,6 @@ def open_world(channel: Channel) -> World:
     """Starts MPI, unless it runs, and makes the ranks of a ring a group of MPI.
 
     Collective: all ranks must call it.
-
-    Returns:
-      The world of the ring.
-
-    Raises:
-      ConfigError: MPI cannot be used, or the processes that it knows are not the ranks.
-      RendezvousTimeoutError: MPI has not started in time.
     """
     transport, thread = channel.transport, runtime.prepare(channel.transport.options)
     transport.mailbox.on_failure(lambda _: setattr(thread, "has_failed", True))

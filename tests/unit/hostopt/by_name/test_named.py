@@ -13,7 +13,7 @@ import pytest
 from rings import Spawn
 from threads import in_threads
 
-import hostopt.by_name.named_channel
+import hostopt.by_name.named
 from hostopt.by_name.named import NamedCollectives
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
@@ -372,5 +372,5 @@ def test_memory_is_shared_for_all_names_if_the_program_requires_it() -> None:
         return communicator.transport.traffic.payload_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hostopt.by_name.named_channel, "MAX_IN_MEMORY", 1)
+        patch.setattr(hostopt.by_name.named, "MAX_IN_MEMORY", 1)
         assert max(Spawn("shm")(2, work, communication="shm")) < 10_000

@@ -10,8 +10,12 @@ from rings import Spawn
 
 from hostopt.collectives import host_memory, shared_file
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.hierarchical import HierarchicalAllReduce
-from hostopt.collectives.host_memory import HostMemory, find_hosts, open_hierarchical
+from hostopt.collectives.host_memory import (
+    HierarchicalAllReduce,
+    HostMemory,
+    find_hosts,
+    open_hierarchical,
+)
 from hostopt.collectives.hosts import Hosts
 from hostopt.errors import ConfigError
 

@@ -13,14 +13,21 @@ from rings import Spawn
 
 from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.communicator import Communicator
-from hostopt.collectives.shared_memory import SharedMemoryChannel
-from hostopt.collectives.staging_buffers import channel_bytes
-from hostopt.collectives.tensor_list_view import TensorListView
+from hostopt.collectives.sequence_counters import counters_bytes
+from hostopt.collectives.shared_memory import (
+    SharedMemoryChannel,
+    StagingBuffers,
+    TensorListView,
+    channel_bytes,
+)
 from hostopt.errors import CollectiveMismatchError
 from hostopt.transport.signature import signature_of
 
 BLOCK_BYTES = 4096
 LENGTHS = [0, 1, 2, 7, 1024, 1025, 2047, 2049, 5000]  # of float32: up to five blocks
+ARRAYS = [np.arange(3.0), np.arange(10.0, 11.0), np.arange(20.0, 24.0)]
+STARTS = [0, 4, 8]  # gaps at 3, 5, 6 and 7
+FLAT = np.array([0, 1, 2, -1, 10, -1, -1, -1, 20, 21, 22, 23, -1])
 
 
 def shared_channel(size: int) -> Any:
@@ -191,3 +198,61 @@ def test_reduce_scatter_adds_in_rank_order(spawn_inproc: Spawn, size: int, dtype
             np.testing.assert_array_equal(sums, expected, strict=True)
 
     spawn_inproc(size, work)
+
+
+# -- staging buffers: disjoint, aligned, and the same for bytes and arrays
+
+
+@pytest.mark.parametrize(("count", "slots"), [(2, 4), (3, 2), (8, 2)])
+def test_blocks_fill_the_memory(count: int, slots: int) -> None:
+    nbytes = channel_bytes(count, BLOCK_BYTES)
+    memory = bytearray(nbytes)
+    staging = StagingBuffers(memoryview(memory), count, BLOCK_BYTES)
+    buffers = count + (count > 2)
+    for slot in range(slots):
+        for index in range(buffers):
+            block = staging.block(index, np.dtype(np.uint8), BLOCK_BYTES)
+            assert not block.any()  # no other block has the same memory
+            block[:] = 1 + slot * buffers + index
+        staging.next_slot()
+    counters = counters_bytes(count)
+    assert not any(memory[:counters])
+    assert all(memory[counters:])
+    assert nbytes == counters + slots * buffers * BLOCK_BYTES
+    # the slots are used in turn
+    assert staging.block(0, np.dtype(np.uint8), 1)[0] == 1
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int64])
+def test_arrays_and_bytes_are_the_same_memory(count: int, dtype: type[np.generic]) -> None:
+    memory = memoryview(bytearray(channel_bytes(count, BLOCK_BYTES)))
+    staging = StagingBuffers(memory, count, BLOCK_BYTES)
+    for _ in range(5):
+        staging.next_slot()
+        blocks = staging.blocks(np.dtype(dtype), 10)
+        for index, (block, data) in enumerate(zip(blocks, staging.bytes_of_blocks())):
+            assert block.shape == (10,)
+            block[:] = index + 1
+            assert len(data) == BLOCK_BYTES
+            assert data[: block.nbytes] == block.tobytes()
+
+
+# -- flat buffers whose values are stored in several arrays
+
+
+@pytest.mark.parametrize("begin", range(13))
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 13])
+def test_ranges(begin: int, length: int) -> None:
+    end = min(begin + length, len(FLAT))
+    part = np.full(end - begin, -1.0)
+    for values, target in TensorListView(ARRAYS, STARTS).between(begin, end):
+        assert any(np.shares_memory(values, array) for array in ARRAYS)
+        part[target] = values
+    np.testing.assert_array_equal(part, FLAT[begin:end])
+
+
+def test_gaps_are_not_written() -> None:
+    flat = np.full(13, -1.0)
+    TensorListView(ARRAYS, STARTS).copy_to(flat)
+    np.testing.assert_array_equal(flat, FLAT)

@@ -13,7 +13,7 @@ from hostopt.collectives import host_memory
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import PeerLostError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
-from hostopt.gradients.inline_reducer import InlineReducer
+from hostopt.gradients.bucket_reducer import InlineReducer
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.step_stats import StepTimes
 

@@ -8,9 +8,17 @@ from rings import Spawn
 
 from hostopt.collectives.communicator import Communicator
 from hostopt.errors import ProtocolError
-from hostopt.gradients.quantized import QuantizedSum, decode, encode
+from hostopt.gradients import quantized
+from hostopt.gradients.quantized import QuantizedSum, encode
 
 LARGEST = {8: 127, 4: 7}
+
+
+def decode(encoded: bytes, size: int, bits: int) -> np.ndarray:
+    parts = quantized._parts(encoded, size, bits)
+    begins = range(0, len(parts[0]), quantized._BLOCK_ROWS)
+    blocks = [quantized._decoded(*parts, begin, bits) for begin in begins]
+    return np.concatenate([np.empty(0, np.float32), *blocks])[:size]
 
 
 def values_of(rank: int, size: int = 700) -> np.ndarray:

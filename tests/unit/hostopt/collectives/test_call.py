@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from threads import in_threads
 
-from hostopt.collectives.channel import Channel
+from hostopt.collectives.call import Channel
 from hostopt.options import Options
 from hostopt.transport.inproc import InprocTransport
 from hostopt.transport.signature import UNSIGNED
