@@ -9,49 +9,53 @@ from __future__ import annotations
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.tensorflow.allreduce import allreduce, grouped_allreduce, oob_allreduce
 from hostopt.tensorflow.buckets import reduce_in_buckets
-from hostopt.tensorflow.built_with import (
+from hostopt.tensorflow.collectives import (
+    allgather,
+    alltoall,
+    barrier,
+    broadcast,
+    grouped_allgather,
+    grouped_reducescatter,
+    reducescatter,
+)
+from hostopt.tensorflow.compression import Compression
+from hostopt.tensorflow.ops import all_reduce
+from hostopt.tensorflow.optimizer import DistributedOptimizer
+from hostopt.tensorflow.refusals import (
+    Adasum,
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    missing_attribute,
+    remove_process_set,
+)
+from hostopt.tensorflow.ring import (
     ccl_built,
+    cross_rank,
+    cross_size,
     cuda_built,
     ddl_built,
     gloo_built,
     gloo_enabled,
+    init,
     is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_rank_op,
+    local_size,
+    local_size_op,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    rocm_built,
-)
-from hostopt.tensorflow.collectives import allgather, alltoall, barrier, broadcast, reducescatter
-from hostopt.tensorflow.compression import Compression
-from hostopt.tensorflow.grouped import grouped_allgather, grouped_reducescatter
-from hostopt.tensorflow.ops import all_reduce
-from hostopt.tensorflow.optimizer import DistributedOptimizer
-from hostopt.tensorflow.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from hostopt.tensorflow.rank_ops import (
-    local_rank_op,
-    local_size_op,
     process_set_included_op,
-    rank_op,
-    size_op,
-)
-from hostopt.tensorflow.refusals import Adasum, missing_attribute
-from hostopt.tensorflow.ring import (
-    cross_rank,
-    cross_size,
-    init,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
     rank,
+    rank_op,
+    rocm_built,
     shutdown,
     size,
+    size_op,
 )
 from hostopt.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from hostopt.tensorflow.variables import (

@@ -14,9 +14,8 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 from hostopt.gradients.nonfinite import ALLOW
 from hostopt.process_ring import ProcessRing
-from hostopt.tensorflow.calls import count_use
+from hostopt.tensorflow.calls import count_use, scale
 from hostopt.tensorflow.compression import Compression, wire_format_of
-from hostopt.tensorflow.differentiable import scale
 from hostopt.tensorflow.errors import as_tensorflow_error
 from hostopt.tensorflow.gradient_group import GradientGroup, GroupOptions, describe
 from hostopt.tensorflow.reductions import Reduction

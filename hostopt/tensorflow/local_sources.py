@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hostopt.errors import ConfigError
-from hostopt.tensorflow.differentiable import scale
+from hostopt.tensorflow.calls import scale
 from hostopt.tensorflow.gradient_reduction import GradientReduction
 from hostopt.tensorflow.reduced import mark
 from hostopt.tensorflow.sparse import map_values

@@ -12,8 +12,12 @@ from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.gradient_reduction import GradientReduction
 from hostopt.tensorflow.local_sources import LocalSources
 from hostopt.tensorflow.optimizer_methods import methods_for
-from hostopt.tensorflow.process_sets import refuse_process_set
-from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_groups
+from hostopt.tensorflow.refusals import (
+    choose_op,
+    refuse_devices,
+    refuse_groups,
+    refuse_process_set,
+)
 from hostopt.tensorflow.wrapping import change_class, register_local
 
 

@@ -12,8 +12,7 @@ from hostopt.errors import ConfigError
 from hostopt.tensorflow import objects
 from hostopt.tensorflow.calls import broadcast_values, call_name, calling
 from hostopt.tensorflow.collectives import check_root
-from hostopt.tensorflow.process_sets import refuse_process_set
-from hostopt.tensorflow.refusals import refuse_device
+from hostopt.tensorflow.refusals import refuse_device, refuse_process_set
 
 
 def broadcast_variables(
