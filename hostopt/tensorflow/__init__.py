@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.tensorflow.allreduce import allreduce, grouped_allreduce, oob_allreduce
-from hostopt.tensorflow.buckets import reduce_in_buckets
 from hostopt.tensorflow.collectives import (
     allgather,
     alltoall,
@@ -21,6 +20,7 @@ from hostopt.tensorflow.collectives import (
 from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.ops import all_reduce
 from hostopt.tensorflow.optimizer import DistributedOptimizer
+from hostopt.tensorflow.reductions import reduce_in_buckets
 from hostopt.tensorflow.refusals import (
     Adasum,
     ProcessSet,

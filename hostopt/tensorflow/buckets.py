@@ -12,80 +12,16 @@ import numpy as np
 import tensorflow as tf
 
 from hostopt.collectives.call import Array
-from hostopt.collectives.communicator import Communicator
-from hostopt.errors import CollectiveMismatchError, ConfigError
-from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
-from hostopt.gradients.bucket_reducer import BucketReducer
+from hostopt.errors import ConfigError
+from hostopt.gradients.bucket import Bucket, TensorSpec
 from hostopt.gradients.inline_reducer import InlineReducer
-from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
-from hostopt.gradients.reducers import open_reducer
 from hostopt.tensorflow.background import (
     HOST_DEVICE,
     abort_on_error,
     call_in_background,
     in_order,
 )
-
-
-def reduce_in_buckets(
-    tensors: Sequence[tf.Tensor],
-    names: Sequence[str],
-    communicator: Communicator,
-    weight: tf.Tensor | None = None,
-    check: NonFiniteCheck | None = None,
-) -> tuple[list[tf.Tensor], BucketReducer | None]:
-    """Sums gradients over the ranks in buckets, while backward computes other gradients.
-
-    Args:
-      tensors: gradients of static shape, in variable order. All ranks reduce in rank 0's order.
-      names: names of their variables, the same on all ranks.
-      communicator: communicator on which all ranks build the same operations in the same order.
-      weight: float64 scalar that multiplies this rank's gradients; None for 1.
-      check: check of the sums; by default one with the option `nonfinite`.
-
-    Returns:
-      The sums on the host, in the order of `tensors`, and the reducer, which the caller must close
-      after the last step. The reducer is None if there is only one rank.
-
-    Raises:
-      ConfigError: the shape of a gradient is not static.
-      CollectiveMismatchError: two ranks reduce different gradients.
-    """
-    if communicator.size == 1:
-        return receive_on_host(tensors), None
-    specs = [static_spec(tensor, name) for tensor, name in zip(tensors, names)]
-    bucket_bytes = communicator.transport.options.bucket_bytes
-    descriptions = [(spec.name, str(spec)) for spec in specs]
-    order = order_of_rank_0(
-        communicator, descriptions, {"size of a bucket": f"{bucket_bytes} bytes"}
-    )
-    sums, reducer = build_buckets(
-        [tensors[i] for i in order], [specs[i] for i in order], communicator, weight, check
-    )
-    reduced = dict(zip(order, sums))
-    return [reduced[i] for i in range(len(tensors))], reducer
-
-
-def build_buckets(
-    tensors: Sequence[tf.Tensor],
-    specs: Sequence[TensorSpec],
-    communicator: Communicator,
-    weight: tf.Tensor | None,
-    check: NonFiniteCheck | None,
-) -> tuple[list[tf.Tensor], BucketReducer]:
-    """Builds `reduce_in_buckets` for gradients that all ranks have in the same order.
-
-    Args:
-      specs: their names, shapes and dtypes.
-      communicator: communicator of at least two ranks.
-
-    Returns:
-      The sums on the host, and the reducer.
-    """
-    buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
-    reducer = open_reducer(communicator, buckets, check)
-    return reduce_planned(tensors, buckets, reducer, weight), reducer
 
 
 def reduce_planned(
@@ -136,12 +72,6 @@ def receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
     """Returns the spec of a tensor of static shape.
 
-    Args:
-      name: its name on all ranks.
-
-    Returns:
-      Its name, shape and dtype.
-
     Raises:
       ConfigError: the shape is not static.
     """
@@ -151,35 +81,6 @@ def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
             "shape of the variable, or set_shape of the gradient"
         )
     return TensorSpec(name, tuple(tensor.shape.as_list()), np.dtype(tensor.dtype.as_numpy_dtype))
-
-
-def order_of_rank_0(
-    communicator: Communicator, descriptions: Sequence[tuple[str, str]], settings: dict[str, str]
-) -> list[int]:
-    """Returns the order in which all ranks reduce their tensors.
-
-    Collective: all ranks must call it.
-
-    Args:
-      descriptions: name and description of each tensor of this rank.
-      settings: other values, by name, that must be the same on all ranks.
-
-    Returns:
-      Indices of this rank's tensors, in the order in which rank 0 has the same names.
-
-    Raises:
-      CollectiveMismatchError: a name occurs twice, or two ranks have different tensors.
-    """
-    names = [name for name, _ in descriptions]
-    if len({*names}) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise CollectiveMismatchError(
-            f"the tensors to reduce have these names twice: {twice}. Give each its own name"
-        )
-    names_of_rank_0 = communicator.check_same(
-        {**settings, **dict(descriptions)}, "the tensors to reduce"
-    )
-    return [names.index(name) for name in names_of_rank_0 if name not in settings]
 
 
 def _launch(

@@ -15,12 +15,8 @@ from hostopt.by_name.named import NamedCollectives
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.wire_format import new_wire_format
 from hostopt.errors import CollectiveMismatchError
-from hostopt.gradients.bucket import plan_buckets
-from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducers import open_reducer
-from hostopt.tensorflow.buckets import reduce_planned, static_spec
-from hostopt.tensorflow.reductions import Reduction, exchange_operations, split
+from hostopt.tensorflow.reductions import Reducers, Reduction
 
 _EXCHANGE = "exchange"
 _OPTIONS = "options"
@@ -62,11 +58,16 @@ class GradientGroup:
         self._communicator = communicator
         self._named = named
         self._options = options
+        self._reducers = Reducers(
+            communicator,
+            options.bucket_bytes,
+            lambda: NonFiniteCheck(communicator, options.nonfinite),
+            new_wire_format(options.compression),
+            wrap=self._announced,
+        )
         self._table: dict[str, str] = {}
         self._is_checked = False
         self._lock = threading.Lock()
-        self._reducer: Any = None
-        self._exchange: Any = None
 
     def sum(self, reductions: Sequence[Reduction]) -> list[Any]:
         """Adds the operations that sum gradients; repeated calls are for the same gradients.
@@ -82,33 +83,9 @@ class GradientGroup:
           CollectiveMismatchError: two gradients have the same name.
         """
         self._table = describe(reductions, self._options)
-        others, dense, _ = split(reductions, self._communicator)
-        results: dict[Reduction, Any] = {}
-        if dense:
-            specs = [static_spec(each.value, each.name) for each in dense]
-            buckets = plan_buckets(specs, self._options.bucket_bytes)
-            self._reducer = self._reducer or self._announced(
-                open_reducer(
-                    self._communicator,
-                    buckets,
-                    NonFiniteCheck(self._communicator, self._options.nonfinite),
-                    new_wire_format(self._options.compression),
-                ),
-            )
-            sums = reduce_planned([each.value for each in dense], buckets, self._reducer)
-            results.update(zip(dense, sums))
-        if others:
-            self._exchange = self._exchange or self._announced(
-                FusedExchange(
-                    self._communicator.duplicate("small tensors and sparse gradients"),
-                    [each.dense_value() for each in others if not each.is_sparse],
-                    [each.table() for each in others if each.is_sparse],
-                    NonFiniteCheck(self._communicator, self._options.nonfinite),
-                ),
-            )
-            results.update(zip(others, exchange_operations(others, self._exchange)))
+        results = self._reducers.reduce(reductions)
         self._named.joining.replay_with(self._communicator.name, self._take_part)
-        return [results[each] for each in reductions]
+        return results
 
     def _announced(self, reducer: Any) -> _Announced:
         name = self._communicator.name
@@ -117,7 +94,8 @@ class GradientGroup:
     def _take_part(self, announcement: Announcement) -> None:
         """Makes a call of other ranks after this rank has joined."""
         bucket = announcement.details.get("bucket")
-        (self._exchange if bucket is None else self._reducer).take_part(bucket)
+        reducers = self._reducers
+        (reducers.exchange if bucket is None else reducers.buckets).take_part(bucket)
 
     def _check(self) -> None:
         """Compares the gradients of all ranks, in the first step."""
@@ -137,15 +115,13 @@ class GradientGroup:
         if not self._is_checked:
             self._communicator.refuse(reason)
             return
-        for each in (self._reducer, self._exchange):
-            if each is not None:
-                each.refuse(reason)
+        for each in self._reducers.opened:
+            each.refuse(reason)
 
     def close(self) -> None:
         """Ends the reductions, and frees the buffers."""
-        for each in (self._reducer, self._exchange):
-            if each is not None:
-                each.close()
+        for each in self._reducers.opened:
+            each.close()
 
 
 def describe(reductions: Sequence[Reduction], options: GroupOptions) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,13 +14,16 @@ import tensorflow as tf
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
-from hostopt.errors import ConfigError
+from hostopt.collectives.wire_format import WireFormat
+from hostopt.errors import CollectiveMismatchError, ConfigError
+from hostopt.gradients.bucket import plan_buckets
+from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table
 from hostopt.gradients.fused_exchange import FusedExchange, SideValue
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducers import AnyReducer
+from hostopt.gradients.reducers import AnyReducer, open_reducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
-from hostopt.tensorflow.buckets import build_buckets, order_of_rank_0, static_spec
+from hostopt.tensorflow.buckets import receive_on_host, reduce_planned, static_spec
 from hostopt.tensorflow.ops import all_reduce
 from hostopt.tensorflow.sparse import values_of
 
@@ -115,30 +118,159 @@ def reduce_tensors(
       ConfigError: the shape of a tensor is not static, or its dtype cannot be reduced.
       CollectiveMismatchError: two ranks reduce different tensors.
     """
-    descriptions = [(each.name, str(each)) for each in reductions]
-    bucket_bytes = communicator.transport.options.bucket_bytes
-    order = order_of_rank_0(
-        communicator, descriptions, {"size of a bucket": f"{bucket_bytes} bytes"}
+    ordered = _in_order_of_rank_0(reductions, communicator)
+    reducers = Reducers(
+        communicator,
+        _bucket_bytes(communicator),
+        lambda: NonFiniteCheck(communicator, nonfinite),
+        side_value=side_value,
     )
-    parts = split([reductions[i] for i in order], communicator)
-    results: dict[Reduction, Any] = {}
-    reducers: list[AnyReducer] = []
-    if parts.in_buckets:
-        check = NonFiniteCheck(communicator, nonfinite)
-        specs = [static_spec(each.value, each.name) for each in parts.in_buckets]
-        tensors = [each.value for each in parts.in_buckets]
-        sums, reducer = build_buckets(tensors, specs, communicator, weight, check)
-        results.update(zip(parts.in_buckets, sums))
-        reducers.append(reducer)
-    if parts.in_exchange:
-        # a separate check: buckets and the exchange may run at the same time
-        check = NonFiniteCheck(communicator, nonfinite)
-        exchanged, exchange = _exchange(parts.in_exchange, communicator, weight, check, side_value)
-        results.update(zip(parts.in_exchange, exchanged))
-        reducers.append(exchange)
-    for each in parts.separate:
-        results[each] = all_reduce(each.value, communicator, each.op, each.name)
-    return [results[each] for each in reductions], reducers
+    results = dict(zip(ordered, reducers.reduce(ordered, weight)))
+    return [results[each] for each in reductions], reducers.opened
+
+
+def reduce_in_buckets(
+    tensors: Sequence[tf.Tensor],
+    names: Sequence[str],
+    communicator: Communicator,
+    weight: tf.Tensor | None = None,
+    check: NonFiniteCheck | None = None,
+) -> tuple[list[tf.Tensor], BucketReducer | None]:
+    """Sums gradients over the ranks in buckets, while backward computes other gradients.
+
+    Args:
+      tensors: gradients of static shape, in variable order. All ranks reduce in rank 0's order.
+      names: names of their variables, the same on all ranks.
+      communicator: communicator on which all ranks build the same operations in the same order.
+      weight: float64 scalar that multiplies this rank's gradients; None for 1.
+      check: check of the sums; by default one with the option `nonfinite`.
+
+    Returns:
+      The sums on the host, in the order of `tensors`, and the reducer, which the caller must close
+      after the last step. The reducer is None if there is only one rank.
+
+    Raises:
+      ConfigError: the shape of a gradient is not static.
+      CollectiveMismatchError: two ranks reduce different gradients.
+    """
+    if communicator.size == 1:
+        return receive_on_host(tensors), None
+    gradients = [Reduction(tensor, name) for tensor, name in zip(tensors, names)]
+    ordered = _in_order_of_rank_0(gradients, communicator)
+    reducers = Reducers(communicator, _bucket_bytes(communicator), lambda: check)
+    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, weight)))
+    return [sums[each] for each in gradients], reducers.buckets
+
+
+def _bucket_bytes(communicator: Communicator) -> int:
+    return communicator.transport.options.bucket_bytes
+
+
+def _in_order_of_rank_0(
+    reductions: Sequence[Reduction], communicator: Communicator
+) -> list[Reduction]:
+    """Returns the tensors in the order in which all ranks reduce them.
+
+    Collective: all ranks must call it.
+
+    Raises:
+      CollectiveMismatchError: a name occurs twice, or two ranks have different tensors.
+    """
+    by_name = {each.name: each for each in reductions}
+    if len(by_name) < len(reductions):
+        twice = [name for name, n in Counter(each.name for each in reductions).items() if n > 1]
+        raise CollectiveMismatchError(
+            f"the tensors to reduce have these names twice: {sorted(twice)}. Give each its own "
+            "name"
+        )
+    descriptions = {name: str(each) for name, each in by_name.items()}
+    setting = "size of a bucket"
+    names = communicator.check_same(
+        {setting: f"{_bucket_bytes(communicator)} bytes", **descriptions}, "the tensors to reduce"
+    )
+    return [by_name[name] for name in names if name != setting]
+
+
+class Reducers:
+    """Reducers of tensors, and the operations that call them.
+
+    Repeated reductions are of the same tensors, and call the same reducers.
+
+    Args:
+      bucket_bytes: size of a bucket.
+      new_check: makes a check of the sums; None for one with the option `nonfinite`.
+      wire_format: format of gradients in buckets; None for that of the option `compression`.
+      side_value: integer that is summed along with the exchange.
+      wrap: makes what the operations call of a reducer that is opened.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        bucket_bytes: int,
+        new_check: Callable[[], NonFiniteCheck | None],
+        wire_format: WireFormat | None = None,
+        side_value: SideValue | None = None,
+        wrap: Callable[[Any], Any] = lambda reducer: reducer,
+    ) -> None:
+        self._communicator = communicator
+        self._bucket_bytes = bucket_bytes
+        self._new_check = new_check
+        self._wire_format = wire_format
+        self._side_value = side_value
+        self._wrap = wrap
+        self.buckets: Any = None
+        self.exchange: Any = None
+
+    @property
+    def opened(self) -> list[Any]:
+        """The reducers that have been needed."""
+        return [each for each in (self.buckets, self.exchange) if each is not None]
+
+    def reduce(
+        self, reductions: Sequence[Reduction], weight: tf.Tensor | None = None
+    ) -> list[Any]:
+        """Adds the operations that reduce tensors, which all ranks give in the same order."""
+        parts = split(reductions, self._communicator)
+        results: dict[Reduction, Any] = {}
+        if parts.in_buckets:
+            sums = self.reduce_in_buckets(parts.in_buckets, weight)
+            results.update(zip(parts.in_buckets, sums))
+        if parts.in_exchange:
+            results.update(self._exchange(parts.in_exchange, weight))
+        for each in parts.separate:
+            results[each] = all_reduce(each.value, self._communicator, each.op, each.name)
+        return [results[each] for each in reductions]
+
+    def reduce_in_buckets(
+        self, gradients: Sequence[Reduction], weight: tf.Tensor | None
+    ) -> list[tf.Tensor]:
+        """Adds the operations that sum dense gradients in buckets."""
+        specs = [static_spec(each.value, each.name) for each in gradients]
+        buckets = plan_buckets(specs, self._bucket_bytes)
+        if self.buckets is None:
+            check = self._new_check()
+            self.buckets = self._wrap(
+                open_reducer(self._communicator, buckets, check, self._wire_format)
+            )
+        return reduce_planned([each.value for each in gradients], buckets, self.buckets, weight)
+
+    def _exchange(
+        self, reductions: Sequence[Reduction], weight: tf.Tensor | None
+    ) -> dict[Reduction, Any]:
+        arrays = [each for each in reductions if not each.is_sparse]
+        slices = [each for each in reductions if each.is_sparse]
+        if self.exchange is None:
+            exchange = FusedExchange(
+                self._communicator.duplicate("small tensors and sparse gradients"),
+                [each.dense_value() for each in arrays],
+                [each.table() for each in slices],
+                # not that of the buckets: both may run at the same time
+                self._new_check(),
+                self._side_value,
+            )
+            self.exchange = self._wrap(exchange)
+        return _exchange_operations(arrays, slices, self.exchange, weight)
 
 
 def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
@@ -175,38 +307,13 @@ def split(reductions: Sequence[Reduction], communicator: Communicator) -> Parts:
     return Parts([each for each in reductions if each not in large], gradients, separate)
 
 
-def _exchange(
-    reductions: Sequence[Reduction],
-    communicator: Communicator,
+def _exchange_operations(
+    arrays: Sequence[Reduction],
+    slices: Sequence[Reduction],
+    exchange: Any,
     weight: tf.Tensor | None,
-    check: NonFiniteCheck,
-    side_value: SideValue | None,
-) -> tuple[list[Any], FusedExchange]:
-    arrays = [each for each in reductions if not each.is_sparse]
-    slices = [each for each in reductions if each.is_sparse]
-    exchange = FusedExchange(
-        communicator.duplicate("small tensors and sparse gradients"),
-        [each.dense_value() for each in arrays],
-        [each.table() for each in slices],
-        check,
-        side_value,
-    )
-    return exchange_operations(reductions, exchange, weight), exchange
-
-
-def exchange_operations(
-    reductions: Sequence[Reduction], exchange: Any, weight: tf.Tensor | None = None
-) -> list[Any]:
-    """Adds the operation that reduces tensors with an exchange.
-
-    Args:
-      exchange: a `FusedExchange` of these tensors, or what opens one.
-
-    Returns:
-      The results, in the order of `reductions`.
-    """
-    arrays = [each for each in reductions if not each.is_sparse]
-    slices = [each for each in reductions if each.is_sparse]
+) -> dict[Reduction, Any]:
+    """Adds the operation that reduces dense tensors and sparse gradients with an exchange."""
     kinds = [[slices[table] for table in kind] for kind in exchange.kinds]
     with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):
         inputs = [each.value for each in arrays]
@@ -226,7 +333,7 @@ def exchange_operations(
         parts = outputs[len(arrays) :]
         for kind, counts, indices, values in zip(kinds, parts[::3], parts[1::3], parts[2::3]):
             results.update(_split_rows(kind, counts, indices, values))
-    return [results[each] for each in reductions]
+    return results
 
 
 def _join(kind: Sequence[Reduction]) -> Rows:
