@@ -30,15 +30,7 @@ def reduce_planned(
     reducer: Any,
     weight: tf.Tensor | None = None,
 ) -> list[tf.Tensor]:
-    """Adds the operations that reduce gradients with a reducer.
-
-    Args:
-      buckets: the buckets that they are assigned to.
-      reducer: an `InlineReducer` if all ranks share memory, else a `Reducer`; or what opens one.
-
-    Returns:
-      The sums on the host, in the order of `tensors`.
-    """
+    """Adds the operations that reduce gradients with an `InlineReducer` or a `Reducer`."""
     received = receive_on_host(tensors)
     reduced: dict[int, tf.Tensor] = {}
     previous: list[tf.Tensor] = []
@@ -70,11 +62,7 @@ def receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
-    """Returns the spec of a tensor of static shape.
-
-    Raises:
-      ConfigError: the shape is not static.
-    """
+    """Returns the spec of a tensor, whose shape must be static."""
     if not tensor.shape.is_fully_defined():
         raise ConfigError(
             f"the gradient of {name!r} has the shape {tensor.shape}, wanted a static one. Set the "
@@ -86,11 +74,15 @@ def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
 def _launch(
     reducer: Reducer, weight: tf.Tensor | None, number: int, gradients: Sequence[tf.Tensor]
 ) -> tf.Tensor:
-    """Adds an operation that launches a bucket."""
-    launch = abort_on_error(reducer.communicator, _weighted(_launcher(reducer, number), weight))
+
+    def launch(*arrays: Array) -> Any:
+        reducer.launch(number, arrays)
+        return np.int32(number)
+
+    call = abort_on_error(reducer.communicator, _weighted(launch, weight))
     (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
         _order(reducer, f"launch_{number}"),
-        lambda *arrays: [tf.numpy_function(launch, arrays, tf.int32, name=f"launch_{number}")],
+        lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=f"launch_{number}")],
         [*gradients, *_as_list(weight)],
         [tf.int32],
     )
@@ -104,7 +96,6 @@ def _wait(
     gradients: Sequence[tf.Tensor],
     previous: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Adds an operation that waits for a bucket, after the previous one."""
     with tf.control_dependencies(previous):  # [G5]
         return call_in_background(
             abort_on_error(reducer.communicator, lambda _: reducer.wait(number)),
@@ -122,7 +113,6 @@ def _reduce_inline(
     gradients: Sequence[tf.Tensor],
     previous: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Adds an operation that reduces a bucket, after the previous one."""
     call = _weighted(lambda *arrays: reducer.reduce(number, arrays), weight)
     with tf.control_dependencies(previous):
         return call_in_background(  # [G3] to [G5]
@@ -157,11 +147,3 @@ def _weighted(call: Callable[..., Any], weight: tf.Tensor | None) -> Callable[..
         return call(*arrays)
 
     return call_weighted
-
-
-def _launcher(reducer: Reducer, bucket: int) -> Callable[..., Any]:
-    def launch(*arrays: Array) -> Any:
-        reducer.launch(bucket, arrays)
-        return np.int32(bucket)
-
-    return launch

@@ -25,18 +25,13 @@ _OPTIONS = "options"
 class GroupOptions(NamedTuple):
     """Options of a group of gradients.
 
-    Args:
-      compression: "fp16", "bf16", or None for the option `compression`.
-      bucket_bytes: size of a bucket in bytes.
-      op: "average" or "sum"; each rank divides the sums itself.
-      prescale_factor: factor of gradients, which each rank applies itself.
-      postscale_factor: factor of sums, which each rank applies itself.
+    Each rank divides and multiplies by itself, so that the last three are only compared.
     """
 
-    compression: str | None
+    compression: str | None  # "fp16", "bf16", or None for the option `compression`
     bucket_bytes: int
     nonfinite: str | None
-    op: str
+    op: str  # "average" or "sum"
     prescale_factor: float
     postscale_factor: float
 
@@ -48,8 +43,6 @@ class GradientGroup:
 
     Args:
       communicator: channel of this group alone; its name describes the group.
-      options: the options, the same on all ranks.
-      named: the collectives of the ring.
     """
 
     def __init__(
@@ -74,13 +67,6 @@ class GradientGroup:
 
         Args:
           reductions: the gradients, in variable order, the same on all ranks but for the values.
-
-        Returns:
-          The sums, on the host.
-
-        Raises:
-          ConfigError: a shape is not static, or a dtype cannot be reduced.
-          CollectiveMismatchError: two gradients have the same name.
         """
         self._table = describe(reductions, self._options)
         results = self._reducers.reduce(reductions)
@@ -107,11 +93,7 @@ class GradientGroup:
                 self._is_checked = True
 
     def refuse(self, reason: str) -> None:
-        """Counts a step that this rank refuses, and tells ranks that wait for it.
-
-        Args:
-          reason: what is refused, why, and what to do.
-        """
+        """Counts a step that this rank refuses, and tells ranks that wait for it."""
         if not self._is_checked:
             self._communicator.refuse(reason)
             return
@@ -125,11 +107,7 @@ class GradientGroup:
 
 
 def describe(reductions: Sequence[Reduction], options: GroupOptions) -> dict[str, str]:
-    """Describes the gradients of a group by name, with their order and the options.
-
-    Raises:
-      CollectiveMismatchError: two gradients have the same name.
-    """
+    """Describes the gradients of a group by name, with their order and the options."""
     names = [each.name for each in reductions]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -153,12 +131,7 @@ def _without_model_name(table: dict[str, str]) -> dict[str, str]:
 
 
 class _Announced:
-    """A reducer that announces its calls, and checks its group before the first one.
-
-    Args:
-      kind: the group, as `Joining` knows it.
-      joining: announces calls to ranks that have joined.
-    """
+    """A reducer that announces its calls, and checks its group before the first one."""
 
     def __init__(self, reducer: Any, kind: str, joining: Joining, check: Any) -> None:
         self.communicator = reducer.communicator

@@ -34,11 +34,9 @@ _SMALL_BYTES = 256 << 10
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A tensor that is to be reduced over the ranks.
+    """A tensor of static shape, or a sparse gradient, that is to be reduced over the ranks.
 
     Args:
-      value: tensor of static shape, or sparse gradient.
-      name: name on all ranks; for a gradient, the name of its variable.
       op: reduction operator of a tensor; sparse gradients are summed.
       is_gradient: True if it is scaled by the weight of its rank, and its sum must be finite.
       row_shape: shape of one row of a sparse gradient.
@@ -58,20 +56,12 @@ class Reduction:
         return isinstance(self.value, tf.IndexedSlices)
 
     def dense_value(self) -> DenseValue:
-        """Returns the description of a dense tensor for the exchange.
-
-        Raises:
-          ConfigError: the shape is not static, or the dtype cannot be reduced.
-        """
+        """Returns the description of a dense tensor for the exchange."""
         self._check_dtype(self.value.dtype)
         return DenseValue(static_spec(self.value, self.name), self.op, self.is_gradient)
 
     def table(self) -> Table:
-        """Returns the description of a sparse gradient for the exchange.
-
-        Raises:
-          ConfigError: the dtype cannot be reduced.
-        """
+        """Returns the description of a sparse gradient for the exchange."""
         values, indices = self.value.values.dtype, self.value.indices.dtype
         self._check_dtype(values)
         return Table(self.name, self.row_shape, _numpy(values), _numpy(indices), self.sums_rows)
@@ -105,7 +95,6 @@ def reduce_tensors(
 
     Args:
       reductions: the tensors. All ranks reduce them in rank 0's order.
-      communicator: communicator on which all ranks build the same operations in the same order.
       weight: float64 scalar that multiplies this rank's gradients; None for 1.
       nonfinite: "error", "skip", "warn" or `ALLOW`, as for `NonFiniteCheck`.
       side_value: integer that is summed along with the exchange, if there is an exchange.
@@ -113,10 +102,6 @@ def reduce_tensors(
     Returns:
       The results, in the order of `reductions`, and the reducers, which the caller must close
       after the last step.
-
-    Raises:
-      ConfigError: the shape of a tensor is not static, or its dtype cannot be reduced.
-      CollectiveMismatchError: two ranks reduce different tensors.
     """
     ordered = _in_order_of_rank_0(reductions, communicator)
     reducers = Reducers(
@@ -169,13 +154,7 @@ def _bucket_bytes(communicator: Communicator) -> int:
 def _in_order_of_rank_0(
     reductions: Sequence[Reduction], communicator: Communicator
 ) -> list[Reduction]:
-    """Returns the tensors in the order in which all ranks reduce them.
-
-    Collective: all ranks must call it.
-
-    Raises:
-      CollectiveMismatchError: a name occurs twice, or two ranks have different tensors.
-    """
+    """Returns the tensors in the order in which all ranks reduce them, and must call this."""
     by_name = {each.name: each for each in reductions}
     if len(by_name) < len(reductions):
         twice = [name for name, n in Counter(each.name for each in reductions).items() if n > 1]
@@ -191,36 +170,29 @@ def _in_order_of_rank_0(
     return [by_name[name] for name in names if name != setting]
 
 
+@dataclass
 class Reducers:
     """Reducers of tensors, and the operations that call them.
 
     Repeated reductions are of the same tensors, and call the same reducers.
 
     Args:
-      bucket_bytes: size of a bucket.
       new_check: makes a check of the sums; None for one with the option `nonfinite`.
       wire_format: format of gradients in buckets; None for that of the option `compression`.
       side_value: integer that is summed along with the exchange.
       wrap: makes what the operations call of a reducer that is opened.
+      buckets: reducer of buckets; None before one is needed.
+      exchange: reducer of all other tensors; None before one is needed.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        bucket_bytes: int,
-        new_check: Callable[[], NonFiniteCheck | None],
-        wire_format: WireFormat | None = None,
-        side_value: SideValue | None = None,
-        wrap: Callable[[Any], Any] = lambda reducer: reducer,
-    ) -> None:
-        self._communicator = communicator
-        self._bucket_bytes = bucket_bytes
-        self._new_check = new_check
-        self._wire_format = wire_format
-        self._side_value = side_value
-        self._wrap = wrap
-        self.buckets: Any = None
-        self.exchange: Any = None
+    communicator: Communicator
+    bucket_bytes: int
+    new_check: Callable[[], NonFiniteCheck | None]
+    wire_format: WireFormat | None = None
+    side_value: SideValue | None = None
+    wrap: Callable[[Any], Any] = lambda reducer: reducer
+    buckets: Any = None
+    exchange: Any = None
 
     @property
     def opened(self) -> list[Any]:
@@ -231,7 +203,7 @@ class Reducers:
         self, reductions: Sequence[Reduction], weight: tf.Tensor | None = None
     ) -> list[Any]:
         """Adds the operations that reduce tensors, which all ranks give in the same order."""
-        parts = split(reductions, self._communicator)
+        parts = _split(reductions, self.communicator)
         results: dict[Reduction, Any] = {}
         if parts.in_buckets:
             sums = self.reduce_in_buckets(parts.in_buckets, weight)
@@ -239,7 +211,7 @@ class Reducers:
         if parts.in_exchange:
             results.update(self._exchange(parts.in_exchange, weight))
         for each in parts.separate:
-            results[each] = all_reduce(each.value, self._communicator, each.op, each.name)
+            results[each] = all_reduce(each.value, self.communicator, each.op, each.name)
         return [results[each] for each in reductions]
 
     def reduce_in_buckets(
@@ -247,12 +219,11 @@ class Reducers:
     ) -> list[tf.Tensor]:
         """Adds the operations that sum dense gradients in buckets."""
         specs = [static_spec(each.value, each.name) for each in gradients]
-        buckets = plan_buckets(specs, self._bucket_bytes)
+        buckets = plan_buckets(specs, self.bucket_bytes)
         if self.buckets is None:
-            check = self._new_check()
-            self.buckets = self._wrap(
-                open_reducer(self._communicator, buckets, check, self._wire_format)
-            )
+            check = self.new_check()
+            reducer = open_reducer(self.communicator, buckets, check, self.wire_format)
+            self.buckets = self.wrap(reducer)
         return reduce_planned([each.value for each in gradients], buckets, self.buckets, weight)
 
     def _exchange(
@@ -262,49 +233,41 @@ class Reducers:
         slices = [each for each in reductions if each.is_sparse]
         if self.exchange is None:
             exchange = FusedExchange(
-                self._communicator.duplicate("small tensors and sparse gradients"),
+                self.communicator.duplicate("small tensors and sparse gradients"),
                 [each.dense_value() for each in arrays],
                 [each.table() for each in slices],
                 # not that of the buckets: both may run at the same time
-                self._new_check(),
-                self._side_value,
+                self.new_check(),
+                self.side_value,
             )
-            self.exchange = self._wrap(exchange)
+            self.exchange = self.wrap(exchange)
         return _exchange_operations(arrays, slices, self.exchange, weight)
 
 
 def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
     """Returns True if `reduce_tensors` needs an exchange: not all tensors are large and dense."""
-    return bool(split(reductions, communicator).in_exchange)
+    return bool(_split(reductions, communicator).in_exchange)
 
 
-class Parts(NamedTuple):
-    """Tensors by the way in which they are reduced.
+class _Parts(NamedTuple):
+    """Tensors by the way in which they are reduced."""
 
-    Args:
-      in_exchange: tensors that share one exchange.
-      in_buckets: dense gradients, if their total size is large.
-      separate: other large dense tensors, which have an operation each.
-    """
-
-    in_exchange: list[Reduction]
-    in_buckets: list[Reduction]
-    separate: list[Reduction]
+    in_exchange: list[Reduction]  # all others
+    in_buckets: list[Reduction]  # dense gradients, if their total size is large
+    separate: list[Reduction]  # large dense tensors that are no gradients
 
 
-def split(reductions: Sequence[Reduction], communicator: Communicator) -> Parts:
+def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Parts:
     """Decides how each tensor is reduced."""
     limit = _SMALL_BYTES / max(1, communicator.size - 1)
     dense = [each for each in reductions if not each.is_sparse]
     nbytes = {each: static_spec(each.value, each.name).nbytes for each in dense}
     gradients = [each for each in dense if each.is_gradient]
-    if sum(nbytes[each] for each in gradients) <= min(
-        limit, communicator.transport.options.bucket_bytes
-    ):
+    if sum(nbytes[each] for each in gradients) <= min(limit, _bucket_bytes(communicator)):
         gradients = []
     separate = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
     large = {*gradients, *separate}
-    return Parts([each for each in reductions if each not in large], gradients, separate)
+    return _Parts([each for each in reductions if each not in large], gradients, separate)
 
 
 def _exchange_operations(
@@ -357,7 +320,6 @@ def _split_rows(
 
 
 def _reshape(rows: tf.Tensor, row_shape: Sequence[int]) -> tf.Tensor:
-    """Changes the shape of rows."""
     if rows.shape[1:] == row_shape:
         return rows
     return tf.reshape(rows, [-1, *row_shape])
@@ -387,10 +349,7 @@ def check_gradients(
     communicator: Communicator,
     check: NonFiniteCheck,
 ) -> list[Any]:
-    """Checks the gradients of a single rank, which are not reduced.
-
-    Args:
-      values: tensors and sparse gradients, at least one.
+    """Checks the gradients of a single rank, at least one, which are not reduced.
 
     Returns:
       The same gradients. The first one depends on the check of all.

@@ -175,31 +175,18 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 # -- libraries that Horovod was built with, which programs ask for: MPI, if it is in use -------
 
 
-def mpi_threads_supported() -> bool:
-    """Returns True if MPI is in use, as hostopt requires its support of threads."""
-    return mpi_enabled()
-
-
 def mpi_enabled() -> bool:
-    """Returns True if the ring of this process uses `communication="mpi"`."""
+    """Returns True if the ring of this process uses `communication="mpi"`.
+
+    `mpi_built` and `mpi_threads_supported` return the same: hostopt is built without any library,
+    and requires MPI's support of threads.
+    """
     if not process_ring.is_initialized():
         return False
     return process_ring.current().communicator.network.world is not None
 
 
-def mpi_built() -> bool:
-    """Returns `mpi_enabled`: hostopt is built without any library."""
-    return mpi_enabled()
-
-
-def gloo_enabled() -> bool:
-    """Returns False: there is no Gloo."""
-    return False
-
-
-def gloo_built() -> bool:
-    """Returns False: there is no Gloo."""
-    return False
+mpi_built = mpi_threads_supported = mpi_enabled
 
 
 def nccl_built() -> int:
@@ -207,21 +194,9 @@ def nccl_built() -> int:
     return 0
 
 
-def ddl_built() -> bool:
-    """Returns False: there is no DDL."""
+def _is_built() -> bool:
+    """Returns False: hostopt has no such library, and reduces on the host."""
     return False
 
 
-def ccl_built() -> bool:
-    """Returns False: there is no oneCCL."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Returns False: hostopt reduces on the host, whatever TensorFlow was built with."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Returns False: hostopt reduces on the host, whatever TensorFlow was built with."""
-    return False
+gloo_built = gloo_enabled = ddl_built = ccl_built = cuda_built = rocm_built = _is_built
