@@ -6,88 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from hostopt import tensorflow as hvd
-from hostopt.tensorflow import (
-    Adasum,
-    Average,
-    Compression,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    ReduceOp,
-    Sum,
-    add_process_set,
-    allgather_object,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_variables,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-)
+from hostopt.collectives.reduce_op import ReduceOp
+from hostopt.tensorflow import _names
+from hostopt.tensorflow._names import *  # noqa: F403 - the same names
+from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.local_sources import variables_of_layers
 from hostopt.tensorflow.optimizer import reducing_part
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "Max",
-    "Min",
-    "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_variables",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-]
+__all__ = ["PartialDistributedOptimizer", "allgather", "allreduce", "broadcast", "reducescatter"]
+__all__ += _names.__all__
 
 
 def allreduce(

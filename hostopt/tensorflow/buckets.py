@@ -16,12 +16,7 @@ from hostopt.errors import ConfigError
 from hostopt.gradients.bucket import Bucket, TensorSpec
 from hostopt.gradients.inline_reducer import InlineReducer
 from hostopt.gradients.reducer import Reducer
-from hostopt.tensorflow.background import (
-    HOST_DEVICE,
-    abort_on_error,
-    call_in_background,
-    in_order,
-)
+from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
 
 
 def reduce_planned(

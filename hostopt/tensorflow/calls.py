@@ -58,11 +58,7 @@ def call(
     inputs = list(inputs) or [tf.zeros([], tf.int32)]  # an operation needs one
     run = abort_on_error(communicator, lambda *arrays: list(function(*arrays)))
     results = call_in_background(
-        with_tensorflow_errors(run),
-        inputs,
-        [dtype for dtype, _ in outputs],
-        name,
-        f"call {order}",
+        with_tensorflow_errors(run), inputs, [dtype for dtype, _ in outputs], name, f"call {order}"
     )
     for result, (_, shape) in zip(results, outputs):
         result.set_shape(shape)

@@ -33,10 +33,7 @@ from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_proces
 
 
 def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: Any = None,
+    tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> tf.Tensor:
     """Joins the tensors of all ranks along the first dimension.
 

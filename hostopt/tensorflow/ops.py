@@ -111,10 +111,7 @@ def broadcast(
 
 
 def _array_op(
-    communicator: Communicator,
-    function: Callable[[Array], Array],
-    tensor: tf.Tensor,
-    name: str,
+    communicator: Communicator, function: Callable[[Array], Array], tensor: tf.Tensor, name: str
 ) -> tf.Tensor:
     call = abort_on_error(communicator, lambda array: [function(array)])
     (result,) = call_in_background(call, [tensor], [tensor.dtype], name)

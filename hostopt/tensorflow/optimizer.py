@@ -93,13 +93,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
     if average_aggregated_gradients:
         postscale /= backward_passes_per_step
     reduction = GradientReduction(
-        name or "",
-        op,
-        compression,
-        sparse_as_dense,
-        bucket_cap_mb,
-        prescale,
-        postscale,
+        name or "", op, compression, sparse_as_dense, bucket_cap_mb, prescale, postscale
     )
     # attributes of the class, which clones of the optimizer have, too
     steps = backward_passes_per_step

@@ -292,10 +292,7 @@ class GradientAccumulator:
         self._variables: list[Any] = []
 
     def add_and_apply(
-        self,
-        grads_and_vars: Any,
-        apply: Callable[[Any], Any],
-        count_step: Callable[[], Any],
+        self, grads_and_vars: Any, apply: Callable[[Any], Any], count_step: Callable[[], Any]
     ) -> Any:
         """Adds gradients, and applies the sums if this is the last step of a group.
 

@@ -344,10 +344,7 @@ def _numpy(dtype: tf.DType) -> np.dtype[Any]:
 
 
 def check_gradients(
-    values: Sequence[Any],
-    names: Sequence[str],
-    communicator: Communicator,
-    check: NonFiniteCheck,
+    values: Sequence[Any], names: Sequence[str], communicator: Communicator, check: NonFiniteCheck
 ) -> list[Any]:
     """Checks the gradients of a single rank, at least one, which are not reduced.
 

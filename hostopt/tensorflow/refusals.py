@@ -28,14 +28,11 @@ _MISSING = {
         "SyncBatchNormalization is not supported: each rank normalizes with the statistics of its "
         "own batch. Use BatchNormalization, or layers that do not depend on the batch"
     ),
-    "start_timeline": (
-        "start_timeline is not supported: a timeline covers a whole program. Set HOSTOPT_TIMELINE "
+    **{
+        name: f"{name} is not supported: a timeline covers a whole program. Set HOSTOPT_TIMELINE "
         "before init()"
-    ),
-    "stop_timeline": (
-        "stop_timeline is not supported: a timeline covers a whole program. Set HOSTOPT_TIMELINE "
-        "before init()"
-    ),
+        for name in ("start_timeline", "stop_timeline")
+    },
 }
 
 
