@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from hostopt import tensorflow as hvd
 from hostopt.keras import callbacks
 from hostopt.keras.callbacks import *  # noqa: F403 - the same names
 from hostopt.tensorflow import _keras_api
 from hostopt.tensorflow._keras_api import *  # noqa: F403 - the same names
-from hostopt.tensorflow._keras_api import Compression, ReduceOp, model_loader
+from hostopt.tensorflow._keras_api import model_loader
 from hostopt.tensorflow.refusals import missing_attribute
 
 __all__ = ["DistributedOptimizer", "callbacks", "load_model"]
@@ -24,10 +25,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: Any = hvd.Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: ReduceOp | None = None,
+    op: hvd.ReduceOp | None = None,
     num_groups: int = 0,
     groups: Any = None,
     **others: Any,

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hostopt import tensorflow as hvd
-from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.tensorflow import _names
 from hostopt.tensorflow._names import *  # noqa: F403 - the same names
-from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.local_sources import variables_of_layers
 from hostopt.tensorflow.optimizer import reducing_part
 
@@ -23,8 +21,8 @@ def allreduce(
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    op: ReduceOp | None = None,
-    compression: Any = Compression.none,
+    op: hvd.ReduceOp | None = None,
+    compression: Any = hvd.Compression.none,
 ) -> Any:
     """Reduces a value over the ranks; see `hostopt.tensorflow.allreduce` for the arguments."""
     return hvd.allreduce(
@@ -48,7 +46,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     return hvd.broadcast(value, root_rank, name)
 
 
-def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE) -> Any:
+def reducescatter(value: Any, name: str | None = None, op: hvd.ReduceOp = hvd.Average) -> Any:
     """Reduces a value over the ranks, and returns a part of its rows to each rank."""
     return hvd.reducescatter(value, op=op, name=name)
 
@@ -58,10 +56,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: Any = hvd.Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: ReduceOp | None = None,
+    op: hvd.ReduceOp | None = None,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -98,10 +96,10 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that programs know
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: Any = hvd.Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: ReduceOp | None = None,
+    op: hvd.ReduceOp | None = None,
     groups: Any = None,
     process_set: Any = None,
     local_layers: Any = None,
@@ -144,7 +142,7 @@ def model_loader(keras: Any) -> Callable[..., Any]:
         filepath: Any,
         custom_optimizers: Any = None,
         custom_objects: Any = None,
-        compression: Any = Compression.none,
+        compression: Any = hvd.Compression.none,
         legacy_opts: bool = False,
     ) -> Any:
         """Loads a model, and makes its optimizer a `DistributedOptimizer`.

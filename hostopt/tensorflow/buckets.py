@@ -69,7 +69,6 @@ def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
 def _launch(
     reducer: Reducer, weight: tf.Tensor | None, number: int, gradients: Sequence[tf.Tensor]
 ) -> tf.Tensor:
-
     def launch(*arrays: Array) -> Any:
         reducer.launch(number, arrays)
         return np.int32(number)
