@@ -15,15 +15,10 @@ from hostopt.tensorflow.variables import allgather_object, broadcast_variables
 
 
 def check_kind(model: Any, is_keras_3: bool) -> None:
-    """Raises ConfigError unless a model is of the Keras that its callback is made for.
-
-    Args:
-      is_keras_3: True if the callback is made for Keras 3.
-    """
+    """Raises ConfigError unless a model is of the Keras that its callback is made for."""
     if hasattr(model, "stateless_call") != is_keras_3:
-        wanted, module = ("3", "hostopt.tensorflow.keras")
-        if not is_keras_3:
-            wanted, module = ("2", "hostopt.keras")
+        other = {True: ("3", "hostopt.tensorflow.keras"), False: ("2", "hostopt.keras")}
+        wanted, module = other[is_keras_3]
         raise ConfigError(
             f"a callback for Keras {wanted} is given to a model of {type(model).__module__}. "
             f"Import {module} instead"
@@ -46,10 +41,9 @@ class BroadcastVariables:
         super().__init__()
         refuse_device(device)
         self._root_rank = root_rank
-        if local_variables is None or isinstance(local_variables, (list, tuple)):
-            self._local_variables = list(local_variables or [])
-        else:
-            self._local_variables = [local_variables]
+        if local_variables is not None and not isinstance(local_variables, (list, tuple)):
+            local_variables = [local_variables]
+        self._local_variables = list(local_variables or [])
         self._is_done = False
 
     def register_local_var(self, var: Any) -> None:

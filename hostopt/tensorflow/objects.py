@@ -45,7 +45,7 @@ def encode_or_refuse(obj: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Returns the object that was encoded, or raises the reason why it could not be."""
+    """Returns the object that was encoded, or raises the RefusedError of `encode`."""
     return _from_json(json.loads(data))
 
 

@@ -300,7 +300,6 @@ def _exchange_operations(
 
 
 def _join(kind: Sequence[Reduction]) -> Rows:
-    """Concatenates the rows of sparse gradients of one kind."""
     indices = [each.value.indices for each in kind]
     values = [_reshape(each.value.values, [kind[0].table().width]) for each in kind]
     counts = tf.concat(tf.shape_n(indices, tf.int64), 0)
@@ -310,7 +309,6 @@ def _join(kind: Sequence[Reduction]) -> Rows:
 def _split_rows(
     kind: Sequence[Reduction], counts: tf.Tensor, indices: tf.Tensor, values: tf.Tensor
 ) -> dict[Reduction, tf.IndexedSlices]:
-    """Splits the reduced rows of one kind by sparse gradient."""
     values.set_shape([None, kind[0].table().width])
     columns = tf.split(indices, counts, num=len(kind)), tf.split(values, counts, num=len(kind))
     return {
@@ -326,9 +324,7 @@ def _reshape(rows: tf.Tensor, row_shape: Sequence[int]) -> tf.Tensor:
 
 
 def _runner(exchange: FusedExchange, count: int, is_weighted: bool) -> Any:
-    """Returns the function that the graph calls with arrays, rows of each kind and a weight."""
-
-    def run(*inputs: Array) -> list[Array]:
+    def run(*inputs: Array) -> list[Array]:  # arrays, rows of each kind, and a weight
         weight = float(inputs[-1]) if is_weighted else 1.0
         parts = inputs[count : len(inputs) - is_weighted]
         rows = [Rows(*each) for each in zip(parts[::3], parts[1::3], parts[2::3])]

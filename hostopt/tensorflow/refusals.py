@@ -47,7 +47,7 @@ def missing_attribute(module: str) -> Callable[[str], Any]:
 
 
 def refuse_devices(device_dense: str, device_sparse: str) -> None:
-    """Raises ConfigError if a device for reductions is given."""
+    """Raises ConfigError if a device for dense or sparse tensors is given."""
     refuse_device(device_dense, "device_dense")
     refuse_device(device_sparse, "device_sparse")
 
@@ -67,15 +67,7 @@ def refuse_groups(num_groups: int, groups: Any) -> None:
 
 
 def choose_op(op: Any, average: bool | None) -> ReduceOp:
-    """Returns the operator of an all-reduce.
-
-    Args:
-      op: the operator, or None.
-      average: an older way to choose AVERAGE or SUM, or None.
-
-    Raises:
-      ConfigError: both are given, or one is not what it has to be.
-    """
+    """Returns the operator of an all-reduce; `average` is an older way to choose it."""
     if average is not None:
         if op is not None:
             raise ConfigError("op and average are both given. Give op only")
