@@ -15,8 +15,7 @@ from estimator_ext.variables.desync import checksum
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow.background import HOST_DEVICE
-from hostopt.tensorflow.calls import broadcast_values, call, call_name, gather_rows
-from hostopt.tensorflow.differentiable import reduce_tensors
+from hostopt.tensorflow.calls import broadcast_values, call, call_name, gather_rows, reduce_values
 
 _ASSIGNED = "the values that are assigned outside strategy.run"
 
@@ -37,7 +36,7 @@ def all_reduce(ring: ProcessRing, tensors: Sequence[tf.Tensor], is_mean: bool) -
     """
     name = call_name("all_reduce", None, tensors[0])
     with tf.device(HOST_DEVICE):
-        results = reduce_tensors(ring, tensors, ReduceOp.SUM, None, name)
+        results = reduce_values(ring, tensors, ReduceOp.SUM, None, name)
         # named for `is_same_on_all_ranks`: TensorFlow gives the results the inputs as inputs too
         sums = [tf.identity(each, name="HostReduced") for each in results]
         return [tf.math.divide(each, ring.size) for each in sums] if is_mean else sums

@@ -10,13 +10,11 @@ import tensorflow as tf
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 from hostopt.process_ring import ProcessRing
-from hostopt.tensorflow.calls import call_name, calling
+from hostopt.tensorflow.calls import call_name, calling, reduce_values, scale
 from hostopt.tensorflow.collectives import allgather
 from hostopt.tensorflow.compression import Compression, wire_format_of
-from hostopt.tensorflow.differentiable import reduce_tensors, scale
-from hostopt.tensorflow.process_sets import refuse_process_set
 from hostopt.tensorflow.reduced import mark
-from hostopt.tensorflow.refusals import choose_op, refuse_devices
+from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_process_set
 from hostopt.tensorflow.sparse import sum_rows
 
 
@@ -141,9 +139,9 @@ def _reduce_compressed(
 ) -> list[tf.Tensor]:
     wire_format = wire_format_of(compression)
     if wire_format is not None:
-        return reduce_tensors(ring, tensors, op, wire_format, name)
+        return reduce_values(ring, tensors, op, wire_format, name)
     pairs = [compression.compress(each) for each in tensors]
-    reduced = reduce_tensors(ring, [each for each, _ in pairs], op, None, name)
+    reduced = reduce_values(ring, [each for each, _ in pairs], op, None, name)
     return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs)]
 
 

@@ -38,8 +38,7 @@ def call_in_background(
 
     Args:
       function: takes one array per input, and returns a list with one array per dtype.
-      inputs: input tensors, at least one.
-      dtypes: dtypes of the results, at least one.
+      inputs: at least one.
 
     Returns:
       The results, on the host, with unknown shapes.
@@ -84,7 +83,6 @@ def in_order(
 
     Args:
       order: the key; "" for the order of all other stateful operations.
-      build: takes the inputs, and returns the results of the operations.
     """
     graph = tf.compat.v1.get_default_graph()
     # the gradient of tf.cond or tf.while_loop cannot have a resource that the loop does not have
@@ -128,9 +126,6 @@ def abort_on_error(communicator: Communicator, function: Callable[..., Any]) -> 
     TensorFlow reports the error as text only, so this is the last place that knows its type. The
     ring is aborted by the code that first raises inside a collective, and otherwise here, in the
     thread of the reducer, or when a communicator is left by an exception.
-
-    Returns:
-      A function with the same arguments and results.
     """
 
     def call(*arrays: Array) -> Any:

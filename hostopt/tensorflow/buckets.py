@@ -12,78 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from hostopt.collectives.call import Array
-from hostopt.collectives.communicator import Communicator
-from hostopt.errors import CollectiveMismatchError, ConfigError
-from hostopt.gradients.bucket import Bucket, TensorSpec, plan_buckets
-from hostopt.gradients.bucket_reducer import BucketReducer, InlineReducer
-from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducer import Reducer, open_reducer
-from hostopt.tensorflow.background import (
-    HOST_DEVICE,
-    abort_on_error,
-    call_in_background,
-    in_order,
-)
-
-
-def reduce_in_buckets(
-    tensors: Sequence[tf.Tensor],
-    names: Sequence[str],
-    communicator: Communicator,
-    weight: tf.Tensor | None = None,
-    check: NonFiniteCheck | None = None,
-) -> tuple[list[tf.Tensor], BucketReducer | None]:
-    """Sums gradients over the ranks in buckets, while backward computes other gradients.
-
-    Args:
-      tensors: gradients of static shape, in variable order. All ranks reduce in rank 0's order.
-      names: names of their variables, the same on all ranks.
-      communicator: communicator on which all ranks build the same operations in the same order.
-      weight: float64 scalar that multiplies this rank's gradients; None for 1.
-      check: check of the sums; by default one with the option `nonfinite`.
-
-    Returns:
-      The sums on the host, in the order of `tensors`, and the reducer, which the caller must close
-      after the last step. The reducer is None if there is only one rank.
-
-    Raises:
-      ConfigError: the shape of a gradient is not static.
-      CollectiveMismatchError: two ranks reduce different gradients.
-    """
-    if communicator.size == 1:
-        return receive_on_host(tensors), None
-    specs = [static_spec(tensor, name) for tensor, name in zip(tensors, names)]
-    bucket_bytes = communicator.transport.options.bucket_bytes
-    descriptions = [(spec.name, str(spec)) for spec in specs]
-    order = order_of_rank_0(
-        communicator, descriptions, {"size of a bucket": f"{bucket_bytes} bytes"}
-    )
-    sums, reducer = build_buckets(
-        [tensors[i] for i in order], [specs[i] for i in order], communicator, weight, check
-    )
-    reduced = dict(zip(order, sums))
-    return [reduced[i] for i in range(len(tensors))], reducer
-
-
-def build_buckets(
-    tensors: Sequence[tf.Tensor],
-    specs: Sequence[TensorSpec],
-    communicator: Communicator,
-    weight: tf.Tensor | None,
-    check: NonFiniteCheck | None,
-) -> tuple[list[tf.Tensor], BucketReducer]:
-    """Builds `reduce_in_buckets` for gradients that all ranks have in the same order.
-
-    Args:
-      specs: their names, shapes and dtypes.
-      communicator: communicator of at least two ranks.
-
-    Returns:
-      The sums on the host, and the reducer.
-    """
-    buckets = plan_buckets(specs, communicator.transport.options.bucket_bytes)
-    reducer = open_reducer(communicator, buckets, check)
-    return reduce_planned(tensors, buckets, reducer, weight), reducer
+from hostopt.errors import ConfigError
+from hostopt.gradients.bucket import Bucket, TensorSpec
+from hostopt.gradients.bucket_reducer import InlineReducer
+from hostopt.gradients.reducer import Reducer
+from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background, in_order
 
 
 def reduce_planned(
@@ -92,15 +25,7 @@ def reduce_planned(
     reducer: Any,
     weight: tf.Tensor | None = None,
 ) -> list[tf.Tensor]:
-    """Adds the operations that reduce gradients with a reducer.
-
-    Args:
-      buckets: the buckets that they are assigned to.
-      reducer: an `InlineReducer` if all ranks share memory, else a `Reducer`; or what opens one.
-
-    Returns:
-      The sums on the host, in the order of `tensors`.
-    """
+    """Adds the operations that reduce gradients with an `InlineReducer` or a `Reducer`."""
     received = receive_on_host(tensors)
     reduced: dict[int, tf.Tensor] = {}
     previous: list[tf.Tensor] = []
@@ -132,17 +57,7 @@ def receive_on_host(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
-    """Returns the spec of a tensor of static shape.
-
-    Args:
-      name: its name on all ranks.
-
-    Returns:
-      Its name, shape and dtype.
-
-    Raises:
-      ConfigError: the shape is not static.
-    """
+    """Returns the spec of a tensor, whose shape must be static."""
     if not tensor.shape.is_fully_defined():
         raise ConfigError(
             f"the gradient of {name!r} has the shape {tensor.shape}, wanted a static one. Set the "
@@ -151,43 +66,17 @@ def static_spec(tensor: tf.Tensor, name: str) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape.as_list()), np.dtype(tensor.dtype.as_numpy_dtype))
 
 
-def order_of_rank_0(
-    communicator: Communicator, descriptions: Sequence[tuple[str, str]], settings: dict[str, str]
-) -> list[int]:
-    """Returns the order in which all ranks reduce their tensors.
-
-    Collective: all ranks must call it.
-
-    Args:
-      descriptions: name and description of each tensor of this rank.
-      settings: other values, by name, that must be the same on all ranks.
-
-    Returns:
-      Indices of this rank's tensors, in the order in which rank 0 has the same names.
-
-    Raises:
-      CollectiveMismatchError: a name occurs twice, or two ranks have different tensors.
-    """
-    names = [name for name, _ in descriptions]
-    if len({*names}) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise CollectiveMismatchError(
-            f"the tensors to reduce have these names twice: {twice}. Give each its own name"
-        )
-    names_of_rank_0 = communicator.check_same(
-        {**settings, **dict(descriptions)}, "the tensors to reduce"
-    )
-    return [names.index(name) for name in names_of_rank_0 if name not in settings]
-
-
 def _launch(
     reducer: Reducer, weight: tf.Tensor | None, number: int, gradients: Sequence[tf.Tensor]
 ) -> tf.Tensor:
-    """Adds an operation that launches a bucket."""
-    launch = abort_on_error(reducer.communicator, _weighted(_launcher(reducer, number), weight))
+    def launch(*arrays: Array) -> Any:
+        reducer.launch(number, arrays)
+        return np.int32(number)
+
+    call = abort_on_error(reducer.communicator, _weighted(launch, weight))
     (token,) = in_order(  # [G3] runs when the last gradient of the bucket is received
         _order(reducer, f"launch_{number}"),
-        lambda *arrays: [tf.numpy_function(launch, arrays, tf.int32, name=f"launch_{number}")],
+        lambda *arrays: [tf.numpy_function(call, arrays, tf.int32, name=f"launch_{number}")],
         [*gradients, *_as_list(weight)],
         [tf.int32],
     )
@@ -201,7 +90,6 @@ def _wait(
     gradients: Sequence[tf.Tensor],
     previous: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Adds an operation that waits for a bucket, after the previous one."""
     with tf.control_dependencies(previous):  # [G5]
         return call_in_background(
             abort_on_error(reducer.communicator, lambda _: reducer.wait(number)),
@@ -219,7 +107,6 @@ def _reduce_inline(
     gradients: Sequence[tf.Tensor],
     previous: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Adds an operation that reduces a bucket, after the previous one."""
     call = _weighted(lambda *arrays: reducer.reduce(number, arrays), weight)
     with tf.control_dependencies(previous):
         return call_in_background(  # [G3] to [G5]
@@ -254,11 +141,3 @@ def _weighted(call: Callable[..., Any], weight: tf.Tensor | None) -> Callable[..
         return call(*arrays)
 
     return call_weighted
-
-
-def _launcher(reducer: Reducer, bucket: int) -> Callable[..., Any]:
-    def launch(*arrays: Array) -> Any:
-        reducer.launch(bucket, arrays)
-        return np.int32(bucket)
-
-    return launch

@@ -14,6 +14,7 @@ import tensorflow as tf
 from hostopt import process_ring
 from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import Communicator
+from hostopt.collectives.reduce_op import ReduceOp, check_dtype
 from hostopt.errors import ConfigError
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow._tf_private import is_recording
@@ -36,15 +37,12 @@ def call(
       function: takes an array per input, and returns an array per output; it may block.
       outputs: dtype and static shape of each output.
       order: name of the call, by which ranks match it. Calls of one name keep their order.
-      communicator: communicator whose ring an error aborts; by default the ring of this process.
+      communicator: its ring is aborted by an error; by default the ring of this process.
       become_variables: True if the outputs are likely to be assigned to variables. An eager call
         then copies them into memory of TensorFlow, as freeing memory of NumPy takes the GIL.
 
     Returns:
       The outputs, on the host.
-
-    Raises:
-      ConfigError: an output has a quantized dtype.
     """
     for dtype, _ in outputs:
         if dtype.is_quantized:
@@ -60,11 +58,7 @@ def call(
     inputs = list(inputs) or [tf.zeros([], tf.int32)]  # an operation needs one
     run = abort_on_error(communicator, lambda *arrays: list(function(*arrays)))
     results = call_in_background(
-        with_tensorflow_errors(run),
-        inputs,
-        [dtype for dtype, _ in outputs],
-        name,
-        f"call {order}",
+        with_tensorflow_errors(run), inputs, [dtype for dtype, _ in outputs], name, f"call {order}"
     )
     for result, (_, shape) in zip(results, outputs):
         result.set_shape(shape)
@@ -92,14 +86,7 @@ def shape_of_rows(tensor: tf.Tensor) -> list[Any] | None:
 
 
 def gather_rows(ring: ProcessRing, tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Joins the tensors of all ranks along the first dimension, without a gradient.
-
-    Args:
-      tensor: tensor of at least one dimension, the first of which may differ between ranks.
-
-    Returns:
-      The rows of all ranks, in rank order.
-    """
+    """Joins the tensors of all ranks along the first dimension, without a gradient."""
     (rows,) = call(
         lambda array: [ring.named.all_gather(array, name)],
         [tensor],
@@ -114,14 +101,7 @@ def gather_rows(ring: ProcessRing, tensor: tf.Tensor, name: str) -> tf.Tensor:
 def broadcast_values(
     ring: ProcessRing, values: Sequence[tf.Tensor], root_rank: int, name: str
 ) -> list[tf.Tensor]:
-    """Sends tensors of one rank to all ranks, without a gradient.
-
-    Args:
-      values: the tensors, the same shapes and dtypes on all ranks.
-
-    Returns:
-      The tensors of rank `root_rank`.
-    """
+    """Sends tensors of one rank to all ranks, without a gradient."""
     return call(
         lambda *arrays: ring.named.broadcast(arrays, root_rank, name),
         values,
@@ -134,11 +114,7 @@ def broadcast_values(
 
 
 def with_gradient(function: Callable[..., Any], *tensors: tf.Tensor) -> Any:
-    """Calls a function as `tf.custom_gradient` does, at less cost if no gradient is wanted.
-
-    Args:
-      function: takes the tensors, and returns its results and their gradient function.
-    """
+    """Calls a function as `tf.custom_gradient` does, at less cost if no gradient is wanted."""
     if tf.executing_eagerly() and not is_recording():
         results, _ = function(*tensors)
         return results
@@ -157,16 +133,61 @@ def with_gradient(function: Callable[..., Any], *tensors: tf.Tensor) -> Any:
     return tf.custom_gradient(with_dense_upstream)(*tensors)
 
 
+def reduce_values(
+    ring: ProcessRing,
+    tensors: Sequence[tf.Tensor],
+    op: ReduceOp,
+    wire_format: str | None,
+    name: str,
+) -> list[tf.Tensor]:
+    """Reduces tensors over the ranks; their gradients are reduced in the same way."""
+    for each in tensors:
+        check_dtype(np.dtype(each.dtype.as_numpy_dtype))
+
+    def reduce(*values: tf.Tensor) -> Any:
+        results = call(
+            lambda *arrays: ring.named.all_reduce(arrays, name, op, wire_format),
+            values,
+            [(value.dtype, value.shape) for value in values],
+            "HostAllReduce",
+            name,
+            ring.communicator,
+        )
+
+        def gradient(*upstream: tf.Tensor) -> Any:
+            if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+                raise ConfigError(
+                    f"the result of allreduce with {op.name} has no gradient. Use SUM or AVERAGE, "
+                    "or tf.stop_gradient"
+                )
+            gradient_name = numbered(f"{name}_gradient")
+            return reduce_values(ring, upstream, op, wire_format, gradient_name)
+
+        return results, gradient
+
+    return list(with_gradient(reduce, *tensors))
+
+
+def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    """Multiplies a tensor by a number, in float32 or better, and rounds once.
+
+    The product of integers is computed in float64 and truncated.
+    """
+    if factor == 1.0:
+        return tensor
+    dtype = tensor.dtype
+    if not (dtype.is_floating or dtype.is_integer):
+        raise ConfigError(
+            f"a tensor of dtype {dtype.name} is to be multiplied by {factor:g}. Cast it to a "
+            "floating dtype, or leave the factor out"
+        )
+    wide = tf.float64 if dtype.is_integer else tf.float32 if dtype.size < 4 else dtype
+    return tf.cast(tf.cast(tensor, wide) * tf.constant(float(factor), wide), dtype)
+
+
 @contextlib.contextmanager
 def calling(name: str) -> Iterator[ProcessRing]:
-    """Tells the other ranks if this one refuses a call, as they would wait for it.
-
-    Args:
-      name: name of the call, from `call_name`.
-
-    Yields:
-      The ring of this process.
-    """
+    """Tells the other ranks if this one refuses a call, as they would wait for it."""
     ring = process_ring.current()
     with telling(lambda error: ring.named.refuse(name, error)):
         yield ring
@@ -185,14 +206,11 @@ def telling(refuse: Callable[[ConfigError], None]) -> Iterator[None]:
 
 
 def call_name(kind: str, name: str | None, tensor: Any = None) -> str:
-    """Returns the name by which ranks match a call.
+    """Returns the name by which ranks match a call; calls without a name differ in a graph.
 
     Args:
       name: name that the program gives, or None.
-      tensor: the tensor; in a graph its name is part of the default.
-
-    Returns:
-      The name, as `numbered` gives it; in a graph, calls without a name have different ones.
+      tensor: in a graph its name is part of the default.
     """
     if name is not None:
         return numbered(name)
@@ -224,11 +242,7 @@ def count_use(key: Any) -> int:
 
 
 def count_in_session_graph(key: Any) -> int | None:
-    """Returns how often this has been called with a key in a graph of TensorFlow 1.
-
-    Returns:
-      The count; None eagerly and in functions of such programs.
-    """
+    """Returns how often this has been called with a key in a graph of TensorFlow 1, or None."""
     if tf.compat.v1.executing_eagerly_outside_functions():
         return None
     graph = tf.compat.v1.get_default_graph()

@@ -5,6 +5,7 @@ They work in graphs, in functions and eagerly. The ranks match calls by name, in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,20 +23,17 @@ from hostopt.tensorflow.calls import (
     calling,
     gather_rows,
     numbered,
+    reduce_values,
+    scale,
     shape_of_rows,
     with_gradient,
 )
 from hostopt.tensorflow.compression import Compression, wire_format_of
-from hostopt.tensorflow.differentiable import reduce_tensors, scale
-from hostopt.tensorflow.process_sets import refuse_process_set
-from hostopt.tensorflow.refusals import choose_op, refuse_devices
+from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_process_set
 
 
 def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: Any = None,
+    tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> tf.Tensor:
     """Joins the tensors of all ranks along the first dimension.
 
@@ -65,7 +63,7 @@ def allgather(
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 gradient_name = numbered(f"{name}_gradient")
-                (total,) = reduce_tensors(ring, [upstream], ReduceOp.SUM, None, gradient_name)
+                (total,) = reduce_values(ring, [upstream], ReduceOp.SUM, None, gradient_name)
                 rows_name = numbered(f"{name}_rows")
                 rows = tf.shape(value)[:1]
                 (counts,) = call(
@@ -292,6 +290,60 @@ def _exchange(ring: ProcessRing, tensor: tf.Tensor, split_sizes: tf.Tensor, name
         return (result, received), gradient
 
     return with_gradient(send, tensor, split_sizes)
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Any = None,
+) -> list[tf.Tensor]:
+    """Gathers several tensors; see `allgather` for the arguments.
+
+    Args:
+      tensors: the tensors, the same number on all ranks.
+
+    Returns:
+      The results, in the same order.
+    """
+    del ignore_name_scope
+    refuse_process_set(process_set)
+    name = call_name("grouped_allgather", name)
+    return [allgather(each, f"{name}_{i}") for i, each in enumerate(tensors)]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    process_set: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[tf.Tensor]:
+    """Reduces several tensors; see `reducescatter` for the arguments.
+
+    Args:
+      tensors: the tensors, the same number on all ranks.
+
+    Returns:
+      The rows of this rank, in the same order.
+    """
+    name = call_name("grouped_reducescatter", name)
+    return [
+        reducescatter(
+            each,
+            device_dense,
+            compression,
+            op,
+            f"{name}_{i}",
+            process_set,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+        )
+        for i, each in enumerate(tensors)
+    ]
 
 
 def barrier(process_set: Any = None, name: str | None = None) -> Any:

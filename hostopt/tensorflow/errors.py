@@ -19,11 +19,7 @@ _BASES: dict[type, tuple[type, ...]] = {
 
 
 def as_tensorflow_error(error: HostOptError) -> HostOptError:
-    """Returns an error of the same kind and content that is an error of TensorFlow, too.
-
-    Returns:
-      The error; itself if TensorFlow has none for its kind.
-    """
+    """Returns the same error as one of TensorFlow, too, if it has one for this kind."""
     kind: Any = type(error)
     if kind not in _BASES:
         return error
@@ -35,7 +31,7 @@ def as_tensorflow_error(error: HostOptError) -> HostOptError:
 
 
 def with_tensorflow_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that does the same, but raises errors of both kinds."""
+    """Makes a function raise errors of both kinds."""
 
     def call(*arguments: Any) -> Any:
         try:

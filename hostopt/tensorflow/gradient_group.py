@@ -15,12 +15,8 @@ from hostopt.by_name.named import NamedCollectives
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.wire_format import new_wire_format
 from hostopt.errors import CollectiveMismatchError
-from hostopt.gradients.bucket import plan_buckets
-from hostopt.gradients.fused_exchange import FusedExchange
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducer import open_reducer
-from hostopt.tensorflow.buckets import reduce_planned, static_spec
-from hostopt.tensorflow.reductions import Reduction, exchange_operations, split
+from hostopt.tensorflow.reductions import Reducers, Reduction
 
 _EXCHANGE = "exchange"
 _OPTIONS = "options"
@@ -29,18 +25,13 @@ _OPTIONS = "options"
 class GroupOptions(NamedTuple):
     """Options of a group of gradients.
 
-    Args:
-      compression: "fp16", "bf16", or None for the option `compression`.
-      bucket_bytes: size of a bucket in bytes.
-      op: "average" or "sum"; each rank divides the sums itself.
-      prescale_factor: factor of gradients, which each rank applies itself.
-      postscale_factor: factor of sums, which each rank applies itself.
+    Each rank divides and multiplies by itself, so that the last three are only compared.
     """
 
-    compression: str | None
+    compression: str | None  # "fp16", "bf16", or None for the option `compression`
     bucket_bytes: int
     nonfinite: str | None
-    op: str
+    op: str  # "average" or "sum"
     prescale_factor: float
     postscale_factor: float
 
@@ -52,8 +43,6 @@ class GradientGroup:
 
     Args:
       communicator: channel of this group alone; its name describes the group.
-      options: the options, the same on all ranks.
-      named: the collectives of the ring.
     """
 
     def __init__(
@@ -62,53 +51,27 @@ class GradientGroup:
         self._communicator = communicator
         self._named = named
         self._options = options
+        self._reducers = Reducers(
+            communicator,
+            options.bucket_bytes,
+            lambda: NonFiniteCheck(communicator, options.nonfinite),
+            new_wire_format(options.compression),
+            wrap=self._announced,
+        )
         self._table: dict[str, str] = {}
         self._is_checked = False
         self._lock = threading.Lock()
-        self._reducer: Any = None
-        self._exchange: Any = None
 
     def sum(self, reductions: Sequence[Reduction]) -> list[Any]:
         """Adds the operations that sum gradients; repeated calls are for the same gradients.
 
         Args:
           reductions: the gradients, in variable order, the same on all ranks but for the values.
-
-        Returns:
-          The sums, on the host.
-
-        Raises:
-          ConfigError: a shape is not static, or a dtype cannot be reduced.
-          CollectiveMismatchError: two gradients have the same name.
         """
         self._table = describe(reductions, self._options)
-        others, dense, _ = split(reductions, self._communicator)
-        results: dict[Reduction, Any] = {}
-        if dense:
-            specs = [static_spec(each.value, each.name) for each in dense]
-            buckets = plan_buckets(specs, self._options.bucket_bytes)
-            self._reducer = self._reducer or self._announced(
-                open_reducer(
-                    self._communicator,
-                    buckets,
-                    NonFiniteCheck(self._communicator, self._options.nonfinite),
-                    new_wire_format(self._options.compression),
-                ),
-            )
-            sums = reduce_planned([each.value for each in dense], buckets, self._reducer)
-            results.update(zip(dense, sums))
-        if others:
-            self._exchange = self._exchange or self._announced(
-                FusedExchange(
-                    self._communicator.duplicate("small tensors and sparse gradients"),
-                    [each.dense_value() for each in others if not each.is_sparse],
-                    [each.table() for each in others if each.is_sparse],
-                    NonFiniteCheck(self._communicator, self._options.nonfinite),
-                ),
-            )
-            results.update(zip(others, exchange_operations(others, self._exchange)))
+        results = self._reducers.reduce(reductions)
         self._named.joining.replay_with(self._communicator.name, self._take_part)
-        return [results[each] for each in reductions]
+        return results
 
     def _announced(self, reducer: Any) -> _Announced:
         name = self._communicator.name
@@ -117,7 +80,8 @@ class GradientGroup:
     def _take_part(self, announcement: Announcement) -> None:
         """Makes a call of other ranks after this rank has joined."""
         bucket = announcement.details.get("bucket")
-        (self._exchange if bucket is None else self._reducer).take_part(bucket)
+        reducers = self._reducers
+        (reducers.exchange if bucket is None else reducers.buckets).take_part(bucket)
 
     def _check(self) -> None:
         """Compares the gradients of all ranks, in the first step."""
@@ -129,31 +93,21 @@ class GradientGroup:
                 self._is_checked = True
 
     def refuse(self, reason: str) -> None:
-        """Counts a step that this rank refuses, and tells ranks that wait for it.
-
-        Args:
-          reason: what is refused, why, and what to do.
-        """
+        """Counts a step that this rank refuses, and tells ranks that wait for it."""
         if not self._is_checked:
             self._communicator.refuse(reason)
             return
-        for each in (self._reducer, self._exchange):
-            if each is not None:
-                each.refuse(reason)
+        for each in self._reducers.opened:
+            each.refuse(reason)
 
     def close(self) -> None:
         """Ends the reductions, and frees the buffers."""
-        for each in (self._reducer, self._exchange):
-            if each is not None:
-                each.close()
+        for each in self._reducers.opened:
+            each.close()
 
 
 def describe(reductions: Sequence[Reduction], options: GroupOptions) -> dict[str, str]:
-    """Describes the gradients of a group by name, with their order and the options.
-
-    Raises:
-      CollectiveMismatchError: two gradients have the same name.
-    """
+    """Describes the gradients of a group by name, with their order and the options."""
     names = [each.name for each in reductions]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -177,12 +131,7 @@ def _without_model_name(table: dict[str, str]) -> dict[str, str]:
 
 
 class _Announced:
-    """A reducer that announces its calls, and checks its group before the first one.
-
-    Args:
-      kind: the group, as `Joining` knows it.
-      joining: announces calls to ranks that have joined.
-    """
+    """A reducer that announces its calls, and checks its group before the first one."""
 
     def __init__(self, reducer: Any, kind: str, joining: Joining, check: Any) -> None:
         self.communicator = reducer.communicator

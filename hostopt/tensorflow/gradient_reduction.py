@@ -14,9 +14,8 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 from hostopt.gradients.nonfinite import ALLOW
 from hostopt.process_ring import ProcessRing
-from hostopt.tensorflow.calls import count_use
+from hostopt.tensorflow.calls import count_use, scale
 from hostopt.tensorflow.compression import Compression, wire_format_of
-from hostopt.tensorflow.differentiable import scale
 from hostopt.tensorflow.errors import as_tensorflow_error
 from hostopt.tensorflow.gradient_group import GradientGroup, GroupOptions, describe
 from hostopt.tensorflow.reductions import Reduction
@@ -32,8 +31,6 @@ class GradientReduction:
     Args:
       name: name of the gradients, the same on all ranks; "" until it is known.
       bucket_mb: size of a bucket in MiB; None for the option `bucket_mb`.
-      prescale_factor: gradients are multiplied by it first.
-      postscale_factor: results are multiplied by it.
     """
 
     name: str
@@ -53,15 +50,7 @@ class GradientReduction:
             )
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Reduces gradients over the ranks.
-
-        Returns:
-          The results, in the same order.
-
-        Raises:
-          ConfigError: the shape of a gradient is not static, or its dtype cannot be reduced.
-          HostOptError: a rank failed, left, timed out or has other gradients.
-        """
+        """Reduces gradients over the ranks. A gradient may be None."""
         if self.sparse_as_dense:  # here, as a function does not know the static shape
             gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         results = list(gradients)
@@ -72,7 +61,9 @@ class GradientReduction:
         ring = self.ring()
         if tf.executing_eagerly() and ring.size > 1 and left:
             key = (self, *(_spec_of(gradients[i]) for i in left), *names)
-            function = ring.keep(key, self._new_function)
+            function = ring.keep(
+                key, lambda: tf.function(self._reduce, autograph=False, reduce_retracing=True)
+            )
             try:
                 reduced = function([gradients[i] for i in left], names)
             except tf.errors.OpError:  # a text
@@ -106,9 +97,6 @@ class GradientReduction:
     def _group_name(self, number: int) -> str:
         return f"gradients of {self.name}" + (f" ({number})" if number > 1 else "")
 
-    def _new_function(self) -> Any:
-        return tf.function(self._reduce, autograph=False, reduce_retracing=True)
-
     def _reduce(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
         ring = self.ring()
         factor = self.postscale_factor
@@ -123,10 +111,9 @@ class GradientReduction:
         return [map_values(lambda value: scale(value, factor), each) for each in gradients]
 
     def _sum(self, ring: ProcessRing, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        own = wire_format_of(self.compression) is None
-        contexts: list[Any] = [None] * len(gradients)
         gradients = list(gradients)
-        if own:
+        contexts: dict[int, Any] = {}  # of dense gradients that the program's compressor takes
+        if wire_format_of(self.compression) is None:
             for i, gradient in enumerate(gradients):
                 if not isinstance(gradient, tf.IndexedSlices):
                     gradients[i], contexts[i] = self.compression.compress(gradient)
@@ -135,10 +122,8 @@ class GradientReduction:
             for each, name in zip(gradients, names)
         ]
         sums = self._group(ring, reductions).sum(reductions)
-        if own:
-            for i, total in enumerate(sums):
-                if not isinstance(total, tf.IndexedSlices):
-                    sums[i] = self.compression.decompress(total, contexts[i])
+        for i, context in contexts.items():
+            sums[i] = self.compression.decompress(sums[i], context)
         return sums
 
     def _group(self, ring: ProcessRing, reductions: Sequence[Reduction]) -> GradientGroup:
@@ -162,11 +147,10 @@ class GradientReduction:
         number = numbers.setdefault((table, use), len(numbers) + 1)
         name = self._group_name(number)
 
-        def make() -> GradientGroup:
-            channel = ring.communicator.duplicate(name)
-            return GradientGroup(channel, group_options, ring.named)
-
-        group: GradientGroup = ring.keep(name, make)
+        group: GradientGroup = ring.keep(
+            name,
+            lambda: GradientGroup(ring.communicator.duplicate(name), group_options, ring.named),
+        )
         return group
 
 

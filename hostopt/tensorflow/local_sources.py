@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hostopt.errors import ConfigError
-from hostopt.tensorflow.differentiable import scale
+from hostopt.tensorflow.calls import scale
 from hostopt.tensorflow.gradient_reduction import GradientReduction
 from hostopt.tensorflow.reduced import mark
 from hostopt.tensorflow.sparse import map_values
@@ -47,19 +47,14 @@ class LocalSources:
 
         Args:
           use_generic_names: True names the gradients by their position instead of their variable.
-
-        Returns:
-          The results, in the same order.
         """
         shared = [i for i, source in enumerate(sources) if source not in self]
         variables = [None if use_generic_names else sources[i] for i in shared]
         reduced = reduction.reduce([gradients[i] for i in shared], variables)
-        factor = self._factor
-        if self._is_scaled:
-            factor /= reduction.ring().size
+        factor = self._factor / (reduction.ring().size if self._is_scaled else 1)
         results = list(gradients)
-        for i in {*range(len(sources))} - {*shared}:
-            if gradients[i] is not None:
+        for i, source in enumerate(sources):
+            if source in self and gradients[i] is not None:
                 results[i] = map_values(lambda v: scale(v, factor), gradients[i])
         for i, each in zip(shared, reduced):
             results[i] = each
@@ -74,14 +69,7 @@ def _without_wrapper(source: Any) -> Any:
 
 
 def variables_of_layers(layers: Any) -> list[Any]:
-    """Returns the trained variables of layers.
-
-    Args:
-      layers: None, a layer of Keras, or several.
-
-    Raises:
-      ConfigError: an object is no layer, or a layer has no variables yet.
-    """
+    """Returns the trained variables of a layer of Keras, or of several; None for none."""
     if layers is None:
         return []
     if hasattr(layers, "trainable_weights"):

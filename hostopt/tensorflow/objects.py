@@ -23,17 +23,12 @@ class RefusedError(Exception):
 
 
 def encode(obj: Any) -> bytes:
-    """Encodes an object.
+    """Encodes an object that is made of the types in `_KINDS`.
 
-    Args:
-      obj: an object made of the types in `_KINDS`. Their subclasses are refused, as the type would
-        change on its way.
+    Their subclasses are refused, as the type would change on its way.
 
     Returns:
       JSON, in which each value except strings and numbers is a list of its type and its content.
-
-    Raises:
-      RefusedError: it has parts of other types, is nested too deep, or an integer is too long.
     """
     try:
         return json.dumps(_to_json(obj)).encode()
@@ -50,11 +45,7 @@ def encode_or_refuse(obj: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Returns the object that was encoded.
-
-    Raises:
-      RefusedError: it could not be encoded.
-    """
+    """Returns the object that was encoded, or raises the RefusedError of `encode`."""
     return _from_json(json.loads(data))
 
 

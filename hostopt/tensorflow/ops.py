@@ -44,21 +44,13 @@ _FLAG_BASE = 4096  # more than the number of ranks; two such digits are exact in
 
 @dataclasses.dataclass
 class StopSaveFlags:
-    """Requests of the ranks to stop training and to save, exchanged once in each step.
+    """Requests of the ranks to stop training and to save, exchanged once in each step."""
 
-    Args:
-      stop: True if this rank requests a stop.
-      save: True if this rank is about to save.
-      ranks_stopping: number of ranks that requested a stop in the last step.
-      ranks_saving: number of ranks that were about to save in the last step.
-      travel: True if a sum that the graph starts in each step carries the flags.
-    """
-
-    stop: bool = False
+    stop: bool = False  # of this rank
     save: bool = False
-    ranks_stopping: int = 0
+    ranks_stopping: int = 0  # in the last step
     ranks_saving: int = 0
-    travel: bool = False
+    travel: bool = False  # with a sum that the graph starts in each step
 
     @property
     def local(self) -> int:
@@ -83,13 +75,8 @@ def start_scalar_sum(
 
     Args:
       scalar: tensor of shape [], float32.
-      name: name of the scalar, the same on all ranks.
-      communicator: communicator on which all ranks build the same operations in the same order.
       after: tensors that are computed before this rank waits for the sum.
       flags: flags that are summed in the same messages.
-
-    Returns:
-      Tensor of shape [], on the host.
     """
     scalar_sum = communicator.open_scalar_sum(f"the sum of {name}")
 
@@ -116,17 +103,7 @@ def start_scalar_sum(
 def broadcast(
     tensor: tf.Tensor, communicator: Communicator, root: int = 0, name: str = ""
 ) -> tf.Tensor:
-    """Sends the tensor of one rank to all ranks.
-
-    Args:
-      tensor: tensor of any shape and fixed-size dtype.
-      communicator: communicator of all ranks.
-      root: rank whose values are sent.
-      name: name of the tensor, the same on all ranks; by default its name in the graph.
-
-    Returns:
-      Tensor like `tensor`, on the host.
-    """
+    """Sends the tensor of one rank, of any shape and fixed-size dtype, to all ranks."""
     channel = communicator.duplicate(name or tensor.op.name)
     return _array_op(
         communicator, lambda array: channel.broadcast(array, root), tensor, "HostBroadcast"
@@ -134,10 +111,7 @@ def broadcast(
 
 
 def _array_op(
-    communicator: Communicator,
-    function: Callable[[Array], Array],
-    tensor: tf.Tensor,
-    name: str,
+    communicator: Communicator, function: Callable[[Array], Array], tensor: tf.Tensor, name: str
 ) -> tf.Tensor:
     call = abort_on_error(communicator, lambda array: [function(array)])
     (result,) = call_in_background(call, [tensor], [tensor.dtype], name)
@@ -152,9 +126,6 @@ _SAME_ON_ALL_RANKS = re.compile(
 
 
 def is_same_on_all_ranks(op: tf.Operation) -> bool:
-    """Returns True if an operation is a reduction or a broadcast of this package.
-
-    Its results are the same on all ranks.
-    """
+    """Returns True for a reduction or a broadcast of this package, by its name."""
     types = ("DatasetToSingleElement", "Identity", "PlaceholderWithDefault", "PyFunc")
     return op.type in types and _SAME_ON_ALL_RANKS.match(op.name) is not None

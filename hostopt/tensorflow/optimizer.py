@@ -12,8 +12,12 @@ from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.gradient_reduction import GradientReduction
 from hostopt.tensorflow.local_sources import LocalSources
 from hostopt.tensorflow.optimizer_methods import methods_for
-from hostopt.tensorflow.process_sets import refuse_process_set
-from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_groups
+from hostopt.tensorflow.refusals import (
+    choose_op,
+    refuse_devices,
+    refuse_groups,
+    refuse_process_set,
+)
 from hostopt.tensorflow.wrapping import change_class, register_local
 
 
@@ -89,13 +93,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that programs know
     if average_aggregated_gradients:
         postscale /= backward_passes_per_step
     reduction = GradientReduction(
-        name or "",
-        op,
-        compression,
-        sparse_as_dense,
-        bucket_cap_mb,
-        prescale,
-        postscale,
+        name or "", op, compression, sparse_as_dense, bucket_cap_mb, prescale, postscale
     )
     # attributes of the class, which clones of the optimizer have, too
     steps = backward_passes_per_step

@@ -36,7 +36,7 @@ def _methods_for(optimizer: Any) -> dict[str, Any]:
             "apply_gradients": _apply_gradients,
         }
     if hasattr(optimizer, "stateless_apply"):
-        decide_together()
+        _decide_together()
         return {"apply": _apply_keras_3}
     if hasattr(optimizer, "aggregate_gradients"):
         return {
@@ -114,9 +114,6 @@ def _unreduced(self: Any, pairs: list[Any], is_told_not_to: bool) -> list[int]:
 
     Args:
       is_told_not_to: True if the program says that they are reduced.
-
-    Raises:
-      ConfigError: a gradient may be reduced already, and a second sum would change it.
     """
     left = []
     for i, origin in origins_of(pairs).items():
@@ -259,19 +256,18 @@ def _accumulator(self: Any) -> GradientAccumulator:
 
 # -- loss scaling ----------------------------------------------------------------------------
 
-# Optimizers that scale the loss, and skip a step if its gradients are not finite. All ranks must
-# skip the same steps. In Keras 2, such an optimizer reduces gradients before it looks at them. In
-# Keras 3, the optimizer inside it reduces them, after the decision of each rank.
 
+def _decide_together() -> None:
+    """Makes every LossScaleOptimizer of Keras 3 skip a step if one of the ranks has to.
 
-def decide_together() -> None:
-    """Makes every LossScaleOptimizer of Keras 3 skip a step if one of the ranks has to."""
+    In Keras 2, such an optimizer reduces gradients before it checks that they are finite. In
+    Keras 3, the optimizer inside it reduces them, after the decision of each rank.
+    """
     scaler = importlib.import_module("keras").optimizers.LossScaleOptimizer
-    if not hasattr(scaler.check_finite, "_hostopt"):
-        scaler.check_finite = _on_all_ranks(scaler.check_finite)
+    check_finite = scaler.check_finite
+    if hasattr(check_finite, "_hostopt"):
+        return
 
-
-def _on_all_ranks(check_finite: Any) -> Any:
     def check_finite_on_all_ranks(self: Any, grads: Any) -> Any:
         finite = check_finite(self, grads)
         if not hasattr(self.inner_optimizer, "_hostopt_reduction"):
@@ -280,12 +276,10 @@ def _on_all_ranks(check_finite: Any) -> Any:
         return tf.cast(allreduce(tf.cast(finite, tf.int32), op=ReduceOp.MIN, name=name), tf.bool)
 
     check_finite_on_all_ranks._hostopt = True  # type: ignore[attr-defined]
-    return check_finite_on_all_ranks
+    scaler.check_finite = check_finite_on_all_ranks
 
 
 # -- accumulation ----------------------------------------------------------------------------
-
-# Gradients of several steps that are summed before they are applied.
 
 
 class GradientAccumulator:
@@ -298,23 +292,17 @@ class GradientAccumulator:
         self._variables: list[Any] = []
 
     def add_and_apply(
-        self,
-        grads_and_vars: Any,
-        apply: Callable[[Any], Any],
-        count_step: Callable[[], Any],
+        self, grads_and_vars: Any, apply: Callable[[Any], Any], count_step: Callable[[], Any]
     ) -> Any:
         """Adds gradients, and applies the sums if this is the last step of a group.
 
         Args:
-          grads_and_vars: gradients and variables, the same in each call.
+          grads_and_vars: pairs, of the same variables in each call.
           apply: applies pairs of sums and variables.
           count_step: counts a step in which nothing is applied, as `apply` counts the others.
 
         Returns:
           In a graph the operation that does this; None if called eagerly.
-
-        Raises:
-          ConfigError: the variables differ from those of the first call.
         """
         pairs = [(gradient, v) for gradient, v in grads_and_vars if gradient is not None]
         variables = [variable for _, variable in pairs]
@@ -341,15 +329,13 @@ class GradientAccumulator:
 
         def apply_sums() -> Any:
             values = [tf.identity(total) for total in self._sums]
-            operations = [apply(list(zip(values, (v for _, v in pairs))))]
-            with tf.control_dependencies([each for each in operations if _is_in_graph(each)]):
+            with _after(apply(list(zip(values, variables)))):
                 resets = [total.assign(tf.zeros_like(total)) for total in self._sums]
             with tf.control_dependencies(resets):
                 return tf.constant(True)
 
         def apply_nothing() -> Any:
-            counted = count_step()
-            with tf.control_dependencies([counted] if _is_in_graph(counted) else []):
+            with _after(count_step()):
                 return tf.constant(False)
 
         with tf.control_dependencies([count]):
@@ -362,5 +348,6 @@ def _local_variable(initial: tf.Tensor) -> Any:
     return tf.Variable(initial, trainable=False, name="accumulated_gradients")
 
 
-def _is_in_graph(value: Any) -> bool:
-    return value is not None and not tf.executing_eagerly()
+def _after(operation: Any) -> Any:
+    is_in_graph = operation is not None and not tf.executing_eagerly()
+    return tf.control_dependencies([operation] if is_in_graph else [])

@@ -44,14 +44,10 @@ def mark(gradients: Sequence[Any]) -> None:
 
 
 def origins_of(grads_and_vars: Sequence[tuple[Any, Any]]) -> dict[int, Origin]:
-    """Returns what gradients are computed from.
+    """Returns what gradients that are not None are computed from, by position.
 
-    Args:
-      grads_and_vars: gradients and variables. Gradients of graphs are followed to their origins;
-        of others it is only known if they are reduced themselves.
-
-    Returns:
-      The origins by position, of gradients that are not None.
+    Gradients of graphs are followed to their origins; of others it is only known if they are
+    reduced themselves.
     """
     search = _Search([variable for _, variable in grads_and_vars])
     origins = {}
@@ -66,8 +62,7 @@ def origins_of(grads_and_vars: Sequence[tuple[Any, Any]]) -> dict[int, Origin]:
 class _Search:
     """Follows tensors of graphs to their origins, through each operation once.
 
-    Args:
-      variables: variables whose values are the same on all ranks.
+    The values of `variables` are the same on all ranks.
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,13 +14,16 @@ import tensorflow as tf
 from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import DTYPES, ReduceOp
-from hostopt.errors import ConfigError
+from hostopt.collectives.wire_format import WireFormat
+from hostopt.errors import CollectiveMismatchError, ConfigError
+from hostopt.gradients.bucket import plan_buckets
+from hostopt.gradients.bucket_reducer import BucketReducer
 from hostopt.gradients.exchange_buffer import DenseValue, Rows, Table
 from hostopt.gradients.fused_exchange import FusedExchange, SideValue
 from hostopt.gradients.nonfinite import NonFiniteCheck
-from hostopt.gradients.reducer import AnyReducer
+from hostopt.gradients.reducer import AnyReducer, open_reducer
 from hostopt.tensorflow.background import HOST_DEVICE, abort_on_error, call_in_background
-from hostopt.tensorflow.buckets import build_buckets, order_of_rank_0, static_spec
+from hostopt.tensorflow.buckets import receive_on_host, reduce_planned, static_spec
 from hostopt.tensorflow.ops import all_reduce
 from hostopt.tensorflow.sparse import values_of
 
@@ -31,11 +34,9 @@ _SMALL_BYTES = 256 << 10
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A tensor that is to be reduced over the ranks.
+    """A tensor of static shape, or a sparse gradient, that is to be reduced over the ranks.
 
     Args:
-      value: tensor of static shape, or sparse gradient.
-      name: name on all ranks; for a gradient, the name of its variable.
       op: reduction operator of a tensor; sparse gradients are summed.
       is_gradient: True if it is scaled by the weight of its rank, and its sum must be finite.
       row_shape: shape of one row of a sparse gradient.
@@ -55,20 +56,12 @@ class Reduction:
         return isinstance(self.value, tf.IndexedSlices)
 
     def dense_value(self) -> DenseValue:
-        """Returns the description of a dense tensor for the exchange.
-
-        Raises:
-          ConfigError: the shape is not static, or the dtype cannot be reduced.
-        """
+        """Returns the description of a dense tensor for the exchange."""
         self._check_dtype(self.value.dtype)
         return DenseValue(static_spec(self.value, self.name), self.op, self.is_gradient)
 
     def table(self) -> Table:
-        """Returns the description of a sparse gradient for the exchange.
-
-        Raises:
-          ConfigError: the dtype cannot be reduced.
-        """
+        """Returns the description of a sparse gradient for the exchange."""
         values, indices = self.value.values.dtype, self.value.indices.dtype
         self._check_dtype(values)
         return Table(self.name, self.row_shape, _numpy(values), _numpy(indices), self.sums_rows)
@@ -102,7 +95,6 @@ def reduce_tensors(
 
     Args:
       reductions: the tensors. All ranks reduce them in rank 0's order.
-      communicator: communicator on which all ranks build the same operations in the same order.
       weight: float64 scalar that multiplies this rank's gradients; None for 1.
       nonfinite: "error", "skip", "warn" or `ALLOW`, as for `NonFiniteCheck`.
       side_value: integer that is summed along with the exchange, if there is an exchange.
@@ -110,103 +102,181 @@ def reduce_tensors(
     Returns:
       The results, in the order of `reductions`, and the reducers, which the caller must close
       after the last step.
+    """
+    ordered = _in_order_of_rank_0(reductions, communicator)
+    reducers = Reducers(
+        communicator,
+        _bucket_bytes(communicator),
+        lambda: NonFiniteCheck(communicator, nonfinite),
+        side_value=side_value,
+    )
+    results = dict(zip(ordered, reducers.reduce(ordered, weight)))
+    return [results[each] for each in reductions], reducers.opened
+
+
+def reduce_in_buckets(
+    tensors: Sequence[tf.Tensor],
+    names: Sequence[str],
+    communicator: Communicator,
+    weight: tf.Tensor | None = None,
+    check: NonFiniteCheck | None = None,
+) -> tuple[list[tf.Tensor], BucketReducer | None]:
+    """Sums gradients over the ranks in buckets, while backward computes other gradients.
+
+    Args:
+      tensors: gradients of static shape, in variable order. All ranks reduce in rank 0's order.
+      names: names of their variables, the same on all ranks.
+      communicator: communicator on which all ranks build the same operations in the same order.
+      weight: float64 scalar that multiplies this rank's gradients; None for 1.
+      check: check of the sums; by default one with the option `nonfinite`.
+
+    Returns:
+      The sums on the host, in the order of `tensors`, and the reducer, which the caller must close
+      after the last step. The reducer is None if there is only one rank.
 
     Raises:
-      ConfigError: the shape of a tensor is not static, or its dtype cannot be reduced.
-      CollectiveMismatchError: two ranks reduce different tensors.
+      ConfigError: the shape of a gradient is not static.
+      CollectiveMismatchError: two ranks reduce different gradients.
     """
-    descriptions = [(each.name, str(each)) for each in reductions]
-    bucket_bytes = communicator.transport.options.bucket_bytes
-    order = order_of_rank_0(
-        communicator, descriptions, {"size of a bucket": f"{bucket_bytes} bytes"}
+    if communicator.size == 1:
+        return receive_on_host(tensors), None
+    gradients = [Reduction(tensor, name) for tensor, name in zip(tensors, names)]
+    ordered = _in_order_of_rank_0(gradients, communicator)
+    reducers = Reducers(communicator, _bucket_bytes(communicator), lambda: check)
+    sums = dict(zip(ordered, reducers.reduce_in_buckets(ordered, weight)))
+    return [sums[each] for each in gradients], reducers.buckets
+
+
+def _bucket_bytes(communicator: Communicator) -> int:
+    return communicator.transport.options.bucket_bytes
+
+
+def _in_order_of_rank_0(
+    reductions: Sequence[Reduction], communicator: Communicator
+) -> list[Reduction]:
+    """Returns the tensors in the order in which all ranks reduce them, and must call this."""
+    by_name = {each.name: each for each in reductions}
+    if len(by_name) < len(reductions):
+        twice = [name for name, n in Counter(each.name for each in reductions).items() if n > 1]
+        raise CollectiveMismatchError(
+            f"the tensors to reduce have these names twice: {sorted(twice)}. Give each its own "
+            "name"
+        )
+    descriptions = {name: str(each) for name, each in by_name.items()}
+    setting = "size of a bucket"
+    names = communicator.check_same(
+        {setting: f"{_bucket_bytes(communicator)} bytes", **descriptions}, "the tensors to reduce"
     )
-    parts = split([reductions[i] for i in order], communicator)
-    results: dict[Reduction, Any] = {}
-    reducers: list[AnyReducer] = []
-    if parts.in_buckets:
-        check = NonFiniteCheck(communicator, nonfinite)
-        specs = [static_spec(each.value, each.name) for each in parts.in_buckets]
-        tensors = [each.value for each in parts.in_buckets]
-        sums, reducer = build_buckets(tensors, specs, communicator, weight, check)
-        results.update(zip(parts.in_buckets, sums))
-        reducers.append(reducer)
-    if parts.in_exchange:
-        # a separate check: buckets and the exchange may run at the same time
-        check = NonFiniteCheck(communicator, nonfinite)
-        exchanged, exchange = _exchange(parts.in_exchange, communicator, weight, check, side_value)
-        results.update(zip(parts.in_exchange, exchanged))
-        reducers.append(exchange)
-    for each in parts.separate:
-        results[each] = all_reduce(each.value, communicator, each.op, each.name)
-    return [results[each] for each in reductions], reducers
+    return [by_name[name] for name in names if name != setting]
+
+
+@dataclass
+class Reducers:
+    """Reducers of tensors, and the operations that call them.
+
+    Repeated reductions are of the same tensors, and call the same reducers.
+
+    Args:
+      new_check: makes a check of the sums; None for one with the option `nonfinite`.
+      wire_format: format of gradients in buckets; None for that of the option `compression`.
+      side_value: integer that is summed along with the exchange.
+      wrap: makes what the operations call of a reducer that is opened.
+      buckets: reducer of buckets; None before one is needed.
+      exchange: reducer of all other tensors; None before one is needed.
+    """
+
+    communicator: Communicator
+    bucket_bytes: int
+    new_check: Callable[[], NonFiniteCheck | None]
+    wire_format: WireFormat | None = None
+    side_value: SideValue | None = None
+    wrap: Callable[[Any], Any] = lambda reducer: reducer
+    buckets: Any = None
+    exchange: Any = None
+
+    @property
+    def opened(self) -> list[Any]:
+        """The reducers that have been needed."""
+        return [each for each in (self.buckets, self.exchange) if each is not None]
+
+    def reduce(
+        self, reductions: Sequence[Reduction], weight: tf.Tensor | None = None
+    ) -> list[Any]:
+        """Adds the operations that reduce tensors, which all ranks give in the same order."""
+        parts = _split(reductions, self.communicator)
+        results: dict[Reduction, Any] = {}
+        if parts.in_buckets:
+            sums = self.reduce_in_buckets(parts.in_buckets, weight)
+            results.update(zip(parts.in_buckets, sums))
+        if parts.in_exchange:
+            results.update(self._exchange(parts.in_exchange, weight))
+        for each in parts.separate:
+            results[each] = all_reduce(each.value, self.communicator, each.op, each.name)
+        return [results[each] for each in reductions]
+
+    def reduce_in_buckets(
+        self, gradients: Sequence[Reduction], weight: tf.Tensor | None
+    ) -> list[tf.Tensor]:
+        """Adds the operations that sum dense gradients in buckets."""
+        specs = [static_spec(each.value, each.name) for each in gradients]
+        buckets = plan_buckets(specs, self.bucket_bytes)
+        if self.buckets is None:
+            check = self.new_check()
+            reducer = open_reducer(self.communicator, buckets, check, self.wire_format)
+            self.buckets = self.wrap(reducer)
+        return reduce_planned([each.value for each in gradients], buckets, self.buckets, weight)
+
+    def _exchange(
+        self, reductions: Sequence[Reduction], weight: tf.Tensor | None
+    ) -> dict[Reduction, Any]:
+        arrays = [each for each in reductions if not each.is_sparse]
+        slices = [each for each in reductions if each.is_sparse]
+        if self.exchange is None:
+            exchange = FusedExchange(
+                self.communicator.duplicate("small tensors and sparse gradients"),
+                [each.dense_value() for each in arrays],
+                [each.table() for each in slices],
+                # not that of the buckets: both may run at the same time
+                self.new_check(),
+                self.side_value,
+            )
+            self.exchange = self.wrap(exchange)
+        return _exchange_operations(arrays, slices, self.exchange, weight)
 
 
 def need_exchange(reductions: Sequence[Reduction], communicator: Communicator) -> bool:
     """Returns True if `reduce_tensors` needs an exchange: not all tensors are large and dense."""
-    return bool(split(reductions, communicator).in_exchange)
+    return bool(_split(reductions, communicator).in_exchange)
 
 
-class Parts(NamedTuple):
-    """Tensors by the way in which they are reduced.
+class _Parts(NamedTuple):
+    """Tensors by the way in which they are reduced."""
 
-    Args:
-      in_exchange: tensors that share one exchange.
-      in_buckets: dense gradients, if their total size is large.
-      separate: other large dense tensors, which have an operation each.
-    """
-
-    in_exchange: list[Reduction]
-    in_buckets: list[Reduction]
-    separate: list[Reduction]
+    in_exchange: list[Reduction]  # all others
+    in_buckets: list[Reduction]  # dense gradients, if their total size is large
+    separate: list[Reduction]  # large dense tensors that are no gradients
 
 
-def split(reductions: Sequence[Reduction], communicator: Communicator) -> Parts:
+def _split(reductions: Sequence[Reduction], communicator: Communicator) -> _Parts:
     """Decides how each tensor is reduced."""
     limit = _SMALL_BYTES / max(1, communicator.size - 1)
     dense = [each for each in reductions if not each.is_sparse]
     nbytes = {each: static_spec(each.value, each.name).nbytes for each in dense}
     gradients = [each for each in dense if each.is_gradient]
-    if sum(nbytes[each] for each in gradients) <= min(
-        limit, communicator.transport.options.bucket_bytes
-    ):
+    if sum(nbytes[each] for each in gradients) <= min(limit, _bucket_bytes(communicator)):
         gradients = []
     separate = [each for each in dense if not each.is_gradient and nbytes[each] > limit]
     large = {*gradients, *separate}
-    return Parts([each for each in reductions if each not in large], gradients, separate)
+    return _Parts([each for each in reductions if each not in large], gradients, separate)
 
 
-def _exchange(
-    reductions: Sequence[Reduction],
-    communicator: Communicator,
+def _exchange_operations(
+    arrays: Sequence[Reduction],
+    slices: Sequence[Reduction],
+    exchange: Any,
     weight: tf.Tensor | None,
-    check: NonFiniteCheck,
-    side_value: SideValue | None,
-) -> tuple[list[Any], FusedExchange]:
-    arrays = [each for each in reductions if not each.is_sparse]
-    slices = [each for each in reductions if each.is_sparse]
-    exchange = FusedExchange(
-        communicator.duplicate("small tensors and sparse gradients"),
-        [each.dense_value() for each in arrays],
-        [each.table() for each in slices],
-        check,
-        side_value,
-    )
-    return exchange_operations(reductions, exchange, weight), exchange
-
-
-def exchange_operations(
-    reductions: Sequence[Reduction], exchange: Any, weight: tf.Tensor | None = None
-) -> list[Any]:
-    """Adds the operation that reduces tensors with an exchange.
-
-    Args:
-      exchange: a `FusedExchange` of these tensors, or what opens one.
-
-    Returns:
-      The results, in the order of `reductions`.
-    """
-    arrays = [each for each in reductions if not each.is_sparse]
-    slices = [each for each in reductions if each.is_sparse]
+) -> dict[Reduction, Any]:
+    """Adds the operation that reduces dense tensors and sparse gradients with an exchange."""
     kinds = [[slices[table] for table in kind] for kind in exchange.kinds]
     with tf.device(HOST_DEVICE), tf.name_scope("host_exchange"):
         inputs = [each.value for each in arrays]
@@ -226,11 +296,10 @@ def exchange_operations(
         parts = outputs[len(arrays) :]
         for kind, counts, indices, values in zip(kinds, parts[::3], parts[1::3], parts[2::3]):
             results.update(_split_rows(kind, counts, indices, values))
-    return [results[each] for each in reductions]
+    return results
 
 
 def _join(kind: Sequence[Reduction]) -> Rows:
-    """Concatenates the rows of sparse gradients of one kind."""
     indices = [each.value.indices for each in kind]
     values = [_reshape(each.value.values, [kind[0].table().width]) for each in kind]
     counts = tf.concat(tf.shape_n(indices, tf.int64), 0)
@@ -240,7 +309,6 @@ def _join(kind: Sequence[Reduction]) -> Rows:
 def _split_rows(
     kind: Sequence[Reduction], counts: tf.Tensor, indices: tf.Tensor, values: tf.Tensor
 ) -> dict[Reduction, tf.IndexedSlices]:
-    """Splits the reduced rows of one kind by sparse gradient."""
     values.set_shape([None, kind[0].table().width])
     columns = tf.split(indices, counts, num=len(kind)), tf.split(values, counts, num=len(kind))
     return {
@@ -250,16 +318,13 @@ def _split_rows(
 
 
 def _reshape(rows: tf.Tensor, row_shape: Sequence[int]) -> tf.Tensor:
-    """Changes the shape of rows."""
     if rows.shape[1:] == row_shape:
         return rows
     return tf.reshape(rows, [-1, *row_shape])
 
 
 def _runner(exchange: FusedExchange, count: int, is_weighted: bool) -> Any:
-    """Returns the function that the graph calls with arrays, rows of each kind and a weight."""
-
-    def run(*inputs: Array) -> list[Array]:
+    def run(*inputs: Array) -> list[Array]:  # arrays, rows of each kind, and a weight
         weight = float(inputs[-1]) if is_weighted else 1.0
         parts = inputs[count : len(inputs) - is_weighted]
         rows = [Rows(*each) for each in zip(parts[::3], parts[1::3], parts[2::3])]
@@ -275,15 +340,9 @@ def _numpy(dtype: tf.DType) -> np.dtype[Any]:
 
 
 def check_gradients(
-    values: Sequence[Any],
-    names: Sequence[str],
-    communicator: Communicator,
-    check: NonFiniteCheck,
+    values: Sequence[Any], names: Sequence[str], communicator: Communicator, check: NonFiniteCheck
 ) -> list[Any]:
-    """Checks the gradients of a single rank, which are not reduced.
-
-    Args:
-      values: tensors and sparse gradients, at least one.
+    """Checks the gradients of a single rank, at least one, which are not reduced.
 
     Returns:
       The same gradients. The first one depends on the check of all.

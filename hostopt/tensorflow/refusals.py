@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from hostopt import process_ring
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 
@@ -27,14 +28,11 @@ _MISSING = {
         "SyncBatchNormalization is not supported: each rank normalizes with the statistics of its "
         "own batch. Use BatchNormalization, or layers that do not depend on the batch"
     ),
-    "start_timeline": (
-        "start_timeline is not supported: a timeline covers a whole program. Set HOSTOPT_TIMELINE "
+    **{
+        name: f"{name} is not supported: a timeline covers a whole program. Set HOSTOPT_TIMELINE "
         "before init()"
-    ),
-    "stop_timeline": (
-        "stop_timeline is not supported: a timeline covers a whole program. Set HOSTOPT_TIMELINE "
-        "before init()"
-    ),
+        for name in ("start_timeline", "stop_timeline")
+    },
 }
 
 
@@ -49,7 +47,7 @@ def missing_attribute(module: str) -> Callable[[str], Any]:
 
 
 def refuse_devices(device_dense: str, device_sparse: str) -> None:
-    """Raises ConfigError if a device for reductions is given."""
+    """Raises ConfigError if a device for dense or sparse tensors is given."""
     refuse_device(device_dense, "device_dense")
     refuse_device(device_sparse, "device_sparse")
 
@@ -69,15 +67,7 @@ def refuse_groups(num_groups: int, groups: Any) -> None:
 
 
 def choose_op(op: Any, average: bool | None) -> ReduceOp:
-    """Returns the operator of an all-reduce.
-
-    Args:
-      op: the operator, or None.
-      average: an older way to choose AVERAGE or SUM, or None.
-
-    Raises:
-      ConfigError: both are given, or one is not what it has to be.
-    """
+    """Returns the operator of an all-reduce; `average` is an older way to choose it."""
     if average is not None:
         if op is not None:
             raise ConfigError("op and average are both given. Give op only")
@@ -97,3 +87,81 @@ def choose_op(op: Any, average: bool | None) -> ReduceOp:
         names = ", ".join(each.name for each in ReduceOp)
         raise ConfigError(f"op is {op!r}, wanted one of {names} of ReduceOp. Give one of these")
     return op
+
+
+_NO_PROCESS_SETS = (
+    "process sets are not supported: every collective is over all ranks. Leave process_set out, "
+    "or start a separate training for each set"
+)
+
+
+class ProcessSet:
+    """A set of ranks, as Horovod names it. The only one is `global_process_set`.
+
+    Args:
+      ranks_or_comm: must not be given.
+
+    Raises:
+      ConfigError: `ranks_or_comm` is given.
+    """
+
+    process_set_id = 0
+
+    def __init__(self, ranks_or_comm: Any = None) -> None:
+        if ranks_or_comm is not None:
+            raise ConfigError(_NO_PROCESS_SETS)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """All ranks."""
+        return list(range(self.size()))
+
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return process_ring.current().size
+
+    def rank(self) -> int:
+        """Returns this rank."""
+        return process_ring.current().rank
+
+    def included(self) -> bool:
+        """Returns True: this rank is part of the set."""
+        process_ring.current()
+        return True
+
+    def __str__(self) -> str:
+        return "ProcessSet(of all ranks)"
+
+
+global_process_set = ProcessSet()
+
+
+def add_process_set(process_set: Any) -> ProcessSet:
+    """Refuses a further process set.
+
+    Args:
+      process_set: ranks, or a process set.
+
+    Raises:
+      ConfigError: always.
+    """
+    del process_set
+    raise ConfigError(_NO_PROCESS_SETS)
+
+
+def remove_process_set(process_set: Any) -> bool:
+    """Refuses to remove a process set; see `add_process_set`."""
+    del process_set
+    raise ConfigError(_NO_PROCESS_SETS)
+
+
+def refuse_process_set(process_set: Any) -> None:
+    """Raises ConfigError if a process set is given, unless it is the one of all ranks."""
+    if process_set is not None and not isinstance(process_set, ProcessSet):
+        raise ConfigError(_NO_PROCESS_SETS)
+
+
+def refuse_process_set_id(process_set_id: int) -> None:
+    """Raises ConfigError unless a number is the ID of the process set of all ranks."""
+    if process_set_id != ProcessSet.process_set_id:
+        raise ConfigError(_NO_PROCESS_SETS)

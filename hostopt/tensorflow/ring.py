@@ -11,7 +11,7 @@ from hostopt import process_ring
 from hostopt.errors import ConfigError
 from hostopt.tensorflow._tf_private import fork_guard
 from hostopt.tensorflow.calls import call
-from hostopt.tensorflow.process_sets import refuse_process_set
+from hostopt.tensorflow.refusals import refuse_process_set, refuse_process_set_id
 
 
 def init(comm: Any = None, process_sets: Any = None, only_once: bool = False) -> None:
@@ -83,6 +83,11 @@ def cross_size() -> int:
     return len(_cross_ranks())
 
 
+def is_homogeneous() -> bool:
+    """Returns True if every host has the same number of ranks."""
+    return len({len(group) for group in process_ring.current().hosts.groups}) == 1
+
+
 def join() -> tf.Tensor:
     """Waits, on a rank that has run out of data, until all ranks have called this.
 
@@ -120,3 +125,78 @@ def _cross_ranks() -> list[int]:
     index = local_rank()
     groups = process_ring.current().hosts.groups
     return [group[index] for group in groups if len(group) > index]
+
+
+# -- ranks and sizes as tensors ----------------------------------------------------------------
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Returns this rank as a tensor.
+
+    Args:
+      name: name of the operation in a graph.
+
+    Returns:
+      Tensor of shape [], int32.
+    """
+    return tf.constant(rank(), tf.int32, name=name or "rank")
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Returns the number of ranks as a tensor; see `rank_op`.
+
+    Args:
+      process_set_id: must be 0, the number of the process set of all ranks.
+      name: name of the operation in a graph.
+
+    Raises:
+      ConfigError: `process_set_id` is not 0.
+    """
+    refuse_process_set_id(process_set_id)
+    return tf.constant(size(), tf.int32, name=name or "size")
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Returns the index of this rank among the ranks of its host; see `rank_op`."""
+    return tf.constant(local_rank(), tf.int32, name=name or "local_rank")
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Returns the number of ranks on this host as a tensor; see `rank_op`."""
+    return tf.constant(local_size(), tf.int32, name=name or "local_size")
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Returns 1 as a tensor: this rank is part of the process set of all ranks; see `size_op`."""
+    refuse_process_set_id(process_set_id)
+    return tf.constant(1, tf.int32, name=name or "process_set_included")
+
+
+# -- libraries that Horovod was built with, which programs ask for: MPI, if it is in use -------
+
+
+def mpi_enabled() -> bool:
+    """Returns True if the ring of this process uses `communication="mpi"`.
+
+    `mpi_built` and `mpi_threads_supported` return the same: hostopt is built without any library,
+    and requires MPI's support of threads.
+    """
+    if not process_ring.is_initialized():
+        return False
+    return process_ring.current().communicator.network.world is not None
+
+
+mpi_built = mpi_threads_supported = mpi_enabled
+
+
+def nccl_built() -> int:
+    """Returns 0, in the place of a version: there is no NCCL."""
+    return 0
+
+
+def _is_built() -> bool:
+    """Returns False: hostopt has no such library, and reduces on the host."""
+    return False
+
+
+gloo_built = gloo_enabled = ddl_built = ccl_built = cuda_built = rocm_built = _is_built

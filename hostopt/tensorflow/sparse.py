@@ -21,14 +21,7 @@ def parts_of(gradient: Any) -> list[tf.Tensor]:
 
 
 def map_values(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
-    """Applies a function to the values of a gradient.
-
-    Args:
-      fn: takes and returns a tensor; the first dimension keeps its length.
-
-    Returns:
-      Gradient of the same kind, with the same indices.
-    """
+    """Applies a function, which keeps the number of rows, to the values of a gradient."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
     return fn(gradient)
@@ -43,25 +36,13 @@ def set_shape_of(gradient: Any, shape: Any) -> None:
 
 
 def slices_of(dense: tf.Tensor, index_dtype: tf.DType) -> tf.IndexedSlices:
-    """Returns all rows of a dense gradient as a sparse one.
-
-    Args:
-      dense: tensor with at least one dimension.
-      index_dtype: int32 or int64.
-
-    Returns:
-      Sparse gradient with the indices 0, 1, ... in this order.
-    """
+    """Returns all rows of a dense gradient as a sparse one, in their order."""
     shape = tf.shape(dense)
     return tf.IndexedSlices(dense, tf.cast(tf.range(shape[0]), index_dtype), shape)
 
 
 def sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Sums the rows that have the same index.
-
-    Returns:
-      Sparse gradient with unique indices.
-    """
+    """Sums the rows that have the same index."""
     indices, positions = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
     values.set_shape([None, *slices.values.shape[1:]])

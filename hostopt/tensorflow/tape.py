@@ -12,8 +12,12 @@ from hostopt.errors import ConfigError
 from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.gradient_reduction import GradientReduction
 from hostopt.tensorflow.local_sources import LocalSources, variables_of_layers
-from hostopt.tensorflow.process_sets import refuse_process_set
-from hostopt.tensorflow.refusals import choose_op, refuse_devices, refuse_groups
+from hostopt.tensorflow.refusals import (
+    choose_op,
+    refuse_devices,
+    refuse_groups,
+    refuse_process_set,
+)
 from hostopt.tensorflow.wrapping import (
     change_class,
     reduce_gradients,

@@ -12,15 +12,11 @@ from hostopt.errors import ConfigError
 from hostopt.tensorflow import objects
 from hostopt.tensorflow.calls import broadcast_values, call_name, calling
 from hostopt.tensorflow.collectives import check_root
-from hostopt.tensorflow.process_sets import refuse_process_set
-from hostopt.tensorflow.refusals import refuse_device
+from hostopt.tensorflow.refusals import refuse_device, refuse_process_set
 
 
 def broadcast_variables(
-    variables: Iterable[Any],
-    root_rank: int = 0,
-    process_set: Any = None,
-    inplace: bool = False,
+    variables: Iterable[Any], root_rank: int = 0, process_set: Any = None, inplace: bool = False
 ) -> Any:
     """Assigns the values of one rank to the variables of all ranks.
 
@@ -92,7 +88,8 @@ def broadcast_global_variables(root_rank: int = 0) -> Any:
             "broadcast_global_variables is called eagerly, and then no collection has variables. "
             "Use broadcast_variables(model.variables, root_rank=0)"
         )
-    return broadcast_variables(_global_variables(), root_rank)
+    variables = tf.compat.v1.global_variables()
+    return broadcast_variables(sorted(variables, key=lambda each: each.name), root_rank)
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
@@ -178,8 +175,3 @@ def _decode(data: bytes, rank: int) -> Any:
     except objects.RefusedError as error:
         who = process_ring.current().communicator.transport.cluster.describe(rank)
         raise ConfigError(f"{who} cannot send its object: {error}", rank=rank) from None
-
-
-def _global_variables() -> list[tf.Variable]:
-    variables = tf.compat.v1.global_variables()
-    return sorted(variables, key=lambda variable: variable.name)

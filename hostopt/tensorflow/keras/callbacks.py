@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from hostopt.tensorflow import keras_callbacks, learning_rates
-from hostopt.tensorflow.keras._keras_2 import keras
-from hostopt.tensorflow.keras_models import check_kind
+import tensorflow as tf
+
+from hostopt.tensorflow import keras_callbacks
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -15,11 +16,15 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
+keras: Any = tf.keras
+if hasattr(keras, "ops"):  # which Keras 3 has
+    keras = importlib.import_module("tf_keras")
+
 
 class _Callback(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Takes the model."""
-        check_kind(model, is_keras_3=False)
+        keras_callbacks.check_kind(model, is_keras_3=False)
         super().set_model(model)
 
 
@@ -31,9 +36,9 @@ class MetricAverageCallback(keras_callbacks.AverageMetrics, _Callback):
     """Averages metrics over the ranks; see `AverageMetrics`."""
 
 
-class LearningRateScheduleCallback(learning_rates.LearningRateSchedule, _Callback):
+class LearningRateScheduleCallback(keras_callbacks.LearningRateSchedule, _Callback):
     """Sets the learning rate; see `LearningRateSchedule`."""
 
 
-class LearningRateWarmupCallback(learning_rates.LearningRateWarmup, _Callback):
+class LearningRateWarmupCallback(keras_callbacks.LearningRateWarmup, _Callback):
     """Raises the learning rate at the start; see `LearningRateWarmup`."""
