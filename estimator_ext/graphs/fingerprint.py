@@ -56,13 +56,10 @@ class Updates:
     Args:
       texts: descriptions of all updates, by name of the variable. They include the initial values
         of local variables that are the same on all ranks.
-      mirrored: variables that the step uses and that are the same on all ranks.
       local: names of variables that may differ by rank.
       changes: operations that change a variable, by its name. An operation in a function stands
         for its caller.
       varying: those of `changes` that make a variable differ by rank.
-      is_same: returns True if all ranks have the same value of a tensor of the step.
-      variable_of: returns the name of the variable that an operation passes on, or None.
     """
 
     texts: dict[str, str]
@@ -85,11 +82,7 @@ def read_updates(
     data or random numbers is assigned to it.
 
     Args:
-      targets: operations that run in a step, in the default graph.
       reduced: operations whose values are the same on all ranks, besides reductions.
-
-    Returns:
-      The updates of the step.
     """
     operations = walk(targets, decided_before)
     variables = tf.compat.v1.global_variables()
@@ -138,9 +131,6 @@ class _Reader:
 
     Args:
       known: varying variables, by name, and varying operations that begin a loop.
-      data: operations whose values may differ by rank.
-      reduced: operations whose values are the same on all ranks.
-      step: all operations of the step.
       bodies: graphs of the functions that an operation calls; filled by the reader.
     """
 
@@ -168,7 +158,6 @@ class _Reader:
         """Describes operations: [F1].
 
         Args:
-          operations: operations of the step or of a function, in topological order.
           caller: the operation of the step that calls the function.
           conditions: descriptions of the values that decide whether the function is called.
         """
@@ -240,7 +229,6 @@ class _Reader:
         return f"{text}[{index}]" if numbered else text
 
     def _call(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> list[Text]:
-        """Reads the functions that an operation calls, and describes its results."""
         if op.type in LOOPS:
             return self._loop(op, caller, conditions)
         decides = [self._text(op.inputs[0])] if op.type in BRANCHES else []
@@ -269,7 +257,6 @@ class _Reader:
     def _read_function(
         self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: list[Text]
     ) -> list[Text]:
-        """Reads a function, and describes its results."""
         passed = op.inputs[len(op.inputs) - len(body.inputs) :]  # the first may choose a branch
         for argument, tensor in zip(body.inputs, passed):
             varies = argument.op in self.known

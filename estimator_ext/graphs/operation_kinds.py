@@ -37,9 +37,6 @@ def depends_on_more(op: tf.Operation) -> bool:
 
     Args:
       op: an operation that does not take a variable, a queue or the like.
-
-    Returns:
-      True if it is stateful and not in the list of pure operations.
     """
     return op.op_def.is_stateful and _PURE.match(op.type) is None
 

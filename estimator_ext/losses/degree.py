@@ -50,8 +50,6 @@ class Value:
     Args:
       degree: power of the number of examples with which it grows; None if not known.
       axis: its dimension of examples; None if there is none.
-      has_data: True if it depends on this rank's data.
-      has_variables: True if it depends on variables.
       sums: the sums over examples that it is made of.
       by: the operation that reduced it over the examples, or that hides how.
       problem: what makes it neither a mean nor a sum, and the remedy; else empty.

@@ -26,11 +26,7 @@ class LossFunctions:
         self.reductions: dict[str, str] = {}
 
     def add(self, scope: str, reduction: str) -> None:
-        """Stores a loss function.
-
-        Args:
-          reduction: its reduction, as TensorFlow or Keras call it.
-        """
+        """Stores a loss function."""
         is_sum = reduction == tf.compat.v1.losses.Reduction.SUM
         self.reductions[scope] = SUM if is_sum else reduction
 
@@ -60,7 +56,6 @@ class LossFunctions:
         return reductions[-1] if reductions else None
 
     def _before_losses(self, op: tf.Operation) -> Collection[tf.Operation]:
-        """Returns the inputs of an operation, or none if it belongs to a loss function."""
         return [] if self._scope_of(op) in self.reductions else data_before(op)
 
     @staticmethod
@@ -69,7 +64,6 @@ class LossFunctions:
 
 
 def _has_factor_of_all(op: tf.Operation) -> bool:
-    """Returns True if a factor of a product does not depend on data."""
     return any(
         not any(OF_THIS_RANK.match(each.type) for each in walk([factor.op], data_before))
         for factor in op.inputs

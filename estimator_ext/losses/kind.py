@@ -36,12 +36,10 @@ class LossKind:
     """A loss: a mean or a sum over the batch, or neither.
 
     Args:
-      is_sum: True for a sum.
       reason: how this is known.
       problem: if it is neither, a text of what it is, and the remedy; else empty.
       penalties: inputs of additions that do not depend on the data, by operation and index, which
         count once in the sum of all ranks.
-      is_assumed: True if nothing shows it.
     """
 
     is_sum: bool
@@ -56,7 +54,6 @@ def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True)
 
     Args:
       targets: tensors that are differentiated, all elements of which are added up.
-      can_divide: True if the penalties of the loss can still be divided.
     """
     known = reader.known
     if known.said:
@@ -103,11 +100,7 @@ class Penalties:
                 self.factors[op, index] = _multiply(op, index)
 
     def divide(self, kind: LossKind, share: Any) -> None:
-        """Divides the penalties of a loss.
-
-        Args:
-          share: the new factor, a number or a scalar tensor.
-        """
+        """Divides the penalties of a loss."""
         for key in kind.penalties:
             factor = self.factors[key]
             graph, device = factor.graph, tf.device(factor.device)

@@ -41,7 +41,6 @@ class Known:
 
     Args:
       reductions: reductions of loss functions, by the scope of their operations.
-      gradients: the marks of gradients (`gradient_marks`).
       said: "mean" or "sum" if the user says so, else empty.
       weighted: True if batches may differ in length, and have weights.
     """
@@ -72,11 +71,7 @@ def lengths_of(known: Known) -> set[int]:
 
 
 class LossReader:
-    """Reads values from the end of a graph that computes losses, each operation once.
-
-    Args:
-      known: what is known of the graph.
-    """
+    """Reads values from the end of a graph that computes losses, each operation once."""
 
     def __init__(self, known: Known) -> None:
         self.known = known
@@ -334,7 +329,6 @@ def _number_of(tensor: tf.Tensor) -> float:
 
 
 def _axes(op: tf.Operation) -> set[int] | None:
-    """Returns the dimensions over which an operation reduces; None if they are not known."""
     rank = op.inputs[0].shape.rank
     if rank is None:
         return None

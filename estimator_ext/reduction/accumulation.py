@@ -19,7 +19,6 @@ class Accumulation:
     """Means over the micro-batches of a step, built into the training graph.
 
     Args:
-      micro_batches: number of micro-batches in a step, at least 2.
       examples: scalar of float32, the number of examples in this micro-batch, which is its weight
         in a mean; None if all micro-batches have the same weight.
     """
@@ -32,14 +31,7 @@ class Accumulation:
         self.all_examples = None if examples is None else self.total(examples, "examples")
 
     def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """Builds the mean of a tensor over the micro-batches of a step.
-
-        Args:
-          tensor: value of one micro-batch, of static shape and floating dtype.
-
-        Returns:
-          Tensor like `tensor`, on the host, to be computed once in each step.
-        """
+        """Builds the mean of a tensor over the micro-batches of a step."""
         self.is_used = True
         with tf.device(HOST_DEVICE):
             if self._examples is None:
@@ -49,9 +41,6 @@ class Accumulation:
 
     def total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Builds the sum of a tensor over the micro-batches of a step.
-
-        Args:
-          tensor: value of one micro-batch, of static shape and floating dtype.
 
         Returns:
           Tensor like `tensor`, on the host, to be computed once in each step.
@@ -85,14 +74,6 @@ class Accumulation:
 
 
 class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
-    """Runs an operation several times before each step.
-
-    Args:
-      times: number of runs before a step.
-      operation: adds one micro-batch to the accumulators.
-      data_may_end: True if the data of this rank may end in the middle of a step.
-    """
-
     def __init__(self, times: int, operation: tf.Operation, data_may_end: bool) -> None:
         self._times = times
         self._data_may_end = data_may_end

@@ -43,12 +43,10 @@ class Mark:
     """One gradient.
 
     Args:
-      gradient: a tensor, or a sparse gradient.
       source: the tensor, or the handle of the variable, with respect to which it was computed.
       name: name of the variable, or of the gradient if the source is not a variable.
       row_shape: shape of one row of a sparse gradient; unused for a dense one.
       is_scaled: True if an optimizer has divided the target by the number of ranks.
-      loss: the kind of the target.
     """
 
     gradient: Any
@@ -125,12 +123,7 @@ class MarkedGraph(tf.Graph):
         said: str = "",
         weighted: bool = False,
     ) -> None:
-        """Reads the graphs of losses from now on, in a program that does not know of ranks.
-
-        Args:
-          said: "mean" or "sum" if the user says what the losses are, else empty.
-          weighted: True if batches may differ in length.
-        """
+        """Reads the graphs of losses from now on, in a program that does not know of ranks."""
         functions = self._loss_functions.reductions
         known = Known(data, functions, self.marks, size, said, weighted)
         self._reader = LossReader(known)
@@ -162,11 +155,7 @@ class MarkedGraph(tf.Graph):
         return [*self.scale_factors, *self._penalties.factors.values()]
 
     def divide_penalties(self, kind: LossKind, share: Any) -> None:
-        """Gives each rank its share of the penalties of a loss, which is a sum otherwise.
-
-        Args:
-          share: 1 / number of ranks that add to the sum; a number or a scalar tensor.
-        """
+        """Gives each rank its share of the penalties of a loss, which is a sum otherwise."""
         self._penalties.divide(kind, share)
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
@@ -201,9 +190,6 @@ def marks_of_graph() -> dict[tf.Operation, Mark]:
 
 def mark_of(gradient: Any) -> Mark | None:
     """Returns the mark of a gradient that comes straight from backward, in this branch or loop.
-
-    Args:
-      gradient: a tensor or a sparse gradient.
 
     Returns:
       None for any other value.

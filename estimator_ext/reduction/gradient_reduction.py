@@ -44,8 +44,6 @@ class GradientReduction:
     """Reduces the gradients of one graph, and holds all state of its reductions.
 
     Args:
-      strategy: the `HostOffloadStrategy`; its communicator is opened by the first reduction.
-      sparse_as_dense: True makes sparse gradients dense.
       at_backward: True for programs that do not know of ranks: gradients are reduced to those of
         one process. An optimizer reduces those that come straight from backward. All others, such
         as clipped or accumulated ones, are reduced where they leave backward, as soon as the step
@@ -97,11 +95,7 @@ class GradientReduction:
         self.reducers.clear()
 
     def check_skipped(self, updates: Updates) -> None:
-        """Checks that updates can be skipped, if the option `nonfinite` asks for it.
-
-        Raises:
-          hostopt.ConfigError: an update cannot be skipped.
-        """
+        """Checks that updates can be skipped, if the option `nonfinite` asks for it."""
         if self._strategy.options.nonfinite == "skip":
             self.skipping.check(updates)
 
@@ -118,17 +112,9 @@ class GradientReduction:
 
         Collective: all ranks must call it.
 
-        Args:
-          is_same: returns True if all ranks have the same value of a tensor.
-          loss: the loss of this rank.
-          is_mean: True for the mean over the ranks, False for the sum.
-
         Returns:
           The reduced loss, and tensors that are available after all reductions of the step and
           fail at the end of the data.
-
-        Raises:
-          hostopt.ConfigError: a tensor cannot be reduced, or not on all ranks in the same steps.
         """
         loss = self.values.weigh_loss(loss, is_mean)
         deferred, weights = self._deferred, self.values.weights
@@ -165,11 +151,7 @@ class GradientReduction:
         pairs: Sequence[tuple[Any, Any]],
         nonfinite: str | None = None,
     ) -> list[Any]:
-        """Reduces those gradients that have not been reduced yet: [G2] to [G5].
-
-        Returns:
-          The results, in the order of `pairs`.
-        """
+        """Reduces those gradients that have not been reduced yet: [G2] to [G5]."""
         results = [value for value, _ in pairs]
         for value, variable in pairs:
             if isinstance(variable, tf.Variable):
@@ -213,10 +195,6 @@ class GradientReduction:
         Args:
           gradients: for each one the tensor or `tf.IndexedSlices`, the name of its variable, and
             the shape of a row.
-          is_mean: True if the sums make a mean, in which a rank counts by its examples.
-
-        Returns:
-          The sums, on the host.
         """
         if not gradients:
             return []
@@ -240,7 +218,6 @@ class GradientReduction:
     def _check(
         self, values: Sequence[Any], names: Sequence[str], nonfinite: str | None
     ) -> list[Any]:
-        """Checks the gradients of a single rank, which are their own sums."""
         communicator = self._strategy.communicator
         check = NonFiniteCheck(communicator, nonfinite, is_local=True)
         self.skipping.checks.append(check)
@@ -270,11 +247,7 @@ def read_accumulators(
     reduce_op: tf.distribute.ReduceOp,
     pairs: Sequence[tuple[Any, Any]],
 ) -> list[tuple[Any, Any]]:
-    """Returns pairs in which variables that a program gives as gradients are read.
-
-    Args:
-      reduce_op: SUM or MEAN, which is that of a moving average of a variable.
-    """
+    """Returns pairs in which variables that a program gives as gradients are read."""
     if not reduction.follows_gradients or reduce_op != tf.distribute.ReduceOp.SUM:
         return list(pairs)
     kind = tf.Variable
@@ -285,7 +258,6 @@ def read_accumulators(
 
 
 def _name_and_row_shape(variable: Any, gradient: Any) -> tuple[str, tuple[int, ...]]:
-    """Returns the name of a gradient's variable and, for a sparse gradient, the shape of a row."""
     is_variable = isinstance(variable, tf.Variable)
     name = variable.op.name if is_variable else values_of(gradient).op.name
     if not isinstance(gradient, tf.IndexedSlices):
@@ -306,12 +278,7 @@ def _name_and_row_shape(variable: Any, gradient: Any) -> tuple[str, tuple[int, .
 
 
 class MarkedGradients:
-    """The gradients of one graph whose losses are known.
-
-    Args:
-      sum_gradients: that of `GradientReduction`.
-      values: reductions of other tensors of the graph.
-    """
+    """The gradients of one graph whose losses are known."""
 
     def __init__(
         self, size: int, sum_gradients: Callable[..., list[Any]], values: ValueReduction
@@ -328,17 +295,7 @@ class MarkedGradients:
         nonfinite: str | None = None,
         device: str = HOST_DEVICE,
     ) -> list[Any]:
-        """Reduces gradients to their mean over the ranks, or to the sum if their loss is a sum.
-
-        Args:
-          device: device of the results, unless they are sums.
-
-        Returns:
-          The results, in the order of `gradients`.
-
-        Raises:
-          hostopt.ConfigError: a loss is neither a mean nor a sum.
-        """
+        """Reduces gradients to their mean over the ranks, or to the sum if their loss is a sum."""
         for mark in dict.fromkeys(marks):
             self._check(mark)
         kinds = [(mark.loss.is_sum, mark.is_scaled) for mark in marks]
@@ -366,10 +323,6 @@ class MarkedGradients:
 
     def decide(self, loss: tf.Tensor, is_mean: bool) -> bool:
         """Decides how the reported loss is reduced, and logs what is a mean and what is a sum.
-
-        Args:
-          loss: the loss of the step, in the default graph.
-          is_mean: the decision if no gradient was reduced here.
 
         Returns:
           True for the mean over the ranks, False for the sum.

@@ -31,12 +31,7 @@ Marks = dict[Mark, None]
 
 
 class LinearGradients:
-    """The results of calls that are linear in gradients.
-
-    Args:
-      marks: the gradients of the graph and its functions.
-      is_same: returns True if all ranks have the same value of a tensor of the step.
-    """
+    """The results of calls that are linear in gradients."""
 
     def __init__(
         self, marks: Mapping[tf.Operation, Mark], is_same: Callable[[tf.Tensor], bool]
@@ -50,11 +45,7 @@ class LinearGradients:
         self._carried: dict[tf.Operation, tuple[int, list[int]]] = {}
 
     def mark_of(self, tensor: tf.Tensor) -> Mark | None:
-        """Returns the mark of a result that can be reduced like a gradient; None for another one.
-
-        Args:
-          tensor: result of an operation that calls a function.
-        """
+        """Returns the mark of a result of a call that can be reduced like a gradient, or None."""
         if tensor.op.type not in CALLS or not tensor.dtype.is_floating:
             return None
         if tensor.ref() not in self._found:

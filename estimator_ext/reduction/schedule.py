@@ -53,7 +53,6 @@ class Deferred:
 
     Args:
       stand_ins: operations that pass on the result, one for each tensor of the value.
-      weight: factor of this rank's gradients; None for 1.
       nonfinite: reaction to a result that is not finite; None for that of the option.
     """
 
@@ -97,8 +96,6 @@ def make_schedule(
     Args:
       targets: operations that run in each step, of any rank.
       deferred: reductions, in the same order on all ranks.
-      built: results of reductions that are built already.
-      repeated: operations that run for each micro-batch of a step.
 
     Returns:
       The schedule, the same on all ranks if their graphs are.
@@ -134,9 +131,6 @@ def needs_no_reduction(reduction: Reduction, is_same: Callable[[tf.Tensor], bool
 
     A constant is not enough. It looks the same on all ranks in the graph, but the program may have
     made it of this rank's data.
-
-    Args:
-      is_same: returns True if all ranks have the same value of a tensor.
     """
     if reduction.is_gradient or reduction.op is not hostopt.ReduceOp.AVERAGE:
         return False
@@ -151,9 +145,6 @@ def _unused(
     targets: Sequence[tf.Operation], deferred: Sequence[Deferred], built: Sequence[tf.Tensor]
 ) -> tuple[dict[Deferred, frozenset[tf.Operation]], list[tf.Tensor]]:
     """Finds reductions that nothing in the step uses, and that it can make nevertheless.
-
-    Args:
-      built: results of reductions that are built already.
 
     Returns:
       Such reductions, with the operations before each one that change state; and such results.
@@ -191,7 +182,6 @@ def _changes_state(op: tf.Operation) -> bool:
 def _levels(
     targets: Sequence[tf.Operation], deferred: Sequence[Deferred]
 ) -> tuple[dict[Deferred, int], dict[tf.Operation, int]]:
-    """Returns the levels of the reductions and operations that run: [R1]."""
     by_stand_in = {op: each for each in deferred for op in each.stand_ins}
     entries = _entries_of_loops(targets)
 
@@ -214,7 +204,6 @@ def _levels(
 def _runs_before(
     op: tf.Operation, entries: dict[bytes, list[tf.Operation]]
 ) -> Collection[tf.Operation]:
-    """Returns the operations before one; all inputs of a loop come before its first operation."""
     if op.type in LOOPS_BACK:  # ends a loop, which is entered at its beginning
         return ()
     before = set(runs_before(op))

@@ -42,9 +42,6 @@ def needs_of(
 
     Collective: all ranks must call it.
 
-    Args:
-      config: configuration of a session that reads the length of a dataset.
-
     Returns:
       The needs, the same on all ranks. Ranks repeat batches if the data of one may end, and all
       have datasets of plain tensors.
@@ -59,14 +56,7 @@ def needs_of(
 
 
 def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
-    """Checks that data without weights, which data workers divide unevenly, do not end.
-
-    Args:
-      config: configuration of a session that reads the length of the dataset.
-
-    Raises:
-      UnsupportedError: they may end.
-    """
+    """Checks that data without weights, which data workers divide unevenly, do not end."""
     if _is_dataset(dataset) and not lengths_of(dataset, config).endless:
         raise UnsupportedError(
             "the dataset of input_fn may end, and has sparse or ragged elements, or some of "
@@ -77,11 +67,7 @@ def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
 
 
 def repeat_last_batch(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns an endless dataset that repeats the last element, or zeros if there is none.
-
-    Returns:
-      Dataset of pairs: an element, and a bool that is False for a repeated one.
-    """
+    """Repeats the last element, or zeros, for ever; pairs each with False if it is repeated."""
     spec = dataset.element_spec
     zeros = tf.nest.map_structure(_zeros, spec)
 
@@ -100,11 +86,7 @@ def repeat_last_batch(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def has_next(batch: Any) -> tf.Tensor:
-    """Returns a tensor that is True for each batch, and fails at the end of the data.
-
-    Args:
-      batch: features and labels, in any structure.
-    """
+    """Returns a tensor that is True for each batch, and fails at the end of the data."""
     tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
     # the data themselves if possible, as the program may never compute a feature that it returns
     before = walk(tensor.op for tensor in tensors)
@@ -191,10 +173,6 @@ def _stop_if_ended(has_next: np.ndarray) -> Any:
 
 def count_examples(element: Any, new: tf.Tensor) -> list[tf.Tensor]:
     """Counts the examples and batches of an element.
-
-    Args:
-      element: features, and labels if there are any.
-      new: scalar of bool, False for a repeated element.
 
     Returns:
       Two scalars of float32: the number of examples, and 1. Both are 0 for a repeated element.

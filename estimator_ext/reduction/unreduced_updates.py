@@ -53,14 +53,7 @@ _OF_SYNC_ON_READ = f"reduce its value with {_ALL_REDUCE} before it is used"
 def mend_unreduced_updates(
     reduction: GradientReduction, updates: Updates, data: Collection[tf.Operation]
 ) -> int:
-    """Reduces the gradients of updates that use them unreduced, as far as possible.
-
-    Args:
-      reduction: reduces the gradients of the default graph.
-
-    Returns:
-      Number of gradients that are reduced now, in the default graph.
-    """
+    """Reduces the gradients of updates that use them unreduced, as far as possible."""
     if reduction.size == 1 and reduction.accumulation is None:
         return 0  # a gradient is its own sum
     return _reduce(reduction, _search(updates, data).edges.values())  # [U3]
@@ -69,16 +62,9 @@ def mend_unreduced_updates(
 def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, str]:
     """Checks that no update of a trained variable depends on this rank's data any more.
 
-    Args:
-      updates: the updates of the step, after `mend_unreduced_updates`.
-
     Returns:
       By name of a trained variable, an operation whose value may differ by rank and cannot be
       checked in the graph, such as a Python function.
-
-    Raises:
-      hostopt.ConfigError: a trained variable is updated from this rank's data, and reducing
-        gradients does not help.
     """
     search = _search(updates, data)
     mended = search.suspects.keys() - search.causes.keys()
@@ -128,8 +114,6 @@ def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
 def _uses_own_gradient(
     updates: Updates, variable: str, marks: Mapping[tf.Operation, Mark]
 ) -> bool:
-    """Returns True if a variable is updated with a gradient with respect to itself."""
-
     def before(op: tf.Operation) -> list[tf.Operation]:
         read = [name for name in _variables_read(updates, op) if name != variable]
         return [*data_before(op), *(u for name in read for u in updates.varying.get(name, ()))]
@@ -156,10 +140,6 @@ class _Search:
     """Finds gradients that are not reduced, and other causes that make an update vary.
 
     Args:
-      updates: the updates of the step.
-      trained: names of the trained variables.
-      marks: the gradients of the graph.
-      linear: finds results of calls that are linear in gradients.
       edges: inputs through which gradients leave the backward pass, by consumer and index.
       suspects: by name of a variable, an operation that may make it differ by rank.
       causes: by name of a variable, the cause that makes it differ, and the remedy.
@@ -226,7 +206,6 @@ class _Search:
     def _edge(
         self, variable: str, tensor: tf.Tensor, consumer: tf.Operation, index: int
     ) -> _Edge | None:
-        """Returns the edge of a gradient that can be reduced; None for any other tensor."""
         if tensor.op not in self.marks:
             tensor, consumer, index = _without_identities(tensor, consumer, index)
         mark = self.marks.get(tensor.op) or self.linear.mark_of(tensor)
@@ -258,13 +237,8 @@ class _Search:
         """Describes why an update differs by rank, and the remedy.
 
         Args:
-          update: the operation that changes a variable.
-          op: the operation whose value differs by rank.
           decides: True if a branch or a loop depends on it.
           inside: True if a branch, a loop or a function uses it.
-
-        Returns:
-          Two texts.
         """
         kind = "this rank's data" if op in self.data else "operation"
         cause = f"{kind} {op.name!r} ({op.type})"
@@ -313,11 +287,7 @@ def _reduce(reduction: GradientReduction, edges: Iterable[_Edge]) -> int:
 
 
 def _mean(reduction: GradientReduction, mark: Mark, variable: str) -> dict[Any, tf.Tensor]:
-    """Returns the mean over the ranks, or the sum if the loss is a sum.
-
-    Returns:
-      The results, by the tensors of the gradient that they replace.
-    """
+    """Returns the mean over the ranks, or the sum if the loss is a sum."""
     if not mark.row_shape.is_fully_defined():
         raise hostopt.ConfigError(
             f"variable {variable!r} is updated with the sparse gradient of {mark.name!r}, whose "

@@ -24,7 +24,6 @@ class ValueReduction:
     """Reduces tensors and the loss of one graph.
 
     Args:
-      strategy: the `HostOffloadStrategy`; its communicator is opened by the first reduction.
       deferred: takes reductions that are built at the end of the training graph; None builds
         each one at once.
       flags: travel with the loss.
@@ -41,13 +40,10 @@ class ValueReduction:
         self._loss_weight: tf.Tensor | None = None
 
     def weight(self, is_mean: bool) -> tf.Tensor | None:
-        """Returns the factor of this rank's gradients and loss in the current step.
+        """Returns the factor of this rank's gradients and loss in a step; None if all count 1.
 
         Args:
           is_mean: True for a mean over the ranks, in which a rank counts by its examples.
-
-        Returns:
-          Scalar of float64; None if all ranks count 1.
         """
         if self.weights is None:
             return None
@@ -59,15 +55,7 @@ class ValueReduction:
         return 1 / self._size if self.weights is None else self.weights.share
 
     def reduce(self, tensor: tf.Tensor, name: str, is_mean: bool) -> tf.Tensor:
-        """Reduces a tensor over the ranks, differentiably if its dtype is floating.
-
-        Args:
-          name: name of the reduction, the same on all ranks.
-          is_mean: True for the mean over the ranks, False for the sum.
-
-        Returns:
-          Tensor like `tensor`, on the host.
-        """
+        """Reduces a tensor over the ranks, differentiably if its dtype is floating."""
         if not tensor.dtype.is_floating:
             return self._reduce(tensor, name, is_mean)
 
@@ -119,10 +107,6 @@ class ValueReduction:
     def weigh_loss(self, loss: tf.Tensor, is_mean: bool) -> tf.Tensor:
         """Multiplies the loss of this rank by its weight; call it once, at the end of the graph.
 
-        Args:
-          loss: the loss of this rank.
-          is_mean: True if the reported loss is the mean over the ranks.
-
         Returns:
           The weighted loss, which is 0 for weight 0 even if the loss is NaN.
         """
@@ -138,13 +122,6 @@ class ValueReduction:
         """Reduces the weighted loss of the step.
 
         A float32 scalar is sent at once and read after the gradients, so no rank waits for it.
-
-        Args:
-          is_mean: True for the mean over the ranks, False for the sum.
-          after: results of the other reductions of the step.
-
-        Returns:
-          Tensor of shape [].
         """
         if after and loss.dtype == tf.float32 and loss.shape.rank == 0:
             communicator = self._strategy.communicator

@@ -41,11 +41,7 @@ class Accelerator:
         return tf.DeviceSpec.from_string(self.device).device_type == "GPU"
 
     def configure(self, config: tf.compat.v1.ConfigProto) -> None:
-        """Adds the device to the configuration of a session, which may say otherwise.
-
-        Raises:
-          hostopt.ConfigError: several ranks would each take all memory of one GPU.
-        """
+        """Adds the device to the configuration of a session, which may say otherwise."""
         spec, options = tf.DeviceSpec.from_string(self.device), config.gpu_options
         if spec.device_type == "CPU":
             config.device_count["CPU"] = max(
@@ -63,12 +59,6 @@ def find_accelerator(cluster: hostopt.Cluster, wanted: str | None) -> Accelerato
 
     Rank i of a host takes GPU i. What the user has chosen stays: a device by name, devices that
     are visible to TensorFlow, or one GPU by an environment variable.
-
-    Args:
-      wanted: the device that the user has chosen, or None.
-
-    Raises:
-      hostopt.ConfigError: there is no such device, or TensorFlow has opened all GPUs before.
     """
     if wanted is not None:
         _check_device(wanted)

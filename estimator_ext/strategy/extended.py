@@ -101,13 +101,7 @@ class _RankExtended(OneDeviceExtended):
 
 
 class HostOffloadExtended(_RankExtended):
-    """Forward and backward on `device`; variables, updates and reductions on the host.
-
-    Args:
-      strategy: the strategy that users hold.
-      variables_on_host, sparse_as_dense, auto_shard: options of the strategy.
-      cluster_resolver: the resolver that the user gave, or None.
-    """
+    """Forward and backward on `device`; variables, updates and reductions on the host."""
 
     def __init__(
         self,
@@ -134,9 +128,6 @@ class HostOffloadExtended(_RankExtended):
         Within the block the strategy is in scope, optimizers scale losses, variables keep their
         initializers (a hook broadcasts their values), and reductions are built by
         `GradientReduction.build_step`. The block lasts as long as the training.
-
-        Yields:
-          The reductions of this graph, which are closed at the end of the block.
         """
         strategy, default = self._strategy, self._default_reduction
         graph = tf.compat.v1.get_default_graph()
@@ -306,15 +297,7 @@ class ReplicaContext(OneDeviceReplicaContext):
     """
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does.
-
-        Args:
-          value: tensors and `tf.IndexedSlices`, in any structure.
-          options: `tf.distribute.experimental.CommunicationOptions`, which have no effect.
-
-        Returns:
-          The results, in the same structure.
-        """
+        """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does."""
         if isinstance(reduce_op, str):
             reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
 
@@ -337,7 +320,6 @@ def _is_eager() -> bool:
 
 
 def _is_mirrored(value: Any) -> bool:
-    """Returns True if a value is a variable that is the same on all ranks."""
     return isinstance(value, tf.Variable) and value.trainable and not is_sync_on_read(value)
 
 

@@ -262,12 +262,7 @@ class FunctionExtended(_Replica):
         return self.update_variable(var, fn, args, kwargs, group)
 
     def update_variable(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        """Calls a function that updates a variable, on the device of the variable.
-
-        Args:
-          fn: the function; its first argument is the variable of this rank.
-          group: True to return its result, False to return a tuple of the results of replicas.
-        """
+        """Calls a function that updates a variable, on the device of the variable."""
         component = var.values[0] if isinstance(var, DistributedVariable) else var
         return self._run_update(component.device, fn, (component, *args), kwargs, group)
 
@@ -341,17 +336,7 @@ class FunctionGradients:
         self._sparse_as_dense = sparse_as_dense
 
     def reduce(self, pairs: Sequence[tuple[Any, tf.Variable]], is_mean: bool) -> list[Any]:
-        """Reduces gradients over the ranks.
-
-        Args:
-          is_mean: True for the mean over the ranks, False for the sum.
-
-        Returns:
-          The results on the host, in the same order.
-
-        Raises:
-          hostopt.ConfigError: the option `nonfinite` is "skip".
-        """
+        """Reduces gradients over the ranks."""
         if self._ring().communicator.transport.options.nonfinite == "skip":
             raise hostopt.ConfigError(
                 "nonfinite is 'skip', which only graphs of estimator_ext.Estimator support. Give "

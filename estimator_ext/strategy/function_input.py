@@ -25,11 +25,7 @@ SAME_ORDER = (
 
 
 def with_policy(dataset: Any, policy: str | None) -> Any:
-    """Returns a dataset that TensorFlow shards as the option auto_shard says.
-
-    Args:
-      policy: the option; None keeps the policy in the options of the dataset.
-    """
+    """Returns a dataset that TensorFlow shards as the option auto_shard says."""
     if policy is None:
         return dataset
     options = tf.data.Options()
@@ -41,16 +37,6 @@ def in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
     """Checks that all ranks have the same data in the same order, if they are sharded by position.
 
     Collective: all ranks must call it.
-
-    Args:
-      dataset: the dataset of this rank, with its policy.
-      seed: the seed of the ranks, which is renewed for the next dataset.
-
-    Returns:
-      The dataset to shard.
-
-    Raises:
-      UnsupportedError: the orders of the ranks differ.
     """
     with options_in_graph():
         policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -67,11 +53,7 @@ def in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
 
 
 def check_no_data_workers(cluster: hostopt.Cluster) -> None:
-    """Checks that no data workers wait for a pipeline that they will not get.
-
-    Raises:
-      UnsupportedError: the cluster has data workers.
-    """
+    """Checks that no data workers wait for a pipeline that they will not get."""
     if cluster.data:
         raise UnsupportedError(
             f"the cluster has {len(cluster.data)} data workers, which prepare the data of "
@@ -84,12 +66,6 @@ def check_lengths(ring: ProcessRing, dataset: Any) -> None:
     """Compares the numbers of batches of the ranks.
 
     Collective: all ranks must call it.
-
-    Args:
-      dataset: the dataset of this rank, before it is sharded.
-
-    Raises:
-      hostopt.ConfigError: they differ, so that one rank would end an epoch before the others.
     """
     lengths = _lengths(ring, dataset)
     if len({*lengths}) > 1:
@@ -107,12 +83,6 @@ def check_endless(ring: ProcessRing, dataset: Any) -> None:
     empty one. A rank whose dataset is endless does not ask.
 
     Collective: all ranks must call it.
-
-    Args:
-      dataset: the dataset of this rank, from a function of the program.
-
-    Raises:
-      hostopt.ConfigError: some are endless.
     """
     lengths = _lengths(ring, dataset)
     endless = [length == tf.data.INFINITE_CARDINALITY for length in lengths]
@@ -124,7 +94,6 @@ def check_endless(ring: ProcessRing, dataset: Any) -> None:
 
 
 def _lengths(ring: ProcessRing, dataset: Any) -> list[int]:
-    """Returns the number of batches of each rank, or what `cardinality` returns instead."""
     with tf.init_scope():  # a dataset that a function has created cannot be asked
         is_known = not hasattr(variant_tensor(dataset), "graph")
         length = int(dataset.cardinality()) if is_known else tf.data.UNKNOWN_CARDINALITY

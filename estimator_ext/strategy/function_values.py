@@ -24,16 +24,8 @@ _ASSIGNED = "the values that are assigned outside strategy.run"
 def all_reduce(ring: ProcessRing, tensors: Sequence[tf.Tensor], is_mean: bool) -> list[tf.Tensor]:
     """Reduces tensors over the ranks together. The gradient is reduced in the same way.
 
-    Args:
-      ring: the ring.
-      tensors: tensors, at least one.
-      is_mean: True for the mean over the ranks, False for the sum.
-
     Returns:
       The results, on the host. The mean of integers is of a floating dtype.
-
-    Raises:
-      ConfigError: a dtype cannot be reduced.
     """
     name = call_name("all_reduce", None, tensors[0])
     with tf.device(HOST_DEVICE):
@@ -44,14 +36,7 @@ def all_reduce(ring: ProcessRing, tensors: Sequence[tf.Tensor], is_mean: bool) -
 
 
 def all_gather(ring: ProcessRing, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-    """Joins the tensors of all ranks along an axis, without a gradient.
-
-    Args:
-      tensor: tensor of at least one dimension, whose size along `axis` may differ between ranks.
-
-    Returns:
-      The joined tensor, on the host.
-    """
+    """Joins the tensors of all ranks along an axis, without a gradient."""
     with tf.device(HOST_DEVICE):
         tensor = tf.experimental.numpy.moveaxis(tensor, axis, 0) if axis else tensor
         rows = gather_rows(ring, tensor, call_name("all_gather", None, tensor))
@@ -59,26 +44,13 @@ def all_gather(ring: ProcessRing, tensor: tf.Tensor, axis: int) -> tf.Tensor:
 
 
 def broadcast(ring: ProcessRing, tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Sends the tensor of rank 0 to all ranks.
-
-    Args:
-      ring: the ring.
-      tensor: tensor of the same shape on all ranks.
-      name: name of the call, the same on all ranks.
-
-    Returns:
-      The tensor of rank 0, on the host.
-    """
+    """Sends the tensor of rank 0 to all ranks."""
     with tf.device(HOST_DEVICE):
         return broadcast_values(ring, [tensor], 0, name)[0]
 
 
 def compared(ring: ProcessRing, value: Any, variable: str) -> Any:
-    """Compares a value that is assigned to a variable between the ranks.
-
-    Raises:
-      hostopt.CollectiveMismatchError: the values differ, or the variables.
-    """
+    """Compares a value that is assigned to a variable between the ranks."""
     if isinstance(value, tf.IndexedSlices):
         parts = compared(ring, value.values, variable), compared(ring, value.indices, variable)
         return tf.IndexedSlices(*parts, value.dense_shape)

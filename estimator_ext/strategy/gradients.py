@@ -40,11 +40,7 @@ def reduce_gradients(grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> Grads
 def reduce_pairs(
     grads_and_vars: Iterable[tuple[Any, tf.Variable]], nonfinite: str | None = None
 ) -> GradsAndVars:
-    """Reduces gradients as `reduce_gradients` does, with a chosen reaction to NaN and Inf.
-
-    Raises:
-      ValueError: no pair has a gradient.
-    """
+    """Reduces gradients as `reduce_gradients` does, with a chosen reaction to NaN and Inf."""
     pairs = list(grads_and_vars)
     present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
     if not present:

@@ -20,9 +20,6 @@ _STEPS = ("predict_step", "train_step", "test_step")
 def join_results(strategy: Any, fn: Callable[..., Any], results: Any) -> Any:
     """Returns results of a step for all ranks.
 
-    Args:
-      fn: the function that `strategy.run` has called.
-
     Returns:
       Predictions of all ranks, joined along the first dimension, in rank order. Means over the
       ranks, if the model overrides its training or test step. All others are unchanged.
@@ -41,7 +38,6 @@ def join_results(strategy: Any, fn: Callable[..., Any], results: Any) -> Any:
 
 
 def _is_own(fn: Callable[..., Any], step: str) -> bool:
-    """Returns True if the model overrides this step."""
     method = getattr(type(inspect.getclosurevars(fn).nonlocals.get("model")), step, None)
     return not getattr(method, "__module__", "").endswith(_MODULE)
 

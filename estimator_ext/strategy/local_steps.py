@@ -32,9 +32,6 @@ class LocalSteps:
       compression: format of the differences on the wire; None sends float32.
       fragments: number of parts of the model that are synchronised one after the other.
       delay: number of steps that go on while a synchronisation runs in the background.
-
-    Raises:
-      hostopt.ConfigError: a value is not allowed.
     """
 
     every: int = 1
@@ -114,11 +111,7 @@ class LocalSteps:
         return max(1, math.floor(self.secs / self.fragments / step_s)) if step_s else 1
 
     def new_outer_optimizer(self) -> _Optimizer | None:
-        """Returns the outer optimizer for the default graph, or None.
-
-        Raises:
-          hostopt.ConfigError: the function returned something else.
-        """
+        """Returns the outer optimizer for the default graph, or None."""
         outer = self.outer_optimizer
         if outer is None or isinstance(outer, _Optimizer):
             return outer

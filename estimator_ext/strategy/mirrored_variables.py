@@ -84,12 +84,7 @@ CLASSES = {
 
 
 def refuse_update_outside_run(variable: Any, arguments: Any) -> None:
-    """Raises ConfigError if an optimizer applies a gradient outside `strategy.run`.
-
-    Args:
-      variable: the variable that is updated.
-      arguments: arguments of the update, such as a gradient.
-    """
+    """Raises ConfigError if an optimizer applies a gradient outside `strategy.run`."""
     tensors = [each for each in arguments if tf.is_tensor(each)]
     if variable.trainable and any(not isinstance(each, tf.Variable) for each in tensors):
         raise hostopt.ConfigError(
@@ -121,7 +116,6 @@ def _may_differ_between_ranks(value: Any) -> bool:
 
 
 def _is_of_this_rank(op: tf.Operation) -> bool:
-    """Returns True for data, random numbers with a state, and values of Python functions."""
     is_kind = op.type == "OptionalGetValue" or OF_THIS_RANK.match(op.type) is not None
     is_seeded = op.type.startswith("Stateless")
     return is_kind and not is_seeded and any(each.dtype != tf.resource for each in op.outputs)

@@ -20,20 +20,13 @@ _REDUCED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
 
 
 def is_sync_on_read(variable: Any) -> bool:
-    """Returns True if each rank has a local value, and reading aggregates the values of all ranks.
-
-    Returns:
-      True for an ON_READ variable with the aggregation MEAN or SUM.
-    """
+    """Returns True if each rank has a value, and reading aggregates those of all ranks."""
     on_read = getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
     return on_read and variable.aggregation in _REDUCED
 
 
 class SyncOnRead:
     """The sync-on-read variables of a training.
-
-    Args:
-      variables: all variables of the graph, the same on all ranks.
 
     Raises:
       hostopt.ConfigError: a sync-on-read variable has a dtype that cannot be reduced.
@@ -81,9 +74,6 @@ def assign(
     """Assigns values to variables without new operations, as the graph may be finalized.
 
     It runs the initializers and feeds their inputs.
-
-    Args:
-      values: arrays of the variables' shapes.
     """
     left = list(zip(variables, values))
     while left:
@@ -124,9 +114,6 @@ def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
 
 def initial_local_value(variable: tf.Variable, value: Any, rank: int) -> Any:
     """Returns the value that a rank starts with after a checkpoint is restored.
-
-    Args:
-      value: the value that rank 0 has restored or initialized.
 
     Returns:
       `value`. For a sum, rank 0 gets `value` and the other ranks 0.
