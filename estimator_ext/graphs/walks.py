@@ -1,9 +1,9 @@
-"""Walks over a graph, from operations to those that they depend on or that depend on them."""
+"""Walks over a graph: before and after operations, and into the functions that they call."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +18,7 @@ PASSES_VARIABLE = re.compile(r"(Ref)?(Identity|IdentityN|Switch|Enter|Merge|Next
 CALLS = (*BRANCHES, *LOOPS, "PartitionedCall", "StatefulPartitionedCall")
 
 Neighbours = Callable[[tf.Operation], Iterable[tf.Operation]]
+Nodes = Collection[Any]  # of the definition of a graph or a function
 
 
 def data_before(op: tf.Operation) -> list[tf.Operation]:
@@ -143,3 +144,28 @@ def done(op: tf.Operation) -> tf.Operation:
         with tf.control_dependencies(None), tf.device(op.device):
             return tf.raw_ops.IdentityN(input=op.outputs)[0].op
     return op
+
+
+def library_of(graph: tf.Graph) -> dict[str, Nodes]:
+    """Returns the nodes of each function of a graph, by its name."""
+    functions = graph.as_graph_def().library.function
+    return {function.signature.name: function.node_def for function in functions}
+
+
+def with_called(nodes: Nodes, library: Mapping[str, Nodes]) -> Iterator[Nodes]:
+    """Yields the nodes, then the nodes of each called function; all ranks have the same order."""
+    found: set[str] = set()
+    todo = [nodes]
+    while todo:
+        nodes = todo.pop()
+        yield nodes
+        for node in nodes:
+            for name in (node.op, *_functions_of(node)):  # TensorFlow 1 calls by the type
+                if name in library and name not in found:
+                    found.add(name)
+                    todo.append(library[name])
+
+
+def _functions_of(node: Any) -> Iterator[str]:
+    for _, attribute in sorted(node.attr.items()):
+        yield from (each.name for each in [attribute.func, *attribute.list.func] if each.name)

@@ -4,30 +4,47 @@ One process computes the loss of a whole batch, and each rank that of its part. 
 whole batch is the mean of the ranks' gradients if the loss is a mean, and their sum if it is a
 sum.
 
-A loss of degree 0 is a mean, one of degree 1 a sum, and any other is neither (`losses.degree`). A
+A loss of degree 0 is a mean, one of degree 1 a sum, and any other is neither (`losses.reader`). A
 constant factor of a sum may be 1 / n, which the graph does not tell from a weight: it is one if it
 is the batch size of the data.
 
 A penalty on weights does not depend on the data. Beside a sum it counts once in one process, but
 once on each rank, so it is noted, to be divided by the number of ranks.
+
+An optimizer of TensorFlow takes mean or sum by another rule (`LossFunctions`): the last reduction
+that loss functions of `tf.compat.v1.losses` and Keras have stored in the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_private import control_flow_context, outermost, replace_input
-from estimator_ext.losses.degree import CURE, CURE_OF_BOTH, OF_BOTH, Sum, Value, joined
-from estimator_ext.losses.reader import LossReader, lengths_of
+from estimator_ext.graphs.operation_kinds import OF_THIS_RANK
+from estimator_ext.graphs.walks import data_before, walk
+from estimator_ext.losses.reader import (
+    CURE,
+    CURE_OF_BOTH,
+    OF_BOTH,
+    PRODUCTS,
+    LossReader,
+    Sum,
+    Value,
+    joined,
+    lengths_of,
+)
 
 _CURE_OF_SMALLER = (
     "Divide by the number of examples in the batch, or leave smaller batches out: "
     "batch(n, drop_remainder=True) and repeat()"
 )
+_NO_REDUCTION, SUM = "none", "sum"  # as Keras says it, too
+MEAN = tf.compat.v1.losses.Reduction.MEAN
+_DIVISIONS = ("RealDiv", "Div", "DivNoNan")
 _SMALLEST_WEIGHT = 0.5  # a smaller factor of a sum may be 1 / batch size
 
 
@@ -145,3 +162,57 @@ def _is_sum(total: Sum, lengths: Collection[int], size: int) -> bool | None:
 
 def _is_one(number: float) -> bool:
     return abs(number - 1) < 1e-5
+
+
+# -- the rule of TensorFlow ------------------------------------------------------------------
+
+
+class LossFunctions:
+    """The reductions of loss functions, by the scope of their operations."""
+
+    def __init__(self) -> None:
+        self.reductions: dict[str, str] = {}
+
+    def add(self, scope: str, reduction: str) -> None:
+        """Stores a loss function."""
+        is_sum = reduction == tf.compat.v1.losses.Reduction.SUM
+        self.reductions[scope] = SUM if is_sum else reduction
+
+    def reduction_of(self, targets: Sequence[Any]) -> str | None:
+        """Returns the last reduction before the targets; "none" only if there is no other.
+
+        A sum that is divided, or multiplied by a value that depends on data, counts as a mean.
+        """
+        if not self.reductions:
+            return None
+        operations = [each.op for each in targets if isinstance(each, tf.Tensor)]
+        divided: list[tf.Operation] = []
+        if SUM in self.reductions.values():  # else the walk for each product is not needed
+            divided = [
+                op
+                for op in walk(operations, self._before_losses)
+                if op.type in _DIVISIONS or (op.type in PRODUCTS and not _has_factor_of_all(op))
+            ]
+        averaged = {self._scope_of(op) for op in walk(divided, data_before)}
+        scopes = {self._scope_of(op) for op in walk(operations, data_before)}
+        reductions = [
+            MEAN if reduction == SUM and scope in averaged else reduction
+            for scope, reduction in self.reductions.items()
+            if scope in scopes
+        ]
+        reductions = [each for each in reductions if each != _NO_REDUCTION] or reductions
+        return reductions[-1] if reductions else None
+
+    def _before_losses(self, op: tf.Operation) -> Collection[tf.Operation]:
+        return [] if self._scope_of(op) in self.reductions else data_before(op)
+
+    @staticmethod
+    def _scope_of(op: tf.Operation) -> str:
+        return str(op.name.rpartition("/")[0])
+
+
+def _has_factor_of_all(op: tf.Operation) -> bool:
+    return any(
+        not any(OF_THIS_RANK.match(each.type) for each in walk([factor.op], data_before))
+        for factor in op.inputs
+    )

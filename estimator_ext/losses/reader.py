@@ -1,11 +1,16 @@
-"""Reads the degree of a loss in the number of examples, from the operations that compute it."""
+"""Reads the degree of a loss in the number of examples, from the operations that compute it.
+
+Each value has a degree: it grows with the number n of examples as n ** degree. The loss of one
+example has degree 0, the number of examples 1, a sum over the batch 1, and a mean 0. Degrees add
+up in a product, and all terms of a sum must have the same one.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +18,6 @@ import tensorflow as tf
 from estimator_ext._tf_private import constant_of
 from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, VARIABLES
 from estimator_ext.graphs.walks import data_before, original_functions, walk
-from estimator_ext.losses.degree import CURE, OF_DIMENSIONS, Sum, Value, curved, joined
 from estimator_ext.pipelines.batch_lengths import batch_sizes
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.reduced import outside
@@ -21,18 +25,106 @@ from hostopt.tensorflow.reduced import outside
 _PASSING = ("Identity", "Cast", "StopGradient", "PreventGradient", "CheckNumerics", "Snapshot")
 _PASSING += ("PlaceholderWithDefault", "Neg", "EnsureShape", "Reshape", "Squeeze", "ExpandDims")
 _PASSING += ("Switch", "RefSwitch", "Abs", "Relu")
-_PRODUCTS = ("Mul", "MulNoNan")
+PRODUCTS = ("Mul", "MulNoNan")
 _QUOTIENTS = ("RealDiv", "Div", "DivNoNan", "Xdivy")
 _REDUCTIONS = ("Sum", "Mean", "L2Loss")
 _JOINING = ("Pack", "ConcatV2", "Select", "SelectV2", "Merge")
 _CALLING = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf")
-_OF_TENSORS = (*_PASSING, *_PRODUCTS, *_QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALLING)
+_OF_TENSORS = (*_PASSING, *PRODUCTS, *_QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALLING)
 # followed in scalars only
 _ADDING = ("AddV2", "Add", "AddN", "Sub")
 _LARGER = ("Maximum", "Minimum")
 _CURVES = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid", "Softplus", "Pow")
 _COUNTS = ("Size", "StridedSlice", "Prod")
 _OF_SCALARS = (*_ADDING, *_LARGER, *_CURVES, *_COUNTS, "Reciprocal", "Inv")
+_POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
+
+CURE = "Say what it is with `python -m estimator_ext --loss mean` or `--loss sum`"
+OF_BOTH = (
+    "adds terms that are means over the batch and terms that are sums, of which no reduction over "
+    "the ranks makes the loss of one process"
+)
+CURE_OF_BOTH = "Divide the sums by the number of examples, as tf.shape(labels)[0] returns it"
+OF_DIMENSIONS = (
+    "is a mean over one dimension of unknown size and a sum over another, either of which may be "
+    "that of the examples"
+)
+
+
+class Sum(NamedTuple):
+    """A sum over examples.
+
+    Args:
+      count: number of elements that are added up; 0 if it is not static.
+      constants: absolute values of its factors, except 1; NaN if one is not known.
+    """
+
+    count: int = 0
+    constants: tuple[float, ...] = ()
+
+    def times(self, number: float) -> Sum:
+        """Returns the sum with one more factor."""
+        return self if number == 1 else Sum(self.count, (*self.constants, number))
+
+
+@dataclass(frozen=True)
+class Value:
+    """The degree of a tensor, and what else is known of it.
+
+    Args:
+      degree: power of the number of examples with which it grows; None if not known.
+      axis: its dimension of examples; None if there is none.
+      sums: the sums over examples that it is made of.
+      by: the operation that reduced it over the examples, or that hides how.
+      problem: what makes it neither a mean nor a sum, and the remedy; else empty.
+      penalties: inputs of additions that do not depend on the data, by operation and index.
+      other: "Sum" or "Mean" if it has been reduced so over a dimension that may be that of the
+        examples, as its size is not static either; else empty.
+    """
+
+    degree: float | None = 0
+    axis: int | None = None
+    has_data: bool = False
+    has_variables: bool = False
+    sums: frozenset[Sum] = frozenset()
+    by: str = ""
+    problem: tuple[str, str] | tuple[()] = ()
+    penalties: tuple[tuple[tf.Operation, int], ...] = ()
+    other: str = ""
+
+
+def joined(values: Iterable[Value]) -> Value:
+    """Returns the value of a sum, or of a choice, of values."""
+    values = list(values)
+    data = [each for each in values if each.has_data]
+    if not data:
+        return Value(has_variables=any(each.has_variables for each in values))
+    problems = [each.problem for each in data if each.problem]
+    degrees = {each.degree for each in data}
+    by = next((each.by for each in data if each.degree != 0), data[0].by)
+    if len(degrees) > 1 and degrees != {0, None} and not problems:
+        problems.append((f"{OF_BOTH} ({by})", CURE_OF_BOTH))
+    axes = [each.axis for each in data if each.axis is not None]
+    return Value(
+        None if None in degrees else data[0].degree,
+        axes[0] if axes else None,
+        True,
+        any(each.has_variables for each in values),
+        frozenset().union(*(each.sums for each in data)),
+        by,
+        problems[0] if problems else (),
+        tuple(dict.fromkeys(each for value in data for each in value.penalties)),
+    )
+
+
+def curved(kind: str, value: Value) -> Value:
+    """Returns the value of a power, or of another function, of a scalar."""
+    if not value.degree:
+        return value
+    if kind in _POWERS:
+        return replace(value, degree=_POWERS[kind] * value.degree)
+    text = f"is a function ({kind}) of a sum over the batch ({value.by})"
+    return replace(value, degree=None, problem=value.problem or (text, CURE))
 
 
 @dataclass(frozen=True)
@@ -179,7 +271,7 @@ class LossReader:
         values = [self.value(each) for each in op.inputs]
         if kind in _REDUCTIONS:
             return self._reduced(op, values[0])
-        if kind in _PRODUCTS or kind in _QUOTIENTS:
+        if kind in PRODUCTS or kind in _QUOTIENTS:
             return self._product(op, values)
         if kind in _COUNTS:
             return self._count(op)

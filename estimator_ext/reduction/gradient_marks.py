@@ -29,8 +29,7 @@ from estimator_ext._tf_private import (
     outermost,
 )
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.losses.functions import MEAN, SUM, LossFunctions
-from estimator_ext.losses.kind import LossKind, Penalties, kind_of
+from estimator_ext.losses.kind import MEAN, SUM, LossFunctions, LossKind, Penalties, kind_of
 from estimator_ext.losses.reader import Known, LossReader
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.sparse import parts_of, set_shape_of, values_of

@@ -18,13 +18,17 @@ from estimator_ext._tf_private import (
     InputWorkers,
     OneDeviceExtended,
     OneDeviceReplicaContext,
+    ResourceVariable,
     UpdateContext,
     colocate_with,
+    control_dependencies_of,
+    could_possibly_record,
+    record_operation,
     scaled_loss,
     set_initializer,
+    variable_accessed,
 )
 from estimator_ext.reduction.gradient_reduction import GradientReduction, read_accumulators
-from estimator_ext.variables.cached_reads import read_where_needed, true_in_version_1
 from estimator_ext.variables.sync_on_read import is_sync_on_read
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
@@ -164,7 +168,7 @@ class HostOffloadExtended(_RankExtended):
     # -- variables -------------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = true_in_version_1(self._place_variable(next_creator, **kwargs))
+        variable = _true_in_version_1(self._place_variable(next_creator, **kwargs))
         if self.reduction is self._default_reduction and self._size > 1:
             # only the initializer takes rank 0's value: TensorFlow also uses initial_value
             name = f"the initial value of {variable.op.name!r}"
@@ -190,7 +194,7 @@ class HostOffloadExtended(_RankExtended):
         with tf.device(HOST_DEVICE if on_host else self._device):
             variable = next_creator(**kwargs)
         if is_cached:
-            read_where_needed(variable, is_chosen)
+            _read_where_needed(variable, is_chosen)
         return variable
 
     def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
@@ -326,3 +330,61 @@ def _is_mirrored(value: Any) -> bool:
 def _is_gradient(value: Any, destination: Any) -> bool:
     """Returns True if a pair to be reduced is a gradient and its variable."""
     return isinstance(destination, tf.Variable) and not isinstance(value, tf.Variable)
+
+
+# -- reads of variables ----------------------------------------------------------------------
+
+
+def _read_where_needed(variable: Any, always_cached: bool) -> None:
+    """Makes tapes record each read of a variable, and reads it again under control dependencies.
+
+    TensorFlow returns the same cached tensor for each read. It is older than any GradientTape, so
+    the tape would not know it as the value of the variable, and the gradient would be None. It is
+    also older than any update, so a read after an update would return the old value. Within a
+    branch, a loop or a function, a tape of the graph around it would see only the old tensor.
+
+    Args:
+      always_cached: True if the program has chosen the caching device. It then gets the cached
+        value under control dependencies too, as in TensorFlow.
+    """
+    cached_value = variable.value
+
+    def value() -> tf.Tensor:
+        graph = tf.compat.v1.get_default_graph()
+        if not always_cached and control_dependencies_of(graph):
+            return variable.read_value()
+        if could_possibly_record() and graph is not variable.handle.graph:
+            return variable.read_value()
+        cached = cached_value()
+        if not could_possibly_record():
+            return cached
+        variable_accessed(variable)
+        with tf.device(cached.device):
+            result = tf.identity(cached)  # a tape needs a new tensor for each read
+        record_operation(
+            "ReadVariableOp",
+            [result],
+            [variable.handle],
+            backward_function=lambda gradient: [gradient],
+            forward_function=lambda tangent: [tangent],
+        )
+        return result
+
+    variable.value = value
+
+
+class _TrueVariable(ResourceVariable):
+    """A variable that is true, as a reference variable of TensorFlow 1 is, without being read."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _true_in_version_1(variable: Any) -> Any:
+    """Makes `average if average else variable` choose in TensorFlow 1 as it does without ranks.
+
+    A strategy always creates resource variables, whose truth is that of their value.
+    """
+    if not tf.compat.v1.resource_variables_enabled() and type(variable) is ResourceVariable:
+        variable.__class__ = _TrueVariable
+    return variable
