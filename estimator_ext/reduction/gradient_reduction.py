@@ -23,10 +23,9 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import loss_is_scaled
 from estimator_ext.graphs.fingerprint import Updates
-from estimator_ext.graphs.walks import data_before, depends_on, operations_before
+from estimator_ext.graphs.walks import data_before, depends_on
 from estimator_ext.losses.kind import LossKind
 from estimator_ext.reduction.accumulation import Accumulation
-from estimator_ext.reduction.conditional import refuse_reductions_of_some_ranks
 from estimator_ext.reduction.deferred import DeferredReductions
 from estimator_ext.reduction.gradient_marks import Mark, mark_of, marked_graph
 from estimator_ext.reduction.skipped_updates import SkippedUpdates
@@ -104,7 +103,7 @@ class GradientReduction:
     def build_step(
         self,
         targets: Sequence[tf.Operation],
-        is_same: Callable[[tf.Tensor], bool],
+        updates: Updates | None,
         loss: tf.Tensor,
         is_mean: bool,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -118,7 +117,7 @@ class GradientReduction:
         """
         loss = self.values.weigh_loss(loss, is_mean)
         deferred, weights = self._deferred, self.values.weights
-        if deferred is None:
+        if deferred is None or updates is None:
             return loss, []
         loss = tf.reshape(loss, [])  # the static shape may be unknown, or [1] as in TensorFlow
         op = hostopt.ReduceOp.AVERAGE if is_mean else hostopt.ReduceOp.SUM
@@ -126,10 +125,10 @@ class GradientReduction:
         ends = [] if weights is None else [weights.mean_weight]
         targets = [*targets, *(tensor.op for tensor in ends)]
         repeated = [] if self.accumulation is None else self.accumulation.additions
-        refuse_reductions_of_some_ranks(operations_before(targets), is_same)
+        refuse_reductions_of_some_ranks(updates)
         if weights is not None:
             deferred.refuse_before(repeated)
-        self._add_reducers(deferred.build(targets, is_same, reduction, repeated))
+        self._add_reducers(deferred.build(targets, updates.is_same, reduction, repeated))
         total = deferred.loss
         if total is None:  # no exchange could carry it
             total = self.values.reduce_loss(loss, is_mean, deferred.last_results)
@@ -240,6 +239,25 @@ class GradientReduction:
     def _add_reducers(self, reducers: Sequence[AnyReducer]) -> None:
         self.reducers += reducers
         self.skipping.checks += [reducer.nonfinite_check for reducer in reducers]
+
+
+def refuse_reductions_of_some_ranks(updates: Updates) -> None:
+    """Checks that all ranks make the reductions in branches and loops in the same steps.
+
+    Such a reduction is built at once, in the graph of its branch. Ranks that take different
+    branches would pair values of different steps, or wait for each other until a timeout.
+    """
+    for op, predicates in updates.reductions:
+        differing = next((each for each in predicates if not updates.is_same(each)), None)
+        if differing is not None:
+            if differing.op.type == "LoopCond":  # of a TensorFlow 1 loop
+                differing = differing.op.inputs[0]
+            raise hostopt.ConfigError(
+                f"reduction {op.name!r} is made only if predicate {differing.name!r} of a branch "
+                "or loop says so, which may differ by rank. Reduce before the branch, as with "
+                "estimator_ext.reduce_gradients, or choose the branch by a value that is reduced, "
+                "as with tf.distribute.get_replica_context().all_reduce"
+            )
 
 
 def read_accumulators(
