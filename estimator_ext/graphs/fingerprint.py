@@ -51,24 +51,15 @@ Text = Optional[str]
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of a step. "Variable" stands for a queue or a table too.
+    """The updates of a step. "Variable" stands for a queue or a table too."""
 
-    Args:
-      texts: descriptions of all updates, by name of the variable. They include the initial values
-        of local variables that are the same on all ranks.
-      local: names of variables that may differ by rank.
-      changes: operations that change a variable, by its name. An operation in a function stands
-        for its caller.
-      varying: those of `changes` that make a variable differ by rank.
-      reductions: reductions that are built already, with the predicates that decide whether they
-        run, the outermost first.
-    """
-
-    texts: dict[str, str]
+    texts: dict[str, str]  # by name of the variable; also of the initial values of local variables
     mirrored: list[tf.Variable]
-    local: frozenset[str]
+    local: frozenset[str]  # names of variables that may differ by rank
+    # what changes a variable, by its name; an operation in a function stands for its caller
     changes: dict[str, list[tf.Operation]]
-    varying: dict[str, list[tf.Operation]]
+    varying: dict[str, list[tf.Operation]]  # those of `changes` that make a variable differ
+    # those that are built already, with the predicates that decide on them, the outermost first
     reductions: list[tuple[tf.Operation, list[tf.Tensor]]]
     is_same: Callable[[tf.Tensor], bool]
     variable_of: Callable[[tf.Operation], str | None]
@@ -83,9 +74,6 @@ def read_updates(
 
     A variable counts as the same on all ranks if it is trainable, or if no value that depends on
     data or random numbers is assigned to it.
-
-    Args:
-      reduced: operations whose values are the same on all ranks, besides reductions.
     """
     operations = walk(targets, decided_before)
     variables = tf.compat.v1.global_variables()
@@ -131,18 +119,13 @@ def _initial_text(variable: tf.Variable) -> Text:
 
 @dataclass
 class _Reader:
-    """Describes operations whose inputs are described already.
+    """Describes operations whose inputs are described already."""
 
-    Args:
-      known: varying variables, by name, and varying operations that begin a loop.
-      bodies: graphs of the functions that an operation calls; filled by the reader.
-    """
-
-    known: Collection[Any]
+    known: Collection[Any]  # varying variables, by name, and varying operations that begin a loop
     data: Collection[tf.Operation]
     reduced: Collection[tf.Operation]
     step: Collection[tf.Operation]
-    bodies: dict[tf.Operation, list[tuple[str, Any]]]
+    bodies: dict[tf.Operation, list[tuple[str, Any]]]  # graphs of the functions that each calls
     used: set[str] = field(default_factory=set)
     updates: dict[str, list[str]] = field(default_factory=dict)
     changes: dict[str, list[tf.Operation]] = field(default_factory=dict)
@@ -163,12 +146,7 @@ class _Reader:
         caller: Any = None,
         conditions: Sequence[tf.Tensor] = (),
     ) -> None:
-        """Describes operations: [F1].
-
-        Args:
-          caller: the operation of the step that calls the function.
-          conditions: values that decide whether the function is called, the outermost first.
-        """
+        """Describes operations, in topological order: [F1]."""
         loops = []
         for op in operations:
             if op in self._texts:  # an argument of a function
@@ -291,7 +269,6 @@ class _Reader:
     def _note_change(
         self, op: tf.Operation, caller: tf.Operation, conditions: list[tf.Tensor]
     ) -> None:
-        """Notes the change that an operation makes to its variable, and to its slots."""
         values, changed = [], []
         decides = [self._text(each) for each in conditions]
         for argument, tensor, is_handle in arguments(op):

@@ -74,7 +74,6 @@ def _tensor_of(variable: tf.Variable) -> tf.Tensor:
 
 
 def _changes_within(op: tf.Operation) -> bool:
-    """Returns True if an operation changes global_step, or calls a function that does."""
     step = _tensor_of(tf.compat.v1.train.get_global_step())
     if _CHANGES.match(op.type):
         changed = op.inputs[0]
@@ -134,7 +133,6 @@ def _is_variable(tensor: tf.Tensor) -> bool:
 
 
 def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
-    """Yields the arguments that receive a tensor in the functions that an operation calls."""
     for _, body in functions_called(op):
         # the first inputs of the operation may be no arguments, such as the index of a branch
         for passed, argument in zip(reversed(op.inputs), reversed(body.inputs)):

@@ -50,28 +50,17 @@ _SMALLEST_WEIGHT = 0.5  # a smaller factor of a sum may be 1 / batch size
 
 @dataclass(frozen=True)
 class LossKind:
-    """A loss: a mean or a sum over the batch, or neither.
-
-    Args:
-      reason: how this is known.
-      problem: if it is neither, a text of what it is, and the remedy; else empty.
-      penalties: inputs of additions that do not depend on the data, by operation and index, which
-        count once in the sum of all ranks.
-    """
+    """A loss: a mean or a sum over the batch, or neither."""
 
     is_sum: bool
     reason: str
-    problem: tuple[str, str] | tuple[()] = ()
-    penalties: tuple[tuple[tf.Operation, int], ...] = ()
+    problem: tuple[str, str] | tuple[()] = ()  # if it is neither: a text, and the remedy
+    penalties: tuple[tuple[tf.Operation, int], ...] = ()  # inputs that count once in all ranks
     is_assumed: bool = False
 
 
 def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True) -> LossKind:
-    """Returns the kind of a loss.
-
-    Args:
-      targets: tensors that are differentiated, all elements of which are added up.
-    """
+    """Returns the kind of a loss: the sum of all elements of the targets."""
     known = reader.known
     if known.said:
         return LossKind(known.said == "sum", f"--loss {known.said}")
@@ -126,7 +115,6 @@ class Penalties:
 
 
 def _multiply(op: tf.Operation, index: int) -> tf.Operation:
-    """Multiplies an input of an operation by a factor of 1, and returns the factor."""
     penalty = op.inputs[index]
     with op.graph.as_default(), tf.control_dependencies(None), tf.device(penalty.device):
         one = tf.ones([], penalty.dtype)

@@ -52,15 +52,10 @@ OF_DIMENSIONS = (
 
 
 class Sum(NamedTuple):
-    """A sum over examples.
+    """A sum over examples."""
 
-    Args:
-      count: number of elements that are added up; 0 if it is not static.
-      constants: absolute values of its factors, except 1; NaN if one is not known.
-    """
-
-    count: int = 0
-    constants: tuple[float, ...] = ()
+    count: int = 0  # of the elements that are added up; 0 if it is not static
+    constants: tuple[float, ...] = ()  # absolute values of its factors, but 1; NaN if not known
 
     def times(self, number: float) -> Sum:
         """Returns the sum with one more factor."""
@@ -69,27 +64,18 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Value:
-    """The degree of a tensor, and what else is known of it.
+    """The degree of a tensor, and what else is known of it."""
 
-    Args:
-      degree: power of the number of examples with which it grows; None if not known.
-      axis: its dimension of examples; None if there is none.
-      sums: the sums over examples that it is made of.
-      by: the operation that reduced it over the examples, or that hides how.
-      problem: what makes it neither a mean nor a sum, and the remedy; else empty.
-      penalties: inputs of additions that do not depend on the data, by operation and index.
-      other: "Sum" or "Mean" if it has been reduced so over a dimension that may be that of the
-        examples, as its size is not static either; else empty.
-    """
-
-    degree: float | None = 0
-    axis: int | None = None
+    degree: float | None = 0  # None if not known
+    axis: int | None = None  # its dimension of examples
     has_data: bool = False
     has_variables: bool = False
-    sums: frozenset[Sum] = frozenset()
-    by: str = ""
-    problem: tuple[str, str] | tuple[()] = ()
-    penalties: tuple[tuple[tf.Operation, int], ...] = ()
+    sums: frozenset[Sum] = frozenset()  # that it is made of
+    by: str = ""  # the operation that reduced it over the examples, or that hides how
+    problem: tuple[str, str] | tuple[()] = ()  # if it is neither mean nor sum, and the remedy
+    penalties: tuple[tuple[tf.Operation, int], ...] = ()  # inputs of additions without data
+    # "Sum" or "Mean" if it is reduced so over a dimension that may be that of the examples, as its
+    # size is not static either
     other: str = ""
 
 
@@ -129,20 +115,14 @@ def curved(kind: str, value: Value) -> Value:
 
 @dataclass(frozen=True)
 class Known:
-    """Facts of a graph that are known before its losses are read.
-
-    Args:
-      reductions: reductions of loss functions, by the scope of their operations.
-      said: "mean" or "sum" if the user says so, else empty.
-      weighted: True if batches may differ in length, and have weights.
-    """
+    """Facts of a graph that are known before its losses are read."""
 
     data: Collection[tf.Operation]
-    reductions: Mapping[str, str]
+    reductions: Mapping[str, str]  # of loss functions, by the scope of their operations
     gradients: Mapping[tf.Operation, Any]
     size: int
-    said: str = ""
-    weighted: bool = False
+    said: str = ""  # "mean" or "sum" if the user says so
+    weighted: bool = False  # True if batches may differ in length
 
 
 def lengths_of(known: Known) -> set[int]:
@@ -204,7 +184,6 @@ class LossReader:
         return self._lengths
 
     def _is_followed(self, op: tf.Operation) -> bool:
-        """Returns True if the inputs of an operation say what its value is."""
         if not self._data[op] or op in self.known.data or op in self.known.gradients:
             return False
         is_scalar = op.type in _OF_SCALARS and op.outputs[0].shape.rank == 0
@@ -241,7 +220,6 @@ class LossReader:
         return Value(None if axis is None else 0, axis, True, by=by)
 
     def _axis(self, tensor: tf.Tensor) -> int | None:
-        """Returns the dimension of the examples in a tensor that depends on data."""
         if not tensor.shape.rank:
             return None
         shape = tensor.shape.as_list()
@@ -360,7 +338,6 @@ class LossReader:
         return Value(degree, axis, True, True, frozenset(sums), by, problem, penalties)
 
     def _count(self, op: tf.Operation) -> Value:
-        """Returns the value of a number that is taken from a shape."""
         source = op.inputs[0]
         if op.type == "Size":
             axis, index = self.value(source).axis, None
@@ -406,7 +383,6 @@ def _captured_by(op: tf.Operation) -> Any:
 
 
 def _sources(op: tf.Operation) -> list[tf.Operation]:
-    """Returns the operations that compute the inputs of one, also from within a function."""
     source = _captured_by(op)
     if source is None:
         return data_before(op)

@@ -40,11 +40,7 @@ class Accumulation:
             return tf.math.divide_no_nan(total, tf.cast(self.all_examples, tensor.dtype))
 
     def total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """Builds the sum of a tensor over the micro-batches of a step.
-
-        Returns:
-          Tensor like `tensor`, on the host, to be computed once in each step.
-        """
+        """Builds the sum of a tensor over the micro-batches of a step."""
         with tf.device(HOST_DEVICE):
             accumulator = tf.compat.v1.Variable(
                 # a function, as an initializer must not depend on the data of the step

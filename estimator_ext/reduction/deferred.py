@@ -34,11 +34,7 @@ _IRRELEVANT = ("Shape", "IsFinite")
 
 
 class DeferredReductions:
-    """The reductions of one graph.
-
-    Args:
-      flags: travel with the last exchange of a step, if it has one.
-    """
+    """The reductions of one graph."""
 
     def __init__(
         self, communicator: hostopt.Communicator, graph: tf.Graph, flags: StopSaveFlags
@@ -75,14 +71,7 @@ class DeferredReductions:
     def add(
         self, reduction: Reduction, weight: tf.Tensor | None = None, nonfinite: str | None = None
     ) -> Any:
-        """Notes a reduction.
-
-        Args:
-          weight: scalar of float64, the factor of this rank's gradients; None for 1.
-
-        Returns:
-          The result on the host: tensor or sparse gradient like the value of the reduction.
-        """
+        """Notes a reduction."""
         value = reduction.value
         reduction = dataclasses.replace(reduction, name=self._unique(reduction.name))
         with tf.device(HOST_DEVICE), tf.name_scope(""):
@@ -133,9 +122,6 @@ class DeferredReductions:
         """Builds all noted reductions.
 
         Collective: all ranks must call it.
-
-        Args:
-          loss: joins the last exchange of the step, unless it depends on it.
         """
         self._is_built = True
         deferred = [  # [R2]

@@ -39,20 +39,13 @@ _NAME = "HostGradient"
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """One gradient.
-
-    Args:
-      source: the tensor, or the handle of the variable, with respect to which it was computed.
-      name: name of the variable, or of the gradient if the source is not a variable.
-      row_shape: shape of one row of a sparse gradient; unused for a dense one.
-      is_scaled: True if an optimizer has divided the target by the number of ranks.
-    """
+    """One gradient."""
 
     gradient: Any
-    source: tf.Tensor
-    name: str
-    row_shape: tf.TensorShape
-    is_scaled: bool
+    source: tf.Tensor  # or the handle of the variable, with respect to which it was computed
+    name: str  # of the variable, or of the gradient if the source is not a variable
+    row_shape: tf.TensorShape  # of a sparse gradient
+    is_scaled: bool  # True if an optimizer has divided the target by the number of ranks
     loss: LossKind
 
 
@@ -91,12 +84,7 @@ class MarkedGraph(tf.Graph):
             self._loss_functions.add(self.get_name_scope(), reduction)
 
     def reduce_as(self, loss: tf.Tensor) -> None:
-        """Makes the reduction of a loss the last one of the graph, for TensorFlow.
-
-        Args:
-          loss: loss that an optimizer is about to scale. Without a loss function before it, the
-            last reduction is kept.
-        """
+        """Makes the reduction of a loss the last one of the graph, for TensorFlow."""
         kind = self.loss_kind([loss]) if self.reads_losses else None
         if kind is None or kind.problem:
             self._reduction = self._loss_functions.reduction_of([loss]) or self._reduction
@@ -133,7 +121,6 @@ class MarkedGraph(tf.Graph):
         """Returns the kind of a loss.
 
         Args:
-          weights: tensors that multiply their elements, such as gradients of a later part.
           can_divide: True if operations may still be added before the backward pass.
         """
         if self._reader is None:
@@ -188,11 +175,7 @@ def marks_of_graph() -> dict[tf.Operation, Mark]:
 
 
 def mark_of(gradient: Any) -> Mark | None:
-    """Returns the mark of a gradient that comes straight from backward, in this branch or loop.
-
-    Returns:
-      None for any other value.
-    """
+    """Returns the mark of a gradient that comes straight from backward, in this branch or loop."""
     op, marks = values_of(gradient).op, marks_of_graph()
     while op.type == "Identity" and op not in marks:
         op = op.inputs[0].op

@@ -47,7 +47,6 @@ class GradientReduction:
         one process. An optimizer reduces those that come straight from backward. All others, such
         as clipped or accumulated ones, are reduced where they leave backward, as soon as the step
         is complete (`unreduced_updates`).
-      graph: a training graph, whose reductions are built at its end; None builds each at once.
     """
 
     def __init__(
@@ -228,7 +227,6 @@ class GradientReduction:
     def _sum(
         self, reductions: Sequence[Reduction], weight: tf.Tensor | None, nonfinite: str | None
     ) -> list[Any]:
-        """Sums gradients at the end of the training graph if possible, else here."""
         if self._deferred and self._deferred.can_take([each.value for each in reductions]):
             return [self._deferred.add(each, weight, nonfinite) for each in reductions]
         communicator = self._strategy.communicator
@@ -340,11 +338,7 @@ class MarkedGradients:
         self._losses[loss] = None
 
     def decide(self, loss: tf.Tensor, is_mean: bool) -> bool:
-        """Decides how the reported loss is reduced, and logs what is a mean and what is a sum.
-
-        Returns:
-          True for the mean over the ranks, False for the sum.
-        """
+        """Decides how the reported loss is reduced, and logs what is a mean and what is a sum."""
         for each in self._losses if self._size > 1 else ():
             kind = "sum" if each.is_sum else "mean"
             text = "gradients are the %s over %d ranks, as the loss is a %s over the batch: %s"

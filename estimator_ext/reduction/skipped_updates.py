@@ -41,12 +41,7 @@ class SkippedUpdates:
             add_control_inputs(self._finite.op, sources)
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that builds updates which run only if all sums are finite.
-
-        Returns:
-          `function` itself if no sums are watched; otherwise a function that builds the same
-          operations in a branch, and returns an operation.
-        """
+        """Returns a function that builds updates which run only if all sums are finite."""
         finite = self._finite
         if finite is None:
             return function

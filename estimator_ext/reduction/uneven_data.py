@@ -24,15 +24,10 @@ _log = tf.get_logger()
 
 
 class Needs(NamedTuple):
-    """Needs of the batches of the ranks, so that each example counts once.
+    """Needs of the batches of the ranks, so that each example counts once."""
 
-    Args:
-      weights: True for weights, as batches may differ in length between ranks or steps.
-      join: True if a rank without data has to repeat its last batch. It needs weights, too.
-    """
-
-    weights: bool
-    join: bool
+    weights: bool  # as batches may differ in length between ranks or steps
+    join: bool  # a rank without data has to repeat its last batch, which needs weights, too
 
 
 def needs_of(
@@ -104,7 +99,6 @@ class BatchWeights:
     Args:
       examples: scalar of float32, the number of examples of this rank in the step.
       batches: scalar of float32, the number of new batches of this rank in the step.
-      mode: "join" ends with the last rank's data, "stop" with the first rank's.
     """
 
     def __init__(

@@ -137,20 +137,15 @@ class _Edge:
 
 @dataclass
 class _Search:
-    """Finds gradients that are not reduced, and other causes that make an update vary.
-
-    Args:
-      edges: inputs through which gradients leave the backward pass, by consumer and index.
-      suspects: by name of a variable, an operation that may make it differ by rank.
-      causes: by name of a variable, the cause that makes it differ, and the remedy.
-    """
+    """Finds gradients that are not reduced, and other causes that make an update vary."""
 
     updates: Updates
     data: Collection[tf.Operation]
     trained: Sequence[str]
     marks: Mapping[tf.Operation, Mark]
     linear: LinearGradients
-    edges: dict[Any, _Edge] = field(default_factory=dict)
+    edges: dict[Any, _Edge] = field(default_factory=dict)  # by consumer and index
+    # by name of a variable: what may make it differ by rank; what does so, and the remedy
     suspects: dict[str, str] = field(default_factory=dict)
     causes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -234,12 +229,7 @@ class _Search:
     def describe(
         self, update: tf.Operation, op: tf.Operation, decides: bool = False, inside: bool = False
     ) -> tuple[str, str]:
-        """Describes why an update differs by rank, and the remedy.
-
-        Args:
-          decides: True if a branch or a loop depends on it.
-          inside: True if a branch, a loop or a function uses it.
-        """
+        """Describes why an update differs by rank, and the remedy."""
         kind = "this rank's data" if op in self.data else "operation"
         cause = f"{kind} {op.name!r} ({op.type})"
         if decides:
@@ -251,7 +241,6 @@ class _Search:
 def _without_identities(
     tensor: tf.Tensor, consumer: tf.Operation, index: int
 ) -> tuple[tf.Tensor, tf.Operation, int]:
-    """Returns the input of the first IdentityN before a tensor, or the given one."""
     while tensor.op.type == "IdentityN":
         consumer, index = tensor.op, tensor.value_index
         tensor = consumer.inputs[index]

@@ -21,13 +21,7 @@ from hostopt.tensorflow.reductions import Reduction
 
 
 class ValueReduction:
-    """Reduces tensors and the loss of one graph.
-
-    Args:
-      deferred: takes reductions that are built at the end of the training graph; None builds
-        each one at once.
-      flags: travel with the loss.
-    """
+    """Reduces tensors and the loss of one graph."""
 
     def __init__(
         self, strategy: Any, deferred: DeferredReductions | None, flags: ops.StopSaveFlags
@@ -40,11 +34,7 @@ class ValueReduction:
         self._loss_weight: tf.Tensor | None = None
 
     def weight(self, is_mean: bool) -> tf.Tensor | None:
-        """Returns the factor of this rank's gradients and loss in a step; None if all count 1.
-
-        Args:
-          is_mean: True for a mean over the ranks, in which a rank counts by its examples.
-        """
+        """Returns the factor of this rank's gradients and loss in a step; None if all count 1."""
         if self.weights is None:
             return None
         return self.weights.mean_weight if is_mean else self.weights.sum_weight

@@ -23,17 +23,11 @@ _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The device of forward and backward.
-
-    Args:
-      device: its name in this process.
-      gpus: numbers of the GPUs that this process uses, from 0; empty leaves all as they are.
-      problem: why it may be too small for all who use it, if memory does not grow as needed.
-    """
+    """The device of forward and backward."""
 
     device: str
-    gpus: tuple[int, ...] = ()
-    problem: str = ""
+    gpus: tuple[int, ...] = ()  # that this process uses; empty leaves all as they are
+    problem: str = ""  # why it may be too small for all who use it, unless memory grows as needed
 
     @property
     def is_gpu(self) -> bool:

@@ -239,7 +239,6 @@ class HostOffloadExtended(_RankExtended):
         ]
 
     def _reduce_value(self, reduce_op: Any, value: Any, destination: Any) -> Any:
-        """Reduces a value that is not the gradient of a variable, such as a norm or a count."""
         result = self._reduce_to(reduce_op, value, destination, None)
         if isinstance(value, tf.IndexedSlices) and not isinstance(result, tf.IndexedSlices):
             with tf.device(HOST_DEVICE):
@@ -328,7 +327,6 @@ def _is_mirrored(value: Any) -> bool:
 
 
 def _is_gradient(value: Any, destination: Any) -> bool:
-    """Returns True if a pair to be reduced is a gradient and its variable."""
     return isinstance(destination, tf.Variable) and not isinstance(value, tf.Variable)
 
 

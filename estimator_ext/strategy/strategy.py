@@ -233,11 +233,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         self.options = options
 
     def leave_records_in(self, model_dir: str) -> None:
-        """Sets a directory for the report of an abort, if no option does: stacks and last events.
-
-        Args:
-          model_dir: directory of the training; nothing is written to one that is not local.
-        """
+        """Sets the directory for stacks and events of an abort, if local and no option does."""
         if self.options.debug_dir is None and "://" not in model_dir:
             recorder = self.communicator.transport.recorder
             recorder.directory = os.path.join(model_dir, "hostopt-debug")
@@ -248,9 +244,6 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
 
         TensorFlow replaces an error in a callback with one of its own types. This block raises the
         original error.
-
-        Yields:
-          Nothing.
 
         Raises:
           hostopt.HostOptError: a collective failed, even if TensorFlow changed the error's type.

@@ -24,12 +24,8 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
     all ranks must have it.
 
     Args:
-      communicator: communicator for this hook alone (a `duplicate`).
-      variables: variables that are the same on all ranks, in the same order on all ranks.
       every_steps: steps between two comparisons, the same on all ranks; the hook also compares
         after the first, tenth and hundredth step of the training.
-      suspects: by name of a variable, a description of the values in its updates that may differ
-        by rank.
     """
 
     def __init__(

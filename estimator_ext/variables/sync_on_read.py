@@ -26,11 +26,7 @@ def is_sync_on_read(variable: Any) -> bool:
 
 
 class SyncOnRead:
-    """The sync-on-read variables of a training.
-
-    Raises:
-      hostopt.ConfigError: a sync-on-read variable has a dtype that cannot be reduced.
-    """
+    """The sync-on-read variables of a training."""
 
     def __init__(
         self, communicator: hostopt.Communicator, variables: Sequence[tf.Variable]
