@@ -103,11 +103,7 @@ def _ends(read: tf.Operation) -> list[tf.Operation]:
 
 
 def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
-    """Yields operations that change a variable, also in functions, branches and loops.
-
-    Yields:
-      The operations, except those that initialize or restore the variable.
-    """
+    """Yields operations that change a variable, except those that initialize or restore it."""
     initializers = {variable.initializer.name, f"{variable.op.name}/Assign"}
     for op in _changes_of(_tensor_of(variable), set()):
         if op.name not in initializers and not _restores(op):

@@ -112,11 +112,7 @@ def decided_before(op: tf.Operation) -> list[tf.Operation]:
 
 
 def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
-    """Yields copies of the graphs of the functions that an operation calls.
-
-    Yields:
-      Name of the attribute that holds the function, such as `then_branch`, and the graph.
-    """
+    """Yields attribute, such as `then_branch`, and a copy of the graph of each called function."""
     for attribute, name in _names_of_functions(op):
         yield attribute, get_func_graph(op, None, name)
 

@@ -16,15 +16,11 @@ _log = tf.get_logger()
 
 
 class Accumulation:
-    """Means over the micro-batches of a step, built into the training graph.
-
-    Args:
-      examples: scalar of float32, the number of examples in this micro-batch, which is its weight
-        in a mean; None if all micro-batches have the same weight.
-    """
+    """Means over the micro-batches of a step, built into the training graph."""
 
     def __init__(self, micro_batches: int, examples: tf.Tensor | None = None) -> None:
         self.micro_batches = micro_batches
+        # scalar of float32, the weight of this micro-batch in a mean; None if all weigh the same
         self._examples = examples
         self._additions: list[tf.Operation] = []
         self.is_used = False  # True once any mean is built
@@ -77,10 +73,7 @@ class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
         self._pending = 0
 
     def before_run(self, run_context: Any) -> None:
-        """Accumulates the micro-batches before the last one.
-
-        The end of the data ends the training here, as it does in a step.
-        """
+        """Accumulates all but the last micro-batch, unless the data end, as in a step."""
         for _ in range(self._times):
             run_context.session.run(self._operation)
             self._pending += 1

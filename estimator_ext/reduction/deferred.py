@@ -50,12 +50,7 @@ class DeferredReductions:
         self.loss: tf.Tensor | None = None  # the reduced loss, if an exchange carries it
 
     def can_take(self, values: Sequence[Any]) -> bool:
-        """Returns True if reductions of these tensors can be built later.
-
-        Returns:
-          False after `build`; False within a branch, a loop or a function, which has its own
-          graph or control-flow context.
-        """
+        """Returns True before `build`, for tensors outside branches, loops and functions."""
         graph = tf.compat.v1.get_default_graph()
         return (
             not self._is_built
@@ -119,10 +114,7 @@ class DeferredReductions:
         loss: Reduction,
         repeated: Sequence[tf.Operation] = (),
     ) -> list[AnyReducer]:
-        """Builds all noted reductions.
-
-        Collective: all ranks must call it.
-        """
+        """Builds all noted reductions; collective."""
         self._is_built = True
         deferred = [  # [R2]
             _with_kind_of_rows(each)

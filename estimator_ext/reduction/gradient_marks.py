@@ -118,11 +118,7 @@ class MarkedGraph(tf.Graph):
     def loss_kind(
         self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True
     ) -> LossKind:
-        """Returns the kind of a loss.
-
-        Args:
-          can_divide: True if operations may still be added before the backward pass.
-        """
+        """Returns the kind of a loss, whose graph can still be changed if `can_divide`."""
         if self._reader is None:
             is_sum = self._loss_functions.reduction_of([*targets, *weights]) == SUM
             return LossKind(is_sum, "of its last loss function")

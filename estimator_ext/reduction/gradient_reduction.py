@@ -38,6 +38,9 @@ from hostopt.tensorflow.sparse import map_values, set_shape_of, values_of
 
 _log = tf.get_logger()
 
+# A tensor or `tf.IndexedSlices`, the name of its variable, and the shape of a row.
+Gradient = tuple[Any, str, tuple[int, ...]]
+
 
 class GradientReduction:
     """Reduces the gradients of one graph, and holds all state of its reductions.
@@ -106,9 +109,7 @@ class GradientReduction:
         loss: tf.Tensor,
         is_mean: bool,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Builds the deferred reductions and the reduction of the loss.
-
-        Collective: all ranks must call it.
+        """Builds the deferred reductions and that of the loss; collective.
 
         Returns:
           The reduced loss, and tensors that are available after all reductions of the step and
@@ -184,16 +185,11 @@ class GradientReduction:
 
     def sum_gradients(
         self,
-        gradients: Sequence[tuple[Any, str, tuple[int, ...]]],
+        gradients: Sequence[Gradient],
         is_mean: bool,
         nonfinite: str | None = None,
     ) -> list[Any]:
-        """Sums dense and sparse gradients over the ranks.
-
-        Args:
-          gradients: for each one the tensor or `tf.IndexedSlices`, the name of its variable, and
-            the shape of a row.
-        """
+        """Sums dense and sparse gradients over the ranks."""
         if not gradients:
             return []
         values, names = [value for value, *_ in gradients], [name for _, name, _ in gradients]
@@ -306,7 +302,7 @@ class MarkedGradients:
 
     def reduce(
         self,
-        gradients: Sequence[tuple[Any, str, tuple[int, ...]]],
+        gradients: Sequence[Gradient],
         marks: Sequence[Mark],
         nonfinite: str | None = None,
         device: str = HOST_DEVICE,

@@ -33,13 +33,9 @@ class Needs(NamedTuple):
 def needs_of(
     data: Any, communicator: hostopt.Communicator, config: tf.compat.v1.ConfigProto
 ) -> Needs:
-    """Returns what the batches of the ranks need.
+    """Returns what the batches of the ranks need, the same on all ranks; collective.
 
-    Collective: all ranks must call it.
-
-    Returns:
-      The needs, the same on all ranks. Ranks repeat batches if the data of one may end, and all
-      have datasets of plain tensors.
+    Ranks repeat batches if the data of one may end, and all have datasets of plain tensors.
     """
     specs = tf.nest.flatten(data.element_spec) if _is_dataset(data) else [None]
     can = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
@@ -97,8 +93,7 @@ class BatchWeights:
     `sum_weight`, 1 or 0, for a sum over the ranks. So is `share`, 1 / number of ranks with data.
 
     Args:
-      examples: scalar of float32, the number of examples of this rank in the step.
-      batches: scalar of float32, the number of new batches of this rank in the step.
+      examples, batches: scalars of float32, what this rank adds to the step.
     """
 
     def __init__(
@@ -166,11 +161,7 @@ def _stop_if_ended(has_next: np.ndarray) -> Any:
 
 
 def count_examples(element: Any, new: tf.Tensor) -> list[tf.Tensor]:
-    """Counts the examples and batches of an element.
-
-    Returns:
-      Two scalars of float32: the number of examples, and 1. Both are 0 for a repeated element.
-    """
+    """Returns the number of examples and 1, in float32; both are 0 for a repeated element."""
     batches = tf.cast(new, tf.float32)
     return [tf.cast(length_of(element), tf.float32) * batches, batches]
 

@@ -62,9 +62,7 @@ def mend_unreduced_updates(
 def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, str]:
     """Checks that no update of a trained variable depends on this rank's data any more.
 
-    Returns:
-      By name of a trained variable, an operation whose value may differ by rank and cannot be
-      checked in the graph, such as a Python function.
+    Returns by name of a trained variable what cannot be checked, such as a Python function.
     """
     search = _search(updates, data)
     mended = search.suspects.keys() - search.causes.keys()

@@ -81,7 +81,7 @@ class _RankExtended(OneDeviceExtended):
         )
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        kind = DistributedDataset if _is_eager() else DistributedDatasetV1
+        kind = DistributedDataset if in_functions() else DistributedDatasetV1
         return kind(
             dataset=dataset,
             input_workers=self._input_workers_with_options(options),
@@ -93,7 +93,9 @@ class _RankExtended(OneDeviceExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         kind = (
-            DistributedDatasetsFromFunction if _is_eager() else DistributedDatasetsFromFunctionV1
+            DistributedDatasetsFromFunction
+            if in_functions()
+            else DistributedDatasetsFromFunctionV1
         )
         return kind(
             input_workers=self._input_workers_with_options(options),
@@ -317,9 +319,9 @@ class ReplicaContext(OneDeviceReplicaContext):
         return tf.nest.pack_sequence_as(value, self.merge_call(reduce, args=tensors))
 
 
-def _is_eager() -> bool:
-    """Returns True if datasets are iterated eagerly, False if in a graph of TensorFlow 1."""
-    return tf.compat.v1.executing_eagerly_outside_functions()
+def in_functions() -> bool:
+    """Returns True eagerly and in functions, False in a graph of TensorFlow 1."""
+    return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 
 def _is_mirrored(value: Any) -> bool:

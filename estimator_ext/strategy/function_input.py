@@ -34,10 +34,7 @@ def with_policy(dataset: Any, policy: str | None) -> Any:
 
 
 def in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
-    """Checks that all ranks have the same data in the same order, if they are sharded by position.
-
-    Collective: all ranks must call it.
-    """
+    """Checks that ranks that shard by position have the same data in one order; collective."""
     with options_in_graph():
         policy = dataset.options().experimental_distribute.auto_shard_policy
     graph = getattr(variant_tensor(dataset), "graph", None)
@@ -63,10 +60,7 @@ def check_no_data_workers(cluster: hostopt.Cluster) -> None:
 
 
 def check_lengths(ring: ProcessRing, dataset: Any) -> None:
-    """Compares the numbers of batches of the ranks.
-
-    Collective: all ranks must call it.
-    """
+    """Compares the numbers of batches of the ranks; collective."""
     lengths = _lengths(ring, dataset)
     if len({*lengths}) > 1:
         raise hostopt.ConfigError(
@@ -77,12 +71,10 @@ def check_lengths(ring: ProcessRing, dataset: Any) -> None:
 
 
 def check_endless(ring: ProcessRing, dataset: Any) -> None:
-    """Checks that the dataset of each rank ends, or of none.
+    """Checks that the dataset of each rank ends, or of none; collective.
 
     Ranks whose datasets end ask each other before each batch, and those without a batch get an
     empty one. A rank whose dataset is endless does not ask.
-
-    Collective: all ranks must call it.
     """
     lengths = _lengths(ring, dataset)
     endless = [length == tf.data.INFINITE_CARDINALITY for length in lengths]

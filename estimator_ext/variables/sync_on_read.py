@@ -42,10 +42,7 @@ class SyncOnRead:
                 )
 
     def aggregate_to_chief(self, session: tf.compat.v1.Session) -> None:
-        """Assigns the means and sums over all ranks to the variables of rank 0.
-
-        Collective: all ranks must call it.
-        """
+        """Assigns means and sums over the ranks to the variables of rank 0; collective."""
         local_values = session.run(self._variables)
         totals = [self._reduce(*pair) for pair in zip(self._variables, local_values)]
         if self._communicator.rank == 0:
@@ -91,9 +88,6 @@ def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
 
     One run per variable would be slow, as TensorFlow prepares each run. One run for all variables
     would need memory for a copy of the whole model and its slots.
-
-    Yields:
-      Consecutive variables: a single one, or several of at most 64 MiB together.
     """
     part: list[tf.Variable] = []
     nbytes = 0
@@ -109,10 +103,6 @@ def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
 
 
 def initial_local_value(variable: tf.Variable, value: Any, rank: int) -> Any:
-    """Returns the value that a rank starts with after a checkpoint is restored.
-
-    Returns:
-      `value`. For a sum, rank 0 gets `value` and the other ranks 0.
-    """
+    """Returns the value that a rank starts with after a restore: of a sum, rank 0 has it all."""
     is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
     return np.zeros_like(value) if is_sum and rank != 0 else value
