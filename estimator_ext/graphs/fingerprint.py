@@ -47,6 +47,7 @@ _SHOWN_CHARACTERS = 400
 
 # The description of an operation; None if its values may differ by rank.
 Text = Optional[str]
+Tensors = Sequence[tf.Tensor]
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,7 @@ class _Reader:
         return tensor.op in self._texts and self._text(tensor) is not None
 
     def read(
-        self,
-        operations: Iterable[tf.Operation],
-        caller: Any = None,
-        conditions: Sequence[tf.Tensor] = (),
+        self, operations: Iterable[tf.Operation], caller: Any = None, conditions: Tensors = ()
     ) -> None:
         """Describes operations, in topological order: [F1]."""
         loops = []
@@ -177,9 +175,7 @@ class _Reader:
             if gives_reference or op.type in PASSING:  # an assignment to a reference returns it
                 self.variables[op] = self.variables[op.inputs[0].op]
 
-    def _describe(
-        self, op: tf.Operation, caller: tf.Operation, conditions: list[tf.Tensor]
-    ) -> Text:
+    def _describe(self, op: tf.Operation, caller: tf.Operation, conditions: Tensors) -> Text:
         may_not_run = None in map(self._text, conditions)
         if op.type in CALLS:  # read even if a condition varies
             results = self._call(op, caller, conditions)
@@ -219,9 +215,7 @@ class _Reader:
         numbered = text not in (None, "reduced") and index
         return f"{text}[{index}]" if numbered else text
 
-    def _call(
-        self, op: tf.Operation, caller: tf.Operation, conditions: list[tf.Tensor]
-    ) -> list[Text]:
+    def _call(self, op: tf.Operation, caller: tf.Operation, conditions: Tensors) -> list[Text]:
         if op.type in LOOPS:
             return self._loop(op, caller, conditions)
         decides = [op.inputs[0]] if op.type in BRANCHES else []
@@ -232,9 +226,7 @@ class _Reader:
         texts = [*map(self._text, decides)]
         return [_joined(op.type, [*texts, *parts]) for parts in zip(*called)]
 
-    def _loop(
-        self, op: tf.Operation, caller: tf.Operation, conditions: list[tf.Tensor]
-    ) -> list[Text]:
+    def _loop(self, op: tf.Operation, caller: tf.Operation, conditions: Tensors) -> list[Text]:
         functions = dict(self._functions(op))
         condition, body = functions["cond"], functions["body"]
         before_condition = len(self.reductions)
@@ -255,7 +247,7 @@ class _Reader:
         return self.bodies[op]
 
     def _read_function(
-        self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: list[tf.Tensor]
+        self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: Tensors
     ) -> list[Text]:
         passed = op.inputs[len(op.inputs) - len(body.inputs) :]  # the first may choose a branch
         for argument, tensor in zip(body.inputs, passed):
@@ -266,9 +258,7 @@ class _Reader:
         self.read(walk(body.get_operations(), decided_before), caller, conditions)
         return [self._text(tensor) for tensor in body.outputs]
 
-    def _note_change(
-        self, op: tf.Operation, caller: tf.Operation, conditions: list[tf.Tensor]
-    ) -> None:
+    def _note_change(self, op: tf.Operation, caller: tf.Operation, conditions: Tensors) -> None:
         values, changed = [], []
         decides = [self._text(each) for each in conditions]
         for argument, tensor, is_handle in arguments(op):

@@ -20,9 +20,13 @@ PASSING += ("RefIdentity", "PlaceholderWithDefault")
 READ_LATER = ("NextIteration", "RefNextIteration", "LoopCond")
 # May have other values on each rank.
 OF_THIS_RANK = re.compile(
-    r"Iterator|Placeholder$|PyFunc|EagerPyFunc|ReadFile|MatchingFiles|Restore"
-    r"|.*(Dataset|Reader|Random|Normal|Multinomial)|StatefulUniform"
+    r"Iterator|Placeholder$|(Eager)?PyFunc|ReadFile|MatchingFiles|Restore|StatefulUniform"
+    r"|.*(Dataset|Reader|Random|Normal|Multinomial)"
 )
+# Those of them that are the same on all ranks if seeds and programs are.
+SEEDED = re.compile(r"(Eager)?PyFunc|StatefulUniform|.*(Random|Normal|Multinomial)")
+ADDING = ("AddV2", "Add", "AddN", "Sub")
+PRODUCTS = ("Mul", "MulNoNan")
 VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
 # Have state or side effects, but their outputs depend only on their inputs.
 _PURE = re.compile(

@@ -24,13 +24,12 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext._tf_private import control_flow_context, outermost, replace_input
-from estimator_ext.graphs.operation_kinds import OF_THIS_RANK
+from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, PRODUCTS
 from estimator_ext.graphs.walks import data_before, walk
 from estimator_ext.losses.reader import (
     CURE,
     CURE_OF_BOTH,
     OF_BOTH,
-    PRODUCTS,
     LossReader,
     Sum,
     Value,
@@ -106,7 +105,7 @@ class Penalties:
                 self.factors[op, index] = _multiply(op, index)
 
     def divide(self, kind: LossKind, share: Any) -> None:
-        """Divides the penalties of a loss."""
+        """Gives each rank its share of the penalties of a loss: a number or a scalar tensor."""
         for key in kind.penalties:
             factor = self.factors[key]
             graph, device = factor.graph, tf.device(factor.device)

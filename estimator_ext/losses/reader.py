@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from estimator_ext._tf_private import constant_of
-from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, VARIABLES
+from estimator_ext.graphs.operation_kinds import ADDING, OF_THIS_RANK, PRODUCTS, VARIABLES
 from estimator_ext.graphs.walks import data_before, original_functions, walk
 from estimator_ext.pipelines.batch_lengths import batch_sizes
 from hostopt.tensorflow.ops import is_same_on_all_ranks
@@ -25,18 +25,16 @@ from hostopt.tensorflow.reduced import outside
 _PASSING = ("Identity", "Cast", "StopGradient", "PreventGradient", "CheckNumerics", "Snapshot")
 _PASSING += ("PlaceholderWithDefault", "Neg", "EnsureShape", "Reshape", "Squeeze", "ExpandDims")
 _PASSING += ("Switch", "RefSwitch", "Abs", "Relu")
-PRODUCTS = ("Mul", "MulNoNan")
 _QUOTIENTS = ("RealDiv", "Div", "DivNoNan", "Xdivy")
 _REDUCTIONS = ("Sum", "Mean", "L2Loss")
 _JOINING = ("Pack", "ConcatV2", "Select", "SelectV2", "Merge")
 _CALLING = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf")
 _OF_TENSORS = (*_PASSING, *PRODUCTS, *_QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALLING)
 # followed in scalars only
-_ADDING = ("AddV2", "Add", "AddN", "Sub")
 _LARGER = ("Maximum", "Minimum")
 _CURVES = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid", "Softplus", "Pow")
 _COUNTS = ("Size", "StridedSlice", "Prod")
-_OF_SCALARS = (*_ADDING, *_LARGER, *_CURVES, *_COUNTS, "Reciprocal", "Inv")
+_OF_SCALARS = (*ADDING, *_LARGER, *_CURVES, *_COUNTS, "Reciprocal", "Inv")
 _POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
 
 CURE = "Say what it is with `python -m estimator_ext --loss mean` or `--loss sum`"
@@ -253,7 +251,7 @@ class LossReader:
             return self._product(op, values)
         if kind in _COUNTS:
             return self._count(op)
-        if kind in _ADDING:
+        if kind in ADDING:
             return self._added(op, values)
         if kind in _CURVES or kind in ("Reciprocal", "Inv"):
             return curved(kind, values[0])

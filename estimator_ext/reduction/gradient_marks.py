@@ -61,7 +61,7 @@ class MarkedGraph(tf.Graph):
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
         self._reader: LossReader | None = None
-        self._penalties = Penalties()
+        self.penalties = Penalties()
 
     @property
     def _is_loss_scaled_by_optimizer(self) -> bool:
@@ -128,17 +128,13 @@ class MarkedGraph(tf.Graph):
         if passed_on:
             return passed_on[0]
         kind = kind_of(targets, self._reader, can_divide)
-        self._penalties.prepare(kind)
+        self.penalties.prepare(kind)
         return kind
 
     @property
     def factors(self) -> list[tf.Operation]:
         """Factors that make the terms of a loss parts of the ranks."""
-        return [*self.scale_factors, *self._penalties.factors.values()]
-
-    def divide_penalties(self, kind: LossKind, share: Any) -> None:
-        """Gives each rank its share of the penalties of a loss, which is a sum otherwise."""
-        self._penalties.divide(kind, share)
+        return [*self.scale_factors, *self.penalties.factors.values()]
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Returns True if targets depend on a loss that an optimizer has divided by the ranks.

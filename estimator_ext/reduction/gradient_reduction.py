@@ -330,7 +330,7 @@ class MarkedGradients:
                 f"{self._size} ranks are to train like one process, but a loss {text}. {remedy}"
             )
         if graph is not None:
-            graph.divide_penalties(loss, self._values.share)
+            graph.penalties.divide(loss, self._values.share)
         self._losses[loss] = None
 
     def decide(self, loss: tf.Tensor, is_mean: bool) -> bool:
@@ -344,5 +344,5 @@ class MarkedGradients:
         if graph is None or not self._losses:
             return is_mean
         reported = graph.loss_kind([loss])
-        graph.divide_penalties(reported, self._values.share)
+        graph.penalties.divide(reported, self._values.share)
         return not reported.is_sum

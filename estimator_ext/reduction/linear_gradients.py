@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from estimator_ext.graphs.operation_kinds import depends_on_more, takes_handle
+from estimator_ext.graphs.operation_kinds import ADDING, depends_on_more, takes_handle
 from estimator_ext.graphs.walks import (
     BRANCHES,
     CALLS,
@@ -24,7 +24,6 @@ from estimator_ext.graphs.walks import (
 )
 from estimator_ext.reduction.gradient_marks import Mark
 
-_ADDING = ("AddV2", "Add", "AddN", "Sub")
 _PASSING = ("Identity", "Neg", "Cast", "Reshape", "EnsureShape", "StopGradient", "Snapshot")
 
 Marks = dict[Mark, None]
@@ -80,7 +79,7 @@ class LinearGradients:
             return self._terms(self._passed[op])
         if _is_zero(tensor):
             return {}
-        if op.type in _ADDING:
+        if op.type in ADDING:
             return _union(self._terms(each) for each in op.inputs)
         if op.type in _PASSING:
             return self._terms(op.inputs[0])

@@ -18,7 +18,6 @@ A variable is trained if it is trainable, or if it is updated with its own gradi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import control_flow_context, replace_input
 from estimator_ext.graphs.fingerprint import Updates
+from estimator_ext.graphs.operation_kinds import SEEDED
 from estimator_ext.graphs.walks import BRANCHES, CALLS, data_before, predicates_around, walk
 from estimator_ext.reduction.gradient_marks import Mark, marks_of_graph
 from estimator_ext.reduction.gradient_reduction import GradientReduction
@@ -37,8 +37,6 @@ from hostopt.tensorflow.sparse import parts_of, slices_of
 
 _log = tf.get_logger()
 
-# The same on all ranks if seeds and programs are. The replica consistency check finds the rest.
-_TRUSTED = re.compile(r"PyFunc|EagerPyFunc|.*(Random|Normal|Multinomial)|StatefulUniform")
 _ALL_REDUCE = "tf.distribute.get_replica_context().all_reduce"
 _OF_DATA = (
     f"reduce it first with {_ALL_REDUCE}, or gradients with "
@@ -219,7 +217,7 @@ class _Search:
     def _note_leaf(
         self, variable: str, update: tf.Operation, op: tf.Operation, decides: bool, inside: bool
     ) -> None:
-        if op not in self.data and _TRUSTED.match(op.type):
+        if op not in self.data and SEEDED.match(op.type):  # else the desync check finds it
             self.suspects[variable] = f"{op.name!r} ({op.type})"
         else:
             self.causes.setdefault(variable, self.describe(update, op, decides, inside))

@@ -95,7 +95,7 @@ class ValueReduction:
         return tf.math.divide(total, size) if is_mean else total
 
     def weigh_loss(self, loss: tf.Tensor, is_mean: bool) -> tf.Tensor:
-        """Multiplies the loss by this rank's weight, once; by 0 it becomes 0, even if it is NaN."""
+        """Multiplies the loss by this rank's weight, once; by 0 it becomes 0, also from NaN."""
         weight = self.weight(is_mean)
         if weight is None:
             return loss

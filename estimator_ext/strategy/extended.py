@@ -50,9 +50,6 @@ class _RankExtended(OneDeviceExtended):
     def _size(self) -> int:
         return self._strategy.cluster.size
 
-    def _in_multi_worker_mode(self) -> bool:
-        return False  # else TensorFlow wraps each value, though there is only one replica
-
     @property
     def experimental_between_graph(self) -> bool:
         return True
@@ -61,9 +58,7 @@ class _RankExtended(OneDeviceExtended):
     def should_checkpoint(self) -> bool:
         return self._strategy.cluster.is_chief
 
-    @property
-    def should_save_summary(self) -> bool:
-        return self._strategy.cluster.is_chief
+    should_save_summary = should_checkpoint
 
     def input_context(self) -> tf.distribute.InputContext:
         """Returns the number of ranks and the index of this one, for an input_fn."""

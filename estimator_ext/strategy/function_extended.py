@@ -6,11 +6,13 @@ function earlier than others, or more often.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import hostopt
@@ -20,19 +22,16 @@ from estimator_ext._tf_private import (
     UpdateContext,
     create_mirrored_variable,
     is_compiled_by_xla,
+    options_in_graph,
     select_replica,
+    variant_tensor,
 )
+from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.common_seed import CommonSeed
 from estimator_ext.pipelines.data_order import OrderCheck
+from estimator_ext.pipelines.pipeline import reads_files
+from estimator_ext.pipelines.sharding import POLICIES
 from estimator_ext.strategy.extended import HostOffloadExtended, ReplicaContext, in_functions
-from estimator_ext.strategy.function_input import (
-    SAME_ORDER,
-    check_endless,
-    check_lengths,
-    check_no_data_workers,
-    in_one_order,
-    with_policy,
-)
 from estimator_ext.strategy.mirrored_variables import (
     CLASSES,
     HostVariable,
@@ -45,6 +44,12 @@ from hostopt.tensorflow.background import HOST_DEVICE
 from hostopt.tensorflow.calls import broadcast_values, call_name, gather_rows
 from hostopt.tensorflow.differentiable import reduce_tensors
 from hostopt.tensorflow.gradient_reduction import GradientReduction
+
+_POLICY = tf.data.experimental.AutoShardPolicy
+_SAME_ORDER = (
+    "Give its shuffles, generators and random numbers seeds that are the same on all ranks; or "
+    "let each rank read everything in its own order with AutoShardPolicy.OFF"
+)
 
 
 class _Replica(HostOffloadExtended):
@@ -87,6 +92,7 @@ class _Replica(HostOffloadExtended):
     # -- replicas --------------------------------------------------------------------------
 
     def _in_multi_worker_mode(self) -> bool:
+        # in graphs TensorFlow would wrap each value, though there is only one replica
         return in_functions() and not self._is_alone
 
     @property
@@ -124,27 +130,27 @@ class _Replica(HostOffloadExtended):
     # -- input -----------------------------------------------------------------------------
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        check_no_data_workers(self._strategy.cluster)
+        _check_no_data_workers(self._strategy.cluster)
         if not self._is_alone:
             if in_functions():
-                check_lengths(self.ring(), dataset)
-                dataset = with_policy(dataset, self.auto_shard)
-            dataset = in_one_order(self._order_check(), dataset, self._seed)
+                _check_lengths(self.ring(), dataset)
+                dataset = _with_policy(dataset, self.auto_shard)
+            dataset = _in_one_order(self._order_check(), dataset, self._seed)
         return super()._experimental_distribute_dataset(dataset, options)
 
     def _order_check(self) -> OrderCheck:
         if self._order is None:
             channel = self._strategy.communicator.duplicate("the order of the data")
-            self._order = OrderCheck(channel, SAME_ORDER)
+            self._order = OrderCheck(channel, _SAME_ORDER)
         return self._order
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         def checked(context: tf.distribute.InputContext) -> Any:
             dataset = dataset_fn(context)
-            check_endless(self.ring(), dataset)
+            _check_endless(self.ring(), dataset)
             return dataset
 
-        check_no_data_workers(self._strategy.cluster)
+        _check_no_data_workers(self._strategy.cluster)
         is_checked = in_functions() and not self._is_alone
         return super()._distribute_datasets_from_function(
             checked if is_checked else dataset_fn, options
@@ -348,3 +354,81 @@ def _refuse_keras_3() -> None:
                 "without a strategy, or Keras 2: install tf_keras and set TF_USE_LEGACY_KERAS=1"
             )
         frame = frame.f_back
+
+
+# -- datasets --------------------------------------------------------------------------------
+
+
+def _with_policy(dataset: Any, policy: str | None) -> Any:
+    """Returns a dataset that TensorFlow shards as the option auto_shard says."""
+    if policy is None:
+        return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = POLICIES[policy]
+    return dataset.with_options(options)
+
+
+def _in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
+    """Checks that ranks that shard by position have the same data in one order; collective."""
+    with options_in_graph():
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+    graph = getattr(variant_tensor(dataset), "graph", None)
+    # what a function has created cannot be read
+    if policy in (_POLICY.OFF, _POLICY.FILE) or (graph is not None and graph.building_function):
+        return dataset
+    with tf.init_scope() if graph is None else contextlib.nullcontext():
+        if policy == _POLICY.AUTO and reads_files(dataset):  # each rank reads its part of them
+            return dataset
+        dataset, number = check.in_one_order(dataset)
+        seed.renew(number)
+    return dataset
+
+
+def _check_no_data_workers(cluster: hostopt.Cluster) -> None:
+    """Checks that no data workers wait for a pipeline that they will not get."""
+    if cluster.data:
+        raise UnsupportedError(
+            f"the cluster has {len(cluster.data)} data workers, which prepare the data of "
+            "Estimator.train only, and this program distributes a dataset by itself. Start it "
+            "without --data-workers"
+        )
+
+
+def _check_lengths(ring: ProcessRing, dataset: Any) -> None:
+    """Compares the numbers of batches of the ranks; collective."""
+    lengths = _lengths(ring, dataset)
+    if len({*lengths}) > 1:
+        raise hostopt.ConfigError(
+            f"the datasets of the ranks differ in their number of batches ({_shown(lengths)}). "
+            "Give all ranks the same dataset, which is sharded, or as many batches with repeat() "
+            "and take()"
+        )
+
+
+def _check_endless(ring: ProcessRing, dataset: Any) -> None:
+    """Checks that the dataset of each rank ends, or of none; collective.
+
+    Ranks whose datasets end ask each other before each batch, and those without a batch get an
+    empty one. A rank whose dataset is endless does not ask.
+    """
+    lengths = _lengths(ring, dataset)
+    endless = [length == tf.data.INFINITE_CARDINALITY for length in lengths]
+    if any(endless) and not all(endless):
+        raise hostopt.ConfigError(
+            f"some ranks have endless datasets, and others not ({_shown(lengths)}). Call repeat() "
+            "on all ranks, or end all datasets with take()"
+        )
+
+
+def _lengths(ring: ProcessRing, dataset: Any) -> list[int]:
+    with tf.init_scope():  # a dataset that a function has created cannot be asked
+        is_known = not hasattr(variant_tensor(dataset), "graph")
+        length = int(dataset.cardinality()) if is_known else tf.data.UNKNOWN_CARDINALITY
+    local = np.array([length], np.int64)
+    lengths: list[int] = ring.named.all_gather(local, "the lengths of the datasets").tolist()
+    return lengths
+
+
+def _shown(lengths: list[int]) -> str:
+    names = {tf.data.INFINITE_CARDINALITY: "endless", tf.data.UNKNOWN_CARDINALITY: "unknown"}
+    return ", ".join(f"rank {i}: {names.get(n, n)}" for i, n in enumerate(lengths))
