@@ -201,7 +201,7 @@ class TrainingGraph:
             updates = read_updates(targets, data, reduction.sums)
             if mend_unreduced_updates(reduction, updates, data):
                 updates = read_updates(targets, data, reduction.sums)
-            is_mean = reduction.marked.decide(self.spec.loss, is_mean)
+            is_mean = reduction.decide_loss(self.spec.loss, is_mean)
             reduction.check_skipped(updates)
         if reduction.size == 1:
             updates = None  # there are no other ranks to compare with

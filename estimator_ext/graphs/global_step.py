@@ -111,7 +111,8 @@ def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
 
 
 def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
-    if not _is_variable(tensor) or tensor.ref() in seen:  # a value, or seen before in a loop
+    is_variable = tensor.dtype == tf.resource or is_reference(tensor)
+    if not is_variable or tensor.ref() in seen:  # a value, or seen before in a loop
         return
     seen.add(tensor.ref())
     for op in tensor.consumers():
@@ -122,10 +123,6 @@ def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
         within = op.outputs if PASSES_VARIABLE.match(op.type) else _arguments_of(op, tensor)
         for each in within:
             yield from _changes_of(each, seen)
-
-
-def _is_variable(tensor: tf.Tensor) -> bool:
-    return bool(tensor.dtype == tf.resource or is_reference(tensor))
 
 
 def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:

@@ -35,6 +35,7 @@ from estimator_ext.losses.reader import (
     Value,
     joined,
     lengths_of,
+    scope_of,
 )
 
 _CURE_OF_SMALLER = (
@@ -180,8 +181,8 @@ class LossFunctions:
                 for op in walk(operations, self._before_losses)
                 if op.type in _DIVISIONS or (op.type in PRODUCTS and not _has_factor_of_all(op))
             ]
-        averaged = {self._scope_of(op) for op in walk(divided, data_before)}
-        scopes = {self._scope_of(op) for op in walk(operations, data_before)}
+        averaged = {scope_of(op) for op in walk(divided, data_before)}
+        scopes = {scope_of(op) for op in walk(operations, data_before)}
         reductions = [
             MEAN if reduction == SUM and scope in averaged else reduction
             for scope, reduction in self.reductions.items()
@@ -191,11 +192,7 @@ class LossFunctions:
         return reductions[-1] if reductions else None
 
     def _before_losses(self, op: tf.Operation) -> Collection[tf.Operation]:
-        return [] if self._scope_of(op) in self.reductions else data_before(op)
-
-    @staticmethod
-    def _scope_of(op: tf.Operation) -> str:
-        return str(op.name.rpartition("/")[0])
+        return [] if scope_of(op) in self.reductions else data_before(op)
 
 
 def _has_factor_of_all(op: tf.Operation) -> bool:

@@ -7,6 +7,7 @@ up in a product, and all terms of a sum must have the same one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -149,7 +150,6 @@ class LossReader:
         self._results: dict[tf.Operation, list[Value]] = {}  # of functions that are called
         self._data: dict[tf.Operation, bool] = {}
         self._variables: dict[tf.Operation, bool] = {}
-        self._lengths: set[int] | None = None
 
     def read(self, targets: Sequence[tf.Tensor]) -> None:
         """Reads all operations that compute tensors of one graph."""
@@ -175,11 +175,9 @@ class LossReader:
             or any(self._variables.get(each, False) for each in before)
         )
 
-    @property
+    @functools.cached_property
     def _all_lengths(self) -> set[int]:
-        if self._lengths is None:
-            self._lengths = lengths_of(self.known)
-        return self._lengths
+        return lengths_of(self.known)
 
     def _is_followed(self, op: tf.Operation) -> bool:
         if not self._data[op] or op in self.known.data or op in self.known.gradients:
@@ -193,7 +191,7 @@ class LossReader:
 
     def _is_mean(self, op: tf.Operation) -> bool:
         """Returns True for the quotient in a loss function that returns a mean."""
-        reduction = self.known.reductions.get(op.name.rpartition("/")[0], "none")
+        reduction = self.known.reductions.get(scope_of(op), "none")
         return op.type in _QUOTIENTS and reduction not in ("none", "sum")
 
     # -- values -----------------------------------------------------------------------------
@@ -239,7 +237,7 @@ class LossReader:
     def _of(self, op: tf.Operation) -> Value:
         kind, tensor = op.type, op.outputs[0]
         if self._is_mean(op):
-            return Value(has_data=True, by=f"loss function {op.name.rpartition('/')[0]!r}")
+            return Value(has_data=True, by=f"loss function {scope_of(op)!r}")
         if kind in _CALLING:
             return self._of_call(op)
         if (source := _captured_by(op)) is not None:
@@ -370,6 +368,11 @@ class LossReader:
             results.append([self.value(each) for each in body.outputs])
         self._results[op] = [joined(parts) for parts in zip(*results)]
         return Value(None, has_data=True, by=f"{op.type} {op.name!r}")
+
+
+def scope_of(op: tf.Operation) -> str:
+    """Returns the name scope of an operation, by which loss functions are known."""
+    return str(op.name.rpartition("/")[0])
 
 
 def _captured_by(op: tf.Operation) -> Any:

@@ -45,7 +45,7 @@ class DeferredReductions:
         self._is_built = False
         self._deferred: list[Deferred] = []
         self._names: Counter[str] = Counter()  # number of reductions of each name
-        self._built: list[tf.Tensor] = []  # results of reductions that could not be deferred
+        self.built: list[tf.Tensor] = []  # at once, as their shapes are not static
         self.last_results: list[tf.Tensor] = []  # computed after all reductions of a step
         self.loss: tf.Tensor | None = None  # the reduced loss, if an exchange carries it
 
@@ -81,10 +81,6 @@ class DeferredReductions:
         self._deferred.append(Deferred(reduction, stand_ins, weight, nonfinite))
         return result
 
-    def add_built(self, result: tf.Tensor) -> None:
-        """Notes a reduction that was built at once because its shape is not static."""
-        self._built.append(result)
-
     def refuse_before(self, repeated: Sequence[tf.Operation]) -> None:
         """Checks that no reduction runs for each micro-batch, if batches have weights.
 
@@ -92,7 +88,7 @@ class DeferredReductions:
         """
         before = operations_before(repeated)
         values = [(op, each.reduction.name) for each in self._deferred for op in each.stand_ins]
-        values += [(result.op, result.op.name) for result in self._built]
+        values += [(result.op, result.op.name) for result in self.built]
         for op, name in values:
             if op in before:
                 raise hostopt.ConfigError(
@@ -122,7 +118,7 @@ class DeferredReductions:
             if not needs_no_reduction(each.reduction, is_same)
         ]
         targets = [*targets, *self._used_by_any_rank(targets, deferred)]
-        schedule = make_schedule(targets, deferred, self._built, loss.value.op, repeated)
+        schedule = make_schedule(targets, deferred, self.built, loss.value.op, repeated)
         self.last_results += schedule.unused
         reducers: list[AnyReducer] = []
         for index, group in enumerate(schedule.groups):  # [R3]
@@ -162,7 +158,8 @@ class DeferredReductions:
         )
         for each, result in zip(group, results):
             for stand_in, part in zip(each.stand_ins, parts_of(result)):
-                _replace(stand_in, part)
+                replace_tensor(stand_in.outputs[0], part)
+                replace_input(stand_in, 0, part)  # for hooks that fetch the stand-in
             if each.reduction.is_sparse and each.reduction.sums_rows:
                 skip_deduplication(result)
         if flags is not None:
@@ -184,11 +181,6 @@ def _refuse(op: tf.Operation, grad: tf.Tensor) -> Any:
         f"a loss is differentiated through {op.inputs[0].op.name!r}, a gradient that is reduced "
         "over the ranks. Differentiate before reducing, or use tf.stop_gradient"
     )
-
-
-def _replace(stand_in: tf.Operation, result: tf.Tensor) -> None:
-    replace_tensor(stand_in.outputs[0], result)
-    replace_input(stand_in, 0, result)
 
 
 def _with_kind_of_rows(deferred: Deferred) -> Deferred:

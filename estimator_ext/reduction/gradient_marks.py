@@ -104,11 +104,7 @@ class MarkedGraph(tf.Graph):
             self.read_losses(data, reduction.size, said, is_weighted)
 
     def read_losses(
-        self,
-        data: Collection[tf.Operation],
-        size: int,
-        said: str = "",
-        weighted: bool = False,
+        self, data: Collection[tf.Operation], size: int, said: str = "", weighted: bool = False
     ) -> None:
         """Reads the graphs of losses from now on, in a program that does not know of ranks."""
         functions = self._loss_functions.reductions
@@ -196,11 +192,10 @@ def _marked(
             gradient = tf.identity(gradient, name=_NAME)
             if source.dtype != tf.resource:
                 set_shape_of(gradient, source.shape)
+    name = values_of(gradient).op.name
     if isinstance(source, tf.Variable):
-        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled, loss)
-    else:
-        name = values_of(gradient).op.name
-        mark = Mark(gradient, source, name, row_shape, is_scaled, loss)
+        source, name = source.op.outputs[0], source.op.name
+    mark = Mark(gradient, source, name, row_shape, is_scaled, loss)
     graph.marks.update({part.op: mark for part in parts_of(gradient)})
     return gradient
 

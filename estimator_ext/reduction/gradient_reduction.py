@@ -15,7 +15,7 @@ This module decides what is reduced, and by which weight. `hostopt.tensorflow` r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -73,7 +73,7 @@ class GradientReduction:
         self.skipping = SkippedUpdates()
         self.model_knows_size = ""  # the place where the program reads the number of ranks
         self.has_divided = False  # True once a loss is computed as in one process
-        self.marked = MarkedGradients(self.size, self.sum_gradients, self.values)
+        self._losses: dict[LossKind, None] = {}  # whose gradients are reduced
         self.reducers: list[AnyReducer] = []  # to be closed with the graph
         self.sums: set[tf.Operation] = set()  # of the micro-batches of a single rank
         self._reduced: dict[Any, tf.Tensor] = {}  # sums by variable, not to be reduced again
@@ -162,7 +162,7 @@ class GradientReduction:
         gradients = [(results[i], *_name_and_row_shape(pairs[i][1], results[i])) for i in left]
         if follows:
             marks = [mark_of(gradient) for gradient, *_ in gradients]
-            sums = self.marked.reduce(gradients, marks, nonfinite)
+            sums = self.reduce_marked(gradients, marks, nonfinite)
         else:
             sums = self.sum_gradients(gradients, loss_is_scaled(), nonfinite)
             if reduce_op == tf.distribute.ReduceOp.MEAN:
@@ -184,10 +184,7 @@ class GradientReduction:
         return depends_on([values.op], [total.op], data_before)
 
     def sum_gradients(
-        self,
-        gradients: Sequence[Gradient],
-        is_mean: bool,
-        nonfinite: str | None = None,
+        self, gradients: Sequence[Gradient], is_mean: bool, nonfinite: str | None = None
     ) -> list[Any]:
         """Sums dense and sparse gradients over the ranks."""
         if not gradients:
@@ -233,6 +230,55 @@ class GradientReduction:
     def _add_reducers(self, reducers: Sequence[AnyReducer]) -> None:
         self.reducers += reducers
         self.skipping.checks += [reducer.nonfinite_check for reducer in reducers]
+
+    # -- gradients by the kinds of their losses -----------------------------------------------
+
+    def reduce_marked(
+        self,
+        gradients: Sequence[Gradient],
+        marks: Sequence[Mark],
+        nonfinite: str | None = None,
+        device: str = HOST_DEVICE,
+    ) -> list[Any]:
+        """Reduces gradients to their mean over the ranks, or to the sum if their loss is a sum."""
+        for mark in dict.fromkeys(marks):
+            self._check_loss(mark)
+        kinds = [(mark.loss.is_sum, mark.is_scaled) for mark in marks]
+        results: list[Any] = [None] * len(marks)
+        for is_sum, is_scaled in sorted(set(kinds)):
+            chosen = [i for i, kind in enumerate(kinds) if kind == (is_sum, is_scaled)]
+            sums = self.sum_gradients([gradients[i] for i in chosen], not is_sum, nonfinite)
+            if not (is_sum or is_scaled):
+                with tf.device(device):
+                    sums = [map_values(lambda each: each / self.size, total) for total in sums]
+            for i, total in zip(chosen, sums):
+                results[i] = total
+        return results
+
+    def _check_loss(self, mark: Mark) -> None:
+        graph, loss = marked_graph(), mark.loss
+        if loss.problem and self.size > 1:
+            text, remedy = loss.problem
+            raise hostopt.ConfigError(
+                f"{self.size} ranks are to train like one process, but a loss {text}. {remedy}"
+            )
+        if graph is not None:
+            graph.penalties.divide(loss, self.values.share)
+        self._losses[loss] = None
+
+    def decide_loss(self, loss: tf.Tensor, is_mean: bool) -> bool:
+        """Decides how the reported loss is reduced, and logs what is a mean and what is a sum."""
+        for each in self._losses if self.size > 1 else ():
+            kind = "sum" if each.is_sum else "mean"
+            text = "gradients are the %s over %d ranks, as the loss is a %s over the batch: %s"
+            log = _log.warning if each.is_assumed else _log.info
+            log(text, kind, self.size, kind, each.reason)
+        graph = marked_graph()
+        if graph is None or not self._losses:
+            return is_mean
+        reported = graph.loss_kind([loss])
+        graph.penalties.divide(reported, self.values.share)
+        return not reported.is_sum
 
 
 def refuse_reductions_of_some_ranks(updates: Updates) -> None:
@@ -282,67 +328,3 @@ def _name_and_row_shape(variable: Any, gradient: Any) -> tuple[str, tuple[int, .
         f"the gradient of {name!r} is sparse, and {name!r} is of shape {shape}, wanted one whose "
         "rows have a known shape. Create the variable with a static shape"
     )
-
-
-# -- gradients by the kinds of their losses --------------------------------------------------
-
-# Reduces gradients to those of one process, by the kinds of their losses.
-
-
-class MarkedGradients:
-    """The gradients of one graph whose losses are known."""
-
-    def __init__(
-        self, size: int, sum_gradients: Callable[..., list[Any]], values: ValueReduction
-    ) -> None:
-        self._size = size
-        self._sum_gradients = sum_gradients
-        self._values = values
-        self._losses: dict[LossKind, None] = {}  # whose gradients are reduced
-
-    def reduce(
-        self,
-        gradients: Sequence[Gradient],
-        marks: Sequence[Mark],
-        nonfinite: str | None = None,
-        device: str = HOST_DEVICE,
-    ) -> list[Any]:
-        """Reduces gradients to their mean over the ranks, or to the sum if their loss is a sum."""
-        for mark in dict.fromkeys(marks):
-            self._check(mark)
-        kinds = [(mark.loss.is_sum, mark.is_scaled) for mark in marks]
-        results: list[Any] = [None] * len(marks)
-        for is_sum, is_scaled in sorted(set(kinds)):
-            chosen = [i for i, kind in enumerate(kinds) if kind == (is_sum, is_scaled)]
-            sums = self._sum_gradients([gradients[i] for i in chosen], not is_sum, nonfinite)
-            if not (is_sum or is_scaled):
-                with tf.device(device):
-                    sums = [map_values(lambda each: each / self._size, total) for total in sums]
-            for i, total in zip(chosen, sums):
-                results[i] = total
-        return results
-
-    def _check(self, mark: Mark) -> None:
-        graph, loss = marked_graph(), mark.loss
-        if loss.problem and self._size > 1:
-            text, remedy = loss.problem
-            raise hostopt.ConfigError(
-                f"{self._size} ranks are to train like one process, but a loss {text}. {remedy}"
-            )
-        if graph is not None:
-            graph.penalties.divide(loss, self._values.share)
-        self._losses[loss] = None
-
-    def decide(self, loss: tf.Tensor, is_mean: bool) -> bool:
-        """Decides how the reported loss is reduced, and logs what is a mean and what is a sum."""
-        for each in self._losses if self._size > 1 else ():
-            kind = "sum" if each.is_sum else "mean"
-            text = "gradients are the %s over %d ranks, as the loss is a %s over the batch: %s"
-            log = _log.warning if each.is_assumed else _log.info
-            log(text, kind, self._size, kind, each.reason)
-        graph = marked_graph()
-        if graph is None or not self._losses:
-            return is_mean
-        reported = graph.loss_kind([loss])
-        graph.penalties.divide(reported, self._values.share)
-        return not reported.is_sum

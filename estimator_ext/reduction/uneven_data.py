@@ -108,7 +108,7 @@ class BatchWeights:
         self._stops = mode == "stop"
         self._steps = self._idle_steps = 0
         with tf.device(HOST_DEVICE), tf.name_scope("batch_weights"):
-            mean_weight, sum_weight, share, has_next = call_in_background(
+            *weights, has_next = call_in_background(
                 abort_on_error(communicator, self._exchange),
                 [examples, batches],
                 [tf.float64, tf.float64, tf.float64, tf.bool],
@@ -117,11 +117,10 @@ class BatchWeights:
             # not in the background, where StopIteration would not count as the end of the data
             ended = tf.numpy_function(_stop_if_ended, [has_next], tf.bool, name="HostEndOfData")
             with tf.control_dependencies([ended]):
-                self.mean_weight = tf.identity(mean_weight)
-                self.sum_weight = tf.identity(sum_weight)
-                self.share = tf.identity(share)
-        for weight in (self.mean_weight, self.sum_weight, self.share):
+                weights = [tf.identity(weight) for weight in weights]
+        for weight in weights:
             weight.set_shape([])
+        self.mean_weight, self.sum_weight, self.share = weights
 
     def _exchange(self, examples: np.ndarray, batches: np.ndarray) -> list[Any]:
         count, has_data = float(examples), bool(batches > 0)

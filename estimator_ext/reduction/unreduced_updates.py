@@ -282,7 +282,7 @@ def _mean(reduction: GradientReduction, mark: Mark, variable: str) -> dict[Any, 
     gradient, parts = mark.gradient, parts_of(mark.gradient)
     row_shape = tuple(mark.row_shape.as_list())
     gradients = [(gradient, mark.name, row_shape)]
-    (total,) = reduction.marked.reduce(gradients, [mark], device=parts[0].device)
+    (total,) = reduction.reduce_marked(gradients, [mark], device=parts[0].device)
     if isinstance(gradient, tf.IndexedSlices) and not isinstance(total, tf.IndexedSlices):
         total = slices_of(total, gradient.indices.dtype)  # an option has made it dense
     return {part.ref(): result for part, result in zip(parts, parts_of(total))}

@@ -90,7 +90,7 @@ class ValueReduction:
         else:
             total = ops.all_reduce(tensor, self._strategy.communicator, op, name)
             if can_defer:
-                self._deferred.add_built(total)
+                self._deferred.built.append(total)
         size = tf.cast(self._size, total.dtype)
         return tf.math.divide(total, size) if is_mean else total
 

@@ -44,13 +44,11 @@ class HostVariable(MirroredVariable):
     @property
     def handle(self) -> Any:
         """The resource of this rank's variable."""
-        if self._is_shared and updating_replica() is not None:
-            self._check_in_run("it is updated")
+        self._check_update()
         return super().handle
 
     def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if self._is_shared and updating_replica() is not None:
-            self._check_in_run("it is updated")
+        self._check_update()
         return super()._update(update_fn, value, **kwargs)
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
@@ -72,6 +70,10 @@ class HostVariable(MirroredVariable):
             if _may_differ_between_ranks(value):
                 value = _compared(extended.ring(), value, self.name)
         return extended.update_variable(self, update_fn, (value,), kwargs, True)
+
+    def _check_update(self) -> None:
+        if self._is_shared and updating_replica() is not None:
+            self._check_in_run("it is updated")
 
     def _check_in_run(self, event: str) -> None:
         if not self.distribute_strategy.extended.is_running:
