@@ -37,7 +37,8 @@ def needs_of(
 
     Ranks repeat batches if the data of one may end, and all have datasets of plain tensors.
     """
-    specs = tf.nest.flatten(data.element_spec) if _is_dataset(data) else [None]
+    is_dataset = isinstance(data, tf.data.Dataset)
+    specs = tf.nest.flatten(data.element_spec) if is_dataset else [None]
     can = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
     endless, length = lengths_of(data, config)
     local = np.array([can, not endless, length])
@@ -48,7 +49,7 @@ def needs_of(
 
 def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
     """Checks that data without weights, which data workers divide unevenly, do not end."""
-    if _is_dataset(dataset) and not lengths_of(dataset, config).endless:
+    if isinstance(dataset, tf.data.Dataset) and not lengths_of(dataset, config).endless:
         raise UnsupportedError(
             "the dataset of input_fn may end, and has sparse or ragged elements, or some of "
             "unknown rank. Data workers give ranks different numbers of batches, and a rank "
@@ -163,10 +164,6 @@ def count_examples(element: Any, new: tf.Tensor) -> list[tf.Tensor]:
     """Returns the number of examples and 1, in float32; both are 0 for a repeated element."""
     batches = tf.cast(new, tf.float32)
     return [tf.cast(length_of(element), tf.float32) * batches, batches]
-
-
-def _is_dataset(dataset: Any) -> bool:
-    return isinstance(dataset, tf.data.Dataset)
 
 
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:

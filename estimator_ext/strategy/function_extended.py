@@ -177,9 +177,8 @@ class FunctionExtended(_Replica):
 
     def _create_with_value_of_rank_0(self, next_creator: Any, **kwargs: Any) -> Any:
         kwargs.pop("colocate_with", None)
-        on_host = (
-            self.variables_on_host or tf.as_dtype(kwargs.get("dtype") or "float32").is_integer
-        )
+        dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
+        on_host = self.variables_on_host or dtype.is_integer
         if not self._is_alone:
             kwargs["initial_value"] = self._of_rank_0(**kwargs)
         with tf.device(HOST_DEVICE if on_host else self._step_device):

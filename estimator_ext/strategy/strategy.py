@@ -377,12 +377,7 @@ _STEPS = ("predict_step", "train_step", "test_step")
 
 
 def _join_results(strategy: Any, fn: Callable[..., Any], results: Any) -> Any:
-    """Returns results of a step for all ranks.
-
-    Returns:
-      Predictions of all ranks, joined along the first dimension, in rank order. Means over the
-      ranks, if the model overrides its training or test step. All others are unchanged.
-    """
+    """Joins predictions in rank order, and averages results of the program's own step."""
     fn = getattr(fn, "python_function", fn)  # of a function with jit_compile
     if not getattr(fn, "__module__", "").endswith(_MODULE):
         return results

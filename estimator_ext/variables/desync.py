@@ -20,12 +20,8 @@ _FIRST_STEPS = (1, 10, 100)
 class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
     """Ends the training with an error if the bits of a variable differ between ranks.
 
-    It must come before hooks that save. It also compares at the end of the training. Collective:
-    all ranks must have it.
-
-    Args:
-      every_steps: steps between two comparisons, the same on all ranks; the hook also compares
-        after the first, tenth and hundredth step of the training.
+    It must come before hooks that save. It also compares after the first, tenth and hundredth step
+    of the training, and at its end. Collective: all ranks must have it, with the same steps.
     """
 
     def __init__(
