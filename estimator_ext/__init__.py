@@ -8,8 +8,7 @@ from estimator_ext.estimator.run_config import RunConfig
 from estimator_ext.estimator.training import train_and_evaluate
 from estimator_ext.session.hooks import BroadcastVariablesHook
 from estimator_ext.spec import EstimatorSpec
-from estimator_ext.strategy.gradients import reduce_gradients
-from estimator_ext.strategy.loss_scale import LossScaleOptimizer
+from estimator_ext.strategy.gradients import LossScaleOptimizer, reduce_gradients
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 
 __all__ = [

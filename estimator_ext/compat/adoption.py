@@ -25,8 +25,7 @@ from estimator_ext.estimator.estimator import adopt
 from estimator_ext.estimator.host_offload_estimator import HostOffloadEstimator
 from estimator_ext.estimator.run_config import adopt_cluster
 from estimator_ext.estimator.training import train_and_evaluate
-from estimator_ext.strategy.strategy import HostOffloadStrategy
-from estimator_ext.strategy.strategy_of_ranks import StrategyOfRanks
+from estimator_ext.strategy.strategy import HostOffloadStrategy, StrategyOfRanks
 from hostopt.launch.environment import tf_config_of
 
 _APIS = (tf.distribute, tf.compat.v1.distribute)

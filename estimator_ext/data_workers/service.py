@@ -16,8 +16,7 @@ from estimator_ext._tf_private import options_in_graph, variant_tensor
 from estimator_ext.data_workers.watch import DataWatch
 from estimator_ext.data_workers.worker import bypass_proxies, check_reach
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.graphs.called_functions import Nodes, library_of, with_called
-from estimator_ext.graphs.walks import walk
+from estimator_ext.graphs.walks import Nodes, library_of, walk, with_called
 from estimator_ext.pipelines.divided_pipeline import (
     INSTEAD,
     check_transformations,

@@ -204,7 +204,7 @@ class TrainingGraph:
             updates = read_updates(targets, data, reduction.sums)
             if mend_unreduced_updates(reduction, updates, data):
                 updates = read_updates(targets, data, reduction.sums)
-            is_mean = reduction.marked.decide(self.spec.loss, is_mean)
+            is_mean = reduction.decide_loss(self.spec.loss, is_mean)
             reduction.check_skipped(updates)
         if reduction.size == 1:
             updates = None  # there are no other ranks to compare with
@@ -215,8 +215,7 @@ class TrainingGraph:
         loss = self.spec.loss
         if reduction.accumulation is not None:
             loss = reduction.accumulation.mean(loss, "loss")
-        is_same = updates.is_same if updates else lambda tensor: False
-        loss, last = reduction.build_step(targets, is_same, loss, is_mean)
+        loss, last = reduction.build_step(targets, updates, loss, is_mean)
         # the step waits for all reductions, and fails at the end of the data
         train_op = tf.group(self.spec.train_op, *last) if last else self.spec.train_op
         self.spec = stock_spec(self.spec, loss=loss, train_op=train_op)

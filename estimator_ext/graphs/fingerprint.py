@@ -47,29 +47,21 @@ _SHOWN_CHARACTERS = 400
 
 # The description of an operation; None if its values may differ by rank.
 Text = Optional[str]
+Tensors = Sequence[tf.Tensor]
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of a step. "Variable" stands for a queue or a table too.
+    """The updates of a step. "Variable" stands for a queue or a table too."""
 
-    Args:
-      texts: descriptions of all updates, by name of the variable. They include the initial values
-        of local variables that are the same on all ranks.
-      mirrored: variables that the step uses and that are the same on all ranks.
-      local: names of variables that may differ by rank.
-      changes: operations that change a variable, by its name. An operation in a function stands
-        for its caller.
-      varying: those of `changes` that make a variable differ by rank.
-      is_same: returns True if all ranks have the same value of a tensor of the step.
-      variable_of: returns the name of the variable that an operation passes on, or None.
-    """
-
-    texts: dict[str, str]
+    texts: dict[str, str]  # by name of the variable; also of the initial values of local variables
     mirrored: list[tf.Variable]
-    local: frozenset[str]
+    local: frozenset[str]  # names of variables that may differ by rank
+    # what changes a variable, by its name; an operation in a function stands for its caller
     changes: dict[str, list[tf.Operation]]
-    varying: dict[str, list[tf.Operation]]
+    varying: dict[str, list[tf.Operation]]  # those of `changes` that make a variable differ
+    # those that are built already, with the predicates that decide on them, the outermost first
+    reductions: list[tuple[tf.Operation, list[tf.Tensor]]]
     is_same: Callable[[tf.Tensor], bool]
     variable_of: Callable[[tf.Operation], str | None]
 
@@ -83,13 +75,6 @@ def read_updates(
 
     A variable counts as the same on all ranks if it is trainable, or if no value that depends on
     data or random numbers is assigned to it.
-
-    Args:
-      targets: operations that run in a step, in the default graph.
-      reduced: operations whose values are the same on all ranks, besides reductions.
-
-    Returns:
-      The updates of the step.
     """
     operations = walk(targets, decided_before)
     variables = tf.compat.v1.global_variables()
@@ -118,6 +103,7 @@ def read_updates(
         local,
         reader.changes,
         reader.varying,
+        reader.reductions,
         reader.is_same,
         reader.variables.get,
     )
@@ -134,25 +120,18 @@ def _initial_text(variable: tf.Variable) -> Text:
 
 @dataclass
 class _Reader:
-    """Describes operations whose inputs are described already.
+    """Describes operations whose inputs are described already."""
 
-    Args:
-      known: varying variables, by name, and varying operations that begin a loop.
-      data: operations whose values may differ by rank.
-      reduced: operations whose values are the same on all ranks.
-      step: all operations of the step.
-      bodies: graphs of the functions that an operation calls; filled by the reader.
-    """
-
-    known: Collection[Any]
+    known: Collection[Any]  # varying variables, by name, and varying operations that begin a loop
     data: Collection[tf.Operation]
     reduced: Collection[tf.Operation]
     step: Collection[tf.Operation]
-    bodies: dict[tf.Operation, list[tuple[str, Any]]]
+    bodies: dict[tf.Operation, list[tuple[str, Any]]]  # graphs of the functions that each calls
     used: set[str] = field(default_factory=set)
     updates: dict[str, list[str]] = field(default_factory=dict)
     changes: dict[str, list[tf.Operation]] = field(default_factory=dict)
     varying: dict[str, list[tf.Operation]] = field(default_factory=dict)
+    reductions: list[tuple[tf.Operation, list[tf.Tensor]]] = field(default_factory=list)
     loops: set[tf.Operation] = field(default_factory=set)  # found to vary
     variables: dict[tf.Operation, str] = field(default_factory=dict)
     _texts: dict[tf.Operation, Text] = field(default_factory=dict)
@@ -163,15 +142,9 @@ class _Reader:
         return tensor.op in self._texts and self._text(tensor) is not None
 
     def read(
-        self, operations: Iterable[tf.Operation], caller: Any = None, conditions: Any = ()
+        self, operations: Iterable[tf.Operation], caller: Any = None, conditions: Tensors = ()
     ) -> None:
-        """Describes operations: [F1].
-
-        Args:
-          operations: operations of the step or of a function, in topological order.
-          caller: the operation of the step that calls the function.
-          conditions: descriptions of the values that decide whether the function is called.
-        """
+        """Describes operations, in topological order: [F1]."""
         loops = []
         for op in operations:
             if op in self._texts:  # an argument of a function
@@ -179,7 +152,9 @@ class _Reader:
             if op.type in ("Merge", "RefMerge", "LoopCond"):
                 loops.append(op)
             self._note_variable(op)
-            decides = [*conditions, *map(self._text, predicates_around(op))]
+            decides = [*conditions, *predicates_around(op)]
+            if op.type == "DatasetToSingleElement" and is_same_on_all_ranks(op):
+                self.reductions.append((op, decides))
             self._texts[op] = self._describe(op, caller or op, decides)
             if op.type not in (*READS, *PASSING, *CALLS) and takes_handle(op):
                 self._note_change(op, caller or op, decides)
@@ -200,12 +175,13 @@ class _Reader:
             if gives_reference or op.type in PASSING:  # an assignment to a reference returns it
                 self.variables[op] = self.variables[op.inputs[0].op]
 
-    def _describe(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> Text:
+    def _describe(self, op: tf.Operation, caller: tf.Operation, conditions: Tensors) -> Text:
+        may_not_run = None in map(self._text, conditions)
         if op.type in CALLS:  # read even if a condition varies
             results = self._call(op, caller, conditions)
-            self._results[op] = [None] * len(results) if None in conditions else results
+            self._results[op] = [None] * len(results) if may_not_run else results
             return op.type
-        if None in conditions or op in self.data or op in self.known:
+        if may_not_run or op in self.data or op in self.known:
             return None
         if op in self.reduced or is_same_on_all_ranks(op):
             return "reduced"
@@ -239,26 +215,30 @@ class _Reader:
         numbered = text not in (None, "reduced") and index
         return f"{text}[{index}]" if numbered else text
 
-    def _call(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> list[Text]:
-        """Reads the functions that an operation calls, and describes its results."""
+    def _call(self, op: tf.Operation, caller: tf.Operation, conditions: Tensors) -> list[Text]:
         if op.type in LOOPS:
             return self._loop(op, caller, conditions)
-        decides = [self._text(op.inputs[0])] if op.type in BRANCHES else []
+        decides = [op.inputs[0]] if op.type in BRANCHES else []
         called = [
             self._read_function(op, body, caller, [*conditions, *decides])
             for _, body in self._functions(op)
         ]
-        return [_joined(op.type, [*decides, *parts]) for parts in zip(*called)]
+        texts = [*map(self._text, decides)]
+        return [_joined(op.type, [*texts, *parts]) for parts in zip(*called)]
 
-    def _loop(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> list[Text]:
+    def _loop(self, op: tf.Operation, caller: tf.Operation, conditions: Tensors) -> list[Text]:
         functions = dict(self._functions(op))
-        body = functions["body"]
-        decides = self._read_function(op, functions["cond"], caller, conditions)
-        results = self._read_function(op, body, caller, [*conditions, *decides])
+        condition, body = functions["cond"], functions["body"]
+        before_condition = len(self.reductions)
+        decides = self._read_function(op, condition, caller, conditions)
+        for _, predicates in self.reductions[before_condition:]:
+            predicates.extend(condition.outputs)  # of the iteration before
+        results = self._read_function(op, body, caller, [*conditions, *condition.outputs])
         first = [self._texts[argument.op] for argument in body.inputs]
-        for argument, before, after in zip(body.inputs, first, results):
+        arguments = zip(body.inputs, condition.inputs)
+        for pair, before, after in zip(arguments, first, results):
             if before is not None and after is None:
-                self.loops.add(argument.op)
+                self.loops.update(argument.op for argument in pair)
         return [_joined(op.type, [*decides, *parts]) for parts in zip(first, results)]
 
     def _functions(self, op: tf.Operation) -> list[tuple[str, Any]]:
@@ -267,9 +247,8 @@ class _Reader:
         return self.bodies[op]
 
     def _read_function(
-        self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: list[Text]
+        self, op: tf.Operation, body: Any, caller: tf.Operation, conditions: Tensors
     ) -> list[Text]:
-        """Reads a function, and describes its results."""
         passed = op.inputs[len(op.inputs) - len(body.inputs) :]  # the first may choose a branch
         for argument, tensor in zip(body.inputs, passed):
             varies = argument.op in self.known
@@ -279,22 +258,22 @@ class _Reader:
         self.read(walk(body.get_operations(), decided_before), caller, conditions)
         return [self._text(tensor) for tensor in body.outputs]
 
-    def _note_change(self, op: tf.Operation, caller: tf.Operation, conditions: list[Text]) -> None:
-        """Notes the change that an operation makes to its variable, and to its slots."""
+    def _note_change(self, op: tf.Operation, caller: tf.Operation, conditions: Tensors) -> None:
         values, changed = [], []
+        decides = [self._text(each) for each in conditions]
         for argument, tensor, is_handle in arguments(op):
             if not is_handle:
                 values.append((argument, self._text(tensor)))
             elif tensor.op in self.variables:
                 changed.append((self.variables[tensor.op], self._text(tensor)))
-        varies = None in conditions or None in [text for _, text in values]
+        varies = None in decides or None in [text for _, text in values]
         for name, text in changed:
             self.changes.setdefault(name, []).append(caller)
             if varies or (text is None and name not in self.known):  # a branch passes it on
                 self.varying.setdefault(name, []).append(caller)
         shown = [f"{name}={'data' if text is None else text}" for name, text in values]
         shown += [a.name for a in op.op_def.attr if _is_chosen(op, a)]
-        shown += [f"if {'data' if text is None else text}" for text in conditions]
+        shown += [f"if {'data' if text is None else text}" for text in decides]
         for name, _ in changed[:1]:
             self.updates.setdefault(name, []).append(f"{op.type}({', '.join(shown)})")
 

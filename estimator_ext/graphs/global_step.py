@@ -30,20 +30,13 @@ class GlobalStepCheckHook(tf.compat.v1.train.SessionRunHook):
     """Refuses a training whose graph never changes global_step.
 
     It must be the last of all hooks, as others may add operations when they begin.
-
-    Args:
-      global_step: the global_step of the training.
     """
 
     def __init__(self, global_step: tf.Variable) -> None:
         self._global_step = global_step
 
     def begin(self) -> None:
-        """Checks the graph, which is complete except for the saver.
-
-        Raises:
-          ValueError: no operation changes global_step.
-        """
+        """Checks the graph, which is complete except for the saver."""
         if next(changes(self._global_step), None) is None:
             raise ValueError(
                 "global_step would stay as it is for ever: no operation of the training changes "
@@ -60,9 +53,6 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
     A model_fn may group `global_step.assign(global_step + 1)` with its update, as BERT does. The
     learning rate might then use the old or the new value, and another one on each rank. The reads
     may be in a branch, a loop or a function.
-
-    Args:
-      targets: operations that run in a step, in the default graph.
     """
     variable = tf.compat.v1.train.get_global_step()
     if variable is None:
@@ -79,13 +69,11 @@ def read_before_changes(targets: Sequence[tf.Operation]) -> None:
 
 
 def _tensor_of(variable: tf.Variable) -> tf.Tensor:
-    """Returns the resource or reference that operations take to use a variable."""
     handle = getattr(variable, "handle", None)
     return variable.op.outputs[0] if handle is None else handle
 
 
 def _changes_within(op: tf.Operation) -> bool:
-    """Returns True if an operation changes global_step, or calls a function that does."""
     step = _tensor_of(tf.compat.v1.train.get_global_step())
     if _CHANGES.match(op.type):
         changed = op.inputs[0]
@@ -115,14 +103,7 @@ def _ends(read: tf.Operation) -> list[tf.Operation]:
 
 
 def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
-    """Yields operations that change a variable, also in functions, branches and loops.
-
-    Args:
-      variable: resource or reference variable of the default graph.
-
-    Yields:
-      The operations, except those that initialize or restore the variable.
-    """
+    """Yields operations that change a variable, except those that initialize or restore it."""
     initializers = {variable.initializer.name, f"{variable.op.name}/Assign"}
     for op in _changes_of(_tensor_of(variable), set()):
         if op.name not in initializers and not _restores(op):
@@ -130,7 +111,8 @@ def changes(variable: tf.Variable) -> Iterator[tf.Operation]:
 
 
 def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
-    if not _is_variable(tensor) or tensor.ref() in seen:  # a value, or seen before in a loop
+    is_variable = tensor.dtype == tf.resource or is_reference(tensor)
+    if not is_variable or tensor.ref() in seen:  # a value, or seen before in a loop
         return
     seen.add(tensor.ref())
     for op in tensor.consumers():
@@ -143,12 +125,7 @@ def _changes_of(tensor: tf.Tensor, seen: set[Any]) -> Iterator[tf.Operation]:
             yield from _changes_of(each, seen)
 
 
-def _is_variable(tensor: tf.Tensor) -> bool:
-    return bool(tensor.dtype == tf.resource or is_reference(tensor))
-
-
 def _arguments_of(op: tf.Operation, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
-    """Yields the arguments that receive a tensor in the functions that an operation calls."""
     for _, body in functions_called(op):
         # the first inputs of the operation may be no arguments, such as the index of a branch
         for passed, argument in zip(reversed(op.inputs), reversed(body.inputs)):

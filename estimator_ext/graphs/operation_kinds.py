@@ -20,9 +20,13 @@ PASSING += ("RefIdentity", "PlaceholderWithDefault")
 READ_LATER = ("NextIteration", "RefNextIteration", "LoopCond")
 # May have other values on each rank.
 OF_THIS_RANK = re.compile(
-    r"Iterator|Placeholder$|PyFunc|EagerPyFunc|ReadFile|MatchingFiles|Restore"
-    r"|.*(Dataset|Reader|Random|Normal|Multinomial)|StatefulUniform"
+    r"Iterator|Placeholder$|(Eager)?PyFunc|ReadFile|MatchingFiles|Restore|StatefulUniform"
+    r"|.*(Dataset|Reader|Random|Normal|Multinomial)"
 )
+# Those of them that are the same on all ranks if seeds and programs are.
+SEEDED = re.compile(r"(Eager)?PyFunc|StatefulUniform|.*(Random|Normal|Multinomial)")
+ADDING = ("AddV2", "Add", "AddN", "Sub")
+PRODUCTS = ("Mul", "MulNoNan")
 VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
 # Have state or side effects, but their outputs depend only on their inputs.
 _PURE = re.compile(
@@ -33,24 +37,12 @@ _INITIALIZES_TABLE = re.compile(r"InitializeTable|LookupTableImport")
 
 
 def depends_on_more(op: tf.Operation) -> bool:
-    """Returns True if the outputs of an operation may depend on more than its inputs.
-
-    Args:
-      op: an operation that does not take a variable, a queue or the like.
-
-    Returns:
-      True if it is stateful and not in the list of pure operations.
-    """
+    """Returns True if more than its inputs, none of which is a handle, may decide its outputs."""
     return op.op_def.is_stateful and _PURE.match(op.type) is None
 
 
 def arguments(op: tf.Operation) -> list[tuple[str, tf.Tensor, bool]]:
-    """Returns the arguments of an operation.
-
-    Returns:
-      For each input the name of the argument, the tensor, and a bool: True if the tensor is the
-      handle of a variable, a queue, a table or the like, False if it is a value.
-    """
+    """Returns for each input its argument's name, the tensor, and True if it is a handle."""
     result: list[tuple[str, tf.Tensor, bool]] = []
     inputs = iter(op.inputs)
     for argument in op.op_def.input_arg:
@@ -70,12 +62,8 @@ def takes_handle(op: tf.Operation) -> bool:
 
 
 def makes_handle(op: tf.Operation) -> bool:
-    """Returns True if an operation creates a variable, a queue, a table or the like.
-
-    Returns:
-      False for the argument of a function. False also for a TensorArray, whose contents are passed
-      as a value.
-    """
+    """Returns True if an operation creates a variable, a queue, a table or the like."""
+    # a placeholder is the argument of a function; a TensorArray passes its contents as a value
     if not op.outputs or op.type == "Placeholder" or op.type.startswith("TensorArray"):
         return False
     tensor = op.outputs[0]
@@ -83,16 +71,10 @@ def makes_handle(op: tf.Operation) -> bool:
 
 
 def is_filled_elsewhere(op: tf.Operation, step: Collection[tf.Operation]) -> bool:
-    """Returns True if operations outside the step put values into a queue or the like.
-
-    Args:
-      op: creates the queue or the like.
-
-    Returns:
-      False for a variable, and for a table that is only initialized outside the step.
-    """
+    """Returns True if operations outside the step put values into a new queue or the like."""
     if op not in step or not makes_handle(op) or op.type in VARIABLES:
         return False
+    # a table that is only initialized outside the step has the same values
     is_table = _TABLE.match(op.type) is not None
     return any(
         len(consumer.inputs) > 1

@@ -1,9 +1,9 @@
-"""Walks over a graph, from operations to those that they depend on or that depend on them."""
+"""Walks over a graph: before and after operations, and into the functions that they call."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,31 +18,21 @@ PASSES_VARIABLE = re.compile(r"(Ref)?(Identity|IdentityN|Switch|Enter|Merge|Next
 CALLS = (*BRANCHES, *LOOPS, "PartitionedCall", "StatefulPartitionedCall")
 
 Neighbours = Callable[[tf.Operation], Iterable[tf.Operation]]
+Nodes = Collection[Any]  # of the definition of a graph or a function
 
 
 def data_before(op: tf.Operation) -> list[tf.Operation]:
-    """Returns the operations that compute the inputs of one.
-
-    Returns:
-      Each operation once, in the order of the inputs.
-    """
+    """Returns the operations that compute the inputs of one."""
     return list(dict.fromkeys(tensor.op for tensor in op.inputs))
 
 
 def runs_before(op: tf.Operation) -> list[tf.Operation]:
-    """Returns the operations that run before one because of its inputs or control inputs.
-
-    Returns:
-      Each operation once.
-    """
+    """Returns the operations that run before one because of its inputs or control inputs."""
     return list(dict.fromkeys([*data_before(op), *op.control_inputs]))
 
 
 def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> list[tf.Operation]:
     """Returns operations and all those before them, in topological order.
-
-    Args:
-      before: returns the operations that one depends on directly.
 
     Returns:
       Each operation once, after those that it depends on. There is one exception: the end of a
@@ -73,23 +63,12 @@ def walk(targets: Iterable[tf.Operation], before: Neighbours = runs_before) -> l
 
 
 def operations_before(operations: Iterable[tf.Operation]) -> set[tf.Operation]:
-    """Returns all operations that run if some operations are run.
-
-    Returns:
-      These operations and those before them, by data or control.
-    """
+    """Returns all operations that run if some operations are run."""
     return set(walk(operations))
 
 
 def ancestors(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Returns all operations that run if some operations are run, in the order of the graph.
-
-    Args:
-      targets: operations of one graph, at least one.
-
-    Returns:
-      These operations and those before them, in the order in which they were built.
-    """
+    """Returns all operations that run if some operations are run, in the order of the graph."""
     before = operations_before(targets)
     return [op for op in targets[0].graph.get_operations() if op in before]
 
@@ -99,11 +78,7 @@ def depends_on(
     sources: Collection[tf.Operation],
     before: Neighbours = runs_before,
 ) -> bool:
-    """Returns True if a target is one of the sources or depends on one.
-
-    Args:
-      before: returns the operations that one depends on directly.
-    """
+    """Returns True if a target is one of the sources or depends on one."""
     return not set(sources).isdisjoint(walk(targets, before))
 
 
@@ -118,11 +93,7 @@ def users(tensor: tf.Tensor) -> Iterator[tf.Operation]:
 
 
 def predicates_around(op: tf.Operation) -> list[tf.Tensor]:
-    """Returns the predicates that decide whether an operation runs, in TensorFlow 1 control flow.
-
-    Returns:
-      The predicates of the branches and loops around the operation, the innermost first.
-    """
+    """Returns the predicates of TensorFlow 1 around an operation, the innermost first."""
     predicates, context = [], control_flow_context(op)
     while context is not None:
         if context.IsCondContext():
@@ -134,31 +105,20 @@ def predicates_around(op: tf.Operation) -> list[tf.Tensor]:
 
 
 def decided_before(op: tf.Operation) -> list[tf.Operation]:
-    """Returns the operations that run before one, and those that decide whether it runs.
-
-    Returns:
-      These operations, except the condition of a loop, which depends on the loop's operations.
-    """
+    """Returns the operations that run before one, and those that decide whether it runs."""
     decides = [tensor.op for tensor in predicates_around(op)]
+    # the condition of a loop depends on the operations in the loop
     return [*runs_before(op), *(each for each in decides if each.type != "LoopCond")]
 
 
 def functions_called(op: tf.Operation) -> Iterator[tuple[str, Any]]:
-    """Yields copies of the graphs of the functions that an operation calls.
-
-    Yields:
-      Name of the attribute that holds the function, such as `then_branch`, and the graph.
-    """
+    """Yields attribute, such as `then_branch`, and a copy of the graph of each called function."""
     for attribute, name in _names_of_functions(op):
         yield attribute, get_func_graph(op, None, name)
 
 
 def original_functions(op: tf.Operation) -> list[tuple[str, Any]]:
-    """Returns the graphs of the functions that an operation calls, as the program built them.
-
-    Returns:
-      As `functions_called`. Operations that call the same function share its graph.
-    """
+    """Returns the graphs of the functions that an operation calls, as the program built them."""
     return [(each, original_func_graph(op, name)) for each, name in _names_of_functions(op)]
 
 
@@ -180,3 +140,28 @@ def done(op: tf.Operation) -> tf.Operation:
         with tf.control_dependencies(None), tf.device(op.device):
             return tf.raw_ops.IdentityN(input=op.outputs)[0].op
     return op
+
+
+def library_of(graph: tf.Graph) -> dict[str, Nodes]:
+    """Returns the nodes of each function of a graph, by its name."""
+    functions = graph.as_graph_def().library.function
+    return {function.signature.name: function.node_def for function in functions}
+
+
+def with_called(nodes: Nodes, library: Mapping[str, Nodes]) -> Iterator[Nodes]:
+    """Yields the nodes, then the nodes of each called function; all ranks have the same order."""
+    found: set[str] = set()
+    todo = [nodes]
+    while todo:
+        nodes = todo.pop()
+        yield nodes
+        for node in nodes:
+            for name in (node.op, *_functions_of(node)):  # TensorFlow 1 calls by the type
+                if name in library and name not in found:
+                    found.add(name)
+                    todo.append(library[name])
+
+
+def _functions_of(node: Any) -> Iterator[str]:
+    for _, attribute in sorted(node.attr.items()):
+        yield from (each.name for each in [attribute.func, *attribute.list.func] if each.name)

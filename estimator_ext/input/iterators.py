@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext._tf_private import serialize_iterator
-from estimator_ext.graphs.called_functions import library_of, with_called
-from estimator_ext.graphs.walks import ancestors
+from estimator_ext.graphs.walks import ancestors, library_of, with_called
 
 # What tf.data does about a function that keeps a state outside of the iterator.
 IGNORE_EXTERNAL_STATE, FAIL_ON_EXTERNAL_STATE = 1, 2

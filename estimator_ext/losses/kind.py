@@ -4,60 +4,63 @@ One process computes the loss of a whole batch, and each rank that of its part. 
 whole batch is the mean of the ranks' gradients if the loss is a mean, and their sum if it is a
 sum.
 
-A loss of degree 0 is a mean, one of degree 1 a sum, and any other is neither (`losses.degree`). A
+A loss of degree 0 is a mean, one of degree 1 a sum, and any other is neither (`losses.reader`). A
 constant factor of a sum may be 1 / n, which the graph does not tell from a weight: it is one if it
 is the batch size of the data.
 
 A penalty on weights does not depend on the data. Beside a sum it counts once in one process, but
 once on each rank, so it is noted, to be divided by the number of ranks.
+
+An optimizer of TensorFlow takes mean or sum by another rule (`LossFunctions`): the last reduction
+that loss functions of `tf.compat.v1.losses` and Keras have stored in the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_private import control_flow_context, outermost, replace_input
-from estimator_ext.losses.degree import CURE, CURE_OF_BOTH, OF_BOTH, Sum, Value, joined
-from estimator_ext.losses.reader import LossReader, lengths_of
+from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, PRODUCTS
+from estimator_ext.graphs.walks import data_before, walk
+from estimator_ext.losses.reader import (
+    CURE,
+    CURE_OF_BOTH,
+    OF_BOTH,
+    LossReader,
+    Sum,
+    Value,
+    joined,
+    lengths_of,
+    scope_of,
+)
 
 _CURE_OF_SMALLER = (
     "Divide by the number of examples in the batch, or leave smaller batches out: "
     "batch(n, drop_remainder=True) and repeat()"
 )
+_NO_REDUCTION, SUM = "none", "sum"  # as Keras says it, too
+MEAN = tf.compat.v1.losses.Reduction.MEAN
+_DIVISIONS = ("RealDiv", "Div", "DivNoNan")
 _SMALLEST_WEIGHT = 0.5  # a smaller factor of a sum may be 1 / batch size
 
 
 @dataclass(frozen=True)
 class LossKind:
-    """A loss: a mean or a sum over the batch, or neither.
-
-    Args:
-      is_sum: True for a sum.
-      reason: how this is known.
-      problem: if it is neither, a text of what it is, and the remedy; else empty.
-      penalties: inputs of additions that do not depend on the data, by operation and index, which
-        count once in the sum of all ranks.
-      is_assumed: True if nothing shows it.
-    """
+    """A loss: a mean or a sum over the batch, or neither."""
 
     is_sum: bool
     reason: str
-    problem: tuple[str, str] | tuple[()] = ()
-    penalties: tuple[tuple[tf.Operation, int], ...] = ()
+    problem: tuple[str, str] | tuple[()] = ()  # if it is neither: a text, and the remedy
+    penalties: tuple[tuple[tf.Operation, int], ...] = ()  # inputs that count once in all ranks
     is_assumed: bool = False
 
 
 def kind_of(targets: Iterable[Any], reader: LossReader, can_divide: bool = True) -> LossKind:
-    """Returns the kind of a loss.
-
-    Args:
-      targets: tensors that are differentiated, all elements of which are added up.
-      can_divide: True if the penalties of the loss can still be divided.
-    """
+    """Returns the kind of a loss: the sum of all elements of the targets."""
     known = reader.known
     if known.said:
         return LossKind(known.said == "sum", f"--loss {known.said}")
@@ -103,11 +106,7 @@ class Penalties:
                 self.factors[op, index] = _multiply(op, index)
 
     def divide(self, kind: LossKind, share: Any) -> None:
-        """Divides the penalties of a loss.
-
-        Args:
-          share: the new factor, a number or a scalar tensor.
-        """
+        """Gives each rank its share of the penalties of a loss: a number or a scalar tensor."""
         for key in kind.penalties:
             factor = self.factors[key]
             graph, device = factor.graph, tf.device(factor.device)
@@ -116,7 +115,6 @@ class Penalties:
 
 
 def _multiply(op: tf.Operation, index: int) -> tf.Operation:
-    """Multiplies an input of an operation by a factor of 1, and returns the factor."""
     penalty = op.inputs[index]
     with op.graph.as_default(), tf.control_dependencies(None), tf.device(penalty.device):
         one = tf.ones([], penalty.dtype)
@@ -152,3 +150,53 @@ def _is_sum(total: Sum, lengths: Collection[int], size: int) -> bool | None:
 
 def _is_one(number: float) -> bool:
     return abs(number - 1) < 1e-5
+
+
+# -- the rule of TensorFlow ------------------------------------------------------------------
+
+
+class LossFunctions:
+    """The reductions of loss functions, by the scope of their operations."""
+
+    def __init__(self) -> None:
+        self.reductions: dict[str, str] = {}
+
+    def add(self, scope: str, reduction: str) -> None:
+        """Stores a loss function."""
+        is_sum = reduction == tf.compat.v1.losses.Reduction.SUM
+        self.reductions[scope] = SUM if is_sum else reduction
+
+    def reduction_of(self, targets: Sequence[Any]) -> str | None:
+        """Returns the last reduction before the targets; "none" only if there is no other.
+
+        A sum that is divided, or multiplied by a value that depends on data, counts as a mean.
+        """
+        if not self.reductions:
+            return None
+        operations = [each.op for each in targets if isinstance(each, tf.Tensor)]
+        divided: list[tf.Operation] = []
+        if SUM in self.reductions.values():  # else the walk for each product is not needed
+            divided = [
+                op
+                for op in walk(operations, self._before_losses)
+                if op.type in _DIVISIONS or (op.type in PRODUCTS and not _has_factor_of_all(op))
+            ]
+        averaged = {scope_of(op) for op in walk(divided, data_before)}
+        scopes = {scope_of(op) for op in walk(operations, data_before)}
+        reductions = [
+            MEAN if reduction == SUM and scope in averaged else reduction
+            for scope, reduction in self.reductions.items()
+            if scope in scopes
+        ]
+        reductions = [each for each in reductions if each != _NO_REDUCTION] or reductions
+        return reductions[-1] if reductions else None
+
+    def _before_losses(self, op: tf.Operation) -> Collection[tf.Operation]:
+        return [] if scope_of(op) in self.reductions else data_before(op)
+
+
+def _has_factor_of_all(op: tf.Operation) -> bool:
+    return any(
+        not any(OF_THIS_RANK.match(each.type) for each in walk([factor.op], data_before))
+        for factor in op.inputs
+    )

@@ -1,19 +1,24 @@
-"""Reads the degree of a loss in the number of examples, from the operations that compute it."""
+"""Reads the degree of a loss in the number of examples, from the operations that compute it.
+
+Each value has a degree: it grows with the number n of examples as n ** degree. The loss of one
+example has degree 0, the number of examples 1, a sum over the batch 1, and a mean 0. Degrees add
+up in a product, and all terms of a sum must have the same one.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from estimator_ext._tf_private import constant_of
-from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, VARIABLES
+from estimator_ext.graphs.operation_kinds import ADDING, OF_THIS_RANK, PRODUCTS, VARIABLES
 from estimator_ext.graphs.walks import data_before, original_functions, walk
-from estimator_ext.losses.degree import CURE, OF_DIMENSIONS, Sum, Value, curved, joined
 from estimator_ext.pipelines.batch_lengths import batch_sizes
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.reduced import outside
@@ -21,37 +26,102 @@ from hostopt.tensorflow.reduced import outside
 _PASSING = ("Identity", "Cast", "StopGradient", "PreventGradient", "CheckNumerics", "Snapshot")
 _PASSING += ("PlaceholderWithDefault", "Neg", "EnsureShape", "Reshape", "Squeeze", "ExpandDims")
 _PASSING += ("Switch", "RefSwitch", "Abs", "Relu")
-_PRODUCTS = ("Mul", "MulNoNan")
 _QUOTIENTS = ("RealDiv", "Div", "DivNoNan", "Xdivy")
 _REDUCTIONS = ("Sum", "Mean", "L2Loss")
 _JOINING = ("Pack", "ConcatV2", "Select", "SelectV2", "Merge")
 _CALLING = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf")
-_OF_TENSORS = (*_PASSING, *_PRODUCTS, *_QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALLING)
+_OF_TENSORS = (*_PASSING, *PRODUCTS, *_QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALLING)
 # followed in scalars only
-_ADDING = ("AddV2", "Add", "AddN", "Sub")
 _LARGER = ("Maximum", "Minimum")
 _CURVES = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid", "Softplus", "Pow")
 _COUNTS = ("Size", "StridedSlice", "Prod")
-_OF_SCALARS = (*_ADDING, *_LARGER, *_CURVES, *_COUNTS, "Reciprocal", "Inv")
+_OF_SCALARS = (*ADDING, *_LARGER, *_CURVES, *_COUNTS, "Reciprocal", "Inv")
+_POWERS = {"Square": 2, "Reciprocal": -1, "Inv": -1}
+
+CURE = "Say what it is with `python -m estimator_ext --loss mean` or `--loss sum`"
+OF_BOTH = (
+    "adds terms that are means over the batch and terms that are sums, of which no reduction over "
+    "the ranks makes the loss of one process"
+)
+CURE_OF_BOTH = "Divide the sums by the number of examples, as tf.shape(labels)[0] returns it"
+OF_DIMENSIONS = (
+    "is a mean over one dimension of unknown size and a sum over another, either of which may be "
+    "that of the examples"
+)
+
+
+class Sum(NamedTuple):
+    """A sum over examples."""
+
+    count: int = 0  # of the elements that are added up; 0 if it is not static
+    constants: tuple[float, ...] = ()  # absolute values of its factors, but 1; NaN if not known
+
+    def times(self, number: float) -> Sum:
+        """Returns the sum with one more factor."""
+        return self if number == 1 else Sum(self.count, (*self.constants, number))
+
+
+@dataclass(frozen=True)
+class Value:
+    """The degree of a tensor, and what else is known of it."""
+
+    degree: float | None = 0  # None if not known
+    axis: int | None = None  # its dimension of examples
+    has_data: bool = False
+    has_variables: bool = False
+    sums: frozenset[Sum] = frozenset()  # that it is made of
+    by: str = ""  # the operation that reduced it over the examples, or that hides how
+    problem: tuple[str, str] | tuple[()] = ()  # if it is neither mean nor sum, and the remedy
+    penalties: tuple[tuple[tf.Operation, int], ...] = ()  # inputs of additions without data
+    # "Sum" or "Mean" if it is reduced so over a dimension that may be that of the examples, as its
+    # size is not static either
+    other: str = ""
+
+
+def joined(values: Iterable[Value]) -> Value:
+    """Returns the value of a sum, or of a choice, of values."""
+    values = list(values)
+    data = [each for each in values if each.has_data]
+    if not data:
+        return Value(has_variables=any(each.has_variables for each in values))
+    problems = [each.problem for each in data if each.problem]
+    degrees = {each.degree for each in data}
+    by = next((each.by for each in data if each.degree != 0), data[0].by)
+    if len(degrees) > 1 and degrees != {0, None} and not problems:
+        problems.append((f"{OF_BOTH} ({by})", CURE_OF_BOTH))
+    axes = [each.axis for each in data if each.axis is not None]
+    return Value(
+        None if None in degrees else data[0].degree,
+        axes[0] if axes else None,
+        True,
+        any(each.has_variables for each in values),
+        frozenset().union(*(each.sums for each in data)),
+        by,
+        problems[0] if problems else (),
+        tuple(dict.fromkeys(each for value in data for each in value.penalties)),
+    )
+
+
+def curved(kind: str, value: Value) -> Value:
+    """Returns the value of a power, or of another function, of a scalar."""
+    if not value.degree:
+        return value
+    if kind in _POWERS:
+        return replace(value, degree=_POWERS[kind] * value.degree)
+    text = f"is a function ({kind}) of a sum over the batch ({value.by})"
+    return replace(value, degree=None, problem=value.problem or (text, CURE))
 
 
 @dataclass(frozen=True)
 class Known:
-    """Facts of a graph that are known before its losses are read.
-
-    Args:
-      reductions: reductions of loss functions, by the scope of their operations.
-      gradients: the marks of gradients (`gradient_marks`).
-      said: "mean" or "sum" if the user says so, else empty.
-      weighted: True if batches may differ in length, and have weights.
-    """
+    """Facts of a graph that are known before its losses are read."""
 
     data: Collection[tf.Operation]
-    reductions: Mapping[str, str]
+    reductions: Mapping[str, str]  # of loss functions, by the scope of their operations
     gradients: Mapping[tf.Operation, Any]
     size: int
-    said: str = ""
-    weighted: bool = False
+    said: str = ""  # "mean" or "sum" if the user says so
+    weighted: bool = False  # True if batches may differ in length
 
 
 def lengths_of(known: Known) -> set[int]:
@@ -72,11 +142,7 @@ def lengths_of(known: Known) -> set[int]:
 
 
 class LossReader:
-    """Reads values from the end of a graph that computes losses, each operation once.
-
-    Args:
-      known: what is known of the graph.
-    """
+    """Reads values from the end of a graph that computes losses, each operation once."""
 
     def __init__(self, known: Known) -> None:
         self.known = known
@@ -84,7 +150,6 @@ class LossReader:
         self._results: dict[tf.Operation, list[Value]] = {}  # of functions that are called
         self._data: dict[tf.Operation, bool] = {}
         self._variables: dict[tf.Operation, bool] = {}
-        self._lengths: set[int] | None = None
 
     def read(self, targets: Sequence[tf.Tensor]) -> None:
         """Reads all operations that compute tensors of one graph."""
@@ -110,14 +175,11 @@ class LossReader:
             or any(self._variables.get(each, False) for each in before)
         )
 
-    @property
+    @functools.cached_property
     def _all_lengths(self) -> set[int]:
-        if self._lengths is None:
-            self._lengths = lengths_of(self.known)
-        return self._lengths
+        return lengths_of(self.known)
 
     def _is_followed(self, op: tf.Operation) -> bool:
-        """Returns True if the inputs of an operation say what its value is."""
         if not self._data[op] or op in self.known.data or op in self.known.gradients:
             return False
         is_scalar = op.type in _OF_SCALARS and op.outputs[0].shape.rank == 0
@@ -129,7 +191,7 @@ class LossReader:
 
     def _is_mean(self, op: tf.Operation) -> bool:
         """Returns True for the quotient in a loss function that returns a mean."""
-        reduction = self.known.reductions.get(op.name.rpartition("/")[0], "none")
+        reduction = self.known.reductions.get(scope_of(op), "none")
         return op.type in _QUOTIENTS and reduction not in ("none", "sum")
 
     # -- values -----------------------------------------------------------------------------
@@ -154,7 +216,6 @@ class LossReader:
         return Value(None if axis is None else 0, axis, True, by=by)
 
     def _axis(self, tensor: tf.Tensor) -> int | None:
-        """Returns the dimension of the examples in a tensor that depends on data."""
         if not tensor.shape.rank:
             return None
         shape = tensor.shape.as_list()
@@ -176,7 +237,7 @@ class LossReader:
     def _of(self, op: tf.Operation) -> Value:
         kind, tensor = op.type, op.outputs[0]
         if self._is_mean(op):
-            return Value(has_data=True, by=f"loss function {op.name.rpartition('/')[0]!r}")
+            return Value(has_data=True, by=f"loss function {scope_of(op)!r}")
         if kind in _CALLING:
             return self._of_call(op)
         if (source := _captured_by(op)) is not None:
@@ -184,11 +245,11 @@ class LossReader:
         values = [self.value(each) for each in op.inputs]
         if kind in _REDUCTIONS:
             return self._reduced(op, values[0])
-        if kind in _PRODUCTS or kind in _QUOTIENTS:
+        if kind in PRODUCTS or kind in _QUOTIENTS:
             return self._product(op, values)
         if kind in _COUNTS:
             return self._count(op)
-        if kind in _ADDING:
+        if kind in ADDING:
             return self._added(op, values)
         if kind in _CURVES or kind in ("Reciprocal", "Inv"):
             return curved(kind, values[0])
@@ -273,7 +334,6 @@ class LossReader:
         return Value(degree, axis, True, True, frozenset(sums), by, problem, penalties)
 
     def _count(self, op: tf.Operation) -> Value:
-        """Returns the value of a number that is taken from a shape."""
         source = op.inputs[0]
         if op.type == "Size":
             axis, index = self.value(source).axis, None
@@ -310,6 +370,11 @@ class LossReader:
         return Value(None, has_data=True, by=f"{op.type} {op.name!r}")
 
 
+def scope_of(op: tf.Operation) -> str:
+    """Returns the name scope of an operation, by which loss functions are known."""
+    return str(op.name.rpartition("/")[0])
+
+
 def _captured_by(op: tf.Operation) -> Any:
     """Returns the tensor that an argument of a function takes from around it; else None."""
     if op.type != "Placeholder":
@@ -319,7 +384,6 @@ def _captured_by(op: tf.Operation) -> Any:
 
 
 def _sources(op: tf.Operation) -> list[tf.Operation]:
-    """Returns the operations that compute the inputs of one, also from within a function."""
     source = _captured_by(op)
     if source is None:
         return data_before(op)
@@ -334,7 +398,6 @@ def _number_of(tensor: tf.Tensor) -> float:
 
 
 def _axes(op: tf.Operation) -> set[int] | None:
-    """Returns the dimensions over which an operation reduces; None if they are not known."""
     rank = op.inputs[0].shape.rank
     if rank is None:
         return None

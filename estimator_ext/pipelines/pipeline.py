@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext._tf_private import replace_input, set_attribute, variant_tensor
-from estimator_ext.graphs.called_functions import library_of, with_called
 from estimator_ext.graphs.operation_kinds import arguments
+from estimator_ext.graphs.walks import library_of, with_called
 from estimator_ext.pipelines._tf_pipeline import (
     function_graphs,
     generator_state,

@@ -16,30 +16,18 @@ _log = tf.get_logger()
 
 
 class Accumulation:
-    """Means over the micro-batches of a step, built into the training graph.
-
-    Args:
-      micro_batches: number of micro-batches in a step, at least 2.
-      examples: scalar of float32, the number of examples in this micro-batch, which is its weight
-        in a mean; None if all micro-batches have the same weight.
-    """
+    """Means over the micro-batches of a step, built into the training graph."""
 
     def __init__(self, micro_batches: int, examples: tf.Tensor | None = None) -> None:
         self.micro_batches = micro_batches
+        # scalar of float32, the weight of this micro-batch in a mean; None if all weigh the same
         self._examples = examples
         self._additions: list[tf.Operation] = []
         self.is_used = False  # True once any mean is built
         self.all_examples = None if examples is None else self.total(examples, "examples")
 
     def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """Builds the mean of a tensor over the micro-batches of a step.
-
-        Args:
-          tensor: value of one micro-batch, of static shape and floating dtype.
-
-        Returns:
-          Tensor like `tensor`, on the host, to be computed once in each step.
-        """
+        """Builds the mean of a tensor over the micro-batches of a step."""
         self.is_used = True
         with tf.device(HOST_DEVICE):
             if self._examples is None:
@@ -48,14 +36,7 @@ class Accumulation:
             return tf.math.divide_no_nan(total, tf.cast(self.all_examples, tensor.dtype))
 
     def total(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """Builds the sum of a tensor over the micro-batches of a step.
-
-        Args:
-          tensor: value of one micro-batch, of static shape and floating dtype.
-
-        Returns:
-          Tensor like `tensor`, on the host, to be computed once in each step.
-        """
+        """Builds the sum of a tensor over the micro-batches of a step."""
         with tf.device(HOST_DEVICE):
             accumulator = tf.compat.v1.Variable(
                 # a function, as an initializer must not depend on the data of the step
@@ -85,14 +66,6 @@ class Accumulation:
 
 
 class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
-    """Runs an operation several times before each step.
-
-    Args:
-      times: number of runs before a step.
-      operation: adds one micro-batch to the accumulators.
-      data_may_end: True if the data of this rank may end in the middle of a step.
-    """
-
     def __init__(self, times: int, operation: tf.Operation, data_may_end: bool) -> None:
         self._times = times
         self._data_may_end = data_may_end
@@ -100,10 +73,7 @@ class _MicroBatchesHook(tf.compat.v1.train.SessionRunHook):
         self._pending = 0
 
     def before_run(self, run_context: Any) -> None:
-        """Accumulates the micro-batches before the last one.
-
-        The end of the data ends the training here, as it does in a step.
-        """
+        """Accumulates all but the last micro-batch, unless the data end, as in a step."""
         for _ in range(self._times):
             run_context.session.run(self._operation)
             self._pending += 1

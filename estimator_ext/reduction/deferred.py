@@ -34,11 +34,7 @@ _IRRELEVANT = ("Shape", "IsFinite")
 
 
 class DeferredReductions:
-    """The reductions of one graph.
-
-    Args:
-      flags: travel with the last exchange of a step, if it has one.
-    """
+    """The reductions of one graph."""
 
     def __init__(
         self, communicator: hostopt.Communicator, graph: tf.Graph, flags: StopSaveFlags
@@ -49,17 +45,12 @@ class DeferredReductions:
         self._is_built = False
         self._deferred: list[Deferred] = []
         self._names: Counter[str] = Counter()  # number of reductions of each name
-        self._built: list[tf.Tensor] = []  # results of reductions that could not be deferred
+        self.built: list[tf.Tensor] = []  # at once, as their shapes are not static
         self.last_results: list[tf.Tensor] = []  # computed after all reductions of a step
         self.loss: tf.Tensor | None = None  # the reduced loss, if an exchange carries it
 
     def can_take(self, values: Sequence[Any]) -> bool:
-        """Returns True if reductions of these tensors can be built later.
-
-        Returns:
-          False after `build`; False within a branch, a loop or a function, which has its own
-          graph or control-flow context.
-        """
+        """Returns True before `build`, for tensors outside branches, loops and functions."""
         graph = tf.compat.v1.get_default_graph()
         return (
             not self._is_built
@@ -75,15 +66,7 @@ class DeferredReductions:
     def add(
         self, reduction: Reduction, weight: tf.Tensor | None = None, nonfinite: str | None = None
     ) -> Any:
-        """Notes a reduction.
-
-        Args:
-          reduction: the reduction, whose name need not be unique.
-          weight: scalar of float64, the factor of this rank's gradients; None for 1.
-
-        Returns:
-          The result on the host: tensor or sparse gradient like the value of the reduction.
-        """
+        """Notes a reduction."""
         value = reduction.value
         reduction = dataclasses.replace(reduction, name=self._unique(reduction.name))
         with tf.device(HOST_DEVICE), tf.name_scope(""):
@@ -98,28 +81,14 @@ class DeferredReductions:
         self._deferred.append(Deferred(reduction, stand_ins, weight, nonfinite))
         return result
 
-    def add_built(self, result: tf.Tensor) -> None:
-        """Notes a reduction that was built at once because its shape is not static.
-
-        Args:
-          result: of a tensor that is not a gradient, outside branches and loops.
-        """
-        self._built.append(result)
-
     def refuse_before(self, repeated: Sequence[tf.Operation]) -> None:
         """Checks that no reduction runs for each micro-batch, if batches have weights.
 
         The ranks exchange the weights, and whether their data have ended, once per step.
-
-        Args:
-          repeated: operations that run for each micro-batch.
-
-        Raises:
-          hostopt.ConfigError: a reduction runs for each micro-batch.
         """
         before = operations_before(repeated)
         values = [(op, each.reduction.name) for each in self._deferred for op in each.stand_ins]
-        values += [(result.op, result.op.name) for result in self._built]
+        values += [(result.op, result.op.name) for result in self.built]
         for op, name in values:
             if op in before:
                 raise hostopt.ConfigError(
@@ -141,22 +110,7 @@ class DeferredReductions:
         loss: Reduction,
         repeated: Sequence[tf.Operation] = (),
     ) -> list[AnyReducer]:
-        """Builds all noted reductions.
-
-        Collective: all ranks must call it.
-
-        Args:
-          is_same: returns True if all ranks have the same value of a tensor.
-          loss: joins the last exchange of the step, unless it depends on it.
-          repeated: operations that run for each micro-batch of a step.
-
-        Returns:
-          The reducers, to be closed with the graph.
-
-        Raises:
-          hostopt.ConfigError: a tensor cannot be reduced.
-          hostopt.CollectiveMismatchError: two ranks reduce different tensors.
-        """
+        """Builds all noted reductions; collective."""
         self._is_built = True
         deferred = [  # [R2]
             _with_kind_of_rows(each)
@@ -164,7 +118,7 @@ class DeferredReductions:
             if not needs_no_reduction(each.reduction, is_same)
         ]
         targets = [*targets, *self._used_by_any_rank(targets, deferred)]
-        schedule = make_schedule(targets, deferred, self._built, loss.value.op, repeated)
+        schedule = make_schedule(targets, deferred, self.built, loss.value.op, repeated)
         self.last_results += schedule.unused
         reducers: list[AnyReducer] = []
         for index, group in enumerate(schedule.groups):  # [R3]
@@ -178,7 +132,6 @@ class DeferredReductions:
     def _used_by_any_rank(
         self, targets: Sequence[tf.Operation], deferred: Sequence[Deferred]
     ) -> list[tf.Operation]:
-        """Returns the stand-ins of all values that the step of any rank uses."""
         values = {each.reduction.name: each for each in deferred if not each.reduction.is_gradient}
         if not values:
             return []
@@ -193,7 +146,6 @@ class DeferredReductions:
     def _reduce(
         self, group: Sequence[Deferred], loss: Reduction | None = None
     ) -> tuple[list[Any], list[AnyReducer]]:
-        """Builds the reductions of a group, with the loss if they make an exchange."""
         nonfinite = next((e.nonfinite for e in group if e.reduction.is_gradient), None)
         weight = next((e.weight for e in group if e.reduction.is_gradient), None)
         reductions = [each.reduction for each in group]
@@ -206,7 +158,8 @@ class DeferredReductions:
         )
         for each, result in zip(group, results):
             for stand_in, part in zip(each.stand_ins, parts_of(result)):
-                _replace(stand_in, part)
+                replace_tensor(stand_in.outputs[0], part)
+                replace_input(stand_in, 0, part)  # for hooks that fetch the stand-in
             if each.reduction.is_sparse and each.reduction.sums_rows:
                 skip_deduplication(result)
         if flags is not None:
@@ -230,14 +183,7 @@ def _refuse(op: tf.Operation, grad: tf.Tensor) -> Any:
     )
 
 
-def _replace(stand_in: tf.Operation, result: tf.Tensor) -> None:
-    """Gives the result to all consumers of a stand-in, and to hooks that fetch the stand-in."""
-    replace_tensor(stand_in.outputs[0], result)
-    replace_input(stand_in, 0, result)
-
-
 def _with_kind_of_rows(deferred: Deferred) -> Deferred:
-    """Returns a reduction that sums rows of one index if all its consumers would do so."""
     reduction = deferred.reduction
     if not reduction.is_sparse:
         return deferred
@@ -256,20 +202,12 @@ def _with_kind_of_rows(deferred: Deferred) -> Deferred:
 
 
 def are_only_summed(values: tf.Tensor, indices: tf.Tensor) -> bool:
-    """Returns True if the consumers of a sparse gradient only sum its rows by index.
-
-    Args:
-      indices: the index of each row.
-
-    Returns:
-      True if sums of rows, with unique indices, can replace the rows.
-    """
+    """Returns True if the consumers of a sparse gradient only sum its rows by index."""
     sums: set[tf.Operation] = set()
     return _are_summed(values, sums) and _are_indices_of(indices, sums)
 
 
 def _are_summed(values: tf.Tensor, sums: set[tf.Operation]) -> bool:
-    """Returns True if rows are only summed; adds the operations that sum them to `sums`."""
     for op in values.consumers():
         if _SUMS.fullmatch(op.type):
             sums.add(op)
@@ -286,7 +224,6 @@ def _are_summed(values: tf.Tensor, sums: set[tf.Operation]) -> bool:
 
 
 def _are_indices_of(indices: tf.Tensor, sums: Collection[tf.Operation]) -> bool:
-    """Returns True if indices are used only by `sums`, and not counted, for example."""
     for op in indices.consumers():
         if op in sums or op.type in _IRRELEVANT:
             continue
@@ -298,11 +235,7 @@ def _are_indices_of(indices: tf.Tensor, sums: Collection[tf.Operation]) -> bool:
 
 
 def skip_deduplication(rows: tf.IndexedSlices) -> None:
-    """Connects the consumers of the optimizers' sums to the rows; call it when the step is built.
-
-    Args:
-      rows: sparse gradient with unique indices.
-    """
+    """Connects the consumers of the optimizers' sums to the rows, when the step is built."""
     for unique in rows.indices.consumers():
         if unique.type != "Unique":
             continue

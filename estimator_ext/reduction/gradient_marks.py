@@ -29,8 +29,7 @@ from estimator_ext._tf_private import (
     outermost,
 )
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.losses.functions import MEAN, SUM, LossFunctions
-from estimator_ext.losses.kind import LossKind, Penalties, kind_of
+from estimator_ext.losses.kind import MEAN, SUM, LossFunctions, LossKind, Penalties, kind_of
 from estimator_ext.losses.reader import Known, LossReader
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 from hostopt.tensorflow.sparse import parts_of, set_shape_of, values_of
@@ -40,22 +39,13 @@ _NAME = "HostGradient"
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """One gradient.
-
-    Args:
-      gradient: a tensor, or a sparse gradient.
-      source: the tensor, or the handle of the variable, with respect to which it was computed.
-      name: name of the variable, or of the gradient if the source is not a variable.
-      row_shape: shape of one row of a sparse gradient; unused for a dense one.
-      is_scaled: True if an optimizer has divided the target by the number of ranks.
-      loss: the kind of the target.
-    """
+    """One gradient."""
 
     gradient: Any
-    source: tf.Tensor
-    name: str
-    row_shape: tf.TensorShape
-    is_scaled: bool
+    source: tf.Tensor  # or the handle of the variable, with respect to which it was computed
+    name: str  # of the variable, or of the gradient if the source is not a variable
+    row_shape: tf.TensorShape  # of a sparse gradient
+    is_scaled: bool  # True if an optimizer has divided the target by the number of ranks
     loss: LossKind
 
 
@@ -71,7 +61,7 @@ class MarkedGraph(tf.Graph):
         self._loss_is_scaled = False
         self.scale_factors: list[tf.Operation] = []  # 1 / size, one for each scaled loss
         self._reader: LossReader | None = None
-        self._penalties = Penalties()
+        self.penalties = Penalties()
 
     @property
     def _is_loss_scaled_by_optimizer(self) -> bool:
@@ -94,12 +84,7 @@ class MarkedGraph(tf.Graph):
             self._loss_functions.add(self.get_name_scope(), reduction)
 
     def reduce_as(self, loss: tf.Tensor) -> None:
-        """Makes the reduction of a loss the last one of the graph, for TensorFlow.
-
-        Args:
-          loss: loss that an optimizer is about to scale. Without a loss function before it, the
-            last reduction is kept.
-        """
+        """Makes the reduction of a loss the last one of the graph, for TensorFlow."""
         kind = self.loss_kind([loss]) if self.reads_losses else None
         if kind is None or kind.problem:
             self._reduction = self._loss_functions.reduction_of([loss]) or self._reduction
@@ -119,18 +104,9 @@ class MarkedGraph(tf.Graph):
             self.read_losses(data, reduction.size, said, is_weighted)
 
     def read_losses(
-        self,
-        data: Collection[tf.Operation],
-        size: int,
-        said: str = "",
-        weighted: bool = False,
+        self, data: Collection[tf.Operation], size: int, said: str = "", weighted: bool = False
     ) -> None:
-        """Reads the graphs of losses from now on, in a program that does not know of ranks.
-
-        Args:
-          said: "mean" or "sum" if the user says what the losses are, else empty.
-          weighted: True if batches may differ in length.
-        """
+        """Reads the graphs of losses from now on, in a program that does not know of ranks."""
         functions = self._loss_functions.reductions
         known = Known(data, functions, self.marks, size, said, weighted)
         self._reader = LossReader(known)
@@ -138,12 +114,7 @@ class MarkedGraph(tf.Graph):
     def loss_kind(
         self, targets: Sequence[Any], weights: Sequence[Any] = (), can_divide: bool = True
     ) -> LossKind:
-        """Returns the kind of a loss.
-
-        Args:
-          weights: tensors that multiply their elements, such as gradients of a later part.
-          can_divide: True if operations may still be added before the backward pass.
-        """
+        """Returns the kind of a loss, whose graph can still be changed if `can_divide`."""
         if self._reader is None:
             is_sum = self._loss_functions.reduction_of([*targets, *weights]) == SUM
             return LossKind(is_sum, "of its last loss function")
@@ -153,21 +124,13 @@ class MarkedGraph(tf.Graph):
         if passed_on:
             return passed_on[0]
         kind = kind_of(targets, self._reader, can_divide)
-        self._penalties.prepare(kind)
+        self.penalties.prepare(kind)
         return kind
 
     @property
     def factors(self) -> list[tf.Operation]:
         """Factors that make the terms of a loss parts of the ranks."""
-        return [*self.scale_factors, *self._penalties.factors.values()]
-
-    def divide_penalties(self, kind: LossKind, share: Any) -> None:
-        """Gives each rank its share of the penalties of a loss, which is a sum otherwise.
-
-        Args:
-          share: 1 / number of ranks that add to the sum; a number or a scalar tensor.
-        """
-        self._penalties.divide(kind, share)
+        return [*self.scale_factors, *self.penalties.factors.values()]
 
     def is_scaled(self, targets: Sequence[Any]) -> bool:
         """Returns True if targets depend on a loss that an optimizer has divided by the ranks.
@@ -200,14 +163,7 @@ def marks_of_graph() -> dict[tf.Operation, Mark]:
 
 
 def mark_of(gradient: Any) -> Mark | None:
-    """Returns the mark of a gradient that comes straight from backward, in this branch or loop.
-
-    Args:
-      gradient: a tensor or a sparse gradient.
-
-    Returns:
-      None for any other value.
-    """
+    """Returns the mark of a gradient that comes straight from backward, in this branch or loop."""
     op, marks = values_of(gradient).op, marks_of_graph()
     while op.type == "Identity" and op not in marks:
         op = op.inputs[0].op
@@ -236,11 +192,10 @@ def _marked(
             gradient = tf.identity(gradient, name=_NAME)
             if source.dtype != tf.resource:
                 set_shape_of(gradient, source.shape)
+    name = values_of(gradient).op.name
     if isinstance(source, tf.Variable):
-        mark = Mark(gradient, source.op.outputs[0], source.op.name, row_shape, is_scaled, loss)
-    else:
-        name = values_of(gradient).op.name
-        mark = Mark(gradient, source, name, row_shape, is_scaled, loss)
+        source, name = source.op.outputs[0], source.op.name
+    mark = Mark(gradient, source, name, row_shape, is_scaled, loss)
     graph.marks.update({part.op: mark for part in parts_of(gradient)})
     return gradient
 

@@ -15,7 +15,7 @@ This module decides what is reduced, and by which weight. `hostopt.tensorflow` r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,10 +23,9 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import loss_is_scaled
 from estimator_ext.graphs.fingerprint import Updates
-from estimator_ext.graphs.walks import data_before, depends_on, operations_before
+from estimator_ext.graphs.walks import data_before, depends_on
 from estimator_ext.losses.kind import LossKind
 from estimator_ext.reduction.accumulation import Accumulation
-from estimator_ext.reduction.conditional import refuse_reductions_of_some_ranks
 from estimator_ext.reduction.deferred import DeferredReductions
 from estimator_ext.reduction.gradient_marks import Mark, mark_of, marked_graph
 from estimator_ext.reduction.skipped_updates import SkippedUpdates
@@ -39,18 +38,18 @@ from hostopt.tensorflow.sparse import map_values, set_shape_of, values_of
 
 _log = tf.get_logger()
 
+# A tensor or `tf.IndexedSlices`, the name of its variable, and the shape of a row.
+Gradient = tuple[Any, str, tuple[int, ...]]
+
 
 class GradientReduction:
     """Reduces the gradients of one graph, and holds all state of its reductions.
 
     Args:
-      strategy: the `HostOffloadStrategy`; its communicator is opened by the first reduction.
-      sparse_as_dense: True makes sparse gradients dense.
       at_backward: True for programs that do not know of ranks: gradients are reduced to those of
         one process. An optimizer reduces those that come straight from backward. All others, such
         as clipped or accumulated ones, are reduced where they leave backward, as soon as the step
         is complete (`unreduced_updates`).
-      graph: a training graph, whose reductions are built at its end; None builds each at once.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class GradientReduction:
         self.skipping = SkippedUpdates()
         self.model_knows_size = ""  # the place where the program reads the number of ranks
         self.has_divided = False  # True once a loss is computed as in one process
-        self.marked = MarkedGradients(self.size, self.sum_gradients, self.values)
+        self._losses: dict[LossKind, None] = {}  # whose gradients are reduced
         self.reducers: list[AnyReducer] = []  # to be closed with the graph
         self.sums: set[tf.Operation] = set()  # of the micro-batches of a single rank
         self._reduced: dict[Any, tf.Tensor] = {}  # sums by variable, not to be reduced again
@@ -97,11 +96,7 @@ class GradientReduction:
         self.reducers.clear()
 
     def check_skipped(self, updates: Updates) -> None:
-        """Checks that updates can be skipped, if the option `nonfinite` asks for it.
-
-        Raises:
-          hostopt.ConfigError: an update cannot be skipped.
-        """
+        """Checks that updates can be skipped, if the option `nonfinite` asks for it."""
         if self._strategy.options.nonfinite == "skip":
             self.skipping.check(updates)
 
@@ -110,29 +105,19 @@ class GradientReduction:
     def build_step(
         self,
         targets: Sequence[tf.Operation],
-        is_same: Callable[[tf.Tensor], bool],
+        updates: Updates | None,
         loss: tf.Tensor,
         is_mean: bool,
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Builds the deferred reductions and the reduction of the loss.
-
-        Collective: all ranks must call it.
-
-        Args:
-          is_same: returns True if all ranks have the same value of a tensor.
-          loss: the loss of this rank.
-          is_mean: True for the mean over the ranks, False for the sum.
+        """Builds the deferred reductions and that of the loss; collective.
 
         Returns:
           The reduced loss, and tensors that are available after all reductions of the step and
           fail at the end of the data.
-
-        Raises:
-          hostopt.ConfigError: a tensor cannot be reduced, or not on all ranks in the same steps.
         """
         loss = self.values.weigh_loss(loss, is_mean)
         deferred, weights = self._deferred, self.values.weights
-        if deferred is None:
+        if deferred is None or updates is None:
             return loss, []
         loss = tf.reshape(loss, [])  # the static shape may be unknown, or [1] as in TensorFlow
         op = hostopt.ReduceOp.AVERAGE if is_mean else hostopt.ReduceOp.SUM
@@ -140,10 +125,10 @@ class GradientReduction:
         ends = [] if weights is None else [weights.mean_weight]
         targets = [*targets, *(tensor.op for tensor in ends)]
         repeated = [] if self.accumulation is None else self.accumulation.additions
-        refuse_reductions_of_some_ranks(operations_before(targets), is_same)
+        refuse_reductions_of_some_ranks(updates)
         if weights is not None:
             deferred.refuse_before(repeated)
-        self._add_reducers(deferred.build(targets, is_same, reduction, repeated))
+        self._add_reducers(deferred.build(targets, updates.is_same, reduction, repeated))
         total = deferred.loss
         if total is None:  # no exchange could carry it
             total = self.values.reduce_loss(loss, is_mean, deferred.last_results)
@@ -165,11 +150,7 @@ class GradientReduction:
         pairs: Sequence[tuple[Any, Any]],
         nonfinite: str | None = None,
     ) -> list[Any]:
-        """Reduces those gradients that have not been reduced yet: [G2] to [G5].
-
-        Returns:
-          The results, in the order of `pairs`.
-        """
+        """Reduces those gradients that have not been reduced yet: [G2] to [G5]."""
         results = [value for value, _ in pairs]
         for value, variable in pairs:
             if isinstance(variable, tf.Variable):
@@ -181,7 +162,7 @@ class GradientReduction:
         gradients = [(results[i], *_name_and_row_shape(pairs[i][1], results[i])) for i in left]
         if follows:
             marks = [mark_of(gradient) for gradient, *_ in gradients]
-            sums = self.marked.reduce(gradients, marks, nonfinite)
+            sums = self.reduce_marked(gradients, marks, nonfinite)
         else:
             sums = self.sum_gradients(gradients, loss_is_scaled(), nonfinite)
             if reduce_op == tf.distribute.ReduceOp.MEAN:
@@ -203,21 +184,9 @@ class GradientReduction:
         return depends_on([values.op], [total.op], data_before)
 
     def sum_gradients(
-        self,
-        gradients: Sequence[tuple[Any, str, tuple[int, ...]]],
-        is_mean: bool,
-        nonfinite: str | None = None,
+        self, gradients: Sequence[Gradient], is_mean: bool, nonfinite: str | None = None
     ) -> list[Any]:
-        """Sums dense and sparse gradients over the ranks.
-
-        Args:
-          gradients: for each one the tensor or `tf.IndexedSlices`, the name of its variable, and
-            the shape of a row.
-          is_mean: True if the sums make a mean, in which a rank counts by its examples.
-
-        Returns:
-          The sums, on the host.
-        """
+        """Sums dense and sparse gradients over the ranks."""
         if not gradients:
             return []
         values, names = [value for value, *_ in gradients], [name for _, name, _ in gradients]
@@ -240,7 +209,6 @@ class GradientReduction:
     def _check(
         self, values: Sequence[Any], names: Sequence[str], nonfinite: str | None
     ) -> list[Any]:
-        """Checks the gradients of a single rank, which are their own sums."""
         communicator = self._strategy.communicator
         check = NonFiniteCheck(communicator, nonfinite, is_local=True)
         self.skipping.checks.append(check)
@@ -252,7 +220,6 @@ class GradientReduction:
     def _sum(
         self, reductions: Sequence[Reduction], weight: tf.Tensor | None, nonfinite: str | None
     ) -> list[Any]:
-        """Sums gradients at the end of the training graph if possible, else here."""
         if self._deferred and self._deferred.can_take([each.value for each in reductions]):
             return [self._deferred.add(each, weight, nonfinite) for each in reductions]
         communicator = self._strategy.communicator
@@ -264,17 +231,81 @@ class GradientReduction:
         self.reducers += reducers
         self.skipping.checks += [reducer.nonfinite_check for reducer in reducers]
 
+    # -- gradients by the kinds of their losses -----------------------------------------------
+
+    def reduce_marked(
+        self,
+        gradients: Sequence[Gradient],
+        marks: Sequence[Mark],
+        nonfinite: str | None = None,
+        device: str = HOST_DEVICE,
+    ) -> list[Any]:
+        """Reduces gradients to their mean over the ranks, or to the sum if their loss is a sum."""
+        for mark in dict.fromkeys(marks):
+            self._check_loss(mark)
+        kinds = [(mark.loss.is_sum, mark.is_scaled) for mark in marks]
+        results: list[Any] = [None] * len(marks)
+        for is_sum, is_scaled in sorted(set(kinds)):
+            chosen = [i for i, kind in enumerate(kinds) if kind == (is_sum, is_scaled)]
+            sums = self.sum_gradients([gradients[i] for i in chosen], not is_sum, nonfinite)
+            if not (is_sum or is_scaled):
+                with tf.device(device):
+                    sums = [map_values(lambda each: each / self.size, total) for total in sums]
+            for i, total in zip(chosen, sums):
+                results[i] = total
+        return results
+
+    def _check_loss(self, mark: Mark) -> None:
+        graph, loss = marked_graph(), mark.loss
+        if loss.problem and self.size > 1:
+            text, remedy = loss.problem
+            raise hostopt.ConfigError(
+                f"{self.size} ranks are to train like one process, but a loss {text}. {remedy}"
+            )
+        if graph is not None:
+            graph.penalties.divide(loss, self.values.share)
+        self._losses[loss] = None
+
+    def decide_loss(self, loss: tf.Tensor, is_mean: bool) -> bool:
+        """Decides how the reported loss is reduced, and logs what is a mean and what is a sum."""
+        for each in self._losses if self.size > 1 else ():
+            kind = "sum" if each.is_sum else "mean"
+            text = "gradients are the %s over %d ranks, as the loss is a %s over the batch: %s"
+            log = _log.warning if each.is_assumed else _log.info
+            log(text, kind, self.size, kind, each.reason)
+        graph = marked_graph()
+        if graph is None or not self._losses:
+            return is_mean
+        reported = graph.loss_kind([loss])
+        graph.penalties.divide(reported, self.values.share)
+        return not reported.is_sum
+
+
+def refuse_reductions_of_some_ranks(updates: Updates) -> None:
+    """Checks that all ranks make the reductions in branches and loops in the same steps.
+
+    Such a reduction is built at once, in the graph of its branch. Ranks that take different
+    branches would pair values of different steps, or wait for each other until a timeout.
+    """
+    for op, predicates in updates.reductions:
+        differing = next((each for each in predicates if not updates.is_same(each)), None)
+        if differing is not None:
+            if differing.op.type == "LoopCond":  # of a TensorFlow 1 loop
+                differing = differing.op.inputs[0]
+            raise hostopt.ConfigError(
+                f"reduction {op.name!r} is made only if predicate {differing.name!r} of a branch "
+                "or loop says so, which may differ by rank. Reduce before the branch, as with "
+                "estimator_ext.reduce_gradients, or choose the branch by a value that is reduced, "
+                "as with tf.distribute.get_replica_context().all_reduce"
+            )
+
 
 def read_accumulators(
     reduction: GradientReduction,
     reduce_op: tf.distribute.ReduceOp,
     pairs: Sequence[tuple[Any, Any]],
 ) -> list[tuple[Any, Any]]:
-    """Returns pairs in which variables that a program gives as gradients are read.
-
-    Args:
-      reduce_op: SUM or MEAN, which is that of a moving average of a variable.
-    """
+    """Returns pairs in which variables that a program gives as gradients are read."""
     if not reduction.follows_gradients or reduce_op != tf.distribute.ReduceOp.SUM:
         return list(pairs)
     kind = tf.Variable
@@ -285,7 +316,6 @@ def read_accumulators(
 
 
 def _name_and_row_shape(variable: Any, gradient: Any) -> tuple[str, tuple[int, ...]]:
-    """Returns the name of a gradient's variable and, for a sparse gradient, the shape of a row."""
     is_variable = isinstance(variable, tf.Variable)
     name = variable.op.name if is_variable else values_of(gradient).op.name
     if not isinstance(gradient, tf.IndexedSlices):
@@ -298,90 +328,3 @@ def _name_and_row_shape(variable: Any, gradient: Any) -> tuple[str, tuple[int, .
         f"the gradient of {name!r} is sparse, and {name!r} is of shape {shape}, wanted one whose "
         "rows have a known shape. Create the variable with a static shape"
     )
-
-
-# -- gradients by the kinds of their losses --------------------------------------------------
-
-# Reduces gradients to those of one process, by the kinds of their losses.
-
-
-class MarkedGradients:
-    """The gradients of one graph whose losses are known.
-
-    Args:
-      sum_gradients: that of `GradientReduction`.
-      values: reductions of other tensors of the graph.
-    """
-
-    def __init__(
-        self, size: int, sum_gradients: Callable[..., list[Any]], values: ValueReduction
-    ) -> None:
-        self._size = size
-        self._sum_gradients = sum_gradients
-        self._values = values
-        self._losses: dict[LossKind, None] = {}  # whose gradients are reduced
-
-    def reduce(
-        self,
-        gradients: Sequence[tuple[Any, str, tuple[int, ...]]],
-        marks: Sequence[Mark],
-        nonfinite: str | None = None,
-        device: str = HOST_DEVICE,
-    ) -> list[Any]:
-        """Reduces gradients to their mean over the ranks, or to the sum if their loss is a sum.
-
-        Args:
-          device: device of the results, unless they are sums.
-
-        Returns:
-          The results, in the order of `gradients`.
-
-        Raises:
-          hostopt.ConfigError: a loss is neither a mean nor a sum.
-        """
-        for mark in dict.fromkeys(marks):
-            self._check(mark)
-        kinds = [(mark.loss.is_sum, mark.is_scaled) for mark in marks]
-        results: list[Any] = [None] * len(marks)
-        for is_sum, is_scaled in sorted(set(kinds)):
-            chosen = [i for i, kind in enumerate(kinds) if kind == (is_sum, is_scaled)]
-            sums = self._sum_gradients([gradients[i] for i in chosen], not is_sum, nonfinite)
-            if not (is_sum or is_scaled):
-                with tf.device(device):
-                    sums = [map_values(lambda each: each / self._size, total) for total in sums]
-            for i, total in zip(chosen, sums):
-                results[i] = total
-        return results
-
-    def _check(self, mark: Mark) -> None:
-        graph, loss = marked_graph(), mark.loss
-        if loss.problem and self._size > 1:
-            text, remedy = loss.problem
-            raise hostopt.ConfigError(
-                f"{self._size} ranks are to train like one process, but a loss {text}. {remedy}"
-            )
-        if graph is not None:
-            graph.divide_penalties(loss, self._values.share)
-        self._losses[loss] = None
-
-    def decide(self, loss: tf.Tensor, is_mean: bool) -> bool:
-        """Decides how the reported loss is reduced, and logs what is a mean and what is a sum.
-
-        Args:
-          loss: the loss of the step, in the default graph.
-          is_mean: the decision if no gradient was reduced here.
-
-        Returns:
-          True for the mean over the ranks, False for the sum.
-        """
-        for each in self._losses if self._size > 1 else ():
-            kind = "sum" if each.is_sum else "mean"
-            text = "gradients are the %s over %d ranks, as the loss is a %s over the batch: %s"
-            log = _log.warning if each.is_assumed else _log.info
-            log(text, kind, self._size, kind, each.reason)
-        graph = marked_graph()
-        if graph is None or not self._losses:
-            return is_mean
-        reported = graph.loss_kind([loss])
-        graph.divide_penalties(reported, self._values.share)
-        return not reported.is_sum

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from estimator_ext.graphs.operation_kinds import depends_on_more, takes_handle
+from estimator_ext.graphs.operation_kinds import ADDING, depends_on_more, takes_handle
 from estimator_ext.graphs.walks import (
     BRANCHES,
     CALLS,
@@ -24,19 +24,13 @@ from estimator_ext.graphs.walks import (
 )
 from estimator_ext.reduction.gradient_marks import Mark
 
-_ADDING = ("AddV2", "Add", "AddN", "Sub")
 _PASSING = ("Identity", "Neg", "Cast", "Reshape", "EnsureShape", "StopGradient", "Snapshot")
 
 Marks = dict[Mark, None]
 
 
 class LinearGradients:
-    """The results of calls that are linear in gradients.
-
-    Args:
-      marks: the gradients of the graph and its functions.
-      is_same: returns True if all ranks have the same value of a tensor of the step.
-    """
+    """The results of calls that are linear in gradients."""
 
     def __init__(
         self, marks: Mapping[tf.Operation, Mark], is_same: Callable[[tf.Tensor], bool]
@@ -50,11 +44,7 @@ class LinearGradients:
         self._carried: dict[tf.Operation, tuple[int, list[int]]] = {}
 
     def mark_of(self, tensor: tf.Tensor) -> Mark | None:
-        """Returns the mark of a result that can be reduced like a gradient; None for another one.
-
-        Args:
-          tensor: result of an operation that calls a function.
-        """
+        """Returns the mark of a result of a call that can be reduced like a gradient, or None."""
         if tensor.op.type not in CALLS or not tensor.dtype.is_floating:
             return None
         if tensor.ref() not in self._found:
@@ -89,7 +79,7 @@ class LinearGradients:
             return self._terms(self._passed[op])
         if _is_zero(tensor):
             return {}
-        if op.type in _ADDING:
+        if op.type in ADDING:
             return _union(self._terms(each) for each in op.inputs)
         if op.type in _PASSING:
             return self._terms(op.inputs[0])

@@ -49,18 +49,14 @@ _OF_STEP, _REPEATED = "", "repeated"
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """A reduction that is built at the end of the graph.
-
-    Args:
-      stand_ins: operations that pass on the result, one for each tensor of the value.
-      weight: factor of this rank's gradients; None for 1.
-      nonfinite: reaction to a result that is not finite; None for that of the option.
-    """
+    """A reduction that is built at the end of the graph."""
 
     reduction: Reduction
-    stand_ins: tuple[tf.Operation, ...]
-    weight: tf.Tensor | None
-    nonfinite: str | None
+    stand_ins: tuple[
+        tf.Operation, ...
+    ]  # one for each tensor of the value; they pass on the result
+    weight: tf.Tensor | None  # scalar of float64, of this rank's gradients; None for 1
+    nonfinite: str | None  # reaction to NaN and Inf; None for that of the option
 
     @property
     def sources(self) -> list[tf.Operation]:
@@ -70,19 +66,12 @@ class Deferred:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The exchanges of a graph.
+    """The exchanges of a graph."""
 
-    Args:
-      groups: the reductions of each exchange of the step, in the order of the exchanges.
-      with_loss: index of the group that the loss joins; None if it is reduced separately.
-      outside: reductions that the step does not make.
-      unused: results of reductions that are built already and that the step makes for hooks.
-    """
-
-    groups: list[list[Deferred]]
-    with_loss: int | None
-    outside: list[Deferred]
-    unused: list[tf.Tensor]
+    groups: list[list[Deferred]]  # one for each exchange of the step, in their order
+    with_loss: int | None  # index of the group that the loss joins
+    outside: list[Deferred]  # which the step does not make
+    unused: list[tf.Tensor]  # results that are built already, and that the step makes for hooks
 
 
 def make_schedule(
@@ -93,12 +82,6 @@ def make_schedule(
     repeated: Sequence[tf.Operation],
 ) -> Schedule:
     """Groups reductions into exchanges: [R1], [R3] to [R5].
-
-    Args:
-      targets: operations that run in each step, of any rank.
-      deferred: reductions, in the same order on all ranks.
-      built: results of reductions that are built already.
-      repeated: operations that run for each micro-batch of a step.
 
     Returns:
       The schedule, the same on all ranks if their graphs are.
@@ -134,9 +117,6 @@ def needs_no_reduction(reduction: Reduction, is_same: Callable[[tf.Tensor], bool
 
     A constant is not enough. It looks the same on all ranks in the graph, but the program may have
     made it of this rank's data.
-
-    Args:
-      is_same: returns True if all ranks have the same value of a tensor.
     """
     if reduction.is_gradient or reduction.op is not hostopt.ReduceOp.AVERAGE:
         return False
@@ -150,14 +130,7 @@ def needs_no_reduction(reduction: Reduction, is_same: Callable[[tf.Tensor], bool
 def _unused(
     targets: Sequence[tf.Operation], deferred: Sequence[Deferred], built: Sequence[tf.Tensor]
 ) -> tuple[dict[Deferred, frozenset[tf.Operation]], list[tf.Tensor]]:
-    """Finds reductions that nothing in the step uses, and that it can make nevertheless.
-
-    Args:
-      built: results of reductions that are built already.
-
-    Returns:
-      Such reductions, with the operations before each one that change state; and such results.
-    """
+    """Finds reductions that nothing in the step uses, and that it can make nevertheless."""
     used = operations_before(targets)
     changes = {op for op in used if _changes_state(op)}
     unused_gradients = {
@@ -183,7 +156,6 @@ def _unused(
 
 
 def _changes_state(op: tf.Operation) -> bool:
-    """Returns True if an operation may change a variable, a queue or the position in the data."""
     is_stateful = op.op_def.is_stateful or any(map(is_reference, op.inputs))
     return is_stateful and not _HARMLESS.fullmatch(op.type)
 
@@ -191,7 +163,6 @@ def _changes_state(op: tf.Operation) -> bool:
 def _levels(
     targets: Sequence[tf.Operation], deferred: Sequence[Deferred]
 ) -> tuple[dict[Deferred, int], dict[tf.Operation, int]]:
-    """Returns the levels of the reductions and operations that run: [R1]."""
     by_stand_in = {op: each for each in deferred for op in each.stand_ins}
     entries = _entries_of_loops(targets)
 
@@ -214,7 +185,6 @@ def _levels(
 def _runs_before(
     op: tf.Operation, entries: dict[bytes, list[tf.Operation]]
 ) -> Collection[tf.Operation]:
-    """Returns the operations before one; all inputs of a loop come before its first operation."""
     if op.type in LOOPS_BACK:  # ends a loop, which is entered at its beginning
         return ()
     before = set(runs_before(op))
@@ -226,7 +196,6 @@ def _runs_before(
 
 
 def _entries_of_loops(targets: Sequence[tf.Operation]) -> dict[bytes, list[tf.Operation]]:
-    """Returns the inputs of each loop of TensorFlow 1, by the name of the loop."""
     entries: dict[bytes, list[tf.Operation]] = {}
     for op in targets[0].graph.get_operations() if targets else ():
         if op.type in _ENTRIES:

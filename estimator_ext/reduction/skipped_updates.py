@@ -28,11 +28,7 @@ class SkippedUpdates:
         self._predicates: dict[tf.Operation, bool] = {}  # True for checks
 
     def watch(self, sums: Sequence[tf.Tensor]) -> None:
-        """Makes all updates depend on these sums too, including updates that are built already.
-
-        Args:
-          sums: tensors that are available after the checks of their reductions.
-        """
+        """Makes all updates depend on these sums too, including updates that are built already."""
         sources = [tensor.op for tensor in sums]
         if self._finite is None or depends_on(sources, [self._finite.op]):
             # these sums depend on updates, which cannot wait for them
@@ -45,12 +41,7 @@ class SkippedUpdates:
             add_control_inputs(self._finite.op, sources)
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that builds updates which run only if all sums are finite.
-
-        Returns:
-          `function` itself if no sums are watched; otherwise a function that builds the same
-          operations in a branch, and returns an operation.
-        """
+        """Returns a function that builds updates which run only if all sums are finite."""
         finite = self._finite
         if finite is None:
             return function
@@ -66,11 +57,7 @@ class SkippedUpdates:
         return guarded
 
     def check(self, updates: Updates) -> None:
-        """Checks that every update with a gradient can be skipped.
-
-        Raises:
-          hostopt.ConfigError: an update uses a gradient even if it is not finite.
-        """
+        """Checks that every update with a gradient can be skipped."""
         marks = marks_of_graph()
         trained = {updates.variable_of(mark.source.op) for mark in marks.values()}
         for variable in sorted(trained & updates.changes.keys()):

@@ -23,32 +23,21 @@ _log = tf.get_logger()
 
 
 class Needs(NamedTuple):
-    """Needs of the batches of the ranks, so that each example counts once.
+    """Needs of the batches of the ranks, so that each example counts once."""
 
-    Args:
-      weights: True for weights, as batches may differ in length between ranks or steps.
-      join: True if a rank without data has to repeat its last batch. It needs weights, too.
-    """
-
-    weights: bool
-    join: bool
+    weights: bool  # as batches may differ in length between ranks or steps
+    join: bool  # a rank without data has to repeat its last batch, which needs weights, too
 
 
 def needs_of(
     data: Any, communicator: hostopt.Communicator, config: tf.compat.v1.ConfigProto
 ) -> Needs:
-    """Returns what the batches of the ranks need.
+    """Returns what the batches of the ranks need, the same on all ranks; collective.
 
-    Collective: all ranks must call it.
-
-    Args:
-      config: configuration of a session that reads the length of a dataset.
-
-    Returns:
-      The needs, the same on all ranks. Ranks repeat batches if the data of one may end, and all
-      have datasets of plain tensors.
+    Ranks repeat batches if the data of one may end, and all have datasets of plain tensors.
     """
-    specs = tf.nest.flatten(data.element_spec) if _is_dataset(data) else [None]
+    is_dataset = isinstance(data, tf.data.Dataset)
+    specs = tf.nest.flatten(data.element_spec) if is_dataset else [None]
     can = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
     endless, length = lengths_of(data, config)
     local = np.array([can, not endless, length])
@@ -58,15 +47,8 @@ def needs_of(
 
 
 def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
-    """Checks that data without weights, which data workers divide unevenly, do not end.
-
-    Args:
-      config: configuration of a session that reads the length of the dataset.
-
-    Raises:
-      UnsupportedError: they may end.
-    """
-    if _is_dataset(dataset) and not lengths_of(dataset, config).endless:
+    """Checks that data without weights, which data workers divide unevenly, do not end."""
+    if isinstance(dataset, tf.data.Dataset) and not lengths_of(dataset, config).endless:
         raise UnsupportedError(
             "the dataset of input_fn may end, and has sparse or ragged elements, or some of "
             "unknown rank. Data workers give ranks different numbers of batches, and a rank "
@@ -76,11 +58,7 @@ def check_endless(dataset: Any, config: tf.compat.v1.ConfigProto) -> None:
 
 
 def repeat_last_batch(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns an endless dataset that repeats the last element, or zeros if there is none.
-
-    Returns:
-      Dataset of pairs: an element, and a bool that is False for a repeated one.
-    """
+    """Repeats the last element, or zeros, for ever; pairs each with False if it is repeated."""
     spec = dataset.element_spec
     zeros = tf.nest.map_structure(_zeros, spec)
 
@@ -99,11 +77,7 @@ def repeat_last_batch(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def has_next(batch: Any) -> tf.Tensor:
-    """Returns a tensor that is True for each batch, and fails at the end of the data.
-
-    Args:
-      batch: features and labels, in any structure.
-    """
+    """Returns a tensor that is True for each batch, and fails at the end of the data."""
     tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
     read = [first_read(tensors)] if tensors else []
     with tf.device(HOST_DEVICE), tf.control_dependencies(read):
@@ -117,9 +91,7 @@ class BatchWeights:
     `sum_weight`, 1 or 0, for a sum over the ranks. So is `share`, 1 / number of ranks with data.
 
     Args:
-      examples: scalar of float32, the number of examples of this rank in the step.
-      batches: scalar of float32, the number of new batches of this rank in the step.
-      mode: "join" ends with the last rank's data, "stop" with the first rank's.
+      examples, batches: scalars of float32, what this rank adds to the step.
     """
 
     def __init__(
@@ -134,7 +106,7 @@ class BatchWeights:
         self._stops = mode == "stop"
         self._steps = self._idle_steps = 0
         with tf.device(HOST_DEVICE), tf.name_scope("batch_weights"):
-            mean_weight, sum_weight, share, has_next = call_in_background(
+            *weights, has_next = call_in_background(
                 abort_on_error(communicator, self._exchange),
                 [examples, batches],
                 [tf.float64, tf.float64, tf.float64, tf.bool],
@@ -143,11 +115,10 @@ class BatchWeights:
             # not in the background, where StopIteration would not count as the end of the data
             ended = tf.numpy_function(_stop_if_ended, [has_next], tf.bool, name="HostEndOfData")
             with tf.control_dependencies([ended]):
-                self.mean_weight = tf.identity(mean_weight)
-                self.sum_weight = tf.identity(sum_weight)
-                self.share = tf.identity(share)
-        for weight in (self.mean_weight, self.sum_weight, self.share):
+                weights = [tf.identity(weight) for weight in weights]
+        for weight in weights:
             weight.set_shape([])
+        self.mean_weight, self.sum_weight, self.share = weights
 
     def _exchange(self, examples: np.ndarray, batches: np.ndarray) -> list[Any]:
         count, has_data = float(examples), bool(batches > 0)
@@ -187,21 +158,9 @@ def _stop_if_ended(has_next: np.ndarray) -> Any:
 
 
 def count_examples(element: Any, new: tf.Tensor) -> list[tf.Tensor]:
-    """Counts the examples and batches of an element.
-
-    Args:
-      element: features, and labels if there are any.
-      new: scalar of bool, False for a repeated element.
-
-    Returns:
-      Two scalars of float32: the number of examples, and 1. Both are 0 for a repeated element.
-    """
+    """Returns the number of examples and 1, in float32; both are 0 for a repeated element."""
     batches = tf.cast(new, tf.float32)
     return [tf.cast(length_of(element), tf.float32) * batches, batches]
-
-
-def _is_dataset(dataset: Any) -> bool:
-    return isinstance(dataset, tf.data.Dataset)
 
 
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:

@@ -18,7 +18,6 @@ A variable is trained if it is trainable, or if it is updated with its own gradi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_private import control_flow_context, replace_input
 from estimator_ext.graphs.fingerprint import Updates
+from estimator_ext.graphs.operation_kinds import SEEDED
 from estimator_ext.graphs.walks import BRANCHES, CALLS, data_before, predicates_around, walk
 from estimator_ext.reduction.gradient_marks import Mark, marks_of_graph
 from estimator_ext.reduction.gradient_reduction import GradientReduction
@@ -37,8 +37,6 @@ from hostopt.tensorflow.sparse import parts_of, slices_of
 
 _log = tf.get_logger()
 
-# The same on all ranks if seeds and programs are. The replica consistency check finds the rest.
-_TRUSTED = re.compile(r"PyFunc|EagerPyFunc|.*(Random|Normal|Multinomial)|StatefulUniform")
 _ALL_REDUCE = "tf.distribute.get_replica_context().all_reduce"
 _OF_DATA = (
     f"reduce it first with {_ALL_REDUCE}, or gradients with "
@@ -53,14 +51,7 @@ _OF_SYNC_ON_READ = f"reduce its value with {_ALL_REDUCE} before it is used"
 def mend_unreduced_updates(
     reduction: GradientReduction, updates: Updates, data: Collection[tf.Operation]
 ) -> int:
-    """Reduces the gradients of updates that use them unreduced, as far as possible.
-
-    Args:
-      reduction: reduces the gradients of the default graph.
-
-    Returns:
-      Number of gradients that are reduced now, in the default graph.
-    """
+    """Reduces the gradients of updates that use them unreduced, as far as possible."""
     if reduction.size == 1 and reduction.accumulation is None:
         return 0  # a gradient is its own sum
     return _reduce(reduction, _search(updates, data).edges.values())  # [U3]
@@ -69,16 +60,7 @@ def mend_unreduced_updates(
 def check_mended(updates: Updates, data: Collection[tf.Operation]) -> dict[str, str]:
     """Checks that no update of a trained variable depends on this rank's data any more.
 
-    Args:
-      updates: the updates of the step, after `mend_unreduced_updates`.
-
-    Returns:
-      By name of a trained variable, an operation whose value may differ by rank and cannot be
-      checked in the graph, such as a Python function.
-
-    Raises:
-      hostopt.ConfigError: a trained variable is updated from this rank's data, and reducing
-        gradients does not help.
+    Returns by name of a trained variable what cannot be checked, such as a Python function.
     """
     search = _search(updates, data)
     mended = search.suspects.keys() - search.causes.keys()
@@ -128,8 +110,6 @@ def _search(updates: Updates, data: Collection[tf.Operation]) -> _Search:
 def _uses_own_gradient(
     updates: Updates, variable: str, marks: Mapping[tf.Operation, Mark]
 ) -> bool:
-    """Returns True if a variable is updated with a gradient with respect to itself."""
-
     def before(op: tf.Operation) -> list[tf.Operation]:
         read = [name for name in _variables_read(updates, op) if name != variable]
         return [*data_before(op), *(u for name in read for u in updates.varying.get(name, ()))]
@@ -153,24 +133,15 @@ class _Edge:
 
 @dataclass
 class _Search:
-    """Finds gradients that are not reduced, and other causes that make an update vary.
-
-    Args:
-      updates: the updates of the step.
-      trained: names of the trained variables.
-      marks: the gradients of the graph.
-      linear: finds results of calls that are linear in gradients.
-      edges: inputs through which gradients leave the backward pass, by consumer and index.
-      suspects: by name of a variable, an operation that may make it differ by rank.
-      causes: by name of a variable, the cause that makes it differ, and the remedy.
-    """
+    """Finds gradients that are not reduced, and other causes that make an update vary."""
 
     updates: Updates
     data: Collection[tf.Operation]
     trained: Sequence[str]
     marks: Mapping[tf.Operation, Mark]
     linear: LinearGradients
-    edges: dict[Any, _Edge] = field(default_factory=dict)
+    edges: dict[Any, _Edge] = field(default_factory=dict)  # by consumer and index
+    # by name of a variable: what may make it differ by rank; what does so, and the remedy
     suspects: dict[str, str] = field(default_factory=dict)
     causes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -226,7 +197,6 @@ class _Search:
     def _edge(
         self, variable: str, tensor: tf.Tensor, consumer: tf.Operation, index: int
     ) -> _Edge | None:
-        """Returns the edge of a gradient that can be reduced; None for any other tensor."""
         if tensor.op not in self.marks:
             tensor, consumer, index = _without_identities(tensor, consumer, index)
         mark = self.marks.get(tensor.op) or self.linear.mark_of(tensor)
@@ -247,7 +217,7 @@ class _Search:
     def _note_leaf(
         self, variable: str, update: tf.Operation, op: tf.Operation, decides: bool, inside: bool
     ) -> None:
-        if op not in self.data and _TRUSTED.match(op.type):
+        if op not in self.data and SEEDED.match(op.type):  # else the desync check finds it
             self.suspects[variable] = f"{op.name!r} ({op.type})"
         else:
             self.causes.setdefault(variable, self.describe(update, op, decides, inside))
@@ -255,17 +225,7 @@ class _Search:
     def describe(
         self, update: tf.Operation, op: tf.Operation, decides: bool = False, inside: bool = False
     ) -> tuple[str, str]:
-        """Describes why an update differs by rank, and the remedy.
-
-        Args:
-          update: the operation that changes a variable.
-          op: the operation whose value differs by rank.
-          decides: True if a branch or a loop depends on it.
-          inside: True if a branch, a loop or a function uses it.
-
-        Returns:
-          Two texts.
-        """
+        """Describes why an update differs by rank, and the remedy."""
         kind = "this rank's data" if op in self.data else "operation"
         cause = f"{kind} {op.name!r} ({op.type})"
         if decides:
@@ -277,7 +237,6 @@ class _Search:
 def _without_identities(
     tensor: tf.Tensor, consumer: tf.Operation, index: int
 ) -> tuple[tf.Tensor, tf.Operation, int]:
-    """Returns the input of the first IdentityN before a tensor, or the given one."""
     while tensor.op.type == "IdentityN":
         consumer, index = tensor.op, tensor.value_index
         tensor = consumer.inputs[index]
@@ -313,11 +272,7 @@ def _reduce(reduction: GradientReduction, edges: Iterable[_Edge]) -> int:
 
 
 def _mean(reduction: GradientReduction, mark: Mark, variable: str) -> dict[Any, tf.Tensor]:
-    """Returns the mean over the ranks, or the sum if the loss is a sum.
-
-    Returns:
-      The results, by the tensors of the gradient that they replace.
-    """
+    """Returns the mean over the ranks, or the sum if the loss is a sum."""
     if not mark.row_shape.is_fully_defined():
         raise hostopt.ConfigError(
             f"variable {variable!r} is updated with the sparse gradient of {mark.name!r}, whose "
@@ -327,7 +282,7 @@ def _mean(reduction: GradientReduction, mark: Mark, variable: str) -> dict[Any, 
     gradient, parts = mark.gradient, parts_of(mark.gradient)
     row_shape = tuple(mark.row_shape.as_list())
     gradients = [(gradient, mark.name, row_shape)]
-    (total,) = reduction.marked.reduce(gradients, [mark], device=parts[0].device)
+    (total,) = reduction.reduce_marked(gradients, [mark], device=parts[0].device)
     if isinstance(gradient, tf.IndexedSlices) and not isinstance(total, tf.IndexedSlices):
         total = slices_of(total, gradient.indices.dtype)  # an option has made it dense
     return {part.ref(): result for part, result in zip(parts, parts_of(total))}

@@ -21,14 +21,7 @@ from hostopt.tensorflow.reductions import Reduction
 
 
 class ValueReduction:
-    """Reduces tensors and the loss of one graph.
-
-    Args:
-      strategy: the `HostOffloadStrategy`; its communicator is opened by the first reduction.
-      deferred: takes reductions that are built at the end of the training graph; None builds
-        each one at once.
-      flags: travel with the loss.
-    """
+    """Reduces tensors and the loss of one graph."""
 
     def __init__(
         self, strategy: Any, deferred: DeferredReductions | None, flags: ops.StopSaveFlags
@@ -41,14 +34,7 @@ class ValueReduction:
         self._loss_weight: tf.Tensor | None = None
 
     def weight(self, is_mean: bool) -> tf.Tensor | None:
-        """Returns the factor of this rank's gradients and loss in the current step.
-
-        Args:
-          is_mean: True for a mean over the ranks, in which a rank counts by its examples.
-
-        Returns:
-          Scalar of float64; None if all ranks count 1.
-        """
+        """Returns the factor of this rank's gradients and loss in a step; None if all count 1."""
         if self.weights is None:
             return None
         return self.weights.mean_weight if is_mean else self.weights.sum_weight
@@ -59,15 +45,7 @@ class ValueReduction:
         return 1 / self._size if self.weights is None else self.weights.share
 
     def reduce(self, tensor: tf.Tensor, name: str, is_mean: bool) -> tf.Tensor:
-        """Reduces a tensor over the ranks, differentiably if its dtype is floating.
-
-        Args:
-          name: name of the reduction, the same on all ranks.
-          is_mean: True for the mean over the ranks, False for the sum.
-
-        Returns:
-          Tensor like `tensor`, on the host.
-        """
+        """Reduces a tensor over the ranks, differentiably if its dtype is floating."""
         if not tensor.dtype.is_floating:
             return self._reduce(tensor, name, is_mean)
 
@@ -112,20 +90,12 @@ class ValueReduction:
         else:
             total = ops.all_reduce(tensor, self._strategy.communicator, op, name)
             if can_defer:
-                self._deferred.add_built(total)
+                self._deferred.built.append(total)
         size = tf.cast(self._size, total.dtype)
         return tf.math.divide(total, size) if is_mean else total
 
     def weigh_loss(self, loss: tf.Tensor, is_mean: bool) -> tf.Tensor:
-        """Multiplies the loss of this rank by its weight; call it once, at the end of the graph.
-
-        Args:
-          loss: the loss of this rank.
-          is_mean: True if the reported loss is the mean over the ranks.
-
-        Returns:
-          The weighted loss, which is 0 for weight 0 even if the loss is NaN.
-        """
+        """Multiplies the loss by this rank's weight, once; by 0 it becomes 0, also from NaN."""
         weight = self.weight(is_mean)
         if weight is None:
             return loss
@@ -138,13 +108,6 @@ class ValueReduction:
         """Reduces the weighted loss of the step.
 
         A float32 scalar is sent at once and read after the gradients, so no rank waits for it.
-
-        Args:
-          is_mean: True for the mean over the ranks, False for the sum.
-          after: results of the other reductions of the step.
-
-        Returns:
-          Tensor of shape [].
         """
         if after and loss.dtype == tf.float32 and loss.shape.rank == 0:
             communicator = self._strategy.communicator

@@ -23,17 +23,11 @@ _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The device of forward and backward.
-
-    Args:
-      device: its name in this process.
-      gpus: numbers of the GPUs that this process uses, from 0; empty leaves all as they are.
-      problem: why it may be too small for all who use it, if memory does not grow as needed.
-    """
+    """The device of forward and backward."""
 
     device: str
-    gpus: tuple[int, ...] = ()
-    problem: str = ""
+    gpus: tuple[int, ...] = ()  # that this process uses; empty leaves all as they are
+    problem: str = ""  # why it may be too small for all who use it, unless memory grows as needed
 
     @property
     def is_gpu(self) -> bool:
@@ -41,11 +35,7 @@ class Accelerator:
         return tf.DeviceSpec.from_string(self.device).device_type == "GPU"
 
     def configure(self, config: tf.compat.v1.ConfigProto) -> None:
-        """Adds the device to the configuration of a session, which may say otherwise.
-
-        Raises:
-          hostopt.ConfigError: several ranks would each take all memory of one GPU.
-        """
+        """Adds the device to the configuration of a session, which may say otherwise."""
         spec, options = tf.DeviceSpec.from_string(self.device), config.gpu_options
         if spec.device_type == "CPU":
             config.device_count["CPU"] = max(
@@ -63,12 +53,6 @@ def find_accelerator(cluster: hostopt.Cluster, wanted: str | None) -> Accelerato
 
     Rank i of a host takes GPU i. What the user has chosen stays: a device by name, devices that
     are visible to TensorFlow, or one GPU by an environment variable.
-
-    Args:
-      wanted: the device that the user has chosen, or None.
-
-    Raises:
-      hostopt.ConfigError: there is no such device, or TensorFlow has opened all GPUs before.
     """
     if wanted is not None:
         _check_device(wanted)

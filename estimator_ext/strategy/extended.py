@@ -18,13 +18,17 @@ from estimator_ext._tf_private import (
     InputWorkers,
     OneDeviceExtended,
     OneDeviceReplicaContext,
+    ResourceVariable,
     UpdateContext,
     colocate_with,
+    control_dependencies_of,
+    could_possibly_record,
+    record_operation,
     scaled_loss,
     set_initializer,
+    variable_accessed,
 )
 from estimator_ext.reduction.gradient_reduction import GradientReduction, read_accumulators
-from estimator_ext.variables.cached_reads import read_where_needed, true_in_version_1
 from estimator_ext.variables.sync_on_read import is_sync_on_read
 from hostopt.tensorflow import ops
 from hostopt.tensorflow.background import HOST_DEVICE
@@ -46,9 +50,6 @@ class _RankExtended(OneDeviceExtended):
     def _size(self) -> int:
         return self._strategy.cluster.size
 
-    def _in_multi_worker_mode(self) -> bool:
-        return False  # else TensorFlow wraps each value, though there is only one replica
-
     @property
     def experimental_between_graph(self) -> bool:
         return True
@@ -57,9 +58,7 @@ class _RankExtended(OneDeviceExtended):
     def should_checkpoint(self) -> bool:
         return self._strategy.cluster.is_chief
 
-    @property
-    def should_save_summary(self) -> bool:
-        return self._strategy.cluster.is_chief
+    should_save_summary = should_checkpoint
 
     def input_context(self) -> tf.distribute.InputContext:
         """Returns the number of ranks and the index of this one, for an input_fn."""
@@ -77,7 +76,7 @@ class _RankExtended(OneDeviceExtended):
         )
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        kind = DistributedDataset if _is_eager() else DistributedDatasetV1
+        kind = DistributedDataset if in_functions() else DistributedDatasetV1
         return kind(
             dataset=dataset,
             input_workers=self._input_workers_with_options(options),
@@ -89,7 +88,9 @@ class _RankExtended(OneDeviceExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         kind = (
-            DistributedDatasetsFromFunction if _is_eager() else DistributedDatasetsFromFunctionV1
+            DistributedDatasetsFromFunction
+            if in_functions()
+            else DistributedDatasetsFromFunctionV1
         )
         return kind(
             input_workers=self._input_workers_with_options(options),
@@ -101,13 +102,7 @@ class _RankExtended(OneDeviceExtended):
 
 
 class HostOffloadExtended(_RankExtended):
-    """Forward and backward on `device`; variables, updates and reductions on the host.
-
-    Args:
-      strategy: the strategy that users hold.
-      variables_on_host, sparse_as_dense, auto_shard: options of the strategy.
-      cluster_resolver: the resolver that the user gave, or None.
-    """
+    """Forward and backward on `device`; variables, updates and reductions on the host."""
 
     def __init__(
         self,
@@ -134,9 +129,6 @@ class HostOffloadExtended(_RankExtended):
         Within the block the strategy is in scope, optimizers scale losses, variables keep their
         initializers (a hook broadcasts their values), and reductions are built by
         `GradientReduction.build_step`. The block lasts as long as the training.
-
-        Yields:
-          The reductions of this graph, which are closed at the end of the block.
         """
         strategy, default = self._strategy, self._default_reduction
         graph = tf.compat.v1.get_default_graph()
@@ -173,7 +165,7 @@ class HostOffloadExtended(_RankExtended):
     # -- variables -------------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = true_in_version_1(self._place_variable(next_creator, **kwargs))
+        variable = _true_in_version_1(self._place_variable(next_creator, **kwargs))
         if self.reduction is self._default_reduction and self._size > 1:
             # only the initializer takes rank 0's value: TensorFlow also uses initial_value
             name = f"the initial value of {variable.op.name!r}"
@@ -199,7 +191,7 @@ class HostOffloadExtended(_RankExtended):
         with tf.device(HOST_DEVICE if on_host else self._device):
             variable = next_creator(**kwargs)
         if is_cached:
-            read_where_needed(variable, is_chosen)
+            _read_where_needed(variable, is_chosen)
         return variable
 
     def read_var(self, replica_local_var: tf.Variable) -> tf.Tensor:
@@ -244,7 +236,6 @@ class HostOffloadExtended(_RankExtended):
         ]
 
     def _reduce_value(self, reduce_op: Any, value: Any, destination: Any) -> Any:
-        """Reduces a value that is not the gradient of a variable, such as a norm or a count."""
         result = self._reduce_to(reduce_op, value, destination, None)
         if isinstance(value, tf.IndexedSlices) and not isinstance(result, tf.IndexedSlices):
             with tf.device(HOST_DEVICE):
@@ -306,15 +297,7 @@ class ReplicaContext(OneDeviceReplicaContext):
     """
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does.
-
-        Args:
-          value: tensors and `tf.IndexedSlices`, in any structure.
-          options: `tf.distribute.experimental.CommunicationOptions`, which have no effect.
-
-        Returns:
-          The results, in the same structure.
-        """
+        """Reduces tensors over the ranks, as `tf.distribute.ReplicaContext.all_reduce` does."""
         if isinstance(reduce_op, str):
             reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
 
@@ -331,16 +314,72 @@ class ReplicaContext(OneDeviceReplicaContext):
         return tf.nest.pack_sequence_as(value, self.merge_call(reduce, args=tensors))
 
 
-def _is_eager() -> bool:
-    """Returns True if datasets are iterated eagerly, False if in a graph of TensorFlow 1."""
-    return tf.compat.v1.executing_eagerly_outside_functions()
+def in_functions() -> bool:
+    """Returns True eagerly and in functions, False in a graph of TensorFlow 1."""
+    return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 
 def _is_mirrored(value: Any) -> bool:
-    """Returns True if a value is a variable that is the same on all ranks."""
     return isinstance(value, tf.Variable) and value.trainable and not is_sync_on_read(value)
 
 
 def _is_gradient(value: Any, destination: Any) -> bool:
-    """Returns True if a pair to be reduced is a gradient and its variable."""
     return isinstance(destination, tf.Variable) and not isinstance(value, tf.Variable)
+
+
+# -- reads of variables ----------------------------------------------------------------------
+
+
+def _read_where_needed(variable: Any, always_cached: bool) -> None:
+    """Makes tapes record each read of a variable, and reads it again under control dependencies.
+
+    TensorFlow returns the same cached tensor for each read. It is older than any GradientTape, so
+    the tape would not know it as the value of the variable, and the gradient would be None. It is
+    also older than any update, so a read after an update would return the old value. Within a
+    branch, a loop or a function, a tape of the graph around it would see only the old tensor.
+
+    Args:
+      always_cached: True if the program has chosen the caching device. It then gets the cached
+        value under control dependencies too, as in TensorFlow.
+    """
+    cached_value = variable.value
+
+    def value() -> tf.Tensor:
+        graph = tf.compat.v1.get_default_graph()
+        if not always_cached and control_dependencies_of(graph):
+            return variable.read_value()
+        if could_possibly_record() and graph is not variable.handle.graph:
+            return variable.read_value()
+        cached = cached_value()
+        if not could_possibly_record():
+            return cached
+        variable_accessed(variable)
+        with tf.device(cached.device):
+            result = tf.identity(cached)  # a tape needs a new tensor for each read
+        record_operation(
+            "ReadVariableOp",
+            [result],
+            [variable.handle],
+            backward_function=lambda gradient: [gradient],
+            forward_function=lambda tangent: [tangent],
+        )
+        return result
+
+    variable.value = value
+
+
+class _TrueVariable(ResourceVariable):
+    """A variable that is true, as a reference variable of TensorFlow 1 is, without being read."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _true_in_version_1(variable: Any) -> Any:
+    """Makes `average if average else variable` choose in TensorFlow 1 as it does without ranks.
+
+    A strategy always creates resource variables, whose truth is that of their value.
+    """
+    if not tf.compat.v1.resource_variables_enabled() and type(variable) is ResourceVariable:
+        variable.__class__ = _TrueVariable
+    return variable

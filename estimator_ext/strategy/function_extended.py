@@ -1,15 +1,18 @@
 """The part of HostOffloadStrategy that TensorFlow calls in functions of TensorFlow 2 and eagerly.
 
-Graphs of sessions are left to the base class.
+Graphs of sessions are left to the base class. The ranks match calls by name, as a rank may trace a
+function earlier than others, or more often.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import hostopt
@@ -19,20 +22,16 @@ from estimator_ext._tf_private import (
     UpdateContext,
     create_mirrored_variable,
     is_compiled_by_xla,
+    options_in_graph,
     select_replica,
+    variant_tensor,
 )
+from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.common_seed import CommonSeed
 from estimator_ext.pipelines.data_order import OrderCheck
-from estimator_ext.strategy import function_values
-from estimator_ext.strategy.extended import HostOffloadExtended, ReplicaContext
-from estimator_ext.strategy.function_input import (
-    SAME_ORDER,
-    check_endless,
-    check_lengths,
-    check_no_data_workers,
-    in_one_order,
-    with_policy,
-)
+from estimator_ext.pipelines.pipeline import reads_files
+from estimator_ext.pipelines.sharding import POLICIES
+from estimator_ext.strategy.extended import HostOffloadExtended, ReplicaContext, in_functions
 from estimator_ext.strategy.mirrored_variables import (
     CLASSES,
     HostVariable,
@@ -42,8 +41,14 @@ from estimator_ext.strategy.mirrored_variables import (
 from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow.background import HOST_DEVICE
-from hostopt.tensorflow.calls import call_name
+from hostopt.tensorflow.calls import broadcast_values, call_name, gather_rows, reduce_values
 from hostopt.tensorflow.gradient_reduction import GradientReduction
+
+_POLICY = tf.data.experimental.AutoShardPolicy
+_SAME_ORDER = (
+    "Give its shuffles, generators and random numbers seeds that are the same on all ranks; or "
+    "let each rank read everything in its own order with AutoShardPolicy.OFF"
+)
 
 
 class _Replica(HostOffloadExtended):
@@ -86,7 +91,8 @@ class _Replica(HostOffloadExtended):
     # -- replicas --------------------------------------------------------------------------
 
     def _in_multi_worker_mode(self) -> bool:
-        return _in_functions() and not self._is_alone
+        # in graphs TensorFlow would wrap each value, though there is only one replica
+        return in_functions() and not self._is_alone
 
     @property
     def _task_id(self) -> int:  # in the names of directories that ranks but for the chief save to
@@ -99,13 +105,13 @@ class _Replica(HostOffloadExtended):
     @property
     def experimental_enable_get_next_as_optional(self) -> bool:
         """True if ranks may have different numbers of batches."""
-        return _in_functions()
+        return in_functions()
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         return (select_replica(0, value),)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        if not _in_functions():
+        if not in_functions():
             return super()._call_for_each_replica(fn, args, kwargs)
         was_running, self._runs.now = self.is_running, True
         try:
@@ -123,28 +129,28 @@ class _Replica(HostOffloadExtended):
     # -- input -----------------------------------------------------------------------------
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        check_no_data_workers(self._strategy.cluster)
+        _check_no_data_workers(self._strategy.cluster)
         if not self._is_alone:
-            if _in_functions():
-                check_lengths(self.ring(), dataset)
-                dataset = with_policy(dataset, self.auto_shard)
-            dataset = in_one_order(self._order_check(), dataset, self._seed)
+            if in_functions():
+                _check_lengths(self.ring(), dataset)
+                dataset = _with_policy(dataset, self.auto_shard)
+            dataset = _in_one_order(self._order_check(), dataset, self._seed)
         return super()._experimental_distribute_dataset(dataset, options)
 
     def _order_check(self) -> OrderCheck:
         if self._order is None:
             channel = self._strategy.communicator.duplicate("the order of the data")
-            self._order = OrderCheck(channel, SAME_ORDER)
+            self._order = OrderCheck(channel, _SAME_ORDER)
         return self._order
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         def checked(context: tf.distribute.InputContext) -> Any:
             dataset = dataset_fn(context)
-            check_endless(self.ring(), dataset)
+            _check_endless(self.ring(), dataset)
             return dataset
 
-        check_no_data_workers(self._strategy.cluster)
-        is_checked = _in_functions() and not self._is_alone
+        _check_no_data_workers(self._strategy.cluster)
+        is_checked = in_functions() and not self._is_alone
         return super()._distribute_datasets_from_function(
             checked if is_checked else dataset_fn, options
         )
@@ -153,14 +159,10 @@ class _Replica(HostOffloadExtended):
 class FunctionExtended(_Replica):
     """Variables, reductions and updates; see `HostOffloadExtended` for the arguments."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._gradients = FunctionGradients(self.ring, self._sparse_as_dense)
-
     # -- variables -------------------------------------------------------------------------
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        if not _in_functions():
+        if not in_functions():
             return super()._create_variable(next_creator, **kwargs)
         if not self._is_alone:
             _refuse_keras_3()
@@ -174,9 +176,8 @@ class FunctionExtended(_Replica):
 
     def _create_with_value_of_rank_0(self, next_creator: Any, **kwargs: Any) -> Any:
         kwargs.pop("colocate_with", None)
-        on_host = (
-            self.variables_on_host or tf.as_dtype(kwargs.get("dtype") or "float32").is_integer
-        )
+        dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
+        on_host = self.variables_on_host or dtype.is_integer
         if not self._is_alone:
             kwargs["initial_value"] = self._of_rank_0(**kwargs)
         with tf.device(HOST_DEVICE if on_host else self._step_device):
@@ -190,12 +191,12 @@ class FunctionExtended(_Replica):
             value = getattr(value, "wrapped_value", value)  # of a checkpoint being restored
             value = tf.convert_to_tensor(value, dtype)
             call = f"the initial value of {name!r}"
-            return function_values.broadcast(self.ring(), value, call)
+            return _broadcast(self.ring(), value, call)
 
         return value_of_rank_0
 
     def read_var(self, replica_local_var: Any) -> tf.Tensor:
-        if not _in_functions():
+        if not in_functions():
             return super().read_var(replica_local_var)
         if isinstance(replica_local_var, DistributedVariable):
             return replica_local_var._get_cross_replica()
@@ -204,7 +205,7 @@ class FunctionExtended(_Replica):
     # -- reductions ------------------------------------------------------------------------
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        if not _in_functions():
+        if not in_functions():
             return super()._reduce_to(reduce_op, value, destinations, options)
         is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if self._is_alone or (is_mean and isinstance(value, HostVariable)):
@@ -214,7 +215,7 @@ class FunctionExtended(_Replica):
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any
     ) -> list[Any]:
-        if not _in_functions():
+        if not in_functions():
             return super()._batch_reduce_to(reduce_op, value_destination_pairs, options)
         pairs = [(_local(value), destination) for value, destination in value_destination_pairs]
         if self._is_alone:
@@ -225,15 +226,40 @@ class FunctionExtended(_Replica):
         gradients = [pair for pair, chosen in zip(pairs, is_gradient) if chosen]
         check_variables(self._strategy, [variable for _, variable in gradients])
         values = [value for (value, _), chosen in zip(pairs, is_gradient) if not chosen]
-        reduced = iter(self._gradients.reduce(gradients, is_mean) if gradients else [])
+        reduced = iter(self._reduce_gradients(gradients, is_mean) if gradients else [])
         results = iter(self._reduce_values(reduce_op, values) if values else [])
         return [next(reduced if chosen else results) for chosen in is_gradient]
 
     def _reduce_values(self, reduce_op: Any, values: Sequence[Any]) -> list[Any]:
         _refuse_xla()
         tensors = [tf.convert_to_tensor(_local(value)) for value in values]
-        is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        return function_values.all_reduce(self.ring(), tensors, is_mean)
+        name, ring = call_name("all_reduce", None, tensors[0]), self.ring()
+        with tf.device(HOST_DEVICE):
+            results = reduce_values(ring, tensors, ReduceOp.SUM, None, name)
+            # named for `is_same_on_all_ranks`: TensorFlow gives the results the inputs as inputs
+            sums = [tf.identity(each, name="HostReduced") for each in results]
+            if reduce_op == tf.distribute.ReduceOp.MEAN:  # of a floating dtype, also of integers
+                return [tf.math.divide(each, ring.size) for each in sums]
+            return sums
+
+    def _reduce_gradients(
+        self, pairs: Sequence[tuple[Any, tf.Variable]], is_mean: bool
+    ) -> list[Any]:
+        """Reduces gradients of optimizers in buckets, while backward continues."""
+        if self.ring().communicator.transport.options.nonfinite == "skip":
+            raise hostopt.ConfigError(
+                "nonfinite is 'skip', which only graphs of estimator_ext.Estimator support. Give "
+                "the HostOffloadStrategy nonfinite='error' or 'warn'"
+            )
+        first = pairs[0][1].name.partition(":")[0]
+        reduction = GradientReduction(
+            f"{len(pairs)} variables from {first}",  # the same on all ranks, whenever they trace
+            ReduceOp.AVERAGE if is_mean else ReduceOp.SUM,
+            sparse_as_dense=self._sparse_as_dense,
+            nonfinite=None,
+            ring=self.ring,
+        )
+        return reduction.reduce([gradient for gradient, _ in pairs], [v for _, v in pairs])
 
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: Any, options: Any
@@ -242,39 +268,38 @@ class FunctionExtended(_Replica):
         if self._is_alone:
             return value
         _refuse_xla()
-        return function_values.all_gather(self.ring(), value, int(axis))
+        axis = int(axis)
+        with tf.device(HOST_DEVICE):
+            value = tf.experimental.numpy.moveaxis(value, axis, 0) if axis else value
+            rows = gather_rows(self.ring(), value, call_name("all_gather", None, value))
+            return tf.experimental.numpy.moveaxis(rows, 0, axis) if axis else rows
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        if self._is_alone or not _in_functions() or isinstance(tensor, (int, float)):
+        if self._is_alone or not in_functions() or isinstance(tensor, (int, float)):
             return tensor
         _refuse_xla()
         tensor = tf.convert_to_tensor(_local(tensor))
         name = call_name("broadcast", None, tensor)
-        return function_values.broadcast(self.ring(), tensor, name)
+        return _broadcast(self.ring(), tensor, name)
 
     # -- updates ---------------------------------------------------------------------------
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        if not _in_functions():
+        if not in_functions():
             return super()._update(var, fn, args, kwargs, group)
         if not self._is_alone and not self.is_running:
             refuse_update_outside_run(var, args)
         return self.update_variable(var, fn, args, kwargs, group)
 
     def update_variable(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
-        """Calls a function that updates a variable, on the device of the variable.
-
-        Args:
-          fn: the function; its first argument is the variable of this rank.
-          group: True to return its result, False to return a tuple of the results of replicas.
-        """
+        """Calls a function that updates a variable, on the device of the variable."""
         component = var.values[0] if isinstance(var, DistributedVariable) else var
         return self._run_update(component.device, fn, (component, *args), kwargs, group)
 
     def _update_non_slot(
         self, colocate_with: Any, fn: Any, args: Any, kwargs: Any, group: bool
     ) -> Any:
-        if not _in_functions():
+        if not in_functions():
             return super()._update_non_slot(colocate_with, fn, args, kwargs, group)
         return self._run_update(colocate_with[0], fn, args, kwargs, group)
 
@@ -291,16 +316,17 @@ class FunctionReplicaContext(ReplicaContext):
         tf.distribute.ReplicaContext.__init__(self, strategy, strategy.cluster.rank or 0)
 
 
-def _in_functions() -> bool:
-    """Returns True eagerly and in functions, False in a graph of TensorFlow 1."""
-    return bool(tf.compat.v1.executing_eagerly_outside_functions())
-
-
 def _local(value: Any) -> Any:
     """Returns the value of this replica, without aggregation if it is a variable."""
     if isinstance(value, DistributedVariable):
         return value.values[0].read_value()
     return select_replica(0, value)
+
+
+def _broadcast(ring: ProcessRing, tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Sends the tensor of rank 0 to all ranks, which match the call by name."""
+    with tf.device(HOST_DEVICE):
+        return broadcast_values(ring, [tensor], 0, name)[0]
 
 
 def _refuse_xla() -> None:
@@ -328,46 +354,79 @@ def _refuse_keras_3() -> None:
         frame = frame.f_back
 
 
-# -- gradients in functions ------------------------------------------------------------------
-
-# Sums of gradients over the ranks, in functions of TensorFlow 2 and eagerly.
+# -- datasets --------------------------------------------------------------------------------
 
 
-class FunctionGradients:
-    """Reduces the gradients of optimizers in buckets, while backward continues."""
+def _with_policy(dataset: Any, policy: str | None) -> Any:
+    """Returns a dataset that TensorFlow shards as the option auto_shard says."""
+    if policy is None:
+        return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = POLICIES[policy]
+    return dataset.with_options(options)
 
-    def __init__(self, ring: Callable[[], ProcessRing], sparse_as_dense: bool) -> None:
-        self._ring = ring
-        self._sparse_as_dense = sparse_as_dense
 
-    def reduce(self, pairs: Sequence[tuple[Any, tf.Variable]], is_mean: bool) -> list[Any]:
-        """Reduces gradients over the ranks.
+def _in_one_order(check: OrderCheck, dataset: Any, seed: CommonSeed) -> Any:
+    """Checks that ranks that shard by position have the same data in one order; collective."""
+    with options_in_graph():
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+    graph = getattr(variant_tensor(dataset), "graph", None)
+    # what a function has created cannot be read
+    if policy in (_POLICY.OFF, _POLICY.FILE) or (graph is not None and graph.building_function):
+        return dataset
+    with tf.init_scope() if graph is None else contextlib.nullcontext():
+        if policy == _POLICY.AUTO and reads_files(dataset):  # each rank reads its part of them
+            return dataset
+        dataset, number = check.in_one_order(dataset)
+        seed.renew(number)
+    return dataset
 
-        Args:
-          is_mean: True for the mean over the ranks, False for the sum.
 
-        Returns:
-          The results on the host, in the same order.
-
-        Raises:
-          hostopt.ConfigError: the option `nonfinite` is "skip".
-        """
-        if self._ring().communicator.transport.options.nonfinite == "skip":
-            raise hostopt.ConfigError(
-                "nonfinite is 'skip', which only graphs of estimator_ext.Estimator support. Give "
-                "the HostOffloadStrategy nonfinite='error' or 'warn'"
-            )
-        reduction = GradientReduction(
-            _name(pairs),
-            ReduceOp.AVERAGE if is_mean else ReduceOp.SUM,
-            sparse_as_dense=self._sparse_as_dense,
-            nonfinite=None,
-            ring=self._ring,
+def _check_no_data_workers(cluster: hostopt.Cluster) -> None:
+    """Checks that no data workers wait for a pipeline that they will not get."""
+    if cluster.data:
+        raise UnsupportedError(
+            f"the cluster has {len(cluster.data)} data workers, which prepare the data of "
+            "Estimator.train only, and this program distributes a dataset by itself. Start it "
+            "without --data-workers"
         )
-        return reduction.reduce([gradient for gradient, _ in pairs], [v for _, v in pairs])
 
 
-def _name(pairs: Sequence[tuple[Any, tf.Variable]]) -> str:
-    """Returns a name of the gradients that is the same on all ranks, whenever they trace."""
-    first = pairs[0][1].name.partition(":")[0]
-    return f"{len(pairs)} variables from {first}"
+def _check_lengths(ring: ProcessRing, dataset: Any) -> None:
+    """Compares the numbers of batches of the ranks; collective."""
+    lengths = _lengths(ring, dataset)
+    if len({*lengths}) > 1:
+        raise hostopt.ConfigError(
+            f"the datasets of the ranks differ in their number of batches ({_shown(lengths)}). "
+            "Give all ranks the same dataset, which is sharded, or as many batches with repeat() "
+            "and take()"
+        )
+
+
+def _check_endless(ring: ProcessRing, dataset: Any) -> None:
+    """Checks that the dataset of each rank ends, or of none; collective.
+
+    Ranks whose datasets end ask each other before each batch, and those without a batch get an
+    empty one. A rank whose dataset is endless does not ask.
+    """
+    lengths = _lengths(ring, dataset)
+    endless = [length == tf.data.INFINITE_CARDINALITY for length in lengths]
+    if any(endless) and not all(endless):
+        raise hostopt.ConfigError(
+            f"some ranks have endless datasets, and others not ({_shown(lengths)}). Call repeat() "
+            "on all ranks, or end all datasets with take()"
+        )
+
+
+def _lengths(ring: ProcessRing, dataset: Any) -> list[int]:
+    with tf.init_scope():  # a dataset that a function has created cannot be asked
+        is_known = not hasattr(variant_tensor(dataset), "graph")
+        length = int(dataset.cardinality()) if is_known else tf.data.UNKNOWN_CARDINALITY
+    local = np.array([length], np.int64)
+    lengths: list[int] = ring.named.all_gather(local, "the lengths of the datasets").tolist()
+    return lengths
+
+
+def _shown(lengths: list[int]) -> str:
+    names = {tf.data.INFINITE_CARDINALITY: "endless", tf.data.UNKNOWN_CARDINALITY: "unknown"}
+    return ", ".join(f"rank {i}: {names.get(n, n)}" for i, n in enumerate(lengths))

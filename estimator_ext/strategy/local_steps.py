@@ -19,23 +19,7 @@ OuterOptimizer = Union[None, _Optimizer, Callable[[], _Optimizer]]
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """When ranks synchronise their variables, and how.
-
-    Args:
-      every: number of steps between two synchronisations.
-      secs: seconds between two synchronisations, instead of `every`; None for steps.
-      warmup_steps: number of first steps after each of which the ranks synchronise.
-      outer_optimizer: applied to the difference of a synchronisation, or a function that returns
-        it; None takes the mean of the ranks.
-      slots: what becomes of the optimizer's slots: "average", "keep" or "reset". None is "keep"
-        with an outer optimizer, as in DiLoCo, or a delay, and "average" otherwise.
-      compression: format of the differences on the wire; None sends float32.
-      fragments: number of parts of the model that are synchronised one after the other.
-      delay: number of steps that go on while a synchronisation runs in the background.
-
-    Raises:
-      hostopt.ConfigError: a value is not allowed.
-    """
+    """When ranks synchronise their variables, and how: see `HostOffloadStrategy`."""
 
     every: int = 1
     secs: float | None = None
@@ -102,11 +86,7 @@ class LocalSteps:
         return self.slots or ("keep" if keeps else "average")
 
     def interval(self, steps: int, step_s: float) -> int:
-        """Returns the number of steps until the next fragment is synchronised.
-
-        Args:
-          step_s: duration of a step on the slowest rank, in seconds; 0 if unknown.
-        """
+        """Returns the number of steps until the next fragment is synchronised; step_s may be 0."""
         if steps < self.warmup_steps:
             return 1
         if self.secs is None:
@@ -114,11 +94,7 @@ class LocalSteps:
         return max(1, math.floor(self.secs / self.fragments / step_s)) if step_s else 1
 
     def new_outer_optimizer(self) -> _Optimizer | None:
-        """Returns the outer optimizer for the default graph, or None.
-
-        Raises:
-          hostopt.ConfigError: the function returned something else.
-        """
+        """Returns the outer optimizer for the default graph, or None."""
         outer = self.outer_optimizer
         if outer is None or isinstance(outer, _Optimizer):
             return outer

@@ -19,10 +19,14 @@ from estimator_ext._tf_private import (
 )
 from estimator_ext.graphs.operation_kinds import OF_THIS_RANK
 from estimator_ext.graphs.walks import data_before, walk
-from estimator_ext.strategy.function_values import compared
+from estimator_ext.variables.desync import checksum
+from hostopt.process_ring import ProcessRing
+from hostopt.tensorflow.background import HOST_DEVICE
+from hostopt.tensorflow.calls import call
 from hostopt.tensorflow.ops import is_same_on_all_ranks
 
 _REMEDY = "Do this in a function that is given to strategy.run, with an optimizer"
+_ASSIGNED = "the values that are assigned outside strategy.run"
 
 
 class HostVariable(MirroredVariable):
@@ -40,13 +44,11 @@ class HostVariable(MirroredVariable):
     @property
     def handle(self) -> Any:
         """The resource of this rank's variable."""
-        if self._is_shared and updating_replica() is not None:
-            self._check_in_run("it is updated")
+        self._check_update()
         return super().handle
 
     def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if self._is_shared and updating_replica() is not None:
-            self._check_in_run("it is updated")
+        self._check_update()
         return super()._update(update_fn, value, **kwargs)
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
@@ -66,8 +68,12 @@ class HostVariable(MirroredVariable):
             if not isinstance(value, tf.IndexedSlices):
                 value = tf.convert_to_tensor(value, self.dtype)
             if _may_differ_between_ranks(value):
-                value = compared(extended.ring(), value, self.name)
+                value = _compared(extended.ring(), value, self.name)
         return extended.update_variable(self, update_fn, (value,), kwargs, True)
+
+    def _check_update(self) -> None:
+        if self._is_shared and updating_replica() is not None:
+            self._check_in_run("it is updated")
 
     def _check_in_run(self, event: str) -> None:
         if not self.distribute_strategy.extended.is_running:
@@ -84,12 +90,7 @@ CLASSES = {
 
 
 def refuse_update_outside_run(variable: Any, arguments: Any) -> None:
-    """Raises ConfigError if an optimizer applies a gradient outside `strategy.run`.
-
-    Args:
-      variable: the variable that is updated.
-      arguments: arguments of the update, such as a gradient.
-    """
+    """Raises ConfigError if an optimizer applies a gradient outside `strategy.run`."""
     tensors = [each for each in arguments if tf.is_tensor(each)]
     if variable.trainable and any(not isinstance(each, tf.Variable) for each in tensors):
         raise hostopt.ConfigError(
@@ -121,7 +122,31 @@ def _may_differ_between_ranks(value: Any) -> bool:
 
 
 def _is_of_this_rank(op: tf.Operation) -> bool:
-    """Returns True for data, random numbers with a state, and values of Python functions."""
     is_kind = op.type == "OptionalGetValue" or OF_THIS_RANK.match(op.type) is not None
     is_seeded = op.type.startswith("Stateless")
     return is_kind and not is_seeded and any(each.dtype != tf.resource for each in op.outputs)
+
+
+def _compared(ring: ProcessRing, value: Any, variable: str) -> Any:
+    """Compares a value that is assigned to a variable between the ranks."""
+    if isinstance(value, tf.IndexedSlices):
+        parts = _compared(ring, value.values, variable), _compared(ring, value.indices, variable)
+        return tf.IndexedSlices(*parts, value.dense_shape)
+    if value.dtype in (tf.string, tf.resource, tf.variant):
+        return value
+
+    def compare(array: Any) -> list[Any]:
+        text = f"variable {variable!r} with the checksum {checksum(array):08x}"
+        texts = ring.named.all_gather_bytes(text.encode(), _ASSIGNED)
+        if len({*texts}) > 1:
+            shown = ", ".join(f"rank {i}: {each.decode()}" for i, each in enumerate(texts))
+            raise hostopt.CollectiveMismatchError(
+                f"the ranks assign different values outside strategy.run ({shown}). Assign the "
+                "same values in the same order on all ranks, such as those of a file or a seed"
+            )
+        return [array]
+
+    with tf.device(HOST_DEVICE):
+        outputs = [(value.dtype, value.shape)]
+        (result,) = call(compare, [value], outputs, "HostCompared", _ASSIGNED, ring.communicator)
+        return result

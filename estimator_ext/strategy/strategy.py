@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 import hostopt
+from estimator_ext import _tf_estimator
+from estimator_ext._tf_private import DIVIDE_LOSSES, caller_of
+from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.sharding import check_policy
 from estimator_ext.strategy.devices import find_accelerator
 from estimator_ext.strategy.function_extended import FunctionExtended
-from estimator_ext.strategy.keras_steps import join_results
 from estimator_ext.strategy.local_steps import LocalSteps, OuterOptimizer
 from hostopt.adapters.discover import set_tf_config
 from hostopt.cluster import tf_config
@@ -23,6 +27,8 @@ from hostopt.connect import exit_with_error_code
 from hostopt.options import shown
 from hostopt.tensorflow._tf_private import fork_guard
 from hostopt.tensorflow.background import HOST_DEVICE
+
+_log = tf.get_logger()
 
 
 class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
@@ -227,11 +233,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         self.options = options
 
     def leave_records_in(self, model_dir: str) -> None:
-        """Sets a directory for the report of an abort, if no option does: stacks and last events.
-
-        Args:
-          model_dir: directory of the training; nothing is written to one that is not local.
-        """
+        """Sets the directory for stacks and events of an abort, if local and no option does."""
         if self.options.debug_dir is None and "://" not in model_dir:
             recorder = self.communicator.transport.recorder
             recorder.directory = os.path.join(model_dir, "hostopt-debug")
@@ -242,9 +244,6 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
 
         TensorFlow replaces an error in a callback with one of its own types. This block raises the
         original error.
-
-        Yields:
-          Nothing.
 
         Raises:
           hostopt.HostOptError: a collective failed, even if TensorFlow changed the error's type.
@@ -294,7 +293,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
                 "gradients in each step. Train with estimator_ext.Estimator, or leave them out"
             )
         results = super().run(fn, args, kwargs, options)
-        return results if self.cluster.size == 1 else join_results(self, fn, results)
+        return results if self.cluster.size == 1 else _join_results(self, fn, results)
 
     def gather(self, value: Any, axis: int) -> tf.Tensor:
         """Joins the values of all ranks, as `tf.distribute.Strategy.gather` does.
@@ -314,6 +313,46 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         return self  # Estimator copies its configuration; all copies share one connection
 
 
+class StrategyOfRanks(HostOffloadStrategy):
+    """A strategy for programs that were written for a single process.
+
+    Gradients are reduced to those of one process, which is what functions of TensorFlow and Keras
+    get that divide a loss by the number of ranks. If the program itself reads this number,
+    optimizers reduce as under any strategy.
+
+    Args:
+      loss_is: "mean" or "sum" if the user says what the losses are; if empty, their graphs do.
+    """
+
+    def __init__(self, auto_shard: str, loss_is: str = "") -> None:
+        super().__init__(auto_shard=auto_shard)
+        self.extended.reduces_at_backward = True
+        self.extended.loss_is = loss_is
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of ranks; 1 for a function that divides a loss by it."""
+        size, reduction = int(self.extended._num_replicas_in_sync), self.extended.reduction
+        function, place, is_library = caller_of(sys._getframe(1))
+        if size == 1 or reduction.model_knows_size:
+            return size
+        divides = function in DIVIDE_LOSSES or function in _tf_estimator.DIVIDE_LOSSES
+        if divides and reduction.follows_gradients:
+            reduction.has_divided = True
+            return 1
+        if is_library:
+            return size
+        if reduction.has_divided:
+            raise UnsupportedError(
+                f"the program reads num_replicas_in_sync in {place}, after a loss was computed as "
+                "in one process. Read it before the loss, or not at all"
+            )
+        reduction.model_knows_size = place
+        text = "the program reads the number of %d ranks in %s: optimizers reduce gradients as "
+        _log.info(text + "under any strategy", size, place)
+        return size
+
+
 def _names_cluster(resolver: Any) -> bool:
     """Returns False if a resolver names no cluster; TensorFlow's own read TF_CONFIG when asked."""
     cluster_spec = getattr(resolver, "cluster_spec", None)
@@ -325,3 +364,40 @@ def _check_flag(name: str, value: Any) -> None:
         raise hostopt.ConfigError(
             f"{name} is {shown(value)}, wanted True or False. Give one of them, or leave it out"
         )
+
+
+# -- results of Keras 2 ----------------------------------------------------------------------
+
+# Keras joins the results of replicas in one process. It joins the results of ranks only for the
+# strategies of TensorFlow. So `predict` would return the predictions of one rank, and a
+# `train_step` that returns a loss instead of metrics would report the loss of one rank.
+
+_MODULE = "engine.training"  # in keras.src of TensorFlow 2.15, and in tf_keras.src
+_STEPS = ("predict_step", "train_step", "test_step")
+
+
+def _join_results(strategy: Any, fn: Callable[..., Any], results: Any) -> Any:
+    """Joins predictions in rank order, and averages results of the program's own step."""
+    fn = getattr(fn, "python_function", fn)  # of a function with jit_compile
+    if not getattr(fn, "__module__", "").endswith(_MODULE):
+        return results
+    # by what it calls: Keras converts it with AutoGraph or not, depending on the version
+    called = next((step for step in _STEPS if step in fn.__code__.co_names), None)
+    with strategy.scope():
+        if called == "predict_step":
+            return tf.nest.map_structure(lambda each: strategy.gather(each, 0), results)
+        if called is not None and _is_own(fn, called):
+            return tf.nest.map_structure(lambda each: _mean(strategy, each), results)
+    return results
+
+
+def _is_own(fn: Callable[..., Any], step: str) -> bool:
+    method = getattr(type(inspect.getclosurevars(fn).nonlocals.get("model")), step, None)
+    return not getattr(method, "__module__", "").endswith(_MODULE)
+
+
+def _mean(strategy: Any, value: Any) -> Any:
+    value = tf.convert_to_tensor(value)
+    if not value.dtype.is_floating:
+        return value
+    return strategy.reduce(tf.distribute.ReduceOp.MEAN, value, axis=None)

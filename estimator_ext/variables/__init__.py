@@ -1,1 +1,1 @@
-"""Variables on a ring: those that differ by rank, cached reads, and the check that ranks agree."""
+"""Variables on a ring: those that differ by rank, and the check that ranks agree."""

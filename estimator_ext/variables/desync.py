@@ -20,17 +20,8 @@ _FIRST_STEPS = (1, 10, 100)
 class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
     """Ends the training with an error if the bits of a variable differ between ranks.
 
-    It must come before hooks that save. It also compares at the end of the training. Collective:
-    all ranks must have it.
-
-    Args:
-      communicator: communicator for this hook alone (a `duplicate`).
-      variables: variables that are the same on all ranks, in the same order on all ranks.
-      every_steps: steps between two comparisons, the same on all ranks; the hook also compares
-        after the first, tenth and hundredth step of the training.
-      steps_per_run: steps in each run of the session.
-      suspects: by name of a variable, a description of the values in its updates that may differ
-        by rank.
+    It must come before hooks that save. It also compares after the first, tenth and hundredth step
+    of the training, and at its end. Collective: all ranks must have it, with the same steps.
     """
 
     def __init__(
@@ -56,11 +47,7 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
         self._first_step = self._step
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Compares the variables if the step is one of those to compare after.
-
-        Raises:
-          hostopt.CollectiveMismatchError: a variable differs.
-        """
+        """Compares the variables if the step is one of those to compare after."""
         del run_values
         before, self._step = self._step, self._step + self._steps_per_run
         firsts = (self._first_step + number for number in _FIRST_STEPS)
@@ -69,11 +56,7 @@ class DesyncCheckHook(tf.compat.v1.train.SessionRunHook):
             self._compare(run_context.session)
 
     def end(self, session: tf.compat.v1.Session) -> None:
-        """Compares the variables that are about to be saved.
-
-        Raises:
-          hostopt.CollectiveMismatchError: a variable differs.
-        """
+        """Compares the variables that are about to be saved."""
         self._compare(session)
 
     def _compare(self, session: tf.compat.v1.Session) -> None:

@@ -20,24 +20,13 @@ _REDUCED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
 
 
 def is_sync_on_read(variable: Any) -> bool:
-    """Returns True if each rank has a local value, and reading aggregates the values of all ranks.
-
-    Returns:
-      True for an ON_READ variable with the aggregation MEAN or SUM.
-    """
+    """Returns True if each rank has a value, and reading aggregates those of all ranks."""
     on_read = getattr(variable, "synchronization", None) == tf.VariableSynchronization.ON_READ
     return on_read and variable.aggregation in _REDUCED
 
 
 class SyncOnRead:
-    """The sync-on-read variables of a training.
-
-    Args:
-      variables: all variables of the graph, the same on all ranks.
-
-    Raises:
-      hostopt.ConfigError: a sync-on-read variable has a dtype that cannot be reduced.
-    """
+    """The sync-on-read variables of a training."""
 
     def __init__(
         self, communicator: hostopt.Communicator, variables: Sequence[tf.Variable]
@@ -53,10 +42,7 @@ class SyncOnRead:
                 )
 
     def aggregate_to_chief(self, session: tf.compat.v1.Session) -> None:
-        """Assigns the means and sums over all ranks to the variables of rank 0.
-
-        Collective: all ranks must call it.
-        """
+        """Assigns means and sums over the ranks to the variables of rank 0; collective."""
         local_values = session.run(self._variables)
         totals = [self._reduce(*pair) for pair in zip(self._variables, local_values)]
         if self._communicator.rank == 0:
@@ -81,9 +67,6 @@ def assign(
     """Assigns values to variables without new operations, as the graph may be finalized.
 
     It runs the initializers and feeds their inputs.
-
-    Args:
-      values: arrays of the variables' shapes.
     """
     left = list(zip(variables, values))
     while left:
@@ -105,9 +88,6 @@ def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
 
     One run per variable would be slow, as TensorFlow prepares each run. One run for all variables
     would need memory for a copy of the whole model and its slots.
-
-    Yields:
-      Consecutive variables: a single one, or several of at most 64 MiB together.
     """
     part: list[tf.Variable] = []
     nbytes = 0
@@ -123,13 +103,6 @@ def in_parts(variables: Sequence[tf.Variable]) -> Iterator[list[tf.Variable]]:
 
 
 def initial_local_value(variable: tf.Variable, value: Any, rank: int) -> Any:
-    """Returns the value that a rank starts with after a checkpoint is restored.
-
-    Args:
-      value: the value that rank 0 has restored or initialized.
-
-    Returns:
-      `value`. For a sum, rank 0 gets `value` and the other ranks 0.
-    """
+    """Returns the value that a rank starts with after a restore: of a sum, rank 0 has it all."""
     is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
     return np.zeros_like(value) if is_sum and rank != 0 else value

@@ -18,7 +18,7 @@ import tensorflow as tf
 from programs import by_name
 from programs.update_kinds import Own, clipped, subtract
 
-from estimator_ext.strategy.strategy_of_ranks import StrategyOfRanks
+from estimator_ext.strategy.strategy import StrategyOfRanks
 
 v1 = tf.compat.v1
 train = tf.compat.v1.train

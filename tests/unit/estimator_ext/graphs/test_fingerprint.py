@@ -322,11 +322,21 @@ BRANCHES: dict[str, tuple[bool, Value]] = {
         False,
         assigned(lambda data, same: tf.cast(of_counter(data), tf.float32) + tf.zeros(3)),
     ),
+    "the counter of a loop that data end": (
+        True,
+        assigned(lambda data, same: tf.cast(of_limited_counter(data), tf.float32) + tf.zeros(3)),
+    ),
 }
 
 
 def of_counter(data: tf.Tensor) -> tf.Tensor:
     return tf.while_loop(lambda i, _: i < 4, lambda i, _: (i + 1, data), [0, tf.zeros(3)])[0]
+
+
+def of_limited_counter(data: tf.Tensor) -> tf.Tensor:
+    """Counts to a limit that depends on the data from the second iteration on."""
+    limit = tf.cast(data[0], tf.int32)
+    return tf.while_loop(lambda i, n: i < n, lambda i, n: (i + 1, limit), [0, 4])[0]
 
 
 @pytest.mark.parametrize("name", BRANCHES)

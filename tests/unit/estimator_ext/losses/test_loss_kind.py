@@ -109,7 +109,7 @@ def test_a_penalty_beside_a_sum_counts_once_on_all_ranks() -> None:
         loss = total + penalty
         (gradient,) = tf.gradients(loss, model.variables[:1])
         wanted = tf.gradients(total, model.variables[0])[0] + 0.05 * model.variables[0]
-        graph.divide_penalties(graph.loss_kind([loss]), 0.5)
+        graph.penalties.divide(graph.loss_kind([loss]), 0.5)
         with v1.Session() as session:
             session.run(v1.global_variables_initializer())
             values = session.run([loss - total, penalty, gradient, wanted])

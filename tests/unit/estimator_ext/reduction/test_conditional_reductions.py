@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import estimator_ext
 import hostopt
-from estimator_ext.graphs.walks import data_before, depends_on
-from estimator_ext.reduction.conditional import refuse_reductions_of_some_ranks
+from estimator_ext.graphs.fingerprint import read_updates
+from estimator_ext.reduction.gradient_reduction import refuse_reductions_of_some_ranks
 
 estimator_ext.install()
 
@@ -34,10 +34,7 @@ def refused(build: Callable[[tf.Tensor], object]) -> str | None:
         differs = tf.compat.v1.placeholder(tf.bool, [], "differs")
         build(differs)
         try:
-            refuse_reductions_of_some_ranks(
-                graph.get_operations(),
-                lambda tensor: not depends_on([tensor.op], [differs.op], data_before),
-            )
+            refuse_reductions_of_some_ranks(read_updates(graph.get_operations(), {differs.op}))
         except hostopt.ConfigError as error:
             return str(error)
     return None

@@ -18,7 +18,7 @@ from estimator_ext._tf_private import DIVIDE_LOSSES
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.reduction.gradient_reduction import GradientReduction
 from estimator_ext.strategy.extended import ReplicaContext
-from estimator_ext.strategy.strategy_of_ranks import StrategyOfRanks
+from estimator_ext.strategy.strategy import StrategyOfRanks
 
 estimator_ext.install()
 
