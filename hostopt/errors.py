@@ -158,7 +158,7 @@ _ATTRIBUTE_TYPES = {
     "root_cause": str,
     "last_checkpoint": str,
 }
-_CLASSES = {
+CLASSES = {  # all that end a process, by name
     kind.__name__: kind
     for kind in (
         ConfigError,
@@ -222,4 +222,4 @@ def error_from_dict(value: Any) -> HostOptError:
         name: attribute if isinstance(attribute := attributes.get(name), type_) else None
         for name, type_ in _ATTRIBUTE_TYPES.items()
     }
-    return _CLASSES.get(kind, HostOptError)(message, **known)
+    return CLASSES.get(kind, HostOptError)(message, **known)

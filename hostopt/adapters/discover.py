@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from hostopt.adapters import by_hand, kubernetes, mpi, rendezvous_server, sagemaker, slurm
-from hostopt.adapters.place import PORT, Place
+from hostopt.adapters import kubernetes, mpi, rendezvous_server, sagemaker, slurm
+from hostopt.adapters.place import PORT, Place, rank_and_size
 from hostopt.cluster import tf_config
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
 from hostopt.errors import ConfigError
+from hostopt.launch.environment import tf_config_of
 from hostopt.options import LAUNCHER, PROCESS, RANK, RENDEZVOUS, SIZE, Options, shown
 from hostopt.process.error_report import VARIABLE as STARTED_BY_HOSTOPT
 from hostopt.transport.addresses import hold_port, is_loopback, port_of
@@ -52,7 +52,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
             )
         return None
     found = _found(_INNER, environ) or _found(_OUTER, environ)
-    found = [*_found((by_hand.find,), environ), *found]
+    found = [*_found((_find_by_hand,), environ), *found]
     found = [each for each in found if each.size > 1] or found[:1]
     for other in found[1:]:
         if (other.rank, other.size) != (found[0].rank, found[0].size):
@@ -147,12 +147,7 @@ def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
     jobs = {CHIEF: addresses[:1], WORKER: addresses[1:ranks], EVALUATOR: addresses[ranks:]}
     tasks = [(CHIEF, 0), *((WORKER, i) for i in range(ranks - 1))]
     tasks += [(EVALUATOR, i) for i in range(evaluators)]
-    job, index = tasks[place.rank]
-    config = {
-        "cluster": {name: each for name, each in jobs.items() if each},
-        "task": {"type": job, "index": index},
-    }
-    os.environ["TF_CONFIG"] = json.dumps(config)
+    os.environ["TF_CONFIG"] = tf_config_of(jobs, tasks[place.rank])
     return place
 
 
@@ -193,3 +188,13 @@ def _check_same(place: Place, cluster: Cluster) -> None:
             f"this process as {place.rank} of {place.size}. Unset TF_CONFIG, or give each process "
             "its own"
         )
+
+
+def _find_by_hand(environ: Mapping[str, str]) -> Place | None:
+    """Returns the place that HOSTOPT_RANK and HOSTOPT_SIZE name, or None.
+
+    The processes exchange addresses at HOSTOPT_RENDEZVOUS.
+    """
+    if RANK not in environ:
+        return None
+    return Place(RANK, *rank_and_size(environ, RANK, SIZE))

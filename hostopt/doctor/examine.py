@@ -11,7 +11,7 @@ from typing import Any
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import EVALUATOR
-from hostopt.doctor import all_ranks, machine, network, software, speed
+from hostopt.doctor import all_ranks, machine, network, software
 from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
@@ -54,7 +54,7 @@ def examine(
     yield from run(network.task, cluster, timeout_s=_CHECK_TIMEOUT_S)
     if ring is not None:
         yield from _examine_ring(ring, environ, model_dir, timeout_s)
-    yield from run(speed.speeds, timeout_s=_SPEED_TIMEOUT_S)  # last, as it takes longest
+    yield from run(machine.speeds, timeout_s=_SPEED_TIMEOUT_S)  # last, as it takes longest
 
 
 def _clusters(environ: Mapping[str, str]) -> tuple[Cluster, Cluster | None]:

@@ -14,9 +14,10 @@ from hostopt.versions import has_keras_3
 
 
 def tf_config_of(cluster: Mapping[str, Sequence[str]], task: tuple[str, int]) -> str:
-    """Returns the TF_CONFIG of one task."""
+    """Returns the TF_CONFIG of one task, without the jobs that have no task."""
     job, index = task
-    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+    jobs = {name: addresses for name, addresses in cluster.items() if addresses}
+    return json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
 
 
 def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str]:

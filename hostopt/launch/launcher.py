@@ -32,6 +32,7 @@ from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
 from hostopt.launch.roles import DataWorker, Evaluator, Ring
 from hostopt.launch.task_group import FORWARDED, Group
+from hostopt.options import DATA_DIR, RING_ENDED
 from hostopt.process import descriptors
 
 _POLL_S = 0.1  # between two looks at places that are not ready
@@ -118,17 +119,19 @@ def launch(
         shared = (engine, command, cluster, selector, max_restarts, grace_s, monitor)
         ring = Ring(*shared, slots=Slots(size, min_size))
         ring_ended = os.path.join(directory, "ring-ended")
+        settings = {RING_ENDED: ring_ended}
         evaluator_groups = [
-            Evaluator(*shared, index=index, reservation=reservations[0], ring_ended=ring_ended)
+            Evaluator(
+                *shared, task=(EVALUATOR, index), reservation=reservations[0], settings=settings
+            )
             for index in range(evaluators)
         ]
         data_groups = [
             DataWorker(
                 *shared,
-                index=index,
+                task=(DATA, index),
                 reservation=reservations[1],
-                ring_ended=ring_ended,
-                directory=os.path.join(directory, f"data-{index}"),
+                settings={**settings, DATA_DIR: os.path.join(directory, f"data-{index}")},
             )
             for index in range(data_workers)
         ]

@@ -1,8 +1,9 @@
 """The actor that runs the tasks of one slot on a node of Ray.
 
 It starts the same supervisor as on one machine. The launcher's relay starts commands, signals them
-and asks for events. If the launcher ends, however it does, Ray ends the actor, the supervisor sees
-the end of its lifeline and kills the command.
+and asks for events: output, what the task has written to its files, and its exit code. If the
+launcher ends, however it does, Ray ends the actor, the supervisor sees the end of its lifeline and
+kills the command.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
-from hostopt.launch import ray_events
 from hostopt.launch.environment import find_command, with_defaults
 from hostopt.launch.local_engine import supervise
-from hostopt.launch.ray_events import Event, EventQueue
 from hostopt.launch.task_group import start_error
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import PREFIX, RING_ENDED
@@ -28,6 +28,70 @@ from hostopt.process import error_report
 from hostopt.telemetry import progress
 from hostopt.transport.addresses import hold_port, port_of
 from hostopt.versions import VERSION
+
+# Kinds of events. The data of a code is the number as text, that of an end is empty.
+OUT, ERR, PROGRESS, REPORT, CODE, END = "out", "err", "progress", "report", "code", "end"
+_MAX_QUEUED_BYTES = 4 << 20
+_MAX_BATCH_BYTES = 80 << 10  # Ray sends results of up to 100 KiB with the answer itself
+
+
+class Event(NamedTuple):
+    """An event of a task.
+
+    Args:
+      kind: one of the kinds above.
+      data: output, content of a file, or exit code.
+    """
+
+    kind: str
+    data: bytes
+
+
+class EventQueue:
+    """Events until the launcher has confirmed them.
+
+    A call whose answer is lost is repeated, so an event is kept until a later call confirms it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._first = 0  # number of the first event in the queue
+        self._queued_bytes = 0
+
+    def put(self, kind: str, data: bytes = b"") -> None:
+        """Appends an event; blocks while the launcher does not keep up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued_bytes < _MAX_QUEUED_BYTES)
+            self._events.append(Event(kind, data))
+            self._queued_bytes += len(data)
+            self._changed.notify_all()
+
+    def get(self, seen: int, timeout_s: float) -> list[Event]:
+        """Returns the events after the first `seen`, which are dropped.
+
+        Args:
+          seen: number of events that the launcher has seen.
+          timeout_s: longest time to wait for an event.
+
+        Returns:
+          The next events, not all of them if they are large; none after the timeout.
+        """
+        with self._changed:
+            while self._events and self._first < seen:
+                self._queued_bytes -= len(self._events.popleft().data)
+                self._first += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._events, timeout_s)
+            result: list[Event] = []
+            nbytes = 0
+            for event in self._events:
+                nbytes += len(event.data)
+                if result and nbytes > _MAX_BATCH_BYTES:
+                    break
+                result.append(event)
+            return result
+
 
 _CANNOT_START = 2  # as the exit code of the supervisor
 _POLL_S = 0.5  # between two looks at the progress, and at Ray's process of the node
@@ -99,7 +163,7 @@ class TaskActor:
         """Returns the events of a task after the first `seen`; waits a few seconds for one."""
         running = self._running
         if running is None or running.number != number:
-            return [Event(ray_events.END, b"")]
+            return [Event(END, b"")]
         return running.events.get(seen, _EVENTS_S)
 
     def signal(self, number: int, signums: Sequence[int]) -> None:
@@ -141,8 +205,8 @@ class _RunningTask:
         readers = [
             threading.Thread(target=self._read, args=arguments, daemon=True)
             for arguments in (
-                (supervisor.stdout, ray_events.OUT),
-                (supervisor.stderr, ray_events.ERR),
+                (supervisor.stdout, OUT),
+                (supervisor.stderr, ERR),
             )
         ]
         self._process = TaskProcess(job.task, supervisor, lifeline, readers)
@@ -164,14 +228,14 @@ class _RunningTask:
         code = _CANNOT_START
         if isinstance(error, FileNotFoundError):
             text = f"hostopt: {error} in {os.getcwd()} of node {socket.gethostname()}\n"
-            self.events.put(ray_events.ERR, text.encode(errors="backslashreplace"))
+            self.events.put(ERR, text.encode(errors="backslashreplace"))
         else:
             failure = start_error(error)
             code = failure.exit_code
             report = f"{code}\n{error_report.cause_of(failure)}"
-            self.events.put(ray_events.REPORT, report.encode(errors="backslashreplace"))
-        self.events.put(ray_events.CODE, b"%d" % code)
-        self.events.put(ray_events.END)
+            self.events.put(REPORT, report.encode(errors="backslashreplace"))
+        self.events.put(CODE, b"%d" % code)
+        self.events.put(END)
 
     def _read(self, pipe: IO[bytes], kind: str) -> None:
         with pipe:
@@ -186,7 +250,7 @@ class _RunningTask:
                 written = os.stat(path).st_mtime_ns
                 if written != seen:
                     seen = written
-                    self._report(progress.VARIABLE, ray_events.PROGRESS)
+                    self._report(progress.VARIABLE, PROGRESS)
 
     def _report(self, variable: str, kind: str) -> None:
         with contextlib.suppress(OSError), open(self._files[variable], "rb") as file:
@@ -198,11 +262,11 @@ class _RunningTask:
         while not self._process.has_ended():
             pass
         self._has_ended.set()
-        self._report(progress.VARIABLE, ray_events.PROGRESS)
-        self._report(error_report.VARIABLE, ray_events.REPORT)
-        self.events.put(ray_events.CODE, b"%d" % (self._process.code or 0))
+        self._report(progress.VARIABLE, PROGRESS)
+        self._report(error_report.VARIABLE, REPORT)
+        self.events.put(CODE, b"%d" % (self._process.code or 0))
         self._process.close()
-        self.events.put(ray_events.END)
+        self.events.put(END)
         self._directory.cleanup()
 
 

@@ -16,19 +16,7 @@ _LAST_PERMANENT = 128
 _FIRST_RETRYABLE = 193
 # Below 128 like the permanent failures, but a damaged message may arrive intact the next time.
 _DAMAGED = errors.ProtocolError.exit_code
-_KINDS = (
-    errors.ConfigError,
-    errors.CollectiveMismatchError,
-    errors.ProtocolError,
-    errors.AuthError,
-    errors.CheckpointError,
-    errors.NonFiniteGradientError,
-    errors.PeerLostError,
-    errors.CollectiveTimeoutError,
-    errors.RendezvousTimeoutError,
-    errors.ResourceError,
-)
-_NAMES = {kind.exit_code: kind.__name__ for kind in _KINDS}
+_NAMES = {kind.exit_code: name for name, kind in errors.CLASSES.items()}
 # Exit codes of reporters: ranks that failed because of another rank.
 _REPORTERS = {
     _DAMAGED,
