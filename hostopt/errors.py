@@ -192,11 +192,7 @@ def error_to_dict(error: HostOptError) -> dict[str, Any]:
 
 
 def cut(text: str, max_bytes: int) -> str:
-    """Truncates a text to a number of bytes as JSON, which takes up to 12 per character.
-
-    Args:
-      max_bytes: maximum size of the text as JSON, with its quotes.
-    """
+    """Truncates a text to a number of bytes as JSON, which takes up to 12 per character."""
     text = text[:max_bytes]
     if len(json.dumps(text)) <= max_bytes:
         return text

@@ -199,14 +199,6 @@ def _value_of(name: str, text: str) -> Any:
 
 
 def _check(label: str, name: str, value: Any) -> None:
-    """Checks the value of an option.
-
-    Args:
-      label: name of the option or its variable, for the error.
-
-    Raises:
-      ConfigError: the value is not allowed.
-    """
     wanted = _wanted(name, value)
     if wanted is not None:
         default = getattr(Options, name)

@@ -37,9 +37,6 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     Returns:
       The place. None if no launcher is known, if HOSTOPT_LAUNCHER is "none", or if `hostopt run`
       or a process of the launcher has started this process.
-
-    Raises:
-      ConfigError: two launchers contradict each other, or a variable cannot be used.
     """
     own = str(os.getpid())
     if STARTED_BY_HOSTOPT in environ or environ.get(PROCESS, own) != own:
@@ -123,12 +120,6 @@ def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
 
     Returns:
       The place of this process; None if there is no launcher.
-
-    Raises:
-      AuthError: the processes have different tokens.
-      ConfigError: the launcher and TF_CONFIG contradict each other, the address of rank 0 is
-        unknown, or it is on another machine and there is no token.
-      RendezvousTimeoutError: a process did not start in time.
     """
     place = find_place(os.environ)
     if place is None or place.size == 1:

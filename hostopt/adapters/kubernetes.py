@@ -19,9 +19,6 @@ def find(environ: Mapping[str, str]) -> Place | None:
     A pod knows its index, but not the number of pods, so HOSTOPT_SIZE must be set. The pods have a
     service, whose name is the subdomain of their host names. They need it unless TF_CONFIG or
     HOSTOPT_RENDEZVOUS is set.
-
-    Raises:
-      ConfigError: the host name of the pod does not end in its index.
     """
     if INDEX not in environ or SIZE not in environ:
         return None

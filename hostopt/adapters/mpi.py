@@ -45,11 +45,7 @@ def is_started(environ: Mapping[str, str]) -> bool:
 
 
 def check_started(environ: Mapping[str, str]) -> None:
-    """Checks that a launcher has started this process that MPI can reach the others through.
-
-    Raises:
-      ConfigError: MPI would know this process alone.
-    """
+    """Checks that a launcher has started this process that MPI can reach the others through."""
     if not is_started(environ):
         by_hostopt = STARTED_BY_HOSTOPT in environ
         starter = "`hostopt run`" if by_hostopt else "no launcher of MPI"

@@ -10,11 +10,7 @@ from hostopt.errors import ConfigError
 
 
 def find(environ: Mapping[str, str]) -> Place | None:
-    """Returns the place of a container of a training job, or None. Each host has one process.
-
-    Raises:
-      ConfigError: SM_HOSTS does not name SM_CURRENT_HOST.
-    """
+    """Returns the place of a container of a training job, or None. Each host has one process."""
     if "SM_HOSTS" not in environ:
         return None
     hosts, host = hosts_of(environ), environ.get("SM_CURRENT_HOST")

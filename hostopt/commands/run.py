@@ -141,7 +141,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments to a parser."""
     parser.add_argument(
         "--on",
         choices=["local", "ray"],
@@ -170,11 +169,6 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_of(options: argparse.Namespace) -> Engine:
-    """Returns the engine that starts the tasks.
-
-    Raises:
-      SystemExit: arguments contradict each other.
-    """
     if options.on == "local":
         for name in ("address", "resources", "places_timeout_s"):
             if getattr(options, name) is not None:

@@ -98,9 +98,6 @@ def format_overview(overview: Mapping[str, Any]) -> str:
     """Returns a row for each rank, and a line for each rank that others wait for.
 
     Texts come from other processes: characters that could control a terminal are replaced.
-
-    Args:
-      overview: as `hostopt.transport.grpc.notes.read_overview` returns it.
     """
     ring, ranks = overview["ring"], overview["ranks"]
     rows: list[Sequence[str]] = [_HEADER]

@@ -27,11 +27,7 @@ def examine(
     """Checks this machine and, if TF_CONFIG names a cluster, this task in it.
 
     Args:
-      model_dir: model_dir of the training; None if unknown.
       timeout_s: seconds to wait for the doctors of the other ranks.
-
-    Yields:
-      Findings, as soon as they are known.
     """
     checks: list[tuple[Any, ...]] = [
         (software.versions,),

@@ -116,9 +116,6 @@ def trial_file(directory: str) -> Iterator[str]:
 
     Yields:
       The name of the file, without the directory.
-
-    Raises:
-      OSError: the file cannot be written, flushed, renamed, read or removed.
     """
     name = _TRIAL_PREFIX + secrets.token_hex(8)
     path = Path(directory, name)

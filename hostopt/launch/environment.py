@@ -24,7 +24,6 @@ def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str
     """Returns environment variables of a task, with defaults that suit training.
 
     Args:
-      base: its environment, which overrides the defaults.
       size: number of ranks that share the cores which this process may use.
     """
     cores = len(os.sched_getaffinity(0))
@@ -50,9 +49,6 @@ def find_command(command: Sequence[str]) -> list[str]:
 
     Args:
       command: program and arguments; a program that ends in ``.py`` is run with this Python.
-
-    Raises:
-      FileNotFoundError: the command does not exist.
     """
     if not command:
         raise FileNotFoundError("no command to run")

@@ -57,9 +57,7 @@ def launch(
     """Runs one command as every task of a cluster, and waits for all of them.
 
     Args:
-      command: program and arguments; a program that ends in ``.py`` is run with this Python.
       size: number of ranks: one chief and ``size - 1`` workers.
-      evaluators: number of evaluators besides the ranks.
       data_workers: number of data workers besides the ranks, on this machine.
       max_restarts: number of restarts of the ring in total, and of each evaluator and each data
         worker.
@@ -142,14 +140,7 @@ def launch(
 
 
 class _Run:
-    """The groups of a cluster from start to end, and the signals that the launcher receives.
-
-    Args:
-      evaluators: one group for each evaluator.
-      data_workers: one group for each data worker.
-      selector: registers the lifelines of all tasks.
-      ring_ended: path of the file that tells the others that all ranks have succeeded.
-    """
+    """The groups of a cluster from start to end, and the signals that the launcher receives."""
 
     def __init__(
         self,

@@ -26,7 +26,6 @@ class Metric(NamedTuple):
     Args:
       name: without the prefix ``hostopt_``; the name of a counter ends in ``_total``.
       label: name of its label; "" for none.
-      values: number by value of the label; the label is "" if there is none.
     """
 
     name: str
@@ -37,14 +36,7 @@ class Metric(NamedTuple):
 
 @contextlib.contextmanager
 def served(monitor: Monitor, port: int) -> Iterator[int]:
-    """Scope in which the metrics of a run can be read over HTTP.
-
-    Args:
-      monitor: knows the progress of the run.
-      port: port to listen at; 0 for any free one.
-
-    Yields:
-      The port.
+    """Scope in which the metrics of a run can be read over HTTP, at the port that it yields.
 
     Raises:
       ConfigError: prometheus-client is not installed, or the port cannot be used.
@@ -97,7 +89,6 @@ def metrics_of(
 
     Args:
       attempts: what the chief has written in each attempt, by number from 1.
-      restarts: number of restarts of the ranks.
     """
     yield Metric("restarts_total", "restarts of the ranks", "", {"": restarts})
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # another hostopt
@@ -170,7 +161,6 @@ def answering(
 
     Args:
       listener: a bound socket, which the scope closes.
-      answer: returns the body of an answer.
     """
     loop = asyncio.new_event_loop()
     callers = _Callers(answer, content_type)
@@ -197,11 +187,7 @@ async def _end_all() -> None:
 
 
 class _Callers:
-    """The connections, of which each brings one request.
-
-    Args:
-      answer: returns the body of an answer.
-    """
+    """The connections, of which each brings one request."""
 
     def __init__(self, answer: Callable[[], bytes], content_type: str) -> None:
         self._answer = answer

@@ -40,7 +40,6 @@ class Event(NamedTuple):
 
     Args:
       kind: one of the kinds above.
-      data: output, content of a file, or exit code.
     """
 
     kind: str
@@ -68,15 +67,7 @@ class EventQueue:
             self._changed.notify_all()
 
     def get(self, seen: int, timeout_s: float) -> list[Event]:
-        """Returns the events after the first `seen`, which are dropped.
-
-        Args:
-          seen: number of events that the launcher has seen.
-          timeout_s: longest time to wait for an event.
-
-        Returns:
-          The next events, not all of them if they are large; none after the timeout.
-        """
+        """Returns events after the first `seen`, which are dropped; none after the timeout."""
         with self._changed:
             while self._events and self._first < seen:
                 self._queued_bytes -= len(self._events.popleft().data)
@@ -106,8 +97,6 @@ class Job(NamedTuple):
 
     Args:
       number: counts the tasks of the slot.
-      settings: variables of the task.
-      inherited: variables of the launcher.
       directory: working directory of the launcher.
       threads: number of processor cores that are reserved for the task.
     """
@@ -122,12 +111,7 @@ class Job(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Answer of an actor that holds a port.
-
-    Args:
-      node: name of the node for logs.
-      version: version of hostopt on the node.
-    """
+    """Answer of an actor that holds a port."""
 
     address: str
     node: str
@@ -139,7 +123,6 @@ class TaskActor:
 
     Args:
       host: address of the node; None asks Ray.
-      node: id of the node.
     """
 
     def __init__(self, host: str | None = None, node: str = "") -> None:
@@ -257,7 +240,6 @@ class _RunningTask:
             self.events.put(kind, file.read())
 
     def _wait(self) -> None:
-        """Reports the end of the task."""
         assert self._process is not None
         while not self._process.has_ended():
             pass
@@ -272,10 +254,6 @@ class _RunningTask:
 
 def environment_of(job: Job, node: Mapping[str, str], files: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables of a task.
-
-    Args:
-      node: variables of the actor, which Ray and its `runtime_env` have set.
-      files: paths on this node by variable.
 
     Returns:
       The variables of the node; those of the launcher that the node lacks, or that are options of
@@ -300,7 +278,6 @@ def _end_with(parent: int) -> None:
 
 
 def _this_node() -> tuple[str, str]:
-    """Returns the address and the id of this node of Ray."""
     import ray
 
     return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())

@@ -37,13 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RayPlace(Place):
-    """A place on a node.
-
-    Args:
-      actor: handle of the actor that runs the task.
-      threads: number of processor cores that are reserved for it.
-      lost: set once the actor is lost.
-    """
+    """A place on a node."""
 
     actor: Any = None
     threads: int = 1
@@ -54,10 +48,6 @@ class RayReservation:
     """Actors for the slots of an attempt, on the bundles of the slots.
 
     Args:
-      bundles: the bundles of all slots.
-      slots: the slots that want a place.
-      least: smallest number of places to be content with.
-      timeout_s: longest time to wait for the place of a slot.
       missing_s: time at which each slot without a place was first missed, which outlives an
         attempt: no attempt waits again for a slot that an earlier one has waited for in vain.
     """
@@ -84,12 +74,7 @@ class RayReservation:
         self._begin_s = self._log_s = time.monotonic()
 
     def poll(self) -> Sequence[Place] | None:
-        """Returns the places that are ready; None while it waits for others.
-
-        Raises:
-          ConfigError: a node cannot run hostopt, or has another version of it.
-          ResourceError: there are too few places.
-        """
+        """Returns the places that are ready; None while it waits for others."""
         now_s = time.monotonic()
         for place in list(self._places.values()):
             if place.lost.is_set():
@@ -189,13 +174,7 @@ class RayReservation:
 
 
 class RayEngine:
-    """Starts tasks on the nodes of a cluster of Ray.
-
-    Args:
-      address: ``host:port`` of the cluster; "auto" finds the one of this machine or job.
-      resources: what Ray reserves for each rank.
-      timeout_s: longest time to wait for a place before fewer ranks start.
-    """
+    """Starts tasks on the nodes of a cluster of Ray."""
 
     def __init__(
         self,
@@ -217,12 +196,7 @@ class RayEngine:
 
     @contextlib.contextmanager
     def open(self, size: int, evaluators: int, min_size: int) -> Iterator[None]:
-        """Connects to the cluster and reserves the resources of all tasks.
-
-        Raises:
-          ConfigError: Ray is not installed, or the cluster cannot be reached.
-          ResourceError: the cluster has too few resources.
-        """
+        """Connects to the cluster and reserves the resources of all tasks."""
         with ray_cluster.connected(self._address) as self._ray:
             helper = {CPU: min(1.0, self._resources.get(CPU, 1.0))}  # an evaluator sees no GPU
             bundles = Bundles(self._ray, [self._resources] * size, [helper] * evaluators)

@@ -40,10 +40,7 @@ class RelayedSupervisor:
     """The supervisor of a task on a node.
 
     Args:
-      actor: handle of the actor.
-      node: name of the node, for the report.
       job: the task to start; its settings name files of this machine.
-      on_lost: called if the actor is lost.
     """
 
     def __init__(

@@ -17,11 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Ring(Group):
-    """The group of all ranks.
-
-    Args:
-      slots: the slots of the ranks.
-    """
+    """The group of all ranks."""
 
     def __init__(self, *arguments: Any, slots: Slots) -> None:
         super().__init__(*arguments)
@@ -77,12 +73,7 @@ class Ring(Group):
 
 
 class _Companion(Group):
-    """The group of one task beside the ranks, whose place outlives an attempt.
-
-    Args:
-      reservation: the places of all tasks of the job.
-      settings: environment variables of the task.
-    """
+    """The group of one task beside the ranks, whose place outlives an attempt."""
 
     def __init__(
         self,

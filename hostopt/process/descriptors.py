@@ -58,14 +58,7 @@ def is_out(error: BaseException) -> bool:
 
 
 def check(error: BaseException) -> None:
-    """Raises ResourceError if `is_out`; callers then assume another cause.
-
-    Args:
-      error: error of the operating system, or of TensorFlow.
-
-    Raises:
-      ResourceError: no descriptor was left.
-    """
+    """Raises ResourceError if `is_out`; callers then assume another cause."""
     if is_out(error):
         raise ResourceError(advice(error)) from error
 

@@ -53,9 +53,6 @@ def read_progress(path: str) -> dict[str, dict[str, Any]]:
 def main_metric(metrics: Mapping[str, float]) -> tuple[str, float, int]:
     """Returns the metric to show: accuracy or a similar one, or the loss.
 
-    Args:
-      metrics: metrics of an evaluation by name.
-
     Returns:
       Name and value; 1 if more is better, -1 if less is.
     """

@@ -24,7 +24,6 @@ class Trace:
     """The content of a trace file that a timeline or `merge` has written.
 
     Args:
-      attributes: its attributes, such as rank and size.
       events: in the Trace Event Format; times in us.
     """
 
@@ -39,11 +38,7 @@ class Trace:
 
 
 def read(path: str) -> Trace:
-    """Reads a trace.
-
-    Raises:
-      ConfigError: the file cannot be read, or is not a trace of hostopt.
-    """
+    """Reads a trace."""
     try:
         content = json.loads(Path(path).read_text())
     except OSError as error:
@@ -78,15 +73,7 @@ def _no_trace(path: str, reason: str) -> ConfigError:
 
 
 def merge(paths: Sequence[str], output: str) -> None:
-    """Merges the traces of several ranks. The earliest span starts at 0.
-
-    Args:
-      paths: one file per rank, in any order.
-
-    Raises:
-      ConfigError: a file is not the trace of a single rank, two files have the same rank, the
-        rings have different sizes, or `output` cannot be written.
-    """
+    """Merges the traces of several ranks. The earliest span starts at 0."""
     traces = [read(path) for path in paths]
     by_rank: dict[int, Trace] = {}
     for trace in traces:
@@ -135,13 +122,7 @@ def draw(path: str, output: str, step: int | None = None) -> None:
     """Draws a step.
 
     Args:
-      path: a trace, merged or of one rank.
-      output: the picture; its suffix selects the format, such as .png or .svg.
       step: number of the step, from 0; the last applied step if None.
-
-    Raises:
-      ConfigError: the trace has no such step, `output` cannot be written, or matplotlib is not
-        installed.
     """
     try:
         from matplotlib.figure import Figure
