@@ -178,11 +178,7 @@ _MAX_MESSAGE_BYTES, _MAX_ATTRIBUTE_BYTES = 20_000, 6_000
 
 
 def error_to_dict(error: HostOptError) -> dict[str, Any]:
-    """Converts an error to JSON values, to send it to another rank.
-
-    Returns:
-      The name of its class, its message and its attributes; long texts are truncated.
-    """
+    """Converts an error to JSON values for another rank; long texts are truncated."""
     attributes = {name: getattr(error, name) for name in _ATTRIBUTE_TYPES}
     for name, value in attributes.items():
         if isinstance(value, str):

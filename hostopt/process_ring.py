@@ -79,10 +79,6 @@ def init(only_once: bool = False) -> ProcessRing:
 
     Returns:
       The ring. Without TF_CONFIG it has one rank.
-
-    Raises:
-      ConfigError: TF_CONFIG or an option cannot be used, or this is a forbidden second call.
-      RendezvousTimeoutError: a rank did not start in time.
     """
     with _lock:
         if _joined:

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from hostopt.adapters import kubernetes, mpi, rendezvous_server, sagemaker, slurm
-from hostopt.adapters.place import PORT, Place, rank_and_size
+from hostopt.adapters import mpi, rendezvous_server, schedulers
+from hostopt.adapters.place import PORT, Place
 from hostopt.cluster import tf_config
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
@@ -26,7 +26,11 @@ _log = logging.getLogger(__name__)
 _Find = Callable[[Mapping[str, str]], "Place | None"]
 # mpirun in a job of the others has started the ranks, so only its variables count there
 _INNER: tuple[_Find, ...] = (mpi.find_open_mpi, mpi.find_mpich)
-_OUTER: tuple[_Find, ...] = (slurm.find, kubernetes.find, sagemaker.find)
+_OUTER: tuple[_Find, ...] = (
+    schedulers.find_slurm,
+    schedulers.find_kubernetes,
+    schedulers.find_sagemaker,
+)
 
 _held: list[socket.socket] = []  # keeps the port of this process
 
@@ -49,7 +53,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
             )
         return None
     found = _found(_INNER, environ) or _found(_OUTER, environ)
-    found = [*_found((_find_by_hand,), environ), *found]
+    found = [*_found((schedulers.find_by_hand,), environ), *found]
     found = [each for each in found if each.size > 1] or found[:1]
     for other in found[1:]:
         if (other.rank, other.size) != (found[0].rank, found[0].size):
@@ -73,8 +77,8 @@ def _found(finders: tuple[_Find, ...], environ: Mapping[str, str]) -> list[Place
 
 def _check_alone(environ: Mapping[str, str]) -> None:
     """Raises ConfigError, or warns, if variables of other processes make no place."""
-    if kubernetes.INDEX in environ and RENDEZVOUS not in environ:
-        _warn_alone(environ[kubernetes.INDEX])
+    if schedulers.INDEX in environ and RENDEZVOUS not in environ:
+        _warn_alone(environ[schedulers.INDEX])
         return
     for name in (SIZE, RENDEZVOUS):
         if name in environ:
@@ -101,7 +105,7 @@ def _with_rendezvous(place: Place, environ: Mapping[str, str]) -> Place:
                 "from 1 to 65535. Set it to an address of rank 0's machine"
             )
         return replace(place, rendezvous=environ[RENDEZVOUS], addresses=())
-    hosts = sagemaker.hosts_of(environ)
+    hosts = schedulers.hosts_of(environ)
     if hosts and not (place.rendezvous or place.addresses):  # mpirun on hosts of SageMaker
         return replace(place, rendezvous=f"{hosts[0]}:{PORT}")
     return place
@@ -179,13 +183,3 @@ def _check_same(place: Place, cluster: Cluster) -> None:
             f"this process as {place.rank} of {place.size}. Unset TF_CONFIG, or give each process "
             "its own"
         )
-
-
-def _find_by_hand(environ: Mapping[str, str]) -> Place | None:
-    """Returns the place that HOSTOPT_RANK and HOSTOPT_SIZE name, or None.
-
-    The processes exchange addresses at HOSTOPT_RENDEZVOUS.
-    """
-    if RANK not in environ:
-        return None
-    return Place(RANK, *rank_and_size(environ, RANK, SIZE))

@@ -67,12 +67,7 @@ def _place(
     is_here = local_size == ranks[1] and run_here
     rendezvous = f"@{run_here}" if is_here else None
     return Place(
-        launcher,
-        *ranks,
-        local_size,
-        rendezvous=rendezvous,
-        run_id=run_id,
-        local_rank=local_rank,
+        launcher, *ranks, local_size, rendezvous=rendezvous, run_id=run_id, local_rank=local_rank
     )
 
 

@@ -207,7 +207,6 @@ def timeout_error(place: Place, missing: list[int], refusal: str = "") -> HostOp
     """Returns the error of a rank that has waited in vain.
 
     Args:
-      missing: the ranks for which it has waited.
       refusal: answer of a process that did not prove that it is rank 0.
     """
     answer = f". A process there without its token answered {refusal}" if refusal else ""

@@ -24,14 +24,7 @@ _SPARE_CONNECTIONS = 64  # of strangers, and one more for each rank
 
 
 def exchange(place: Place, port: int, token: bytes | None, timeout_s: float) -> list[str]:
-    """Sends the address of this process to all others, and returns the addresses of all.
-
-    Raises:
-      AuthError: another rank has another token.
-      ConfigError: rank 0 cannot listen, two processes have the same rank, or there is another
-        number of ranks.
-      RendezvousTimeoutError: a rank did not start in time.
-    """
+    """Sends the address of this process to all others, and returns the addresses of all."""
     deadline_s = time.monotonic() + timeout_s
     if place.rank:
         return rendezvous.Peer(place, port, token, deadline_s).exchange()

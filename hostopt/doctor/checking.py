@@ -33,11 +33,7 @@ class Finding(NamedTuple):
 
 
 def run(check: Callable[..., Iterable[Finding]], *args: Any, timeout_s: float) -> list[Finding]:
-    """Runs a check.
-
-    Returns:
-      The findings, and one more if the check failed or did not finish in time.
-    """
+    """Runs a check."""
     findings: list[Finding] = []
     (outcome,) = outcomes(lambda _: findings.extend(_run(check, args)), [None], timeout_s)
     name = check.__name__.strip("_").replace("_", " ")

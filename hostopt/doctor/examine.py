@@ -70,10 +70,7 @@ def _examine_ring(
     except ConfigError:  # `software.variables` has reported it
         options = None
     healthy = options is not None
-    checks: list[tuple[Any, ...]] = [
-        (network.names, ring),
-        (network.local_address, ring.task),
-    ]
+    checks: list[tuple[Any, ...]] = [(network.names, ring), (network.local_address, ring.task)]
     if options is not None:
         checks.append((network.security, ring, options, environ))
     for check, *arguments in checks:

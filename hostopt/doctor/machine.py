@@ -112,11 +112,7 @@ def existing(path: str) -> str:
 
 @contextlib.contextmanager
 def trial_file(directory: str) -> Iterator[str]:
-    """Creates a small file in the same way as a checkpoint, and removes it at the end.
-
-    Yields:
-      The name of the file, without the directory.
-    """
+    """Scope of a small file that is written like a checkpoint; yields its name without path."""
     name = _TRIAL_PREFIX + secrets.token_hex(8)
     path = Path(directory, name)
     draft = path.with_suffix(".tmp")
@@ -197,12 +193,7 @@ def speeds(gpus: str = "/dev/nvidia[0-9]*") -> Iterator[Finding]:
 
 
 def least_step(memory: float, bus: Mapping[str, float]) -> str:
-    """Says how long the parts of a step are that do not depend on the model.
-
-    Args:
-      memory: bytes per second of host memory.
-      bus: bytes per second by memory and direction.
-    """
+    """Says how long a step is at least, from speeds in bytes per second."""
     update_ms = 1e3 * _PARAMETERS * _ADAM_BYTES / memory
     slowest = min(value for name, value in bus.items() if name.startswith("pinned"))
     copy_ms = 1e3 * _PARAMETERS * _COPY_BYTES / slowest

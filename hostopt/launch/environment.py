@@ -45,11 +45,7 @@ def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str
 
 
 def find_command(command: Sequence[str]) -> list[str]:
-    """Returns a command that can be started.
-
-    Args:
-      command: program and arguments; a program that ends in ``.py`` is run with this Python.
-    """
+    """Returns a command that can be started; one that ends in ``.py`` with this Python."""
     if not command:
         raise FileNotFoundError("no command to run")
     program = command[0]
@@ -64,9 +60,6 @@ def find_command(command: Sequence[str]) -> list[str]:
 
 def shares_of_cores(size: int) -> list[list[int]]:
     """Divides the cores among ranks, so that they do not displace each other.
-
-    Args:
-      size: number of ranks that share the cores of this machine.
 
     Returns:
       The cores that each rank is bound to: its share of those that this process may use. If there

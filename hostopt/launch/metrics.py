@@ -36,11 +36,7 @@ class Metric(NamedTuple):
 
 @contextlib.contextmanager
 def served(monitor: Monitor, port: int) -> Iterator[int]:
-    """Scope in which the metrics of a run can be read over HTTP, at the port that it yields.
-
-    Raises:
-      ConfigError: prometheus-client is not installed, or the port cannot be used.
-    """
+    """Scope in which the metrics of a run can be read over HTTP, at the port that it yields."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
@@ -85,11 +81,7 @@ class _Collector:
 def metrics_of(
     attempts: Mapping[int, Progress], evaluation: Progress, restarts: int
 ) -> Iterator[Metric]:
-    """Yields the metrics of a run.
-
-    Args:
-      attempts: what the chief has written in each attempt, by number from 1.
-    """
+    """Yields the metrics of a run."""
     yield Metric("restarts_total", "restarts of the ranks", "", {"": restarts})
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # another hostopt
         if attempts:
@@ -157,11 +149,7 @@ _BACKLOG = 8  # connections that are accepted at once
 def answering(
     listener: socket.socket, answer: Callable[[], bytes], content_type: str
 ) -> Iterator[None]:
-    """Scope in which a thread answers each GET request.
-
-    Args:
-      listener: a bound socket, which the scope closes.
-    """
+    """Scope in which a thread answers each GET request; closes the bound `listener` at its end."""
     loop = asyncio.new_event_loop()
     callers = _Callers(answer, content_type)
     server = loop.run_until_complete(

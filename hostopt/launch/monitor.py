@@ -178,9 +178,7 @@ def describe(attempt: int, attempts: Mapping[int, Progress], evaluation: Progres
 
 
 def summarize(
-    attempts: Mapping[int, Progress],
-    evaluation: Progress,
-    lasted_s: float,
+    attempts: Mapping[int, Progress], evaluation: Progress, lasted_s: float
 ) -> list[tuple[str, str]]:
     """Returns names and texts of the lines of a summary."""
     training, first = attempts[max(attempts)], attempts[min(attempts)]

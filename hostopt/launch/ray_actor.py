@@ -36,11 +36,7 @@ _MAX_BATCH_BYTES = 80 << 10  # Ray sends results of up to 100 KiB with the answe
 
 
 class Event(NamedTuple):
-    """An event of a task.
-
-    Args:
-      kind: one of the kinds above.
-    """
+    """An event of a task."""
 
     kind: str
     data: bytes
@@ -97,7 +93,6 @@ class Job(NamedTuple):
 
     Args:
       number: counts the tasks of the slot.
-      directory: working directory of the launcher.
       threads: number of processor cores that are reserved for the task.
     """
 
@@ -119,11 +114,7 @@ class Opened(NamedTuple):
 
 
 class TaskActor:
-    """Runs on a node, and holds a port of it.
-
-    Args:
-      host: address of the node; None asks Ray.
-    """
+    """Runs on a node, and holds a port of it. Without a `host` it asks Ray for its node."""
 
     def __init__(self, host: str | None = None, node: str = "") -> None:
         if host is None:
@@ -187,10 +178,7 @@ class _RunningTask:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         readers = [
             threading.Thread(target=self._read, args=arguments, daemon=True)
-            for arguments in (
-                (supervisor.stdout, OUT),
-                (supervisor.stderr, ERR),
-            )
+            for arguments in ((supervisor.stdout, OUT), (supervisor.stderr, ERR))
         ]
         self._process = TaskProcess(job.task, supervisor, lifeline, readers)
         for thread in (*readers, *map(_daemon, (self._wait, self._watch))):

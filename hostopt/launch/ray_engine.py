@@ -176,12 +176,7 @@ class RayReservation:
 class RayEngine:
     """Starts tasks on the nodes of a cluster of Ray."""
 
-    def __init__(
-        self,
-        address: str,
-        resources: Resources,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, address: str, resources: Resources, timeout_s: float) -> None:
         self._address = address
         self._resources = resources
         self._timeout_s = timeout_s

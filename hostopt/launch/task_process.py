@@ -31,8 +31,6 @@ class TaskProcess:
 
     Args:
       report: path of the file in which the command may report the error that ends it.
-      group: process group of the command, once it is known.
-      code: exit code of the command, once it has ended.
       forced: True if the launcher signalled the task because its grace period was over.
     """
 
@@ -114,12 +112,7 @@ def attend(
     log_file: str | None = None,
     shows: Callable[[bytes], bool] | None = None,
 ) -> TaskProcess:
-    """Copies the output of a task that has started.
-
-    Args:
-      log_file: file for all its output; None for none.
-      shows: returns True for lines of standard error that are shown; None shows all.
-    """
+    """Copies the output of a task that has started."""
     process = TaskProcess(task, supervisor, lifeline, [])
     prefix = f"[{process.name}] ".encode()
     for arguments in (

@@ -74,11 +74,7 @@ def advice(error: BaseException) -> str:
 
 
 def check_room() -> None:
-    """Checks that this process can open another file.
-
-    Raises:
-      ResourceError: no descriptor is left.
-    """
+    """Raises ResourceError if this process cannot open another file."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -107,10 +107,10 @@ def _is_of_library(frame: types.FrameType) -> bool:
 
 
 def write_details(directory: str, rank: int, error: BaseException) -> str | None:
-    """Writes the full traceback of an error to a file. Gives up after a second.
+    """Writes the full traceback of an error to a file.
 
     Returns:
-      Path of the file; None if it could not be written in time.
+      Path of the file; None if it could not be written within a second.
     """
     path = os.path.join(directory, f"rank_{rank}.error.txt")
     text = details_of(error)
@@ -131,11 +131,7 @@ def write_details(directory: str, rank: int, error: BaseException) -> str | None
 
 
 class Report(NamedTuple):
-    """Report of a rank to the launcher.
-
-    Args:
-      code: exit code that the rank intends; None without a report.
-    """
+    """Report of a rank to the launcher."""
 
     code: int | None = None
     cause: str = ""

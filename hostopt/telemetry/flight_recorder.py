@@ -80,11 +80,7 @@ class FlightRecorder:
         self._events.append(Event(kind, peer, name, tag, nbytes, time.monotonic()))
 
     def has_sent(self, peer: int, tag: Sequence[int]) -> bool:
-        """Returns True if the recorded events contain the sending of a message.
-
-        Args:
-          tag: tag of the message. Its last number, the signature, is not compared.
-        """
+        """Returns True if a message was sent, whatever its signature, the tag's last number."""
         numbers = tuple(tag[:-1])
         return any(
             event.kind == "sent" and event.peer == peer and event.tag[:-1] == numbers

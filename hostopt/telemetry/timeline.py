@@ -131,11 +131,7 @@ class Timeline:
         call_at_exit(self.close)
 
     def span(self, track: Track, name: str, begin_s: float, end_s: float, **args: Any) -> Span:
-        """Records a piece of work; the arguments are those of `Span`.
-
-        Returns:
-          The span, which the caller may extend.
-        """
+        """Records a piece of work, which the caller may extend; for the arguments see `Span`."""
         span = Span(track, name, begin_s, end_s, args)
         with self._lock:
             self._spans.append(span)

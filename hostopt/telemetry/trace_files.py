@@ -119,11 +119,7 @@ _STEP_TRACKS = ("backward", "launch", "wait", "apply")
 
 
 def draw(path: str, output: str, step: int | None = None) -> None:
-    """Draws a step.
-
-    Args:
-      step: number of the step, from 0; the last applied step if None.
-    """
+    """Draws a step; the last applied one if `step` is None."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
