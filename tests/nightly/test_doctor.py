@@ -23,9 +23,9 @@ from harness import (
 )
 from rings import NewRing
 
+from hostopt.commands.doctor import examine
 from hostopt.doctor import machine
 from hostopt.doctor.checking import NOTE, OK, WRONG
-from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError
 from hostopt.tensorflow import bus
 
