@@ -193,9 +193,8 @@ def _write(fd: int, holder: Holder, directory: str) -> None:
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
     os.fsync(fd)  # for readers on other hosts
-    with contextlib.suppress(
-        OSError
-    ):  # all users who may write to the directory may lock the file
+    # all users who may write to the directory may lock the file
+    with contextlib.suppress(OSError):
         os.fchmod(fd, stat.S_IMODE(os.stat(directory).st_mode) & 0o666)
 
 
