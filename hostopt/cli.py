@@ -17,15 +17,9 @@ from hostopt.versions import VERSION
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
-    Args:
-      argv: arguments without the program's name; None takes the arguments of this process.
-
     Returns:
       Exit code: 0 on success, the code of the task or error that ended the run, or 2 if the
       command to run does not exist.
-
-    Raises:
-      SystemExit: the arguments are invalid (code 2), or ask for help or the version (code 0).
     """
     descriptors.open_closed_descriptors()
     options = _parser().parse_args(argv)

@@ -92,13 +92,6 @@ def connect_ring(
 
     Args:
       service: name of the gRPC service. Ranks with different names do not connect.
-
-    Returns:
-      The communicator of this rank.
-
-    Raises:
-      ConfigError: this task's address, the timeline's file or MPI cannot be used.
-      RendezvousTimeoutError: a rank did not start in time.
     """
     descriptors.open_closed_descriptors()
     descriptors.raise_limit()
@@ -142,9 +135,6 @@ def start_beside_ring(cluster: Cluster, options: Options) -> None:
 
     MPI starts and ends only if all processes of its launcher take part. This does not wait for
     them.
-
-    Raises:
-      ConfigError: MPI cannot be loaded.
     """
     if options.communication == "mpi" and cluster.size > 1 and mpi.is_started(os.environ):
         runtime.take_part(options)
@@ -219,9 +209,6 @@ def original_of(error: BaseException) -> BaseException:
 
     Its text contains the message of the original, which is in the chain of the error if a function
     was traced, and has aborted the ring if a graph was executed.
-
-    Args:
-      error: any error, which is returned if there is no original.
     """
     if isinstance(error, HostOptError):
         return error
@@ -238,14 +225,7 @@ def original_of(error: BaseException) -> BaseException:
 
 
 def exit_in_one_line(error: HostOptError) -> NoReturn:
-    """Ends the process with an error, without a traceback that would not help.
-
-    Args:
-      error: the error, of which the other ranks hear.
-
-    Raises:
-      SystemExit: always, with the code of the error.
-    """
+    """Ends the process with an error, without a traceback that would not help."""
     exit_with_error_code()
     try:
         if not _report(error):

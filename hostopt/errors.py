@@ -158,7 +158,7 @@ _ATTRIBUTE_TYPES = {
     "root_cause": str,
     "last_checkpoint": str,
 }
-_CLASSES = {
+CLASSES = {  # all that end a process, by name
     kind.__name__: kind
     for kind in (
         ConfigError,
@@ -178,11 +178,7 @@ _MAX_MESSAGE_BYTES, _MAX_ATTRIBUTE_BYTES = 20_000, 6_000
 
 
 def error_to_dict(error: HostOptError) -> dict[str, Any]:
-    """Converts an error to JSON values, to send it to another rank.
-
-    Returns:
-      The name of its class, its message and its attributes; long texts are truncated.
-    """
+    """Converts an error to JSON values for another rank; long texts are truncated."""
     attributes = {name: getattr(error, name) for name in _ATTRIBUTE_TYPES}
     for name, value in attributes.items():
         if isinstance(value, str):
@@ -192,11 +188,7 @@ def error_to_dict(error: HostOptError) -> dict[str, Any]:
 
 
 def cut(text: str, max_bytes: int) -> str:
-    """Truncates a text to a number of bytes as JSON, which takes up to 12 per character.
-
-    Args:
-      max_bytes: maximum size of the text as JSON, with its quotes.
-    """
+    """Truncates a text to a number of bytes as JSON, which takes up to 12 per character."""
     text = text[:max_bytes]
     if len(json.dumps(text)) <= max_bytes:
         return text
@@ -222,4 +214,4 @@ def error_from_dict(value: Any) -> HostOptError:
         name: attribute if isinstance(attribute := attributes.get(name), type_) else None
         for name, type_ in _ATTRIBUTE_TYPES.items()
     }
-    return _CLASSES.get(kind, HostOptError)(message, **known)
+    return CLASSES.get(kind, HostOptError)(message, **known)

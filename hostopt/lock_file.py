@@ -40,7 +40,6 @@ class Holder:
     """The process that has locked a file.
 
     Args:
-      host: name of its host.
       boot_id: boot id of the kernel of the host, as different hosts may have the same name.
       start: time when it locked the file, in UTC.
       ring: addresses of the first ranks of its ring; empty if it has none.
@@ -151,11 +150,7 @@ def release(path: str) -> None:
 
 
 def is_held(path: str) -> bool:
-    """Returns True if a process holds the lock. Does not lock the file.
-
-    Returns:
-      False also if there is no such file, or the file system has no locks.
-    """
+    """Returns True if a process holds the lock; False also without the file, or without locks."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:
@@ -170,11 +165,7 @@ def is_held(path: str) -> bool:
 
 
 def last_holder(path: str) -> Holder | None:
-    """Returns the process that locked a file last.
-
-    Returns:
-      The process; None if the file cannot be read or has other contents.
-    """
+    """Returns the process that locked a file last; None if the file has no such content."""
     try:
         with open(path, "rb") as file:
             entry = json.loads(file.read(MAX_BYTES))
@@ -202,9 +193,8 @@ def _write(fd: int, holder: Holder, directory: str) -> None:
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
     os.fsync(fd)  # for readers on other hosts
-    with contextlib.suppress(
-        OSError
-    ):  # all users who may write to the directory may lock the file
+    # all users who may write to the directory may lock the file
+    with contextlib.suppress(OSError):
         os.fchmod(fd, stat.S_IMODE(os.stat(directory).st_mode) & 0o666)
 
 

@@ -235,14 +235,6 @@ def _value_of(option: Field[Any], text: str) -> Any:
 
 
 def _check(label: str, option: Field[Any], value: Any) -> None:
-    """Checks the value of an option.
-
-    Args:
-      label: name of the option or its variable, for the error.
-
-    Raises:
-      ConfigError: the value is not allowed.
-    """
     wanted = option.metadata["allowed"].wanted(value)
     if wanted is not None:
         raise ConfigError(

@@ -26,12 +26,7 @@ _joined: list[ProcessRing] = []  # the ring, if there is one
 
 
 class ProcessRing:
-    """The ring that this process has joined.
-
-    Attributes:
-      named: the collectives.
-      hosts: ranks grouped by host.
-    """
+    """The ring that this process has joined."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -84,10 +79,6 @@ def init(only_once: bool = False) -> ProcessRing:
 
     Returns:
       The ring. Without TF_CONFIG it has one rank.
-
-    Raises:
-      ConfigError: TF_CONFIG or an option cannot be used, or this is a forbidden second call.
-      RendezvousTimeoutError: a rank did not start in time.
     """
     with _lock:
         if _joined:
@@ -122,11 +113,7 @@ def is_initialized() -> bool:
 
 
 def current() -> ProcessRing:
-    """Returns the ring of this process.
-
-    Raises:
-      ConfigError: this process has joined none.
-    """
+    """Returns the ring of this process."""
     if not _joined:
         raise ConfigError("hostopt is not initialized. Call init() first")
     return _joined[0]

@@ -68,9 +68,7 @@ def _hold_port() -> str:
 def _set_environment(addresses: Sequence[str], index: int, token: str) -> None:
     cluster = {CHIEF: addresses[:1], WORKER: addresses[1:]}
     task = (CHIEF, 0) if index == 0 else (WORKER, index - 1)
-    os.environ["TF_CONFIG"] = tf_config_of(
-        {job: members for job, members in cluster.items() if members}, task
-    )
+    os.environ["TF_CONFIG"] = tf_config_of(cluster, task)
     if has_keras_3():
         os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # Estimator's graphs need Keras 2
     if "HOSTOPT_TOKEN_FILE" not in os.environ:

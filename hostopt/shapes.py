@@ -25,11 +25,7 @@ class Or(NamedTuple):
 
 
 def has_shape(value: Any, shape: Any) -> bool:
-    """Returns True if a value that was read as JSON has a shape.
-
-    Args:
-      shape: a type, None, or a structure of shapes.
-    """
+    """Returns True if a value that was read as JSON has a shape."""
     if isinstance(shape, Or):
         return has_shape(value, shape.first) or has_shape(value, shape.second)
     if isinstance(shape, Each):

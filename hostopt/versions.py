@@ -12,12 +12,7 @@ MAY_DIFFER = ("python", "tensorflow")
 
 
 def local_versions() -> dict[str, str | None]:
-    """Returns the versions of this process.
-
-    Returns:
-      Versions of hostopt, Python (major and minor) and TensorFlow by name. The version of
-      TensorFlow is None unless this process has imported it.
-    """
+    """Returns the versions of this process; None for TensorFlow if it is not imported."""
     tensorflow = getattr(sys.modules.get("tensorflow"), "__version__", None)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"hostopt": VERSION, "python": python, "tensorflow": tensorflow}

@@ -1,3 +1,1 @@
 """Launchers other than `hostopt run`: their environments, and the exchange of addresses."""
-
-from __future__ import annotations

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from hostopt.adapters import by_hand, kubernetes, mpi, rendezvous_server, sagemaker, slurm
+from hostopt.adapters import mpi, rendezvous_server, schedulers
 from hostopt.adapters.place import PORT, Place
 from hostopt.cluster import tf_config
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
 from hostopt.errors import ConfigError
+from hostopt.launch.environment import tf_config_of
 from hostopt.options import LAUNCHER, PROCESS, RANK, RENDEZVOUS, SIZE, Options, shown
 from hostopt.process.error_report import VARIABLE as STARTED_BY_HOSTOPT
 from hostopt.transport.addresses import hold_port, is_loopback, port_of
@@ -26,7 +26,11 @@ _log = logging.getLogger(__name__)
 _Find = Callable[[Mapping[str, str]], "Place | None"]
 # mpirun in a job of the others has started the ranks, so only its variables count there
 _INNER: tuple[_Find, ...] = (mpi.find_open_mpi, mpi.find_mpich)
-_OUTER: tuple[_Find, ...] = (slurm.find, kubernetes.find, sagemaker.find)
+_OUTER: tuple[_Find, ...] = (
+    schedulers.find_slurm,
+    schedulers.find_kubernetes,
+    schedulers.find_sagemaker,
+)
 
 _held: list[socket.socket] = []  # keeps the port of this process
 
@@ -37,9 +41,6 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     Returns:
       The place. None if no launcher is known, if HOSTOPT_LAUNCHER is "none", or if `hostopt run`
       or a process of the launcher has started this process.
-
-    Raises:
-      ConfigError: two launchers contradict each other, or a variable cannot be used.
     """
     own = str(os.getpid())
     if STARTED_BY_HOSTOPT in environ or environ.get(PROCESS, own) != own:
@@ -52,7 +53,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
             )
         return None
     found = _found(_INNER, environ) or _found(_OUTER, environ)
-    found = [*_found((by_hand.find,), environ), *found]
+    found = [*_found((schedulers.find_by_hand,), environ), *found]
     found = [each for each in found if each.size > 1] or found[:1]
     for other in found[1:]:
         if (other.rank, other.size) != (found[0].rank, found[0].size):
@@ -76,8 +77,8 @@ def _found(finders: tuple[_Find, ...], environ: Mapping[str, str]) -> list[Place
 
 def _check_alone(environ: Mapping[str, str]) -> None:
     """Raises ConfigError, or warns, if variables of other processes make no place."""
-    if kubernetes.INDEX in environ and RENDEZVOUS not in environ:
-        _warn_alone(environ[kubernetes.INDEX])
+    if schedulers.INDEX in environ and RENDEZVOUS not in environ:
+        _warn_alone(environ[schedulers.INDEX])
         return
     for name in (SIZE, RENDEZVOUS):
         if name in environ:
@@ -104,7 +105,7 @@ def _with_rendezvous(place: Place, environ: Mapping[str, str]) -> Place:
                 "from 1 to 65535. Set it to an address of rank 0's machine"
             )
         return replace(place, rendezvous=environ[RENDEZVOUS], addresses=())
-    hosts = sagemaker.hosts_of(environ)
+    hosts = schedulers.hosts_of(environ)
     if hosts and not (place.rendezvous or place.addresses):  # mpirun on hosts of SageMaker
         return replace(place, rendezvous=f"{hosts[0]}:{PORT}")
     return place
@@ -123,12 +124,6 @@ def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
 
     Returns:
       The place of this process; None if there is no launcher.
-
-    Raises:
-      AuthError: the processes have different tokens.
-      ConfigError: the launcher and TF_CONFIG contradict each other, the address of rank 0 is
-        unknown, or it is on another machine and there is no token.
-      RendezvousTimeoutError: a process did not start in time.
     """
     place = find_place(os.environ)
     if place is None or place.size == 1:
@@ -147,12 +142,7 @@ def set_tf_config(options: Options, evaluators: int = 0) -> Place | None:
     jobs = {CHIEF: addresses[:1], WORKER: addresses[1:ranks], EVALUATOR: addresses[ranks:]}
     tasks = [(CHIEF, 0), *((WORKER, i) for i in range(ranks - 1))]
     tasks += [(EVALUATOR, i) for i in range(evaluators)]
-    job, index = tasks[place.rank]
-    config = {
-        "cluster": {name: each for name, each in jobs.items() if each},
-        "task": {"type": job, "index": index},
-    }
-    os.environ["TF_CONFIG"] = json.dumps(config)
+    os.environ["TF_CONFIG"] = tf_config_of(jobs, tasks[place.rank])
     return place
 
 

@@ -28,9 +28,6 @@ class Training:
     """A training to be run on Kubernetes.
 
     Args:
-      name: name of all its objects.
-      image: image of the container, with hostopt installed.
-      restarts: number of restarts after failures that may be temporary.
       resources: limits of each rank, such as ``{"nvidia.com/gpu": "1"}``.
       claims: mount paths of volumes, by name of the PersistentVolumeClaim.
     """
@@ -76,9 +73,6 @@ def tfjob(training: Training) -> list[Manifest]:
     """Returns a TFJob of Kubeflow's training operator, which sets TF_CONFIG.
 
     The operator sets no TF_CONFIG for a single process, and lists no evaluators in it.
-
-    Args:
-      training: the training, with at most one evaluator.
     """
     counts = {"Chief": 1, "Worker": training.size - 1, "Evaluator": training.evaluators}
     is_alone = sum(counts.values()) == 1

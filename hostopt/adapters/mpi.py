@@ -45,11 +45,7 @@ def is_started(environ: Mapping[str, str]) -> bool:
 
 
 def check_started(environ: Mapping[str, str]) -> None:
-    """Checks that a launcher has started this process that MPI can reach the others through.
-
-    Raises:
-      ConfigError: MPI would know this process alone.
-    """
+    """Checks that a launcher has started this process that MPI can reach the others through."""
     if not is_started(environ):
         by_hostopt = STARTED_BY_HOSTOPT in environ
         starter = "`hostopt run`" if by_hostopt else "no launcher of MPI"
@@ -71,12 +67,7 @@ def _place(
     is_here = local_size == ranks[1] and run_here
     rendezvous = f"@{run_here}" if is_here else None
     return Place(
-        launcher,
-        *ranks,
-        local_size,
-        rendezvous=rendezvous,
-        run_id=run_id,
-        local_rank=local_rank,
+        launcher, *ranks, local_size, rendezvous=rendezvous, run_id=run_id, local_rank=local_rank
     )
 
 

@@ -15,8 +15,6 @@ class Place:
     """The place of this process among those that a launcher has started together.
 
     Args:
-      launcher: name of the launcher, for messages.
-      rank: number of this process, from 0.
       local_size: number of processes on this machine; None if unknown.
       addresses: ``host:port`` of each process, in the order of ranks. Empty if unknown; then the
         processes exchange them.
@@ -40,11 +38,7 @@ class Place:
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """Returns the number in a variable.
-
-    Raises:
-      ConfigError: the variable is unset, or not a number from 0.
-    """
+    """Returns the number in a variable."""
     text = environ.get(name)
     if text is None or not (text.isascii() and text.isdecimal()):
         found = "not set" if text is None else repr(text)
@@ -61,15 +55,7 @@ def optional_number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def rank_and_size(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
-    """Returns the rank of this process and the number of processes.
-
-    Args:
-      rank: name of the variable with the rank.
-      size: name of the variable with the number of processes.
-
-    Raises:
-      ConfigError: a variable is unset or not a number from 0, or the rank is too large.
-    """
+    """Returns the rank of this process and the number of processes, from these variables."""
     found = number(environ, rank), number(environ, size)
     if found[0] >= found[1]:
         raise ConfigError(

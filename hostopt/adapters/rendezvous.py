@@ -46,11 +46,7 @@ _ERRORS = {each.__name__: each for each in (AuthError, ConfigError, RendezvousTi
 
 
 class Peer:
-    """A rank other than 0.
-
-    Args:
-      deadline_s: time at which it stops waiting.
-    """
+    """A rank other than 0."""
 
     def __init__(self, place: Place, port: int, token: bytes | None, deadline_s: float) -> None:
         self._place = place
@@ -92,11 +88,7 @@ class Peer:
         return connection
 
     def _register(self, connection: socket.socket) -> list[str]:
-        """Registers with rank 0, and returns the addresses that it sends.
-
-        Raises:
-          OSError: the connection has ended, or its other end is not rank 0.
-        """
+        """Registers, and returns the addresses; raises OSError if the other end is not rank 0."""
         lines = _LineReader(connection)
         self._missing = [0]
         nonce, own_nonce = self._read(lines, _CONNECT_TIMEOUT_S).get("nonce"), new_nonce()
@@ -145,11 +137,7 @@ class _LineReader:
         self._received = b""
 
     def read(self, deadline_s: float) -> dict[str, Any]:
-        """Returns the next message, if all of it arrives by the deadline.
-
-        Raises:
-          OSError: it does not arrive in time, the connection has ended, or it is no message.
-        """
+        """Returns the next message, if all of it arrives by the deadline."""
         while b"\n" not in self._received:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -164,11 +152,7 @@ class _LineReader:
 
 
 class Progress:
-    """Logs every 10 s which ranks are missing.
-
-    Args:
-      place: the place of this process.
-    """
+    """Logs every 10 s which ranks are missing."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -223,7 +207,6 @@ def timeout_error(place: Place, missing: list[int], refusal: str = "") -> HostOp
     """Returns the error of a rank that has waited in vain.
 
     Args:
-      missing: the ranks for which it has waited.
       refusal: answer of a process that did not prove that it is rank 0.
     """
     answer = f". A process there without its token answered {refusal}" if refusal else ""
@@ -255,11 +238,7 @@ def line(**fields: Any) -> bytes:
 
 
 def parsed(received: bytes) -> dict[str, Any]:
-    """Returns the fields of a message; empty if it has none.
-
-    Raises:
-      OSError: it is not JSON.
-    """
+    """Returns the fields of a message, empty if it has none; raises OSError if it is no JSON."""
     try:
         message = json.loads(received)
     except (ValueError, RecursionError):

@@ -24,21 +24,7 @@ _SPARE_CONNECTIONS = 64  # of strangers, and one more for each rank
 
 
 def exchange(place: Place, port: int, token: bytes | None, timeout_s: float) -> list[str]:
-    """Sends the address of this process to all others, and returns the addresses of all.
-
-    Args:
-      place: the place of this process, with a rendezvous.
-      timeout_s: seconds to wait for the other ranks.
-
-    Returns:
-      ``host:port`` of each rank.
-
-    Raises:
-      AuthError: another rank has another token.
-      ConfigError: rank 0 cannot listen, two processes have the same rank, or there is another
-        number of ranks.
-      RendezvousTimeoutError: a rank did not start in time.
-    """
+    """Sends the address of this process to all others, and returns the addresses of all."""
     deadline_s = time.monotonic() + timeout_s
     if place.rank:
         return rendezvous.Peer(place, port, token, deadline_s).exchange()
@@ -89,11 +75,7 @@ class _Connection:
 
 
 class _Server:
-    """Rank 0, until all peers have the addresses.
-
-    Args:
-      place: the place of rank 0.
-    """
+    """Rank 0, until all peers have the addresses."""
 
     def __init__(self, place: Place, listener: socket.socket, token: bytes | None) -> None:
         self._place = place
@@ -133,7 +115,6 @@ class _Server:
         self._selector.close()
 
     def _registered(self) -> dict[int, str]:
-        """Returns the addresses of the peers that are connected, by rank."""
         return {each.rank: each.address for each in self._connections if each.rank is not None}
 
     def _missing(self) -> list[int]:

@@ -29,9 +29,6 @@ def read_tf_config(environ: Mapping[str, str]) -> tuple[Any, str, Any] | None:
 
     Returns:
       Jobs, task type and task index, not yet validated; None if TF_CONFIG names no cluster.
-
-    Raises:
-      ConfigError: TF_CONFIG is malformed.
     """
     hidden = _hidden if environ is os.environ else {}
     config = _parse(environ.get(_VARIABLE, hidden.get(_VARIABLE, "")).strip())
@@ -91,17 +88,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def check_jobs(jobs: Any) -> dict[str, list[str]]:
-    """Validates the jobs of a cluster.
-
-    Args:
-      jobs: addresses of the tasks by job, as the user wrote them.
-
-    Returns:
-      The same jobs.
-
-    Raises:
-      ConfigError: a job or an address cannot be used.
-    """
+    """Validates the jobs of a cluster."""
     if not isinstance(jobs, Mapping):
         raise ConfigError(
             f'TF_CONFIG key "cluster" is {shown(jobs)}, wanted an object. Write for example '
@@ -181,16 +168,8 @@ def is_address(address: Any) -> bool:
 def check_task(jobs: Mapping[str, list[str]], task_type: Any, task_index: Any) -> tuple[str, int]:
     """Validates the task of this process.
 
-    Args:
-      jobs: jobs of the cluster, as `check_jobs` returns them.
-      task_type: job of this process, as the user wrote it.
-      task_index: index within that job, as the user wrote it.
-
     Returns:
       Job and index. The jobs need not list an evaluator.
-
-    Raises:
-      ConfigError: the jobs have no such task.
     """
     if task_type not in (*RING_JOBS, EVALUATOR, DATA):
         raise ConfigError(
@@ -228,15 +207,7 @@ def check_task(jobs: Mapping[str, list[str]], task_type: Any, task_index: Any) -
 
 
 def check_host(task_type: str, task_name: str, address: str) -> None:
-    """Checks that the host of this task resolves.
-
-    Args:
-      task_name: name of the task, such as ``worker:1``.
-      address: ``host:port`` of the task.
-
-    Raises:
-      ConfigError: the host does not resolve.
-    """
+    """Checks that the host of this task resolves."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         socket.getaddrinfo(host, None)

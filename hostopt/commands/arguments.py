@@ -47,14 +47,7 @@ def add_command(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def command_of(options: argparse.Namespace) -> list[str]:
-    """Returns the command at the end of the arguments.
-
-    Args:
-      options: parsed arguments with `command` and `parser`.
-
-    Raises:
-      SystemExit: there is none.
-    """
+    """Returns the command at the end of the arguments."""
     command: list[str] = options.command
     command = command[1:] if command[:1] == ["--"] else command
     if not command:

@@ -1,15 +1,26 @@
-"""`hostopt doctor`."""
+"""`hostopt doctor`: runs all checks in order.
+
+To add a check, write a function that yields findings in the module of `hostopt.doctor` for its
+topic, and list it here.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hostopt.doctor.checking import WRONG
-from hostopt.doctor.examine import examine
-from hostopt.errors import ConfigError
-from hostopt.options import MIN_TIMEOUT_S, YEAR_S
+from hostopt.cluster.cluster import Cluster
+from hostopt.cluster.tf_config import EVALUATOR
+from hostopt.doctor import all_ranks, machine, network, software
+from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
+from hostopt.errors import ConfigError, HostOptError
+from hostopt.options import MIN_TIMEOUT_S, YEAR_S, Options
+
+_CHECK_TIMEOUT_S = 10.0
+_SPEED_TIMEOUT_S = 90.0  # starts TensorFlow if there is a GPU
+_CONNECTED_TIMEOUT_S = 30.0  # for the checks between connected ranks
 
 
 def add(commands: Any) -> None:
@@ -47,3 +58,73 @@ def _seconds(text: str) -> float:
     if not MIN_TIMEOUT_S <= value <= YEAR_S:
         raise argparse.ArgumentTypeError(f"{text} is not from {MIN_TIMEOUT_S} to {YEAR_S:.0f} s")
     return value
+
+
+def examine(
+    environ: Mapping[str, str], model_dir: str | None, timeout_s: float
+) -> Iterator[Finding]:
+    """Checks this machine and, if TF_CONFIG names a cluster, this task in it.
+
+    Args:
+      timeout_s: seconds to wait for the doctors of the other ranks.
+    """
+    checks: list[tuple[Any, ...]] = [
+        (software.versions,),
+        (software.keras, environ),
+        (software.variables, environ),
+        (software.proxies, environ),
+        (machine.shared_memory,),
+        (machine.open_files,),
+        (machine.model_dir, model_dir),
+    ]
+    for check, *arguments in checks:
+        yield from run(check, *arguments, timeout_s=_CHECK_TIMEOUT_S)
+    (outcome,) = outcomes(_clusters, [environ], _CHECK_TIMEOUT_S)
+    if isinstance(outcome, Exception):
+        is_ours = isinstance(outcome, HostOptError)
+        text = str(outcome) if is_ours else f"TF_CONFIG cannot be used: {outcome!r}"
+        yield Finding(WRONG, text)
+        return
+    cluster, ring = outcome
+    yield from run(network.task, cluster, timeout_s=_CHECK_TIMEOUT_S)
+    if ring is not None:
+        yield from _examine_ring(ring, environ, model_dir, timeout_s)
+    if cluster.rank is None or cluster.rank == cluster.local_ranks[0]:  # one for each host
+        yield from run(machine.speeds, timeout_s=_SPEED_TIMEOUT_S)  # last, as it takes longest
+
+
+def _clusters(environ: Mapping[str, str]) -> tuple[Cluster, Cluster | None]:
+    """Returns the cluster, and the ring that this task connects to; None if it is alone."""
+    cluster = Cluster.from_tf_config(environ)
+    if cluster.rank is not None:
+        return cluster, cluster if cluster.size > 1 else None
+    among_several = cluster.role == EVALUATOR and len(cluster.evaluators) > 1
+    return cluster, cluster.evaluator_ring() if among_several else None
+
+
+def _examine_ring(
+    ring: Cluster, environ: Mapping[str, str], model_dir: str | None, timeout_s: float
+) -> Iterator[Finding]:
+    try:
+        options = Options().with_environment(environ)
+    except ConfigError:  # `software.variables` has reported it
+        options = None
+    healthy = options is not None
+    checks: list[tuple[Any, ...]] = [(network.names, ring), (network.local_address, ring.task)]
+    if options is not None:
+        checks.append((network.security, ring, options, environ))
+    for check, *arguments in checks:
+        findings = run(check, *arguments, timeout_s=_CHECK_TIMEOUT_S)
+        healthy = healthy and not any(finding.verdict == WRONG for finding in findings)
+        yield from findings
+    if not healthy:
+        yield Finding(NOTE, "skipped the checks between ranks: correct what is WRONG here first")
+        return
+    yield from run(
+        all_ranks.other_ranks,
+        ring,
+        options,
+        model_dir,
+        timeout_s,
+        timeout_s=2 * timeout_s + _CONNECTED_TIMEOUT_S,
+    )

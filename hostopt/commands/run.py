@@ -6,7 +6,6 @@ import argparse
 import os
 from typing import Any
 
-from hostopt.commands import engines
 from hostopt.commands.arguments import (
     MAX_PORT,
     MAX_TASKS,
@@ -19,9 +18,14 @@ from hostopt.commands.arguments import (
     integer,
 )
 from hostopt.launch import output
+from hostopt.launch.engine import Engine
 from hostopt.launch.launcher import launch
+from hostopt.launch.local_engine import LocalEngine
 from hostopt.launch.task_group import start_error
 from hostopt.process import descriptors
+
+_MAX_S = 365 * 24 * 3600.0
+_PLACES_TIMEOUT_S = 60.0
 
 
 def add(commands: Any) -> None:
@@ -95,7 +99,7 @@ def add(commands: Any) -> None:
         help="loopback port at which Prometheus can read metrics of the run, 0 for any free one; "
         "needs pip install 'hostopt[metrics]' (default: none)",
     )
-    engines.add_arguments(run)
+    _add_engine_arguments(run)
     add_command(run, "the command that every process runs")
     run.set_defaults(run=_run, parser=run)
 
@@ -110,7 +114,7 @@ def _run(options: argparse.Namespace) -> int:
         options.parser.error(
             "--data-workers contradicts --on ray: data workers run on the machine of the launcher"
         )
-    engine = engines.engine_of(options)
+    engine = _engine_of(options)
     if options.restore_previous:  # every rank inherits it
         os.environ["HOSTOPT_RESTORE_PREVIOUS"] = "true"
     if options.autotune:
@@ -134,3 +138,79 @@ def _run(options: argparse.Namespace) -> int:
     except OSError as error:
         descriptors.check(error)  # has better advice if no descriptor is left
         raise start_error(error) from None
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on",
+        choices=["local", "ray"],
+        default="local",
+        help="start the processes on this machine, or on the nodes of a cluster of Ray (default: "
+        "local)",
+    )
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="the cluster of Ray (default: auto, the one of this machine or job)",
+    )
+    parser.add_argument(
+        "--resources",
+        type=_resources,
+        metavar="R=N,...",
+        help="what Ray reserves for each rank, such as CPU=4,GPU=1 (default: CPU=1)",
+    )
+    parser.add_argument(
+        "--places-timeout-s",
+        type=_seconds,
+        metavar="S",
+        help="how long to wait for nodes of Ray with room, before fewer ranks start, as "
+        f"--min-np allows (default: {_PLACES_TIMEOUT_S:g})",
+    )
+
+
+def _engine_of(options: argparse.Namespace) -> Engine:
+    if options.on == "local":
+        for name in ("address", "resources", "places_timeout_s"):
+            if getattr(options, name) is not None:
+                options.parser.error(f"--{name.replace('_', '-')} needs --on ray")
+        return LocalEngine(binds=options.bind_to != "none")
+    if options.bind_to == "cores":
+        options.parser.error(
+            "--bind-to cores contradicts --on ray: Ray reserves cores by their number, with "
+            "--resources CPU=N"
+        )
+    return _ray_engine(options)
+
+
+def _ray_engine(options: argparse.Namespace) -> Engine:
+    from hostopt.launch.ray_engine import RayEngine
+
+    timeout_s = options.places_timeout_s
+    return RayEngine(
+        options.address or "auto",
+        options.resources or {"CPU": 1.0},
+        _PLACES_TIMEOUT_S if timeout_s is None else timeout_s,
+    )
+
+
+def _resources(text: str) -> dict[str, float]:
+    resources = {}
+    for part in text.split(","):
+        name, _, amount = part.partition("=")
+        try:
+            resources[name.strip()] = float(amount)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER") from None
+        value = resources[name.strip()]
+        if not name.strip() or not (0 < value < 1 or (value >= 1 and value.is_integer())):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not NAME=NUMBER with a whole number, or one between 0 and 1"
+            )
+    return resources
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= _MAX_S:
+        raise argparse.ArgumentTypeError(f"{seconds:g} is not above 0 and up to {_MAX_S:g}")
+    return seconds

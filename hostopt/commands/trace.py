@@ -6,8 +6,7 @@ from typing import Any
 
 from hostopt.commands.arguments import integer
 from hostopt.options import MAX_COUNT
-from hostopt.telemetry.trace_files import merge
-from hostopt.telemetry.trace_picture import draw
+from hostopt.telemetry.trace_files import draw, merge
 
 
 def add(commands: Any) -> None:

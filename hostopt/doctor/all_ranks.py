@@ -38,11 +38,7 @@ def other_ranks(
 
     Args:
       options: options of the training; their deadlines are replaced.
-      model_dir: model_dir of this rank's training; None if unknown.
       timeout_s: seconds to wait for the others, and then for each collective.
-
-    Yields:
-      Findings, which differ between ranks.
     """
     options = replace(
         options,

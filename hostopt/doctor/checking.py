@@ -23,7 +23,6 @@ class Finding(NamedTuple):
     Args:
       verdict: `OK`; `NOTE` for something to know about; `WRONG` for something that prevents a
         training from running properly.
-      text: the observation and, unless the verdict is `OK`, what to do.
     """
 
     verdict: str
@@ -34,14 +33,7 @@ class Finding(NamedTuple):
 
 
 def run(check: Callable[..., Iterable[Finding]], *args: Any, timeout_s: float) -> list[Finding]:
-    """Runs a check.
-
-    Args:
-      timeout_s: deadline in seconds.
-
-    Returns:
-      The findings, and one more if the check failed or did not finish in time.
-    """
+    """Runs a check."""
     findings: list[Finding] = []
     (outcome,) = outcomes(lambda _: findings.extend(_run(check, args)), [None], timeout_s)
     name = check.__name__.strip("_").replace("_", " ")
@@ -65,7 +57,6 @@ def outcomes(function: Callable[[Any], Any], items: Sequence[Any], timeout_s: fl
 
     Args:
       function: may block. After the deadline its daemon thread keeps running, without effect.
-      timeout_s: seconds to wait for all calls.
 
     Returns:
       For each item the result or the exception; a TimeoutError if the call did not finish.

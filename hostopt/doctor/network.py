@@ -110,10 +110,7 @@ def calls(tasks: Sequence[Task]) -> Iterator[Finding]:
                 NOTE, f"{task}: its machine answers, but nothing listens at the port yet"
             )
         else:
-            yield Finding(
-                WRONG,
-                f"{task} cannot be reached ({error}): check firewalls and routes",
-            )
+            yield Finding(WRONG, f"{task} cannot be reached ({error}): check firewalls and routes")
 
 
 def _call(task: Task) -> None:

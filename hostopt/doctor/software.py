@@ -45,7 +45,6 @@ def versions() -> Iterator[Finding]:
 
 
 def _unmet() -> Iterator[str]:
-    """Yields the unmet requirements of hostopt, and of the packages that it requires."""
     from packaging.requirements import Requirement  # installed with TensorFlow
     from packaging.specifiers import SpecifierSet
 
@@ -73,7 +72,6 @@ def _unmet() -> Iterator[str]:
 
 
 def _applies(requirement: Any) -> bool:
-    """Returns True if a requirement applies to this machine without extras."""
     return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 

@@ -25,15 +25,7 @@ _POLL_S = 0.05  # between checks of a group that has lost its leader
 
 
 def main(cores: str, *command: str) -> int:
-    """Runs `command` to its end.
-
-    Args:
-      cores: numbers of the cores to bind it to, separated by commas; empty for no change.
-      command: program and arguments; the program is looked up on PATH.
-
-    Returns:
-      The exit code; 128 + n if signal n ended the command; 2 if it could not be started.
-    """
+    """Runs `command` to its end."""
     wake_fd = _catch_signals()
     if cores:
         with contextlib.suppress(OSError):  # a core has been taken away meanwhile
@@ -119,7 +111,6 @@ def _serve(group: int, wake_fd: int) -> None:
 
 
 def _has_members(group: int) -> bool:
-    """Returns True if `group` has a process that is not a zombie."""
     processes: list[str] = []
     with contextlib.suppress(OSError):  # without /proc there is no waiting
         processes = os.listdir("/proc")

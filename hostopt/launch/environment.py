@@ -14,16 +14,16 @@ from hostopt.versions import has_keras_3
 
 
 def tf_config_of(cluster: Mapping[str, Sequence[str]], task: tuple[str, int]) -> str:
-    """Returns the TF_CONFIG of one task."""
+    """Returns the TF_CONFIG of one task, without the jobs that have no task."""
     job, index = task
-    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+    jobs = {name: addresses for name, addresses in cluster.items() if addresses}
+    return json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
 
 
 def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str]:
     """Returns environment variables of a task, with defaults that suit training.
 
     Args:
-      base: its environment, which overrides the defaults.
       size: number of ranks that share the cores which this process may use.
     """
     cores = len(os.sched_getaffinity(0))
@@ -45,14 +45,7 @@ def with_defaults(base: Mapping[str, str], job: str, size: int) -> dict[str, str
 
 
 def find_command(command: Sequence[str]) -> list[str]:
-    """Returns a command that can be started.
-
-    Args:
-      command: program and arguments; a program that ends in ``.py`` is run with this Python.
-
-    Raises:
-      FileNotFoundError: the command does not exist.
-    """
+    """Returns a command that can be started; one that ends in ``.py`` with this Python."""
     if not command:
         raise FileNotFoundError("no command to run")
     program = command[0]
@@ -67,9 +60,6 @@ def find_command(command: Sequence[str]) -> list[str]:
 
 def shares_of_cores(size: int) -> list[list[int]]:
     """Divides the cores among ranks, so that they do not displace each other.
-
-    Args:
-      size: number of ranks that share the cores of this machine.
 
     Returns:
       The cores that each rank is bound to: its share of those that this process may use. If there

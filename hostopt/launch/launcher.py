@@ -32,6 +32,7 @@ from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
 from hostopt.launch.roles import DataWorker, Evaluator, Ring
 from hostopt.launch.task_group import FORWARDED, Group
+from hostopt.options import DATA_DIR, RING_ENDED
 from hostopt.process import descriptors
 
 _POLL_S = 0.1  # between two looks at places that are not ready
@@ -56,9 +57,7 @@ def launch(
     """Runs one command as every task of a cluster, and waits for all of them.
 
     Args:
-      command: program and arguments; a program that ends in ``.py`` is run with this Python.
       size: number of ranks: one chief and ``size - 1`` workers.
-      evaluators: number of evaluators besides the ranks.
       data_workers: number of data workers besides the ranks, on this machine.
       max_restarts: number of restarts of the ring in total, and of each evaluator and each data
         worker.
@@ -118,17 +117,19 @@ def launch(
         shared = (engine, command, cluster, selector, max_restarts, grace_s, monitor)
         ring = Ring(*shared, slots=Slots(size, min_size))
         ring_ended = os.path.join(directory, "ring-ended")
+        settings = {RING_ENDED: ring_ended}
         evaluator_groups = [
-            Evaluator(*shared, index=index, reservation=reservations[0], ring_ended=ring_ended)
+            Evaluator(
+                *shared, task=(EVALUATOR, index), reservation=reservations[0], settings=settings
+            )
             for index in range(evaluators)
         ]
         data_groups = [
             DataWorker(
                 *shared,
-                index=index,
+                task=(DATA, index),
                 reservation=reservations[1],
-                ring_ended=ring_ended,
-                directory=os.path.join(directory, f"data-{index}"),
+                settings={**settings, DATA_DIR: os.path.join(directory, f"data-{index}")},
             )
             for index in range(data_workers)
         ]
@@ -139,14 +140,7 @@ def launch(
 
 
 class _Run:
-    """The groups of a cluster from start to end, and the signals that the launcher receives.
-
-    Args:
-      evaluators: one group for each evaluator.
-      data_workers: one group for each data worker.
-      selector: registers the lifelines of all tasks.
-      ring_ended: path of the file that tells the others that all ranks have succeeded.
-    """
+    """The groups of a cluster from start to end, and the signals that the launcher receives."""
 
     def __init__(
         self,

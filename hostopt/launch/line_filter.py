@@ -53,11 +53,7 @@ class LineFilter:
         self._warnings: set[int] = set()  # their hashes
 
     def shows(self, line: bytes) -> bool:
-        """Returns True if a line is to be shown.
-
-        Args:
-          line: the next line of the task, with its end.
-        """
+        """Returns True if a line is to be shown."""
         is_indented = line[:1] in (b" ", b"\t")
         if _RECORD.match(line) or self._lines > _MAX_CONFIGURATION:
             self._depth, self._is_instruction, self._is_server = 0, False, False

@@ -32,11 +32,7 @@ class LocalPlace(Place):
 
 
 class LocalReservation:
-    """Ports of this machine, which are held from the start.
-
-    Args:
-      places: a place for each slot.
-    """
+    """Ports of this machine, which are held from the start."""
 
     def __init__(self, places: Sequence[LocalPlace]) -> None:
         self._places = places
@@ -47,11 +43,7 @@ class LocalReservation:
 
 
 class LocalEngine:
-    """Starts tasks on this machine.
-
-    Args:
-      binds: True to bind each rank to its share of the cores.
-    """
+    """Starts tasks on this machine."""
 
     def __init__(self, binds: bool = True) -> None:
         self._binds = binds
@@ -94,14 +86,7 @@ class LocalEngine:
 def supervise(
     command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts a command under a supervisor.
-
-    Args:
-      cores: numbers of the cores to bind it to; empty for no change.
-
-    Returns:
-      The supervisor, and this end of the lifeline.
-    """
+    """Starts a command under a supervisor."""
     lifeline, supervisor_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         supervisor = subprocess.Popen(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hostopt.errors import ConfigError
-from hostopt.launch.metrics_server import answering
 from hostopt.launch.monitor import Monitor, Progress
 from hostopt.process import descriptors
 
@@ -25,7 +26,6 @@ class Metric(NamedTuple):
     Args:
       name: without the prefix ``hostopt_``; the name of a counter ends in ``_total``.
       label: name of its label; "" for none.
-      values: number by value of the label; the label is "" if there is none.
     """
 
     name: str
@@ -36,18 +36,7 @@ class Metric(NamedTuple):
 
 @contextlib.contextmanager
 def served(monitor: Monitor, port: int) -> Iterator[int]:
-    """Scope in which the metrics of a run can be read over HTTP.
-
-    Args:
-      monitor: knows the progress of the run.
-      port: port to listen at; 0 for any free one.
-
-    Yields:
-      The port.
-
-    Raises:
-      ConfigError: prometheus-client is not installed, or the port cannot be used.
-    """
+    """Scope in which the metrics of a run can be read over HTTP, at the port that it yields."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
@@ -92,12 +81,7 @@ class _Collector:
 def metrics_of(
     attempts: Mapping[int, Progress], evaluation: Progress, restarts: int
 ) -> Iterator[Metric]:
-    """Yields the metrics of a run.
-
-    Args:
-      attempts: what the chief has written in each attempt, by number from 1.
-      restarts: number of restarts of the ranks.
-    """
+    """Yields the metrics of a run."""
     yield Metric("restarts_total", "restarts of the ranks", "", {"": restarts})
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # another hostopt
         if attempts:
@@ -153,3 +137,80 @@ def _of_evaluation(evaluation: Progress) -> Iterator[Metric]:
     yield Metric("evaluation", "main metric of the newest evaluation", "metric", value)
     step = {"": float(evaluation["step"])}
     yield Metric("evaluation_step", "global_step of the newest evaluation", "", step)
+
+
+MOST_CONNECTIONS = 16
+CONNECTION_S = 5.0  # from the connection to the end of the answer
+REQUEST_BYTES = 8 << 10
+_BACKLOG = 8  # connections that are accepted at once
+
+
+@contextlib.contextmanager
+def answering(
+    listener: socket.socket, answer: Callable[[], bytes], content_type: str
+) -> Iterator[None]:
+    """Scope in which a thread answers each GET request; closes the bound `listener` at its end."""
+    loop = asyncio.new_event_loop()
+    callers = _Callers(answer, content_type)
+    server = loop.run_until_complete(
+        asyncio.start_server(callers.serve, sock=listener, limit=REQUEST_BYTES, backlog=_BACKLOG)
+    )
+    thread = threading.Thread(target=loop.run_forever, daemon=True, name="hostopt-metrics")
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        server.close()
+        loop.run_until_complete(_end_all())
+        loop.close()
+
+
+async def _end_all() -> None:
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Callers:
+    """The connections, of which each brings one request."""
+
+    def __init__(self, answer: Callable[[], bytes], content_type: str) -> None:
+        self._answer = answer
+        self._content_type = content_type
+        self._tasks: list[asyncio.Task[None]] = []  # the oldest first
+
+    def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers a new caller; ends the oldest ones if there are too many."""
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._tasks.append(task)
+        task.add_done_callback(self._tasks.remove)
+        for oldest in self._tasks[:-MOST_CONNECTIONS]:
+            oldest.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await asyncio.wait_for(self._answer_one(reader, writer), CONNECTION_S)
+        except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+            pass  # the caller has left, or takes too much
+        finally:
+            writer.transport.abort()
+
+    async def _answer_one(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        status, body = "405 Method Not Allowed", b""
+        if request.startswith(b"GET "):
+            status, body = "200 OK", self._answer()
+        head = (
+            f"HTTP/1.1 {status}",
+            f"Content-Type: {self._content_type}",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        )
+        writer.write("".join(f"{line}\r\n" for line in (*head, "")).encode() + body)
+        writer.close()
+        await writer.wait_closed()

@@ -29,13 +29,9 @@ class Monitor:
     """Draws the live line of a run, and prints its summary.
 
     Args:
-      directory: directory in which the tasks write their progress.
       log_dir: directory of the tasks' logs. None writes logs only if `verbose` is False, to a
         temporary directory that is removed if the run succeeds.
       verbose: True hides no lines of the tasks, and draws none.
-
-    Raises:
-      ConfigError: the directory cannot be made.
     """
 
     def __init__(self, directory: str, log_dir: str | None, verbose: bool) -> None:
@@ -114,11 +110,7 @@ class Monitor:
             output.ERR.write(f"hostopt: {text}\n".encode())
 
     def finish(self, code: int, reason: str = "") -> None:
-        """Removes the line, and prints the summary of a training and where the logs are.
-
-        Args:
-          reason: root cause of the failure, if there is one.
-        """
+        """Removes the line, and prints the summary of a training and where the logs are."""
         output.ERR.draw("")
         attempts, evaluation = self.read()
         lines = []
@@ -156,7 +148,6 @@ def describe(attempt: int, attempts: Mapping[int, Progress], evaluation: Progres
     """Returns the live line, what matters most first, as a narrow terminal shows its beginning.
 
     Args:
-      attempt: number of the present attempt, from 1.
       attempts: what the chief has written in each attempt, by number from 1.
     """
     if attempt not in attempts:
@@ -187,15 +178,9 @@ def describe(attempt: int, attempts: Mapping[int, Progress], evaluation: Progres
 
 
 def summarize(
-    attempts: Mapping[int, Progress],
-    evaluation: Progress,
-    lasted_s: float,
+    attempts: Mapping[int, Progress], evaluation: Progress, lasted_s: float
 ) -> list[tuple[str, str]]:
-    """Returns names and texts of the lines of a summary.
-
-    Args:
-      attempts: what the chief has written in each attempt, by number from 1.
-    """
+    """Returns names and texts of the lines of a summary."""
     training, first = attempts[max(attempts)], attempts[min(attempts)]
     loss = f", loss {training['loss']:.4g}" if "loss" in training else ""
     lines = [("steps", f"{first['first_step']} to {training['step']}{loss}")]
@@ -233,7 +218,6 @@ def _communication(training: Progress) -> str:
 
 
 def _table(times_ms: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Returns the lines of a table: a column for each part of a step."""
     total_ms = sum(times_ms.values()) or 1.0
     names = [name.replace("_", " ") for name in times_ms]
     rows = [

@@ -105,11 +105,7 @@ class QueuedWriter:
 
 
 class LogStream(io.TextIOBase):
-    """A text stream for `logging` that writes to a `QueuedWriter`.
-
-    Args:
-      writer: receives the encoded text.
-    """
+    """A text stream for `logging` that writes to a `QueuedWriter`."""
 
     def __init__(self, writer: QueuedWriter) -> None:
         self._writer = writer

@@ -1,8 +1,9 @@
 """The actor that runs the tasks of one slot on a node of Ray.
 
 It starts the same supervisor as on one machine. The launcher's relay starts commands, signals them
-and asks for events. If the launcher ends, however it does, Ray ends the actor, the supervisor sees
-the end of its lifeline and kills the command.
+and asks for events: output, what the task has written to its files, and its exit code. If the
+launcher ends, however it does, Ray ends the actor, the supervisor sees the end of its lifeline and
+kills the command.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
-from hostopt.launch import ray_events
 from hostopt.launch.environment import find_command, with_defaults
 from hostopt.launch.local_engine import supervise
-from hostopt.launch.ray_events import Event, EventQueue
 from hostopt.launch.task_group import start_error
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import PREFIX, RING_ENDED
@@ -28,6 +28,57 @@ from hostopt.process import error_report
 from hostopt.telemetry import progress
 from hostopt.transport.addresses import hold_port, port_of
 from hostopt.versions import VERSION
+
+# Kinds of events. The data of a code is the number as text, that of an end is empty.
+OUT, ERR, PROGRESS, REPORT, CODE, END = "out", "err", "progress", "report", "code", "end"
+_MAX_QUEUED_BYTES = 4 << 20
+_MAX_BATCH_BYTES = 80 << 10  # Ray sends results of up to 100 KiB with the answer itself
+
+
+class Event(NamedTuple):
+    """An event of a task."""
+
+    kind: str
+    data: bytes
+
+
+class EventQueue:
+    """Events until the launcher has confirmed them.
+
+    A call whose answer is lost is repeated, so an event is kept until a later call confirms it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._first = 0  # number of the first event in the queue
+        self._queued_bytes = 0
+
+    def put(self, kind: str, data: bytes = b"") -> None:
+        """Appends an event; blocks while the launcher does not keep up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued_bytes < _MAX_QUEUED_BYTES)
+            self._events.append(Event(kind, data))
+            self._queued_bytes += len(data)
+            self._changed.notify_all()
+
+    def get(self, seen: int, timeout_s: float) -> list[Event]:
+        """Returns events after the first `seen`, which are dropped; none after the timeout."""
+        with self._changed:
+            while self._events and self._first < seen:
+                self._queued_bytes -= len(self._events.popleft().data)
+                self._first += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._events, timeout_s)
+            result: list[Event] = []
+            nbytes = 0
+            for event in self._events:
+                nbytes += len(event.data)
+                if result and nbytes > _MAX_BATCH_BYTES:
+                    break
+                result.append(event)
+            return result
+
 
 _CANNOT_START = 2  # as the exit code of the supervisor
 _POLL_S = 0.5  # between two looks at the progress, and at Ray's process of the node
@@ -42,9 +93,6 @@ class Job(NamedTuple):
 
     Args:
       number: counts the tasks of the slot.
-      settings: variables of the task.
-      inherited: variables of the launcher.
-      directory: working directory of the launcher.
       threads: number of processor cores that are reserved for the task.
     """
 
@@ -58,12 +106,7 @@ class Job(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Answer of an actor that holds a port.
-
-    Args:
-      node: name of the node for logs.
-      version: version of hostopt on the node.
-    """
+    """Answer of an actor that holds a port."""
 
     address: str
     node: str
@@ -71,12 +114,7 @@ class Opened(NamedTuple):
 
 
 class TaskActor:
-    """Runs on a node, and holds a port of it.
-
-    Args:
-      host: address of the node; None asks Ray.
-      node: id of the node.
-    """
+    """Runs on a node, and holds a port of it. Without a `host` it asks Ray for its node."""
 
     def __init__(self, host: str | None = None, node: str = "") -> None:
         if host is None:
@@ -99,7 +137,7 @@ class TaskActor:
         """Returns the events of a task after the first `seen`; waits a few seconds for one."""
         running = self._running
         if running is None or running.number != number:
-            return [Event(ray_events.END, b"")]
+            return [Event(END, b"")]
         return running.events.get(seen, _EVENTS_S)
 
     def signal(self, number: int, signums: Sequence[int]) -> None:
@@ -140,10 +178,7 @@ class _RunningTask:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         readers = [
             threading.Thread(target=self._read, args=arguments, daemon=True)
-            for arguments in (
-                (supervisor.stdout, ray_events.OUT),
-                (supervisor.stderr, ray_events.ERR),
-            )
+            for arguments in ((supervisor.stdout, OUT), (supervisor.stderr, ERR))
         ]
         self._process = TaskProcess(job.task, supervisor, lifeline, readers)
         for thread in (*readers, *map(_daemon, (self._wait, self._watch))):
@@ -164,14 +199,14 @@ class _RunningTask:
         code = _CANNOT_START
         if isinstance(error, FileNotFoundError):
             text = f"hostopt: {error} in {os.getcwd()} of node {socket.gethostname()}\n"
-            self.events.put(ray_events.ERR, text.encode(errors="backslashreplace"))
+            self.events.put(ERR, text.encode(errors="backslashreplace"))
         else:
             failure = start_error(error)
             code = failure.exit_code
             report = f"{code}\n{error_report.cause_of(failure)}"
-            self.events.put(ray_events.REPORT, report.encode(errors="backslashreplace"))
-        self.events.put(ray_events.CODE, b"%d" % code)
-        self.events.put(ray_events.END)
+            self.events.put(REPORT, report.encode(errors="backslashreplace"))
+        self.events.put(CODE, b"%d" % code)
+        self.events.put(END)
 
     def _read(self, pipe: IO[bytes], kind: str) -> None:
         with pipe:
@@ -186,32 +221,27 @@ class _RunningTask:
                 written = os.stat(path).st_mtime_ns
                 if written != seen:
                     seen = written
-                    self._report(progress.VARIABLE, ray_events.PROGRESS)
+                    self._report(progress.VARIABLE, PROGRESS)
 
     def _report(self, variable: str, kind: str) -> None:
         with contextlib.suppress(OSError), open(self._files[variable], "rb") as file:
             self.events.put(kind, file.read())
 
     def _wait(self) -> None:
-        """Reports the end of the task."""
         assert self._process is not None
         while not self._process.has_ended():
             pass
         self._has_ended.set()
-        self._report(progress.VARIABLE, ray_events.PROGRESS)
-        self._report(error_report.VARIABLE, ray_events.REPORT)
-        self.events.put(ray_events.CODE, b"%d" % (self._process.code or 0))
+        self._report(progress.VARIABLE, PROGRESS)
+        self._report(error_report.VARIABLE, REPORT)
+        self.events.put(CODE, b"%d" % (self._process.code or 0))
         self._process.close()
-        self.events.put(ray_events.END)
+        self.events.put(END)
         self._directory.cleanup()
 
 
 def environment_of(job: Job, node: Mapping[str, str], files: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables of a task.
-
-    Args:
-      node: variables of the actor, which Ray and its `runtime_env` have set.
-      files: paths on this node by variable.
 
     Returns:
       The variables of the node; those of the launcher that the node lacks, or that are options of
@@ -236,7 +266,6 @@ def _end_with(parent: int) -> None:
 
 
 def _this_node() -> tuple[str, str]:
-    """Returns the address and the id of this node of Ray."""
     import ray
 
     return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())

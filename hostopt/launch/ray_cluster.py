@@ -29,12 +29,6 @@ def connected(address: str) -> Iterator[Any]:
 
     Ray's handler of SIGTERM is removed. Ray prints the troubles of its nodes to `sys.stdout`, in
     a thread; they would mix with the output of the tasks, so they are dropped.
-
-    Args:
-      address: ``host:port`` of the cluster, or "auto".
-
-    Raises:
-      ConfigError: Ray is not installed, or the cluster cannot be reached.
     """
     _check_address(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a call after the end starts no cluster
@@ -94,10 +88,6 @@ class Bundles:
     At first all bundles are one placement group, which Ray packs onto few nodes. If there is no
     room for all of them, each bundle becomes a group of its own, and those without a node wait for
     one. Ray moves a bundle whose node dies to another node as soon as one has room.
-
-    Args:
-      ranks: the resources of each rank.
-      evaluators: the resources of each evaluator.
     """
 
     def __init__(
@@ -110,15 +100,7 @@ class Bundles:
         self._bundles: list[tuple[Any, int]] = []  # group and index of each slot
 
     def reserve(self, timeout_s: float, may_be_fewer: bool) -> None:
-        """Reserves the bundles, and logs every few seconds that it waits.
-
-        Args:
-          timeout_s: longest time to wait for the resources.
-          may_be_fewer: True if not every slot needs its resources.
-
-        Raises:
-          ResourceError: there are too few resources.
-        """
+        """Reserves the bundles, and logs every few seconds that it waits."""
         group = self._add_group(self.wanted)
         if self._wait_for(group, timeout_s):
             self._bundles = [(group, index) for index in self._by_node(group)]

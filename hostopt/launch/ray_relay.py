@@ -23,9 +23,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hostopt.launch import ray_events
-from hostopt.launch.ray_actor import Job
-from hostopt.launch.ray_events import Event
+from hostopt.launch import ray_actor
+from hostopt.launch.ray_actor import Event, Job
 from hostopt.options import RING_ENDED
 from hostopt.process import error_report
 from hostopt.telemetry import progress
@@ -41,10 +40,7 @@ class RelayedSupervisor:
     """The supervisor of a task on a node.
 
     Args:
-      actor: handle of the actor.
-      node: name of the node, for the report.
       job: the task to start; its settings name files of this machine.
-      on_lost: called if the actor is lost.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class RelayedSupervisor:
         self._end.settimeout(_POLL_S)
         pipes = [os.pipe() for _ in range(2)]
         self.stdout, self.stderr = (os.fdopen(reader, "rb") for reader, _ in pipes)
-        self._writers = dict(zip((ray_events.OUT, ray_events.ERR), (w for _, w in pipes)))
+        self._writers = dict(zip((ray_actor.OUT, ray_actor.ERR), (w for _, w in pipes)))
         self._ray = ray
         self._actor = actor
         self._node = node
@@ -101,7 +97,7 @@ class RelayedSupervisor:
                 events = self._next_events(seen)
                 seen += len(events)
                 for event in events:
-                    if event.kind == ray_events.END:
+                    if event.kind == ray_actor.END:
                         return
                     self._handle(event)
         except self._ray.exceptions.RayError as error:
@@ -124,11 +120,11 @@ class RelayedSupervisor:
     def _handle(self, event: Event) -> None:
         if event.kind in self._writers:
             self._write(self._writers[event.kind], event.data)
-        elif event.kind == ray_events.PROGRESS:
+        elif event.kind == ray_actor.PROGRESS:
             self._replace(self._job.settings[progress.VARIABLE], event.data)
-        elif event.kind == ray_events.REPORT:
+        elif event.kind == ray_actor.REPORT:
             self._replace(self._job.settings[error_report.VARIABLE], event.data)
-        elif event.kind == ray_events.CODE:
+        elif event.kind == ray_actor.CODE:
             self._finish(int(event.data))
 
     def _write(self, fd: int, data: bytes) -> None:

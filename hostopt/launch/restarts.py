@@ -16,19 +16,7 @@ _LAST_PERMANENT = 128
 _FIRST_RETRYABLE = 193
 # Below 128 like the permanent failures, but a damaged message may arrive intact the next time.
 _DAMAGED = errors.ProtocolError.exit_code
-_KINDS = (
-    errors.ConfigError,
-    errors.CollectiveMismatchError,
-    errors.ProtocolError,
-    errors.AuthError,
-    errors.CheckpointError,
-    errors.NonFiniteGradientError,
-    errors.PeerLostError,
-    errors.CollectiveTimeoutError,
-    errors.RendezvousTimeoutError,
-    errors.ResourceError,
-)
-_NAMES = {kind.exit_code: kind.__name__ for kind in _KINDS}
+_NAMES = {kind.exit_code: name for name, kind in errors.CLASSES.items()}
 # Exit codes of reporters: ranks that failed because of another rank.
 _REPORTERS = {
     _DAMAGED,
@@ -43,11 +31,9 @@ class TaskExit:
     """The exit of one process of an attempt.
 
     Args:
-      name: the task, as the log shows it.
       slot: slot of the task, 0 to N-1, which may differ from the rank; None for an evaluator.
       code: exit code; 128 + n if signal n ended the process.
       forced: True if the launcher signalled the process because its grace period was over.
-      cause: the error that the process reported; empty if it reported none.
     """
 
     name: str
@@ -65,8 +51,6 @@ class RestartDecision:
     """The root cause of a failed attempt, and whether to retry.
 
     Args:
-      code: exit code of the root cause; 0 if all processes succeeded.
-      retry: True if another attempt may succeed.
       reason: the root cause in words, for the log.
       failed_slots: slots that caused the failure; empty if there are only reporters.
       cause: the error that the root cause reported, or else the first error that any process
@@ -147,11 +131,7 @@ def describe(code: int) -> str:
 
 
 class Restarts:
-    """Counts the restarts of a group and computes the delay before each (exponential back-off).
-
-    Args:
-      max_restarts: number of restarts in total.
-    """
+    """Counts the restarts of a group and computes the delay before each (exponential back-off)."""
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts
@@ -159,14 +139,7 @@ class Restarts:
         self._delay_s = FIRST_DELAY_S
 
     def next_delay_s(self, lasted_s: float) -> float | None:
-        """Uses up one restart.
-
-        Args:
-          lasted_s: seconds that the failed attempt lasted.
-
-        Returns:
-          Seconds to wait before the restart; None if no restart is left.
-        """
+        """Uses up one restart; returns the seconds to wait before it, None if none is left."""
         if self.used == self.max_restarts:
             return None
         self.used += 1
@@ -176,11 +149,7 @@ class Restarts:
 
 
 class Slots:
-    """The slots that are used in an attempt.
-
-    Args:
-      min_size: smallest number of ranks to train with.
-    """
+    """The slots that are used in an attempt."""
 
     def __init__(self, size: int, min_size: int) -> None:
         self.in_use = list(range(size))
@@ -212,9 +181,6 @@ class Slots:
         """Uses the slots that have a place in an attempt.
 
         The failures of a slot that has moved to another machine no longer count.
-
-        Args:
-          nodes: names of the machines by slot.
         """
         for slot, node in nodes.items():
             if self._nodes.get(slot, node) != node:

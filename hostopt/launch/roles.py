@@ -6,28 +6,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hostopt.cluster.tf_config import CHIEF, DATA, EVALUATOR, WORKER
+from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
 from hostopt.launch import restarts
 from hostopt.launch.engine import Place, Reservation
 from hostopt.launch.restarts import RestartDecision, Slots, TaskExit
-from hostopt.launch.task_group import (
-    FORWARDED,
-    Group,
-    preemption,
-    task_exit,
-)
+from hostopt.launch.task_group import FORWARDED, Group, preemption, task_exit
 from hostopt.launch.task_process import TaskProcess
-from hostopt.options import DATA_DIR, RING_ENDED
 
 _LOG = logging.getLogger(__name__)
 
 
 class Ring(Group):
-    """The group of all ranks.
-
-    Args:
-      slots: the slots of the ranks.
-    """
+    """The group of all ranks."""
 
     def __init__(self, *arguments: Any, slots: Slots) -> None:
         super().__init__(*arguments)
@@ -83,12 +73,7 @@ class Ring(Group):
 
 
 class _Companion(Group):
-    """The group of one task beside the ranks, whose place outlives an attempt.
-
-    Args:
-      reservation: the places of all tasks of the job.
-      settings: environment variables of the task.
-    """
+    """The group of one task beside the ranks, whose place outlives an attempt."""
 
     def __init__(
         self,
@@ -111,20 +96,7 @@ class _Companion(Group):
 
 
 class Evaluator(_Companion):
-    """The group of one evaluator.
-
-    Args:
-      index: index of the evaluator.
-      reservation: the places of all evaluators.
-      ring_ended: path of the file that exists once all ranks have succeeded.
-    """
-
-    def __init__(
-        self, *arguments: Any, index: int, reservation: Reservation, ring_ended: str
-    ) -> None:
-        settings = {RING_ENDED: ring_ended}
-        task = (EVALUATOR, index)
-        super().__init__(*arguments, task=task, reservation=reservation, settings=settings)
+    """The group of one evaluator."""
 
     def _start(self, places: Sequence[Place]) -> None:
         self._cluster[EVALUATOR] = [place.address for place in places]  # one may have moved
@@ -141,28 +113,9 @@ class Evaluator(_Companion):
 
 
 class DataWorker(_Companion):
-    """The group of one data worker, which serves all attempts of the ring.
+    """The group of one data worker, which serves all attempts of the ring."""
 
-    Args:
-      index: index of the data worker.
-      reservation: the places of all data workers.
-      ring_ended: path of the file that exists once all ranks have succeeded.
-      directory: directory for what the data worker must still know after a restart.
-    """
-
-    def __init__(
-        self,
-        *arguments: Any,
-        index: int,
-        reservation: Reservation,
-        ring_ended: str,
-        directory: str,
-    ) -> None:
-        settings = {RING_ENDED: ring_ended, DATA_DIR: directory}
-        super().__init__(
-            *arguments, task=(DATA, index), reservation=reservation, settings=settings
-        )
-        self._is_over = False  # the ring has ended
+    _is_over = False  # the ring has ended
 
     def forward(self, signum: int) -> None:
         """Allows no restart after a signal; the ranks may need data for their last step."""

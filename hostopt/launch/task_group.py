@@ -43,11 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def start_error(error: OSError) -> HostOptError:
-    """Returns the error to report if not all tasks could be started.
-
-    Returns:
-      A ResourceError, which is worth a retry, if a limit was reached; otherwise a ConfigError.
-    """
+    """Returns the error to report if not all tasks could be started."""
     is_limit = descriptors.is_out(error) or error.errno in (errno.EAGAIN, errno.ENOMEM)
     kind = ResourceError if is_limit else ConfigError
     return kind(
@@ -60,11 +56,9 @@ class Group:
     """Tasks that start together, and restart together after a failure.
 
     Args:
-      command: program and arguments of every task.
       cluster: addresses by job, of this and all other groups.
       selector: registers the lifelines of running tasks, each with a function to call.
       grace_s: seconds from the first failure to SIGTERM for the other tasks.
-      monitor: shows the progress of the tasks.
     """
 
     def __init__(

@@ -30,12 +30,7 @@ class TaskProcess:
     """A started task.
 
     Args:
-      supervisor: the process that runs the command.
-      lifeline: the launcher's end of the socket pair.
-      pumps: threads that copy standard output and standard error.
       report: path of the file in which the command may report the error that ends it.
-      group: process group of the command, once it is known.
-      code: exit code of the command, once it has ended.
       forced: True if the launcher signalled the task because its grace period was over.
     """
 
@@ -117,17 +112,7 @@ def attend(
     log_file: str | None = None,
     shows: Callable[[bytes], bool] | None = None,
 ) -> TaskProcess:
-    """Copies the output of a task that has started.
-
-    Args:
-      supervisor: the process that runs its command.
-      lifeline: the launcher's end of the socket pair.
-      log_file: file for all its output; None for none.
-      shows: returns True for lines of standard error that are shown; None shows all.
-
-    Returns:
-      The task, which runs until it ends or is closed.
-    """
+    """Copies the output of a task that has started."""
     process = TaskProcess(task, supervisor, lifeline, [])
     prefix = f"[{process.name}] ".encode()
     for arguments in (

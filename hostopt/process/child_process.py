@@ -26,7 +26,6 @@ class ForkGuard:
     """Refuses a library in processes forked after its first use.
 
     Args:
-      name: name of the library in the message.
       is_in_use: returns True if the library has started threads; called before each fork.
     """
 
@@ -48,11 +47,7 @@ class ForkGuard:
         self._forked_in_use = True
 
     def check(self) -> None:
-        """Raises an error if the library cannot work in this process.
-
-        Raises:
-          ConfigError: this process was forked after the first use of the library.
-        """
+        """Raises an error if the library cannot work in this process."""
         if self._forked_in_use:
             raise ConfigError(
                 f"this process was forked from one that had already used {self._name}, and "

@@ -58,14 +58,7 @@ def is_out(error: BaseException) -> bool:
 
 
 def check(error: BaseException) -> None:
-    """Raises ResourceError if `is_out`; callers then assume another cause.
-
-    Args:
-      error: error of the operating system, or of TensorFlow.
-
-    Raises:
-      ResourceError: no descriptor was left.
-    """
+    """Raises ResourceError if `is_out`; callers then assume another cause."""
     if is_out(error):
         raise ResourceError(advice(error)) from error
 
@@ -81,11 +74,7 @@ def advice(error: BaseException) -> str:
 
 
 def check_room() -> None:
-    """Checks that this process can open another file.
-
-    Raises:
-      ResourceError: no descriptor is left.
-    """
+    """Raises ResourceError if this process cannot open another file."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

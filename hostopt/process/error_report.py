@@ -47,9 +47,6 @@ _PYTHON_FUNCTION_ERROR = "UnknownError"  # TensorFlow's type for exceptions in P
 def cause_of(error: BaseException) -> str:
     """Returns type and message of an error in one line, without tracebacks.
 
-    Args:
-      error: error of hostopt, TensorFlow or the user's code.
-
     Returns:
       The line. It is truncated to 1000 characters, unless the error is a HostOptError, which ends
       with advice.
@@ -110,13 +107,10 @@ def _is_of_library(frame: types.FrameType) -> bool:
 
 
 def write_details(directory: str, rank: int, error: BaseException) -> str | None:
-    """Writes the full traceback of an error to a file. Gives up after a second.
-
-    Args:
-      directory: directory of the file, which is created if it does not exist.
+    """Writes the full traceback of an error to a file.
 
     Returns:
-      Path of the file; None if it could not be written in time.
+      Path of the file; None if it could not be written within a second.
     """
     path = os.path.join(directory, f"rank_{rank}.error.txt")
     text = details_of(error)
@@ -137,25 +131,14 @@ def write_details(directory: str, rank: int, error: BaseException) -> str | None
 
 
 class Report(NamedTuple):
-    """Report of a rank to the launcher.
-
-    Args:
-      code: exit code that the rank intends; None without a report.
-      cause: error that ended the rank, in one line.
-    """
+    """Report of a rank to the launcher."""
 
     code: int | None = None
     cause: str = ""
 
 
 def write_report(error: BaseException, code: int, details_path: str | None) -> None:
-    """Writes a report for `hostopt run`, if it started this process.
-
-    Args:
-      error: the error that ends this rank.
-      code: exit code of this rank.
-      details_path: file with the full traceback, if there is one.
-    """
+    """Writes a report for `hostopt run`, if it started this process."""
     path = os.environ.get(VARIABLE)
     if path is None:
         return

@@ -1,3 +1,1 @@
 """Timelines, trace files and the flight recorder."""
-
-from __future__ import annotations

@@ -39,8 +39,6 @@ class Event(NamedTuple):
     Args:
       kind: "sent", "received", "in memory", or "begun" over MPI.
       peer: the other rank; -1 if the event concerns no single peer.
-      tag: identifies the message or the call.
-      nbytes: bytes of data.
       time_s: on the monotonic clock.
     """
 
@@ -52,11 +50,7 @@ class Event(NamedTuple):
     time_s: float
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
-        """Returns the event as a dump shows it.
-
-        Args:
-          now_s: time of the dump, on the monotonic clock.
-        """
+        """Returns the event as a dump shows it."""
         return {
             "ago_s": round(now_s - self.time_s, 6),
             "kind": self.kind,
@@ -68,11 +62,7 @@ class Event(NamedTuple):
 
 
 class FlightRecorder:
-    """Keeps the last 256 events of this rank. Any thread may record events.
-
-    Args:
-      directory: directory of the dump; None for no dump.
-    """
+    """Keeps the last 256 events of this rank. Any thread may record events."""
 
     def __init__(self, rank: int, directory: str | None) -> None:
         self.directory = directory
@@ -90,12 +80,7 @@ class FlightRecorder:
         self._events.append(Event(kind, peer, name, tag, nbytes, time.monotonic()))
 
     def has_sent(self, peer: int, tag: Sequence[int]) -> bool:
-        """Returns True if the recorded events contain the sending of a message.
-
-        Args:
-          peer: rank that the message was sent to.
-          tag: tag of the message. Its last number, the signature, is not compared.
-        """
+        """Returns True if a message was sent, whatever its signature, the tag's last number."""
         numbers = tuple(tag[:-1])
         return any(
             event.kind == "sent" and event.peer == peer and event.tag[:-1] == numbers
@@ -121,11 +106,7 @@ class FlightRecorder:
         self._dumped.wait(_DUMP_TIMEOUT_S)
 
     def dump(self, details: dict[str, Any]) -> None:
-        """Writes the stacks of all threads and the last events to the directory, if there is one.
-
-        Args:
-          details: further fields of the events file, in types that JSON supports.
-        """
+        """Writes the stacks of all threads and the last events to the directory, if any."""
         if self.directory is None:
             return
         path = os.path.join(self.directory, f"rank_{self._rank}")

@@ -25,11 +25,7 @@ def is_written() -> bool:
 
 
 def write_progress(section: str, values: dict[str, Any]) -> None:
-    """Replaces a section of this task's progress, if `hostopt run` started this process.
-
-    Args:
-      section: "training" or "evaluation".
-    """
+    """Replaces "training" or "evaluation" of the progress that `hostopt run` reads, if it does."""
     global _path  # noqa: PLW0603
     with _lock, contextlib.suppress(OSError, TypeError, ValueError):  # never worth an error
         _path = os.environ.pop(VARIABLE, _path)  # it is not for processes that this one starts
@@ -51,13 +47,6 @@ def read_progress(path: str) -> dict[str, dict[str, Any]]:
 
 
 def main_metric(metrics: Mapping[str, float]) -> tuple[str, float, int]:
-    """Returns the metric to show: accuracy or a similar one, or the loss.
-
-    Args:
-      metrics: metrics of an evaluation by name.
-
-    Returns:
-      Name and value; 1 if more is better, -1 if less is.
-    """
+    """Returns the metric to show, accuracy or the loss: name, value, 1 or -1 if less is better."""
     name = next((name for name in _RISING if name in metrics), "loss")
     return name, metrics.get(name, math.nan), 1 if name in _RISING else -1

@@ -72,10 +72,7 @@ class Span:
     """A piece of work.
 
     Args:
-      track: the row that shows it.
-      name: name of the bucket, tensor or step.
       begin_s: start, on this rank's monotonic clock.
-      end_s: end, on the same clock.
       args: details that the viewer shows, such as step, bucket and bytes.
     """
 
@@ -87,11 +84,7 @@ class Span:
 
 
 def path_of_rank(path: str, rank: int) -> Path:
-    """Returns the trace file of a rank: "trace.json" becomes "trace.rank0.json".
-
-    Args:
-      path: value of `Options.timeline`, the same on all ranks.
-    """
+    """Returns the trace file of a rank: "trace.json" becomes "trace.rank0.json"."""
     common = Path(path)
     return common.with_name(f"{common.stem}.rank{rank}{common.suffix}")
 
@@ -104,10 +97,6 @@ class Timeline:
 
     Args:
       max_spans: number of spans to keep. Older ones are dropped and counted in the file.
-      rewrite_every_s: interval between two writes; longer if a write takes long.
-
-    Raises:
-      ConfigError: the file cannot be written.
     """
 
     def __init__(
@@ -142,11 +131,7 @@ class Timeline:
         call_at_exit(self.close)
 
     def span(self, track: Track, name: str, begin_s: float, end_s: float, **args: Any) -> Span:
-        """Records a piece of work; the arguments are those of `Span`.
-
-        Returns:
-          The span, which the caller may extend.
-        """
+        """Records a piece of work, which the caller may extend; for the arguments see `Span`."""
         span = Span(track, name, begin_s, end_s, args)
         with self._lock:
             self._spans.append(span)
@@ -162,13 +147,7 @@ class Timeline:
         end_s: float,
         payload_bytes: int,
     ) -> None:
-        """Records a message; the messages of one round of a collective become one span.
-
-        Args:
-          name: name of the tensor or bucket that the message belongs to.
-          begin_s: when this rank began to send it or to wait for it.
-          end_s: when it was sent or received.
-        """
+        """Records a message; the messages of one round of a collective become one span."""
         round_ = (tag.step, tag.bucket, tag.round)
         last_round, span = self._growing.get((track, tag.channel), (None, None))
         if span is not None and last_round == round_:
@@ -180,11 +159,7 @@ class Timeline:
         self._growing[track, tag.channel] = round_, span
 
     def write(self) -> None:
-        """Replaces the file. An error leaves the old file unchanged.
-
-        Raises:
-          OSError: it cannot be written.
-        """
+        """Replaces the file. An error leaves the old file unchanged."""
         with self._writing:
             with self._lock:
                 spans, dropped = list(self._spans), self._recorded - len(self._spans)
@@ -221,11 +196,7 @@ class Timeline:
 
 
 def events_of(spans: Iterable[Span], rank: int, process: str) -> list[Event]:
-    """Converts spans to events of the Trace Event Format.
-
-    Returns:
-      Events that name the process and its rows, then the spans sorted by start.
-    """
+    """Converts spans to events of the Trace Event Format."""
     titles = {track * _ROWS_PER_TRACK: track.title for track in Track}
     busy_until_s: dict[int, float] = {}
     shown: list[Event] = []
@@ -249,14 +220,7 @@ def events_of(spans: Iterable[Span], rank: int, process: str) -> list[Event]:
 
 
 def write_trace(path: Path, events: Iterable[Event], attributes: dict[str, Any]) -> None:
-    """Writes a trace to a temporary file, then moves it to its path.
-
-    Args:
-      attributes: attributes of the trace for `hostopt trace`, such as rank and size.
-
-    Raises:
-      OSError: it cannot be written.
-    """
+    """Writes a trace to a temporary file, then moves it to its path."""
     # unique, as two rings of one process may have the same path
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:

@@ -10,8 +10,8 @@ from harness import (
     task_of,
 )
 
+from hostopt.commands.doctor import examine
 from hostopt.doctor.checking import Finding
-from hostopt.doctor.examine import examine
 
 ALONE_S = 0.3  # timeout of a doctor whose peers are missing
 

@@ -23,9 +23,9 @@ from harness import (
 )
 from rings import NewRing
 
-from hostopt.doctor import speed
+from hostopt.commands.doctor import examine
+from hostopt.doctor import machine
 from hostopt.doctor.checking import NOTE, OK, WRONG
-from hostopt.doctor.examine import examine
 from hostopt.errors import ConfigError
 from hostopt.tensorflow import bus
 
@@ -199,5 +199,5 @@ def test_the_bus_is_measured_in_both_directions() -> None:
 
 
 def test_a_machine_whose_gpu_tensorflow_cannot_use(tmp_path: Path) -> None:
-    (note,) = texts(list(speed.speeds(gpus=str(tmp_path))), NOTE)
+    (note,) = texts(list(machine.speeds(gpus=str(tmp_path))), NOTE)
     assert "TensorFlow finds no GPU" in note

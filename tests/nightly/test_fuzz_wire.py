@@ -22,7 +22,7 @@ from sockets import data_sockets
 from structures import FUZZ_EXAMPLES, texts_like
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.commands.status_table import format_overview
+from hostopt.commands.status import format_overview
 from hostopt.errors import ConfigError, HostOptError, ProtocolError, error_to_dict
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder

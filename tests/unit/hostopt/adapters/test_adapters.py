@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hostopt.adapters import mpi, rendezvous_server, slurm
+from hostopt.adapters import mpi, rendezvous_server, schedulers
 from hostopt.adapters.discover import find_place, set_tf_config
 from hostopt.errors import ConfigError
 from hostopt.options import Options
@@ -107,7 +107,7 @@ def test_the_first_node_of_slurm_is_the_rendezvous() -> None:
     ],
 )
 def test_first_node(nodes: str, first: str) -> None:
-    assert slurm.first_node(nodes) == first
+    assert schedulers.first_node(nodes) == first
 
 
 def test_hosts_of_sagemaker() -> None:

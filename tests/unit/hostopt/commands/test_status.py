@@ -17,7 +17,7 @@ from statuses import DETAILS, Holder, waits
 from hostopt import lock_file
 from hostopt.collectives.communicator import Communicator
 from hostopt.commands import status
-from hostopt.commands.status_table import format_overview
+from hostopt.commands.status import format_overview
 from hostopt.errors import AuthError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import security

@@ -24,7 +24,7 @@ from rings import Spawn
 
 from hostopt import cli
 from hostopt.collectives.communicator import Communicator
-from hostopt.doctor import all_ranks, machine, software, speed
+from hostopt.doctor import all_ranks, machine, software
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, run
 from hostopt.transport import security
 from hostopt.transport.grpc import ring as grpc_ring
@@ -389,7 +389,7 @@ def test_a_slow_link_is_a_note(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_host_without_a_gpu_measures_its_memory() -> None:
-    (finding,) = speed.speeds(gpus="/dev/none*")
+    (finding,) = machine.speeds(gpus="/dev/none*")
     assert re.fullmatch(r"\d+ threads move [0-9.]+ GB/s through host memory", finding.text)
 
 
@@ -397,14 +397,14 @@ def test_a_gpu_whose_bus_cannot_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "false")
-    assert "could not be measured" in the_only(NOTE, list(speed.speeds(gpus=str(tmp_path))))
+    assert "could not be measured" in the_only(NOTE, list(machine.speeds(gpus=str(tmp_path))))
 
 
 def test_what_a_step_needs_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bus = {"pageable to": 8e9, "pageable from": 9e9, "pinned to": 50e9, "pinned from": 40e9}
-    monkeypatch.setattr(speed, "_bus", lambda: bus)
-    monkeypatch.setattr(speed, "_memory_bytes_per_s", lambda threads: 100e9)
-    memory, copies, step = texts(list(speed.speeds(gpus=str(tmp_path))), OK)
+    monkeypatch.setattr(machine, "_bus", lambda: bus)
+    monkeypatch.setattr(machine, "_memory_bytes_per_s", lambda threads: 100e9)
+    memory, copies, step = texts(list(machine.speeds(gpus=str(tmp_path))), OK)
     assert "move 100 GB/s" in memory
     assert "pageable to the GPU 8, pageable from the GPU 9, pinned to the GPU 50" in copies
     assert "need 28 ms for Adam and 10 ms for a copy" in step

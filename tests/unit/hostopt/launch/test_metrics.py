@@ -16,7 +16,7 @@ from harness import ROOT, deadline_s
 from progress_notes import EVALUATION, PROGRESS
 
 from hostopt.errors import ConfigError
-from hostopt.launch import metrics_server
+from hostopt.launch import metrics
 from hostopt.launch.metrics import metrics_of, served
 from hostopt.launch.monitor import Monitor
 
@@ -88,7 +88,7 @@ MIB = 1 << 20
 def answering(body: bytes) -> Iterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    with metrics_server.answering(listener, lambda: body, "text/plain"):
+    with metrics.answering(listener, lambda: body, "text/plain"):
         yield address
 
 
@@ -107,7 +107,7 @@ def answer_to(address: tuple[str, int], request: bytes) -> bytes:
 
 
 def test_idle_connections_end_and_leave_room(no_thread_left: None) -> None:
-    most = metrics_server.MOST_CONNECTIONS
+    most = metrics.MOST_CONNECTIONS
     with contextlib.ExitStack() as stack:
         with answering(b"body") as address:
             threads = threading.active_count()
@@ -125,20 +125,20 @@ def test_idle_connections_end_and_leave_room(no_thread_left: None) -> None:
 
 @pytest.mark.parametrize("request_", [b"", b"GET / HTTP/1.1\r\n"])
 def test_a_slow_request_ends(request_: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "CONNECTION_S", 0.01)
+    monkeypatch.setattr(metrics, "CONNECTION_S", 0.01)
     with answering(b"body") as address:
         assert answer_to(address, request_) == b""
 
 
 def test_an_answer_that_is_read_slowly_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "CONNECTION_S", 0.01)
+    monkeypatch.setattr(metrics, "CONNECTION_S", 0.01)
     with answering(bytes(64 * MIB)) as address:
         assert len(answer_to(address, GET)) < 64 * MIB
 
 
 def test_requests_that_are_not_answered() -> None:
     with answering(b"body") as address:
-        assert answer_to(address, b"x" * 4 * metrics_server.REQUEST_BYTES) == b""
+        assert answer_to(address, b"x" * 4 * metrics.REQUEST_BYTES) == b""
         refusal = answer_to(address, b"POST / HTTP/1.1\r\n\r\n")
     assert refusal.startswith(b"HTTP/1.1 405 ") and not refusal.endswith(b"body")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
-from harness import python
+from harness import python, until
 
-from hostopt.launch import ray_actor, ray_events
-from hostopt.launch.ray_actor import Job, TaskActor, environment_of
-from hostopt.launch.ray_events import Event
+from hostopt.launch import ray_actor
+from hostopt.launch.ray_actor import ERR, OUT, Event, EventQueue, Job, TaskActor, environment_of
 from hostopt.options import RING_ENDED
 from hostopt.process import error_report
 from hostopt.telemetry import progress
@@ -34,7 +34,7 @@ def run(actor: TaskActor, task: Job) -> list[Event]:
 
 def finish(actor: TaskActor, task: Job) -> list[Event]:
     events: list[Event] = []
-    while not events or events[-1].kind != ray_events.END:
+    while not events or events[-1].kind != ray_actor.END:
         events += actor.events(task.number, len(events))
     return events
 
@@ -71,12 +71,12 @@ def test_output_files_and_exit_code_become_events(actor: TaskActor) -> None:
         sys.exit(78)
     """
     events = run(actor, job(code))
-    assert data_of(events, ray_events.OUT) == b"out\n"
-    assert data_of(events, ray_events.ERR) == b"err\n"
-    progresses = [event.data for event in events if event.kind == ray_events.PROGRESS]
+    assert data_of(events, ray_actor.OUT) == b"out\n"
+    assert data_of(events, ray_actor.ERR) == b"err\n"
+    progresses = [event.data for event in events if event.kind == ray_actor.PROGRESS]
     assert progresses[-1] == b'{"training": {"step": 3}}'
-    assert data_of(events, ray_events.REPORT) == b"78\nConfigError: unusable. Correct it"
-    assert data_of(events, ray_events.CODE) == b"78"
+    assert data_of(events, ray_actor.REPORT) == b"78\nConfigError: unusable. Correct it"
+    assert data_of(events, ray_actor.CODE) == b"78"
 
 
 def test_signals_reach_the_task_although_the_thread_blocks_them(actor: TaskActor) -> None:
@@ -91,30 +91,30 @@ def test_signals_reach_the_task_although_the_thread_blocks_them(actor: TaskActor
     try:
         task = job(code)
         actor.start(task)
-        while not data_of(actor.events(1, 0), ray_events.OUT):
+        while not data_of(actor.events(1, 0), ray_actor.OUT):
             pass
         actor.signal(1, [signal.SIGINT])
-        assert data_of(finish(actor, task), ray_events.CODE) == b"7"
+        assert data_of(finish(actor, task), ray_actor.CODE) == b"7"
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def test_a_signal_for_an_earlier_task_does_not_reach_the_next_one(actor: TaskActor) -> None:
-    assert data_of(run(actor, job("pass")), ray_events.CODE) == b"0"
+    assert data_of(run(actor, job("pass")), ray_actor.CODE) == b"0"
     code = "import os, time\nwhile not os.path.exists(os.environ['HOSTOPT_RING_ENDED']): pass"
     task = job(code, 2, **{RING_ENDED: "/launcher/only"})
     actor.start(task)
     actor.signal(1, [signal.SIGKILL])
     actor.end_ring()
-    assert data_of(finish(actor, task), ray_events.CODE) == b"0"
-    assert actor.events(1, 0) == [Event(ray_events.END, b"")]
+    assert data_of(finish(actor, task), ray_actor.CODE) == b"0"
+    assert actor.events(1, 0) == [Event(ray_actor.END, b"")]
 
 
 def test_a_missing_script(actor: TaskActor, tmp_path: Path) -> None:
     task = job("")._replace(command=["missing.py"])
     events = run(actor, task)
-    assert b"no such script: 'missing.py'" in data_of(events, ray_events.ERR)
-    assert data_of(events, ray_events.CODE) == b"2"
+    assert b"no such script: 'missing.py'" in data_of(events, ray_actor.ERR)
+    assert data_of(events, ray_actor.CODE) == b"2"
 
 
 def test_no_process_can_be_started(actor: TaskActor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,8 @@ def test_no_process_can_be_started(actor: TaskActor, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ray_actor, "supervise", fail)
     events = run(actor, job("pass"))
-    assert data_of(events, ray_events.REPORT).startswith(b"203\nResourceError: not all tasks")
-    assert data_of(events, ray_events.CODE) == b"203"
+    assert data_of(events, ray_actor.REPORT).startswith(b"203\nResourceError: not all tasks")
+    assert data_of(events, ray_actor.CODE) == b"203"
 
 
 def test_variables_of_a_task() -> None:
@@ -145,3 +145,56 @@ def test_variables_of_a_task() -> None:
     assert result[progress.VARIABLE] == "/node/progress"
     assert (result["TF_NUM_INTRAOP_THREADS"], result["OMP_NUM_THREADS"]) == ("3", "4")
     assert ("TF_USE_LEGACY_KERAS" in result) == has_keras_3()
+
+
+# --- events ---------------------------------------------------------------------------------
+
+
+def test_events_come_again_until_they_are_confirmed() -> None:
+    queue = EventQueue()
+    queue.put(OUT, b"1")
+    queue.put(ERR, b"2")
+    assert queue.get(0, 0.0) == [Event(OUT, b"1"), Event(ERR, b"2")]
+    assert queue.get(0, 0.0) == [Event(OUT, b"1"), Event(ERR, b"2")]
+    assert queue.get(1, 0.0) == [Event(ERR, b"2")]
+    assert queue.get(2, 0.0) == []
+    queue.put(OUT, b"3")
+    assert queue.get(2, 0.0) == [Event(OUT, b"3")]
+
+
+def test_a_call_waits_for_an_event() -> None:
+    queue = EventQueue()
+    results: list[list[Event]] = []
+    caller = threading.Thread(target=lambda: results.append(queue.get(0, 60.0)), daemon=True)
+    caller.start()
+    queue.put(OUT, b"late")
+    caller.join(60.0)
+    assert results == [[Event(OUT, b"late")]]
+
+
+def test_large_events_come_one_by_one() -> None:
+    queue = EventQueue()
+    large = bytes(70 << 10)
+    for _ in range(3):
+        queue.put(OUT, large)
+    for seen in range(3):
+        assert queue.get(seen, 0.0) == [Event(OUT, large)]
+
+
+def test_a_task_waits_for_a_launcher_that_does_not_keep_up() -> None:
+    queue = EventQueue()
+    chunk, count = bytes(64 << 10), 200  # 12.5 MiB
+
+    def put_all() -> None:
+        for _ in range(count):
+            queue.put(OUT, chunk)
+
+    writer = threading.Thread(target=put_all, daemon=True)
+    writer.start()
+    until(lambda: len(queue._events) == 64, "a full queue")
+    assert writer.is_alive()
+    seen = 0
+    while seen < count:
+        seen += len(queue.get(seen, 60.0))
+    writer.join(60.0)
+    assert seen == count and not writer.is_alive()

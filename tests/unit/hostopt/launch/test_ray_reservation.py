@@ -9,11 +9,11 @@ from fake_ray import FakeRay, FakeRayError, FakeSetupError
 from harness import until
 
 from hostopt.errors import ConfigError, ResourceError
-from hostopt.launch import ray_reservation
+from hostopt.launch import ray_engine
 from hostopt.launch.engine import Place
 from hostopt.launch.ray_actor import Opened
 from hostopt.launch.ray_cluster import Bundles
-from hostopt.launch.ray_reservation import RayReservation
+from hostopt.launch.ray_engine import RayReservation
 from hostopt.versions import VERSION
 
 
@@ -63,7 +63,7 @@ def ray() -> FakeRay:
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_reservation, "_RETRY_S", 0.01)
+    monkeypatch.setattr(ray_engine, "_RETRY_S", 0.01)
 
 
 def test_places_of_all_slots(ray: FakeRay) -> None:
@@ -93,7 +93,7 @@ def test_a_place_that_is_lost_is_replaced_at_the_next_attempt(ray: FakeRay) -> N
 
 
 def test_fewer_places_than_slots(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_reservation, "_START_S", 0.01)
+    monkeypatch.setattr(ray_engine, "_START_S", 0.01)
     ray.errors = [None, *[FakeRayError("died")] * 1000]
     missing_s: dict[int, float] = {}
     assert [place.slot for place in Reservation(ray, 1, missing_s).places()] == [0]
@@ -104,7 +104,7 @@ def test_fewer_places_than_slots(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_too_few_places_are_an_error(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_reservation, "_START_S", 0.01)
+    monkeypatch.setattr(ray_engine, "_START_S", 0.01)
     ray.errors = [None, *[FakeRayError("died")] * 1000]
     with pytest.raises(ResourceError, match="there are 1 places, and at least 2 are needed"):
         Reservation(ray, 2, {}).places()

@@ -17,7 +17,7 @@ from structures import texts_like
 from hostopt.cli import main
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
-from hostopt.telemetry import trace_files, trace_picture
+from hostopt.telemetry import trace_files
 from hostopt.telemetry.timeline import Timeline, Track
 
 JOBS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
@@ -150,7 +150,7 @@ def test_a_file_of_any_structure_is_processed_or_refused(
         json.loads((tmp_path / "merged.json").read_text())
     if number == 0:  # takes a while
         with contextlib.suppress(ConfigError):
-            trace_picture.draw(str(file), str(tmp_path / "picture.svg"))
+            trace_files.draw(str(file), str(tmp_path / "picture.svg"))
 
 
 @pytest.mark.parametrize("output", ["/", ".", "/no/such/directory/merged.json"])

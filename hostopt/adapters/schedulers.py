@@ -1,0 +1,114 @@
+"""Places of processes that Slurm, Kubernetes, SageMaker or an unknown launcher has started."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Mapping
+
+from hostopt.adapters.place import PORT, Place, number, optional_number, rank_and_size
+from hostopt.cluster.tf_config import read_tf_config
+from hostopt.errors import ConfigError
+from hostopt.options import RANK, RENDEZVOUS, SIZE
+
+INDEX = "JOB_COMPLETION_INDEX"  # of a pod, which Kubernetes sets
+_FIRST_PORT, _PORTS = 20_000, 10_000  # of Slurm, below those that systems give to any program
+
+
+def find_slurm(environ: Mapping[str, str]) -> Place | None:
+    """Returns the place in a step of Slurm, or None.
+
+    A batch script is not part of a step, and has no place.
+    """
+    if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    job, step = number(environ, "SLURM_JOB_ID"), number(environ, "SLURM_STEP_ID")
+    nodes = number(environ, "SLURM_STEP_NUM_NODES")
+    rank, size = rank_and_size(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    run_id = f"{job}.{step}.{environ.get('SLURM_RESTART_COUNT', 0)}"
+    if nodes == 1:
+        local_size, host = size, None
+        rendezvous = f"@slurm-{run_id}"
+    else:
+        local_size, host = _tasks_here(environ), environ.get("SLURMD_NODENAME")
+        port = _FIRST_PORT + (7 * job + step) % _PORTS
+        rendezvous = f"{first_node(environ.get('SLURM_STEP_NODELIST', ''))}:{port}"
+    local_rank = optional_number(environ, "SLURM_LOCALID")
+    return Place("Slurm", rank, size, local_size, (), rendezvous, host, run_id, local_rank)
+
+
+def first_node(nodes: str) -> str:
+    """Returns the first node of a list of Slurm: ``n07`` for ``n[07-09,12],m1``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else "")
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """Returns the number of tasks of this node: 2 for node 0 to 2 of ``2(x3),1``."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    node = int(environ.get("SLURM_NODEID", 0))
+    return counts[min(node, len(counts) - 1)]
+
+
+def find_kubernetes(environ: Mapping[str, str]) -> Place | None:
+    """Returns the place of a pod of an Indexed Job, or None.
+
+    A pod knows its index, but not the number of pods, so HOSTOPT_SIZE must be set. The pods have a
+    service, whose name is the subdomain of their host names. They need it unless TF_CONFIG or
+    HOSTOPT_RENDEZVOUS is set.
+    """
+    if INDEX not in environ or SIZE not in environ:
+        return None
+    rank, size = rank_and_size(environ, INDEX, SIZE)
+    is_known = RENDEZVOUS in environ or read_tf_config(environ) is not None
+    addresses = () if is_known else _pod_addresses(rank, size)
+    return Place("Kubernetes", rank, size, 1, addresses)
+
+
+def _pod_addresses(rank: int, size: int) -> tuple[str, ...]:
+    host, dot, service = socket.getfqdn().partition(".")
+    base, _, index = host.rpartition("-")
+    if index != str(rank) or not dot:
+        raise ConfigError(
+            f"the pod with {INDEX}={rank} is called {host}{dot}{service}, wanted a name that "
+            f"ends in -{rank} and the name of a service. Set `subdomain` of the pods to the name "
+            "of a headless service"
+        )
+    return tuple(f"{base}-{i}.{service}:{PORT}" for i in range(size))
+
+
+def find_sagemaker(environ: Mapping[str, str]) -> Place | None:
+    """Returns the place of a container of a training job, or None. Each host has one process."""
+    if "SM_HOSTS" not in environ:
+        return None
+    hosts, host = hosts_of(environ), environ.get("SM_CURRENT_HOST")
+    if host is None or host not in hosts:
+        text = environ["SM_HOSTS"]
+        raise ConfigError(
+            f"SM_HOSTS is {text!r} and SM_CURRENT_HOST is {host!r}, wanted a list of hosts and "
+            "one of them. Correct them, or unset both"
+        )
+    addresses = tuple(f"{each}:{PORT}" for each in hosts)
+    return Place("SageMaker", hosts.index(host), len(hosts), 1, addresses)
+
+
+def hosts_of(environ: Mapping[str, str]) -> list[str]:
+    """Returns the hosts of the training job, in the order of their names; empty if unknown."""
+    try:
+        return sorted(map(str, json.loads(environ.get("SM_HOSTS", "[]"))))
+    except (ValueError, TypeError):
+        return []
+
+
+def find_by_hand(environ: Mapping[str, str]) -> Place | None:
+    """Returns the place that HOSTOPT_RANK and HOSTOPT_SIZE name, or None.
+
+    The processes exchange addresses at HOSTOPT_RENDEZVOUS.
+    """
+    if RANK not in environ:
+        return None
+    return Place(RANK, *rank_and_size(environ, RANK, SIZE))
