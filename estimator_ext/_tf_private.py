@@ -171,11 +171,7 @@ get_func_graph = control_flow_util_v2.get_func_graph  # a new copy, without stat
 
 
 def original_func_graph(op: tf.Operation, name: str) -> Any:
-    """Returns the graph of a function as the program has built it.
-
-    Args:
-      op: an operation that calls the function.
-    """
+    """Returns the graph of a function that `op` calls, as the program has built it."""
     graph = op.graph
     while (function := graph._get_function(name)) is None:
         graph = graph.outer_graph
@@ -188,13 +184,10 @@ def is_reference(tensor: tf.Tensor) -> bool:
 
 
 def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
-    """Returns the innermost branch or loop of TensorFlow 1 around an operation.
+    """Returns the innermost branch or loop of TensorFlow 1 around an operation, or None.
 
     Args:
       builder: an operation, or a graph for the operations that it would build now.
-
-    Returns:
-      The control-flow context; None outside branches and loops.
     """
     return builder._get_control_flow_context()
 
@@ -233,30 +226,17 @@ def control_outputs(op: tf.Operation) -> Sequence[tf.Operation]:
 
 
 def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
-    """Makes an existing operation wait for others.
-
-    Args:
-      before: the operations that run first.
-    """
+    """Makes an existing operation wait for others."""
     op._add_control_inputs(before)
 
 
 def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Replaces an input of an existing operation.
-
-    Args:
-      tensor: the new input, of the same dtype.
-    """
+    """Replaces an input of an existing operation by a tensor of the same dtype."""
     op._update_input(index, tensor)
 
 
 def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
-    """Connects every consumer of a tensor to another one.
-
-    Args:
-      old: the tensor that has no consumers afterwards.
-      new: tensor of the same dtype.
-    """
+    """Connects every consumer of a tensor to another one of the same dtype."""
     for consumer in old.consumers():
         for index, tensor in enumerate(consumer.inputs):
             if tensor is old:
@@ -264,21 +244,12 @@ def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
 
 
 def set_attribute(op: tf.Operation, name: str, value: bytes) -> None:
-    """Changes an attribute of an existing operation.
-
-    Args:
-      name: name of an attribute that is a string.
-    """
+    """Changes an attribute, which is a string, of an existing operation."""
     op._set_attr(name, attr_value_pb2.AttrValue(s=value))
 
 
 def set_initializer(variable: tf.Variable, initializer: tf.Operation) -> None:
-    """Replaces the initializer of a variable.
-
-    Args:
-      variable: a resource variable of a graph.
-      initializer: the operation that assigns the initial value.
-    """
+    """Replaces the initializer of a resource variable of a graph."""
     variable._initializer_op = initializer
 
 

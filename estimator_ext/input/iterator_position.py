@@ -30,7 +30,6 @@ class IteratorPosition:
     """The states of the iterators of a rank.
 
     Args:
-      iterators: resources of the iterators.
       more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
         data have ended.
     """
@@ -114,9 +113,6 @@ class IteratorPosition:
 
         Args:
           packed: result of `save`; None to read the data from the beginning.
-
-        Raises:
-          hostopt.CheckpointError: the states cannot be restored.
         """
         if packed is None:
             return False
@@ -135,14 +131,7 @@ class IteratorPosition:
             return True
 
     def resume(self, session: tf.compat.v1.Session, *, from_start: bool) -> None:
-        """Continues reading at the loaded position.
-
-        Args:
-          from_start: True to read the data from the beginning.
-
-        Raises:
-          hostopt.CheckpointError: the states cannot be restored.
-        """
+        """Continues reading at the loaded position, or from the start of the data."""
         self._restore(session, self._initial if from_start else self._loaded)
 
     def _restore(self, session: tf.compat.v1.Session, states: list[list[bytes]]) -> None:

@@ -44,11 +44,7 @@ def serialize(iterator: tf.Tensor, policy: int, max_bytes: int) -> tuple[tf.Tens
 
 
 def fingerprint(iterator: tf.Operation) -> int:
-    """Computes a checksum of the pipeline of an iterator: its kinds of datasets and constants.
-
-    Returns:
-      CRC-32.
-    """
+    """Returns a CRC-32 of the pipeline of an iterator: its kinds of datasets and constants."""
     checksum = 0
     for node in _nodes_of(iterator):
         checksum = zlib.crc32(node.op.encode(), checksum)

@@ -87,9 +87,6 @@ class InputStates:
 
         Args:
           checkpoint: on rank 0, path of the restored checkpoint; None if there is none.
-
-        Raises:
-          hostopt.CheckpointError: the states of the checkpoint cannot be restored.
         """
         communicator = self._communicator
         states = []
@@ -128,14 +125,7 @@ class InputStates:
         self._collected = []
 
     def write(self, session: tf.compat.v1.Session, checkpoint: str) -> None:
-        """Writes the collected states before a checkpoint is saved, and removes outdated files.
-
-        Args:
-          checkpoint: path of the checkpoint that is saved next.
-
-        Raises:
-          hostopt.CheckpointError: the states cannot be written.
-        """
+        """Writes the collected states before a checkpoint is saved, and removes outdated files."""
         if self._communicator.size == 1 and self._has_begun:
             self.gather(session)
         if not self._collected:  # before the first step; a restored checkpoint has its states
@@ -151,7 +141,6 @@ class InputStates:
 
         Args:
           checkpoint: on rank 0, path of the restored checkpoint, whose states are removed then.
-          has_stepped: True if the training has made a step.
         """
         if has_stepped or not (self._has_resumed and self._data_have_ended()):
             return
@@ -206,23 +195,16 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
 
 
 class _Listener(tf.compat.v1.train.CheckpointSaverListener):
-    """Writes the input state when a saver is about to save."""
-
     def __init__(self, states: InputStates, saver: tf.compat.v1.train.CheckpointSaverHook) -> None:
         self._states = states
         self._saver = saver
 
     def before_save(self, session: tf.compat.v1.Session, global_step_value: int) -> None:
-        """Writes the states."""
         self._states.write(session, f"{self._saver._save_path}-{global_step_value}")
 
 
 def log_random_operations(train_op: Any, data: Collection[tf.Operation]) -> None:
-    """Logs random operations of a model whose results differ after a restart.
-
-    Args:
-      train_op: operation or tensor of a step.
-    """
+    """Logs random operations of a model whose results differ after a restart."""
     operations = ancestors([getattr(train_op, "op", train_op)])
     names = [op.name for op in operations if op.type.startswith(_RANDOM) and op not in data]
     if names:
@@ -273,7 +255,7 @@ def _global_step(session: tf.compat.v1.Session) -> int:
 
 
 def _remove_old(checkpoint: str) -> None:
-    """Removes the input states of deleted checkpoints."""
+    # the input states of deleted checkpoints
     for other in tf.io.gfile.glob(f"{checkpoint.rpartition('-')[0]}-*{SUFFIX}"):
         saved = other[: -len(SUFFIX)]
         if saved != checkpoint and not tf.io.gfile.exists(f"{saved}.index"):

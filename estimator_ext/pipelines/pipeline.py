@@ -102,11 +102,7 @@ class Pipeline:
         ]
 
     def make_deterministic(self) -> list[str]:
-        """Makes parallel calls keep their order, in a graph.
-
-        Returns:
-          Names of the operations that were changed.
-        """
+        """Makes parallel calls keep their order in a graph; returns the changed operations."""
         changed = []
         for each in self.all:
             op = variant_tensor(each).op
@@ -223,11 +219,7 @@ def _chooses_in_parallel(dataset: tf.data.Dataset, nodes: Sequence[Any]) -> str:
 
 
 def without_seed(kind: str) -> str:
-    """Describes random numbers that differ between ranks.
-
-    Args:
-      kind: of the transformation or the operation that draws them.
-    """
+    """Describes random numbers that differ between ranks, by the kind of what draws them."""
     return (
         f"a dataset has no seed ({kind}). Make it after the HostOffloadStrategy, which sets one, "
         "or call tf.random.set_seed before"
