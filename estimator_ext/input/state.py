@@ -29,8 +29,7 @@ from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed, pack, ste
 from estimator_ext.checkpoints.reading import read_step
 from estimator_ext.graphs.walks import ancestors
 from estimator_ext.input.batch_position import BatchCounter, BatchPosition
-from estimator_ext.input.iterator_position import IteratorPosition
-from estimator_ext.input.iterators import fingerprint
+from estimator_ext.input.iterator_position import IteratorPosition, fingerprint
 
 _log = tf.get_logger()
 KINDS = (IteratorPosition.kind, BatchPosition.kind)  # values of `RunConfig.resume_data`

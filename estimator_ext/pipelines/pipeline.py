@@ -14,17 +14,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import replace_input, set_attribute, variant_tensor
-from estimator_ext.graphs.called_functions import library_of, with_called
-from estimator_ext.graphs.operation_kinds import arguments
-from estimator_ext.pipelines._tf_pipeline import (
+from estimator_ext._tf_private import (
     function_graphs,
     generator_state,
     inputs_of,
     loses_order,
+    replace_input,
     scalars_of,
+    set_attribute,
+    variant_tensor,
     without_wrapper,
 )
+from estimator_ext.graphs.called_functions import library_of, with_called
+from estimator_ext.graphs.operation_kinds import arguments
 
 _KEEPING = {
     *("AssertCardinality", "AutoShard", "Batch", "Cache", "Concatenate", "CopyToDevice"),
