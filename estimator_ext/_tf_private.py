@@ -130,13 +130,7 @@ DIVIDE_LOSSES = {
     ("keras.src.losses.loss", _KERAS),
     ("keras.src.losses.loss", f"un{_KERAS}"),
 }
-_LIBRARIES = {
-    "tensorflow",
-    "keras",
-    "tf_keras",
-    "hostopt",
-    "estimator_ext",
-}
+_LIBRARIES = {"tensorflow", "keras", "tf_keras", "hostopt", "estimator_ext"}
 
 
 def caller_of(frame: FrameType) -> tuple[tuple[str, str], str, bool]:

@@ -72,12 +72,9 @@ class DataService:
         Collective: all ranks must call it. The ranks must not have taken shards.
         """
         check_dataset(data, len(self._cluster.data))
+        parts = {**sources_of(data), **transformations_of(data)}
         self._communicator.check_same(
-            {
-                "element_spec": repr(data.element_spec),
-                **sources_of(data),
-                **transformations_of(data),
-            },
+            {"element_spec": repr(data.element_spec), **parts},
             "the datasets of input_fn (data workers prepare the one of rank 0 for all ranks)",
         )
         self.watch.wait_for_all()

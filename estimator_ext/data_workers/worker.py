@@ -82,11 +82,7 @@ def _is_data_worker(strategy: Any) -> bool:
 
 
 def check_reach(cluster: hostopt.Cluster, options: hostopt.Options) -> bool:
-    """Checks that only processes that may do so can reach the data workers.
-
-    Returns:
-      True if all of them are on this machine.
-    """
+    """Refuses data workers that others can reach; returns True if all are on this machine."""
     remote = [task for task in (*cluster.ring, *cluster.data) if not is_loopback(task.address)]
     if remote and not options.insecure:
         raise hostopt.ConfigError(

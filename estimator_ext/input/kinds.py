@@ -28,15 +28,11 @@ def prefetched(data: Any, depth: int) -> tf.data.Dataset:
 
 
 def log_limits(data: Any, size: int, *, is_counted: bool) -> None:
-    """Logs the limits of a training whose input_fn returns tensors.
-
-    Args:
-      is_counted: True if batches are counted, and skipped after a restart.
-    """
+    """Logs the limits of a training whose input_fn returns tensors."""
     if isinstance(data, tf.data.Dataset):
         return
     limits = [_UNEVEN] if size > 1 else []
-    # only iterators have a state to save
+    # only iterators have a state to save; batches that are counted are skipped instead
     if not is_counted and not tf.compat.v1.get_collection(GLOBAL_ITERATORS):
         limits.append(_RESUME)
     if limits:

@@ -48,7 +48,6 @@ class InputStates:
 
     Args:
       communicator: communicator for this object alone (a `duplicate`).
-      data_have_ended: returns True if the data have ended.
       more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
         data have ended.
       counter: counter of the batches, to skip them after a restart; None to save the states of the
@@ -107,9 +106,7 @@ class InputStates:
     def gather(self, session: tf.compat.v1.Session, *, has_more: bool = False) -> None:
         """Collects the states of all ranks on rank 0. Collective: all ranks must call it.
 
-        Args:
-          has_more: True if a rank has data left. Otherwise data that have ended are read from the
-            beginning after a restart.
+        Unless a rank has more, data that have ended are read from the beginning after a restart.
         """
         packed = None
         if has_more or not self._data_have_ended():
@@ -137,9 +134,7 @@ class InputStates:
 
         A position of batches does not show this before the next one is read. Then the training
         should begin again, from the first batch: with this position it would never make a step.
-
-        Args:
-          checkpoint: on rank 0, path of the restored checkpoint, whose states are removed then.
+        The states of the restored checkpoint, which rank 0 names, are removed then.
         """
         if has_stepped or not (self._has_resumed and self._data_have_ended()):
             return
@@ -171,7 +166,6 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
     """Restores the input state; it must come after all hooks that may initialize iterators.
 
     Args:
-      states: states of the training.
       newest: on rank 0, path of the checkpoint that will be restored; None if there is none. It
         is found before the session, as savers may save before this hook is called.
     """

@@ -49,15 +49,12 @@ class OrderCheck:
     def in_one_order(
         self, dataset: tf.data.Dataset, config: tf.compat.v1.ConfigProto | None = None
     ) -> tuple[tf.data.Dataset, int]:
-        """Checks that all ranks have the same elements in the same order.
+        """Checks that all ranks have the same elements in the same order, and will have them.
 
         Collective: all ranks must call it.
 
         Returns:
           The dataset, in which parallel calls keep their order; a random number of rank 0.
-
-        Raises:
-          UnsupportedError: the ranks have different orders, or would have them later.
         """
         pipeline = Pipeline(dataset)
         problem = pipeline.problem()
