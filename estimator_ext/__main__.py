@@ -33,11 +33,7 @@ _REMOVED = r"module 'tensorflow(?:\._api\.v2)?(?:\.([\w.]+))?' has no attribute 
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs a program.
-
-    Args:
-      argv: options of this command, then the program and its arguments.
-    """
+    """Runs a program; `argv` has options of this command, the program and its arguments."""
     parser = _parser()
     options = parser.parse_args(argv)
     if not (options.module or options.script):

@@ -130,13 +130,7 @@ DIVIDE_LOSSES = {
     ("keras.src.losses.loss", _KERAS),
     ("keras.src.losses.loss", f"un{_KERAS}"),
 }
-_LIBRARIES = {
-    "tensorflow",
-    "keras",
-    "tf_keras",
-    "hostopt",
-    "estimator_ext",
-}
+_LIBRARIES = {"tensorflow", "keras", "tf_keras", "hostopt", "estimator_ext"}
 
 
 def caller_of(frame: FrameType) -> tuple[tuple[str, str], str, bool]:
@@ -171,11 +165,7 @@ get_func_graph = control_flow_util_v2.get_func_graph  # a new copy, without stat
 
 
 def original_func_graph(op: tf.Operation, name: str) -> Any:
-    """Returns the graph of a function as the program has built it.
-
-    Args:
-      op: an operation that calls the function.
-    """
+    """Returns the graph of a function that `op` calls, as the program has built it."""
     graph = op.graph
     while (function := graph._get_function(name)) is None:
         graph = graph.outer_graph
@@ -188,13 +178,10 @@ def is_reference(tensor: tf.Tensor) -> bool:
 
 
 def control_flow_context(builder: tf.Graph | tf.Operation) -> Any:
-    """Returns the innermost branch or loop of TensorFlow 1 around an operation.
+    """Returns the innermost branch or loop of TensorFlow 1 around an operation, or None.
 
     Args:
       builder: an operation, or a graph for the operations that it would build now.
-
-    Returns:
-      The control-flow context; None outside branches and loops.
     """
     return builder._get_control_flow_context()
 
@@ -233,30 +220,17 @@ def control_outputs(op: tf.Operation) -> Sequence[tf.Operation]:
 
 
 def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
-    """Makes an existing operation wait for others.
-
-    Args:
-      before: the operations that run first.
-    """
+    """Makes an existing operation wait for others."""
     op._add_control_inputs(before)
 
 
 def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Replaces an input of an existing operation.
-
-    Args:
-      tensor: the new input, of the same dtype.
-    """
+    """Replaces an input of an existing operation by a tensor of the same dtype."""
     op._update_input(index, tensor)
 
 
 def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
-    """Connects every consumer of a tensor to another one.
-
-    Args:
-      old: the tensor that has no consumers afterwards.
-      new: tensor of the same dtype.
-    """
+    """Connects every consumer of a tensor to another one of the same dtype."""
     for consumer in old.consumers():
         for index, tensor in enumerate(consumer.inputs):
             if tensor is old:
@@ -264,21 +238,12 @@ def replace_tensor(old: tf.Tensor, new: tf.Tensor) -> None:
 
 
 def set_attribute(op: tf.Operation, name: str, value: bytes) -> None:
-    """Changes an attribute of an existing operation.
-
-    Args:
-      name: name of an attribute that is a string.
-    """
+    """Changes an attribute, which is a string, of an existing operation."""
     op._set_attr(name, attr_value_pb2.AttrValue(s=value))
 
 
 def set_initializer(variable: tf.Variable, initializer: tf.Operation) -> None:
-    """Replaces the initializer of a variable.
-
-    Args:
-      variable: a resource variable of a graph.
-      initializer: the operation that assigns the initial value.
-    """
+    """Replaces the initializer of a resource variable of a graph."""
     variable._initializer_op = initializer
 
 
@@ -293,6 +258,70 @@ def options_in_graph() -> Iterator[None]:
 def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:
     """Returns the tensor that stands for a dataset in its graph."""
     return dataset._variant_tensor
+
+
+# -- the calls of tf.data that built a dataset ----------------------------------------------
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the datasets that a dataset transforms, without wrappers of TensorFlow 1."""
+    return [without_wrapper(each) for each in dataset._inputs()]
+
+
+def without_wrapper(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the dataset of TensorFlow 2 within one of TensorFlow 1."""
+    while isinstance(dataset, DatasetV1Adapter):
+        dataset = dataset._dataset
+    return dataset
+
+
+def scalars_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
+    """Returns the integers that a transformation was called with, such as seeds, by name."""
+    return {
+        name.lstrip("_"): value
+        for name, value in sorted(vars(dataset).items())
+        if tf.is_tensor(value) and value.dtype in (tf.int32, tf.int64) and value.shape.rank == 0
+    }
+
+
+def function_graphs(dataset: tf.data.Dataset) -> list[tf.Graph]:
+    """Returns the graphs of the functions that a transformation calls."""
+    functions = [each.function for each in dataset._functions()]
+    return [each.graph for each in functions if hasattr(each, "graph")]  # not of legacy functions
+
+
+def loses_order(dataset: tf.data.Dataset) -> bool:
+    """Returns True if a transformation was called eagerly with deterministic=False."""
+    known = getattr(dataset, "_deterministic", None)
+    if known is not None:
+        return bool(known == "false")
+    try:
+        text = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=variant_tensor(dataset),
+            external_state_policy=1,  # ignores states
+        )
+    except tf.errors.OpError:  # it holds too much, or what cannot be written
+        return False
+    nodes = tf.compat.v1.GraphDef.FromString(text.numpy()).node
+    return any(node.attr["deterministic"].s == b"false" for node in nodes)
+
+
+def generator_state(dataset: tf.data.Dataset) -> Any:
+    """Returns what calls the generator of a `from_generator`; None for other transformations.
+
+    Its attribute `_generator` is the generator, and may be replaced.
+    """
+    for each in dataset._functions():
+        begins = _captured(each._func, "get_iterator_id_fn")
+        if begins is not None:
+            return _captured(begins, "generator_state")
+    return None
+
+
+def _captured(function: Any, name: str) -> Any:
+    """Returns a variable of the function around a function; None if it uses no such variable."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return function.__closure__[names.index(name)].cell_contents if name in names else None
 
 
 # -- seeds ---------------------------------------------------------------------------------

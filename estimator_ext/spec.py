@@ -90,11 +90,7 @@ class EstimatorSpec(_StockSpec):
 
 
 def stock_spec(spec: _StockSpec, **changes: Any) -> _StockSpec:
-    """Converts a spec to a plain `tf.estimator.EstimatorSpec`.
-
-    Returns:
-      A stock spec with the stock fields of `spec` and the changes.
-    """
+    """Converts a spec, with changes, to a plain `tf.estimator.EstimatorSpec`."""
     return _StockSpec(**{**spec._asdict(), **changes})
 
 

@@ -17,14 +17,7 @@ _COORDINATED = "independent_worker"
 
 
 def init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
-    """Sets cluster and task of a RunConfig from TF_CONFIG, in place.
-
-    Args:
-      tf_config: content of TF_CONFIG; empty without one.
-
-    Raises:
-      ValueError: a strategy is given twice.
-    """
+    """Sets cluster and task of a RunConfig from the content of TF_CONFIG, in place."""
     _adopt_distribute_config(config)
     cluster = tf_config.get("cluster", {})
     remote = getattr(config._experimental_distribute, "remote_cluster", None)
@@ -53,15 +46,7 @@ def _adopt_distribute_config(config: Any) -> None:
 
 
 def should_run_distribute_coordinator(config: Any) -> bool:
-    """Returns True if TensorFlow's coordinator would run this configuration.
-
-    Returns:
-      True for a strategy that trains on several tasks through the coordinator.
-
-    Raises:
-      ValueError: this task is an evaluator other than the first, which
-        tf.estimator.train_and_evaluate does not support.
-    """
+    """Returns True if TensorFlow's coordinator would run this configuration."""
     if config.task_type == "evaluator" and config.task_id > 0:  # TensorFlow's text, extended
         raise ValueError(
             "For distributed training, there can only be one `evaluator` task (with task id 0).  "

@@ -48,15 +48,7 @@ _KERAS_SWITCH = "TF_USE_LEGACY_KERAS"
 
 
 def load(name: str) -> types.ModuleType:
-    """Imports a module of tensorflow_estimator, with stand-ins for removed parts of TensorFlow.
-
-    Args:
-      name: name of the module within `tensorflow_estimator.python.estimator`.
-
-    Raises:
-      hostopt.ConfigError: TensorFlow is older or newer than supported, or tensorflow_estimator or
-        tf_keras does not match it.
-    """
+    """Imports a module of tensorflow_estimator, with stand-ins for removed parts of TensorFlow."""
     _check_versions()
     if not knows_estimator() and "tensorflow_estimator" not in sys.modules:
         _use_keras_2()
@@ -88,11 +80,7 @@ def knows_estimator() -> bool:
 
 
 def check_keras() -> None:
-    """Checks that `tf.keras` is Keras 2, which works in an Estimator's graphs.
-
-    Raises:
-      hostopt.ConfigError: a part of it is Keras 3 already, which cannot be undone.
-    """
+    """Checks that `tf.keras` is Keras 2; a part that is Keras 3 already cannot be undone."""
     keras_3 = [
         f"{package}.{name}"
         for package in PACKAGES

@@ -56,10 +56,6 @@ class Ranks:
 
         Args:
           resolver: cluster resolver of the program, which counts if TF_CONFIG names no cluster.
-
-        Raises:
-          hostopt.ConfigError: TF_CONFIG cannot be used, or the program has changed it to another
-            rank or another number of ranks.
         """
         named = hostopt.Cluster.from_tf_config()
         if named.task is None and resolver is not None:
@@ -107,12 +103,6 @@ def prepare_program(auto_shard: str, loss_is: str, is_v1: bool) -> Ranks:
 
     Args:
       is_v1: True if `import tensorflow` imports the API of TensorFlow 1.
-
-    Returns:
-      The ranks that its estimators train on.
-
-    Raises:
-      hostopt.ConfigError: `tf.keras` is already Keras 3.
     """
     install(contrib=True)
     if is_v1:
@@ -293,9 +283,7 @@ class _Call:
 def call_in_children(function: Callable[..., Any], *arguments: Any) -> None:
     """Makes children of `multiprocessing` with the methods "spawn" and "forkserver" call it.
 
-    Args:
-      function: a function of a module that children can import.
-      *arguments: its arguments, which can be pickled.
+    They must be able to import the function and to unpickle its arguments.
     """
     describe = spawn.get_preparation_data
     call = _Call(function, arguments)

@@ -1,14 +1,19 @@
-"""install: restores `tf.estimator` for existing programs."""
+"""install: restores `tf.estimator`, and old names of modules, for existing programs."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import operator
 import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from estimator_ext import tpu
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
 from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator
-from estimator_ext.compat._aliases import add_moved_modules
 from estimator_ext.compat.contrib import add_contrib
 
 # The compat packages are also attributes of each other.
@@ -16,6 +21,38 @@ _NESTED = {
     f"tensorflow._api.v2.compat.{outer}.compat.{inner}": f"_{inner}"
     for outer in ("v1", "v2")
     for inner in ("v1", "v2")
+}
+# Modules that have moved within TensorFlow.
+_MOVED = {
+    "tensorflow.python.estimator": "tensorflow_estimator.python.estimator",
+    "tensorflow.python.training.tracking": "tensorflow.python.trackable",
+    # graph_view was also in that package, but has moved elsewhere
+    "tensorflow.python.trackable.graph_view": "tensorflow.python.checkpoint.graph_view",
+    "tf_keras.legacy_tf_layers": "tf_keras.src.legacy_tf_layers",
+}
+# For each module, the names that it had, and the module and attribute that have them now.
+_MOVED_NAMES = {
+    "tensorflow.python.feature_column.feature_column_lib": {
+        "DenseFeatures": "tensorflow.compat.v1:keras.layers.DenseFeatures",
+    },
+    "tensorflow.python.framework.ops": {
+        "IndexedSlices": "tensorflow.python.framework.indexed_slices:IndexedSlices",
+        "Tensor": "tensorflow.python.framework.tensor:Tensor",
+    },
+    "tensorflow.python.ops.array_ops": {
+        "stack": "tensorflow.python.ops.array_ops_stack:stack",
+        "unstack": "tensorflow.python.ops.array_ops_stack:unstack",
+    },
+    "tensorflow.python.ops.control_flow_ops": {
+        "Assert": "tensorflow.python.ops.control_flow_assert:Assert",
+        "case": "tensorflow.python.ops.control_flow_case:case",
+        "cond": "tensorflow.python.ops.cond:cond",
+        "while_loop": "tensorflow.python.ops.while_loop:while_loop",
+    },
+    "tensorflow.python.ops.variable_scope": {
+        "variable": "tensorflow.python.ops.variable_v1:VariableV1",
+    },
+    "tensorflow.python.util.nest": {"is_sequence": "tensorflow.python.util.nest:is_nested"},
 }
 
 
@@ -33,7 +70,7 @@ def install(contrib: bool = False) -> None:
     Raises:
       hostopt.ConfigError: `tf.keras` is already Keras 3.
     """
-    add_moved_modules()
+    _add_moved_modules()
     packages = {**PACKAGES, **_NESTED}
     modules = {name: importlib.import_module(name) for name in packages}
     if contrib:
@@ -57,3 +94,50 @@ def use_v1_api() -> None:
     v1 = sys.modules["tensorflow.compat.v1"]
     v1.disable_v2_behavior()
     sys.modules["tensorflow"] = v1
+
+
+# -- names that have moved --------------------------------------------------------------------
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports a module that has moved from its new place."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if _new_name(name) is None:
+            return None
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return importlib.import_module(_new_name(spec.name) or "")
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _new_name(name: str) -> str | None:
+    """Returns the new name of a module, or None if it has not moved."""
+    for old, new in _MOVED.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name[len(old) :]
+    return None
+
+
+def _add_moved_modules() -> None:
+    """Makes old names of modules and attributes work; may be called again."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())  # first, so that it precedes the search in packages
+    for name, sources in _MOVED_NAMES.items():
+        vars(importlib.import_module(name))["__getattr__"] = _lookup(name, sources)
+
+
+def _lookup(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns a module-level `__getattr__` that looks names up in their new modules."""
+
+    def getattr_(name: str) -> Any:
+        if name not in sources:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        source, _, attributes = sources[name].partition(":")
+        return operator.attrgetter(attributes)(importlib.import_module(source))
+
+    return getattr_

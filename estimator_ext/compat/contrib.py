@@ -52,14 +52,7 @@ def add_contrib(packages: list[Any]) -> None:
 
 
 def missing(name: str) -> UnsupportedError:
-    """Returns the error for a module of tf.contrib that has no replacement.
-
-    Args:
-      name: name of the module within tf.contrib.
-
-    Returns:
-      The error, which the caller raises.
-    """
+    """Returns the error for a module of tf.contrib that has no replacement."""
     return UnsupportedError(
         f"the program uses tf.contrib.{name}, which TensorFlow removed without a replacement. "
         f"{_ADVICE}"

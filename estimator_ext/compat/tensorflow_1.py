@@ -21,10 +21,8 @@ def use_of_tensorflow_1(path: str) -> str:
     """Returns what a program will surely use that only TensorFlow 1 has, such as "tf.flags".
 
     It looks at statements that run in any case. A program that imports `tensorflow.compat.v1`, and
-    reads the attribute `value` of dimensions somewhere, has that of TensorFlow 1 in mind.
-
-    Returns:
-      The expression; "" if there is none.
+    reads the attribute `value` of dimensions somewhere, has that of TensorFlow 1 in mind. The
+    result is "" for other programs.
     """
     try:
         with open(path, "rb") as file:
@@ -43,11 +41,7 @@ def use_of_tensorflow_1(path: str) -> str:
 
 
 def is_in_tensorflow_1(name: str) -> bool:
-    """Returns True for a name that `tensorflow.compat.v1` has.
-
-    Args:
-      name: such as "train.Optimizer".
-    """
+    """Returns True for a name that `tensorflow.compat.v1` has, such as "train.Optimizer"."""
     try:
         operator.attrgetter(name)(tf.compat.v1)
     except AttributeError:
@@ -56,11 +50,7 @@ def is_in_tensorflow_1(name: str) -> bool:
 
 
 def file_of_module(name: str) -> str:
-    """Returns the file that `python -m` runs, without importing packages; "" if there is none.
-
-    Args:
-      name: name of a module or a package.
-    """
+    """Returns the file that `python -m` runs, without importing packages; "" if there is none."""
     path: Iterable[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for part in [*name.split("."), "__main__"]:

@@ -52,14 +52,7 @@ class RingEnd:
 
 
 def ring_end_of(cluster: hostopt.Cluster, options: hostopt.Options) -> RingEnd:
-    """Returns the end of the ring of this process, which is not a rank.
-
-    Args:
-      options: `evaluator_timeout_s`, and the token and certificates of the ring.
-
-    Raises:
-      hostopt.ConfigError: this process cannot notice the end of a ring of one rank.
-    """
+    """Returns the end of the ring of this process, which is not a rank."""
     path = os.environ.get(RING_ENDED)
     if path is not None:
         return _EndByLauncher(path)
@@ -73,25 +66,17 @@ def ring_end_of(cluster: hostopt.Cluster, options: hostopt.Options) -> RingEnd:
 
 
 class _EndByLauncher(RingEnd):
-    """The end of a ring of `hostopt run`, which kills this process if the ring fails.
-
-    Args:
-      path: file that exists once all ranks have succeeded.
-    """
+    """The end of a ring of `hostopt run`, which kills this process if the ring fails."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._path = path  # exists once all ranks have succeeded
 
     def has_come(self) -> bool:
         return os.path.exists(self._path)
 
 
 class _EndOfChief(RingEnd):
-    """The end of a chief that answers as it does to `hostopt status`.
-
-    Args:
-      options: `evaluator_timeout_s`, and the token and certificates of the ring.
-    """
+    """The end of a chief that answers as it does to `hostopt status`."""
 
     def __init__(self, cluster: hostopt.Cluster, options: hostopt.Options) -> None:
         self._chief = cluster.ring[0]

@@ -41,14 +41,7 @@ _SEEDED = re.compile("Random|Shuffle")  # operations whose constants are seeds a
 
 
 def mode_of(config: Any, cluster: hostopt.Cluster) -> str:
-    """Returns how the training data are prepared.
-
-    Returns:
-      "distributed_epoch" or "off".
-
-    Raises:
-      hostopt.ConfigError: data workers are wanted, and the cluster has none.
-    """
+    """Returns how the training data are prepared: "distributed_epoch" or "off"."""
     mode = getattr(config, "data_service", None)
     if mode is None:
         return DISTRIBUTED if cluster.data else OFF
@@ -63,11 +56,7 @@ def mode_of(config: Any, cluster: hostopt.Cluster) -> str:
 
 
 class DataService:
-    """The data workers of a training, which share one job of all ranks.
-
-    Args:
-      strategy: strategy of the training.
-    """
+    """The data workers of a training, which share one job of all ranks."""
 
     def __init__(self, strategy: HostOffloadStrategy) -> None:
         self._communicator = strategy.communicator
@@ -77,26 +66,14 @@ class DataService:
         self.watch = DataWatch(self._communicator, self._cluster.data, strategy.options)
 
     def prepare(self, data: Any, config: Any) -> tf.data.Dataset:
-        """Has the data workers prepare a dataset.
+        """Has the data workers prepare a dataset, of which one rank gets each element.
 
-        Collective: all ranks must call it.
-
-        Returns:
-          Dataset of the elements that this rank gets; of each element of `data`, one rank gets it.
-
-        Raises:
-          UnsupportedError: the data workers cannot prepare the data.
-          hostopt.CollectiveMismatchError: the ranks have different data, as with a shard for each
-            rank.
-          hostopt.RendezvousTimeoutError: a data worker did not start in time.
+        Collective: all ranks must call it. The ranks must not have taken shards.
         """
         check_dataset(data, len(self._cluster.data))
+        parts = {**sources_of(data), **transformations_of(data)}
         self._communicator.check_same(
-            {
-                "element_spec": repr(data.element_spec),
-                **sources_of(data),
-                **transformations_of(data),
-            },
+            {"element_spec": repr(data.element_spec), **parts},
             "the datasets of input_fn (data workers prepare the one of rank 0 for all ranks)",
         )
         self.watch.wait_for_all()
@@ -122,7 +99,6 @@ class DataService:
         return f"grpc://{self._cluster.data[0].address}"
 
     def _register(self, data: tf.data.Dataset, name: str, config: Any) -> None:
-        """Sends the pipeline of rank 0 to the dispatcher."""
         with tf.device(HOST_DEVICE), options_in_graph():
             register = tf.data.experimental.service.register_dataset(
                 self._service,
@@ -147,10 +123,7 @@ class DataService:
 def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataService | None]:
     """Scope of a training in which the data workers are watched.
 
-    Collective: all ranks must enter it.
-
-    Yields:
-      The data workers; None if each rank prepares its data itself.
+    Collective: all ranks must enter it. Yields None if each rank prepares its data itself.
     """
     mode = mode_of(config, strategy.cluster)
     if strategy.cluster.data:
@@ -165,16 +138,9 @@ def data_service(strategy: HostOffloadStrategy, config: Any) -> Iterator[DataSer
 
 # -- the pipeline that data workers prepare --------------------------------------------------
 
-# Checks that data workers prepare a dataset as one process would.
-
 
 def check_dataset(data: Any, workers: int) -> None:
-    """Checks that data workers can prepare a dataset, and that each element stays what it is.
-
-    Raises:
-      UnsupportedError: it is no dataset, it calls Python or reads a variable, or its elements
-        would depend on how the data workers divide its source.
-    """
+    """Checks that data workers prepare a dataset as one process would."""
     if not isinstance(data, tf.data.Dataset):
         raise UnsupportedError(
             f"input_fn returned a {type(data).__name__}, wanted a tf.data.Dataset: data workers "

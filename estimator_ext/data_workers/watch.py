@@ -59,12 +59,7 @@ class DataWatch(tf.compat.v1.train.SessionRunHook):
         self._thread.join()
 
     def wait_for_all(self) -> None:
-        """Waits until all data workers have started.
-
-        Raises:
-          hostopt.RendezvousTimeoutError: one did not start in time.
-          hostopt.HostOptError: the ring is aborted.
-        """
+        """Waits until all data workers have started; raises the error of a ring that aborts."""
         until_s = time.monotonic() + self._limit_s
         for task in self._tasks:
             if not wait_for(task.address, until_s, self._raise_error_of_ring):

@@ -49,11 +49,6 @@ def serve_if_data_worker(strategy: Any) -> None:
 
     A data worker then exits, and does not return: it has served all trainings of the program, and
     what follows them, such as `evaluate`, is for the ranks.
-
-    Raises:
-      hostopt.ConfigError: the address cannot be used, or it can be reached from other machines.
-      hostopt.RendezvousTimeoutError: the dispatcher or the chief did not start in time.
-      SystemExit: the ranks have ended.
     """
     if not _is_data_worker(strategy):
         return
@@ -73,14 +68,7 @@ def serve_if_data_worker(strategy: Any) -> None:
 
 
 def check_is_no_data_worker(strategy: Any, call: str) -> None:
-    """Checks that this process may evaluate, predict or export.
-
-    Args:
-      call: name of the method of Estimator.
-
-    Raises:
-      hostopt.ConfigError: this process is a data worker.
-    """
+    """Checks that this process may evaluate, predict or export, as a data worker may not."""
     if _is_data_worker(strategy):
         raise hostopt.ConfigError(
             f"Estimator.{call} is called in {strategy.cluster.task}, which only prepares data for "
@@ -94,14 +82,7 @@ def _is_data_worker(strategy: Any) -> bool:
 
 
 def check_reach(cluster: hostopt.Cluster, options: hostopt.Options) -> bool:
-    """Checks that only processes that may do so can reach the data workers.
-
-    Returns:
-      True if all of them are on this machine.
-
-    Raises:
-      hostopt.ConfigError: they are not, and `insecure` is False; or an address is of IPv6.
-    """
+    """Refuses data workers that others can reach; returns True if all are on this machine."""
     remote = [task for task in (*cluster.ring, *cluster.data) if not is_loopback(task.address)]
     if remote and not options.insecure:
         raise hostopt.ConfigError(
@@ -171,7 +152,6 @@ def _keep(servers: list[Any]) -> None:
 
 
 def _start(kind: Any, config: Any, cluster: hostopt.Cluster) -> Any:
-    """Returns a server that has started."""
     try:
         return kind(config)
     except (tf.errors.UnavailableError, tf.errors.DeadlineExceededError) as error:

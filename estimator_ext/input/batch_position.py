@@ -42,10 +42,7 @@ class BatchCounter:
 
         Args:
           batch: tensors in any structure; a step reads all of them if it uses one.
-          is_new: False for a batch that is not counted.
-
-        Returns:
-          Tensors of the same values in the same structure.
+          is_new: scalar of bool; False for a batch that is not counted.
         """
         values = tf.nest.flatten(batch, expand_composites=True)
         tensors = [value for value in values if tf.is_tensor(value)]
@@ -70,12 +67,7 @@ class BatchCounter:
 
 
 class BatchPosition:
-    """The number of batches that a rank has read.
-
-    Args:
-      communicator: communicator of the `InputStates`.
-      counter: counter of the batches.
-    """
+    """The number of batches that a rank has read."""
 
     kind = "skip"  # value of `RunConfig.resume_data`
 
@@ -99,11 +91,7 @@ class BatchPosition:
     # -- resuming --------------------------------------------------------------------------
 
     def load(self, session: tf.compat.v1.Session, packed: Packed | None) -> bool:
-        """Loads a saved position; returns False, as it does not show if the data had ended.
-
-        Args:
-          packed: result of `save`; None to read the data from the beginning.
-        """
+        """Loads a saved position; returns False, as it does not show if the data had ended."""
         del session
         self._loaded = packed.attributes if packed is not None else {}
         return False
@@ -113,12 +101,6 @@ class BatchPosition:
 
         Collective: all ranks must call it. They exchange their progress every few seconds, so a
         rank that skips more than the others does not exceed their timeout.
-
-        Args:
-          from_start: True to read the data from the beginning.
-
-        Raises:
-          hostopt.CheckpointError: there are fewer batches than before.
         """
         rank, counter = self._communicator.rank, self._counter
         wanted = 0 if from_start else self._loaded.get("batches", 0)

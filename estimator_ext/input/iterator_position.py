@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import deserialize_iterator
+from estimator_ext._tf_private import deserialize_iterator, serialize_iterator
 from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed
-from estimator_ext.input.iterators import (
-    FAIL_ON_EXTERNAL_STATE,
-    IGNORE_EXTERNAL_STATE,
-    reads_generator,
-    serialize,
-)
+from estimator_ext.graphs.walks import ancestors, library_of, with_called
 from estimator_ext.input.outside_reads import allowed_reads
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _log = tf.get_logger()
 
 MAX_BYTES = 256 << 20  # of the states of one rank; rank 0 holds those of all ranks at each save
+# What tf.data does about a function that keeps a state outside of the iterator.
+_IGNORE_EXTERNAL_STATE, _FAIL_ON_EXTERNAL_STATE = 1, 2
 _RELEVANT = ("stateful", "checkpoint", "not yet supported")  # in the message of an error
 _SKIP = "RunConfig(resume_data='skip') resumes deterministic data by reading them again"
 
@@ -30,7 +29,6 @@ class IteratorPosition:
     """The states of the iterators of a rank.
 
     Args:
-      iterators: resources of the iterators.
       more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
         data have ended.
     """
@@ -50,13 +48,13 @@ class IteratorPosition:
             )
             self._restores = [deserialize_iterator(iterator, parts) for iterator in iterators]
             self._saves = {
-                policy: [serialize(iterator, policy, MAX_BYTES) for iterator in iterators]
-                for policy in (FAIL_ON_EXTERNAL_STATE, IGNORE_EXTERNAL_STATE)
+                policy: [_serialize(iterator, policy) for iterator in iterators]
+                for policy in (_FAIL_ON_EXTERNAL_STATE, _IGNORE_EXTERNAL_STATE)
             }
         # known before the first save, which would wait for the generator
-        self._has_generator = any(reads_generator(iterator.op) for iterator in iterators)
+        self._has_generator = any(_reads_generator(iterator.op) for iterator in iterators)
         # policies that may work; the first one is used
-        self._policies = [FAIL_ON_EXTERNAL_STATE, IGNORE_EXTERNAL_STATE]
+        self._policies = [_FAIL_ON_EXTERNAL_STATE, _IGNORE_EXTERNAL_STATE]
         self._initial: list[list[bytes]] = []
         self._loaded: list[list[bytes]] = []
 
@@ -114,9 +112,6 @@ class IteratorPosition:
 
         Args:
           packed: result of `save`; None to read the data from the beginning.
-
-        Raises:
-          hostopt.CheckpointError: the states cannot be restored.
         """
         if packed is None:
             return False
@@ -126,7 +121,7 @@ class IteratorPosition:
         ]
         # saved for the case that all data had ended; ignoring external state, as the other policy
         # breaks a one-shot iterator that has not been read yet
-        initial = session.run(self._saves[IGNORE_EXTERNAL_STATE])
+        initial = session.run(self._saves[_IGNORE_EXTERNAL_STATE])
         self._initial = [list(parts) for parts, _ in initial]
         self._restore(session, self._loaded)
         try:
@@ -135,14 +130,7 @@ class IteratorPosition:
             return True
 
     def resume(self, session: tf.compat.v1.Session, *, from_start: bool) -> None:
-        """Continues reading at the loaded position.
-
-        Args:
-          from_start: True to read the data from the beginning.
-
-        Raises:
-          hostopt.CheckpointError: the states cannot be restored.
-        """
+        """Continues reading at the loaded position, or from the start of the data."""
         self._restore(session, self._initial if from_start else self._loaded)
 
     def _restore(self, session: tf.compat.v1.Session, states: list[list[bytes]]) -> None:
@@ -163,3 +151,58 @@ def _first_line(error: tf.errors.OpError) -> str:
     lines = [line for line in error.message.splitlines() if line.strip()]
     relevant = [line for line in lines if any(each in line for each in _RELEVANT)]
     return (relevant or lines or ["unknown"])[0].strip()
+
+
+def _serialize(iterator: tf.Tensor, policy: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Builds operations that serialize the state of an iterator, up to the part over MAX_BYTES.
+
+    Returns:
+      Tensors: the parts of the state, strings of shape [parts]; their total size in bytes, int64.
+    """
+    state = serialize_iterator(iterator, policy)
+
+    def add(
+        index: tf.Tensor, size: tf.Tensor, parts: tf.TensorArray
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
+        part = tf.io.serialize_tensor(state[index])
+        size += tf.cast(tf.strings.length(part), tf.int64)
+        return index + 1, size, parts.write(index, part)
+
+    empty = tf.TensorArray(tf.string, tf.size(state), element_shape=[])
+    count, size, parts = tf.while_loop(
+        lambda index, size, _: tf.logical_and(index < tf.size(state), size <= MAX_BYTES),
+        add,
+        (0, tf.constant(0, tf.int64), empty),
+        parallel_iterations=1,
+    )
+    return parts.gather(tf.range(count)), size
+
+
+def fingerprint(iterator: tf.Operation) -> int:
+    """Returns a CRC-32 of the pipeline of an iterator: its kinds of datasets and constants."""
+    checksum = 0
+    for node in _nodes_of(iterator):
+        checksum = zlib.crc32(node.op.encode(), checksum)
+        if node.op == "Const":
+            checksum = zlib.crc32(node.attr["value"].SerializeToString(), checksum)
+    return checksum
+
+
+def _reads_generator(iterator: tf.Operation) -> bool:
+    """Returns True if the pipeline of an iterator reads a Python generator, which has no state."""
+    library = library_of(iterator.graph)
+    called = with_called(_nodes_of(iterator), library)
+    return any(node.op == "GeneratorDataset" for nodes in called for node in nodes)
+
+
+def _nodes_of(iterator: tf.Operation) -> list[Any]:
+    makers = [op for tensor in iterator.outputs for op in tensor.consumers()]
+    nodes = [
+        op.node_def
+        for maker in makers
+        if maker.type == "MakeIterator"
+        for op in ancestors([maker])
+    ]
+    if iterator.type == "OneShotIterator":
+        nodes += library_of(iterator.graph)[iterator.get_attr("dataset_factory").name]
+    return nodes

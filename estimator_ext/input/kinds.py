@@ -16,11 +16,7 @@ _RESUME = "a resumed training reads its data from the beginning (exact resume)"
 
 
 def prefetched(data: Any, depth: int) -> tf.data.Dataset:
-    """Adds prefetching, on the host, to the end of a dataset.
-
-    Raises:
-      ValueError: `data` is not a dataset.
-    """
+    """Adds prefetching, on the host, to the end of a dataset."""
     if not isinstance(data, tf.data.Dataset):
         raise ValueError(
             f"RunConfig.prefetch_depth is {depth} and input_fn returned a {type(data).__name__}, "
@@ -32,16 +28,11 @@ def prefetched(data: Any, depth: int) -> tf.data.Dataset:
 
 
 def log_limits(data: Any, size: int, *, is_counted: bool) -> None:
-    """Logs the limits of a training whose input_fn returns tensors.
-
-    Args:
-      data: the value that input_fn returned, in the graph of the training.
-      is_counted: True if batches are counted, and skipped after a restart.
-    """
+    """Logs the limits of a training whose input_fn returns tensors."""
     if isinstance(data, tf.data.Dataset):
         return
     limits = [_UNEVEN] if size > 1 else []
-    # only iterators have a state to save
+    # only iterators have a state to save; batches that are counted are skipped instead
     if not is_counted and not tf.compat.v1.get_collection(GLOBAL_ITERATORS):
         limits.append(_RESUME)
     if limits:

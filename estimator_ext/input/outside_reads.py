@@ -12,11 +12,7 @@ _ALLOWED = "hostopt/reads_outside_of_the_loop"
 
 
 def forbid_reads(operations: Iterable[tf.Operation], message: str) -> None:
-    """Makes operations that read a batch fail, unless `allowed_reads` is fed.
-
-    Args:
-      operations: operations of the default graph; those that do not read a batch remain allowed.
-    """
+    """Makes those operations that read a batch fail, unless `allowed_reads` is fed."""
     with tf.control_dependencies(None):
         is_allowed = tf.compat.v1.placeholder_with_default(False, [], "reads_are_allowed")
         check = tf.raw_ops.Assert(condition=is_allowed, data=[message])

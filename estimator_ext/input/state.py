@@ -29,8 +29,7 @@ from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed, pack, ste
 from estimator_ext.checkpoints.reading import read_step
 from estimator_ext.graphs.walks import ancestors
 from estimator_ext.input.batch_position import BatchCounter, BatchPosition
-from estimator_ext.input.iterator_position import IteratorPosition
-from estimator_ext.input.iterators import fingerprint
+from estimator_ext.input.iterator_position import IteratorPosition, fingerprint
 
 _log = tf.get_logger()
 KINDS = (IteratorPosition.kind, BatchPosition.kind)  # values of `RunConfig.resume_data`
@@ -49,7 +48,6 @@ class InputStates:
 
     Args:
       communicator: communicator for this object alone (a `duplicate`).
-      data_have_ended: returns True if the data have ended.
       more: tensor of the input that reads a batch; False or an OutOfRangeError means that the
         data have ended.
       counter: counter of the batches, to skip them after a restart; None to save the states of the
@@ -87,9 +85,6 @@ class InputStates:
 
         Args:
           checkpoint: on rank 0, path of the restored checkpoint; None if there is none.
-
-        Raises:
-          hostopt.CheckpointError: the states of the checkpoint cannot be restored.
         """
         communicator = self._communicator
         states = []
@@ -111,9 +106,7 @@ class InputStates:
     def gather(self, session: tf.compat.v1.Session, *, has_more: bool = False) -> None:
         """Collects the states of all ranks on rank 0. Collective: all ranks must call it.
 
-        Args:
-          has_more: True if a rank has data left. Otherwise data that have ended are read from the
-            beginning after a restart.
+        Unless a rank has more, data that have ended are read from the beginning after a restart.
         """
         packed = None
         if has_more or not self._data_have_ended():
@@ -128,14 +121,7 @@ class InputStates:
         self._collected = []
 
     def write(self, session: tf.compat.v1.Session, checkpoint: str) -> None:
-        """Writes the collected states before a checkpoint is saved, and removes outdated files.
-
-        Args:
-          checkpoint: path of the checkpoint that is saved next.
-
-        Raises:
-          hostopt.CheckpointError: the states cannot be written.
-        """
+        """Writes the collected states before a checkpoint is saved, and removes outdated files."""
         if self._communicator.size == 1 and self._has_begun:
             self.gather(session)
         if not self._collected:  # before the first step; a restored checkpoint has its states
@@ -148,10 +134,7 @@ class InputStates:
 
         A position of batches does not show this before the next one is read. Then the training
         should begin again, from the first batch: with this position it would never make a step.
-
-        Args:
-          checkpoint: on rank 0, path of the restored checkpoint, whose states are removed then.
-          has_stepped: True if the training has made a step.
+        The states of the restored checkpoint, which rank 0 names, are removed then.
         """
         if has_stepped or not (self._has_resumed and self._data_have_ended()):
             return
@@ -183,7 +166,6 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
     """Restores the input state; it must come after all hooks that may initialize iterators.
 
     Args:
-      states: states of the training.
       newest: on rank 0, path of the checkpoint that will be restored; None if there is none. It
         is found before the session, as savers may save before this hook is called.
     """
@@ -206,23 +188,16 @@ class InputStateHook(tf.compat.v1.train.SessionRunHook):
 
 
 class _Listener(tf.compat.v1.train.CheckpointSaverListener):
-    """Writes the input state when a saver is about to save."""
-
     def __init__(self, states: InputStates, saver: tf.compat.v1.train.CheckpointSaverHook) -> None:
         self._states = states
         self._saver = saver
 
     def before_save(self, session: tf.compat.v1.Session, global_step_value: int) -> None:
-        """Writes the states."""
         self._states.write(session, f"{self._saver._save_path}-{global_step_value}")
 
 
 def log_random_operations(train_op: Any, data: Collection[tf.Operation]) -> None:
-    """Logs random operations of a model whose results differ after a restart.
-
-    Args:
-      train_op: operation or tensor of a step.
-    """
+    """Logs random operations of a model whose results differ after a restart."""
     operations = ancestors([getattr(train_op, "op", train_op)])
     names = [op.name for op in operations if op.type.startswith(_RANDOM) and op not in data]
     if names:
@@ -273,7 +248,7 @@ def _global_step(session: tf.compat.v1.Session) -> int:
 
 
 def _remove_old(checkpoint: str) -> None:
-    """Removes the input states of deleted checkpoints."""
+    # the input states of deleted checkpoints
     for other in tf.io.gfile.glob(f"{checkpoint.rpartition('-')[0]}-*{SUFFIX}"):
         saved = other[: -len(SUFFIX)]
         if saved != checkpoint and not tf.io.gfile.exists(f"{saved}.index"):

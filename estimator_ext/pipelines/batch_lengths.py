@@ -25,9 +25,6 @@ _ENDLESS = tf.data.INFINITE_CARDINALITY
 def length_of(batch: Any) -> tf.Tensor:
     """Returns the number of examples of a batch.
 
-    Args:
-      batch: features, and labels if there are any.
-
     Returns:
       Scalar of int64: the length of the `first_read` tensor, or 1 if it is a scalar.
     """
@@ -61,25 +58,14 @@ def _is_read(part: Any) -> bool:
 
 
 class Lengths(NamedTuple):
-    """The length of data and of their batches.
+    """The length of data and of their batches."""
 
-    Args:
-      endless: True if the data never end; False for what is no dataset.
-      batch: number of examples in each batch; UNKNOWN if batches may differ, as the last one of
-        an epoch does.
-    """
-
-    endless: bool
-    batch: int
+    endless: bool  # False for what is no dataset
+    batch: int  # examples; UNKNOWN if batches may differ, as the last one of an epoch does
 
 
 def lengths_of(data: Any, config: tf.compat.v1.ConfigProto) -> Lengths:
-    """Finds lengths before data are read.
-
-    Args:
-      data: the result of input_fn, in a graph.
-      config: configuration of a session that asks a dataset.
-    """
+    """Finds the lengths of what input_fn returned in a graph, before data are read."""
     if not isinstance(data, tf.data.Dataset):
         return Lengths(False, _static_length(data))
     static, op = _static_length(data.element_spec), variant_tensor(data).op

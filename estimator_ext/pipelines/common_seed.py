@@ -16,9 +16,6 @@ class CommonSeed:
     """The seed that TensorFlow uses eagerly, outside of steps, if the program sets none.
 
     Within steps each rank draws other random numbers, as for a dropout.
-
-    Args:
-      cluster: the cluster; one with a single rank needs no seed.
     """
 
     def __init__(self, cluster: hostopt.Cluster) -> None:
@@ -28,11 +25,7 @@ class CommonSeed:
             self._set(zlib.crc32(repr(cluster.ring).encode()))
 
     def renew(self, seed: int) -> None:
-        """Sets another seed, so that the next dataset has another order.
-
-        Args:
-          seed: the seed, the same on all ranks. Nothing happens if the program has set its own.
-        """
+        """Gives the next dataset another order, unless the program has set a seed of its own."""
         if self._is_current:
             self._set(seed)
 

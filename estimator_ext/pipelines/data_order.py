@@ -49,19 +49,12 @@ class OrderCheck:
     def in_one_order(
         self, dataset: tf.data.Dataset, config: tf.compat.v1.ConfigProto | None = None
     ) -> tuple[tf.data.Dataset, int]:
-        """Checks that all ranks have the same elements in the same order.
+        """Checks that all ranks have the same elements in the same order, and will have them.
 
         Collective: all ranks must call it.
 
-        Args:
-          dataset: the dataset of this rank, before it is sharded.
-          config: configuration of a session that reads elements; None eagerly.
-
         Returns:
           The dataset, in which parallel calls keep their order; a random number of rank 0.
-
-        Raises:
-          UnsupportedError: the ranks have different orders, or would have them later.
         """
         pipeline = Pipeline(dataset)
         problem = pipeline.problem()
@@ -84,13 +77,7 @@ class OrderCheck:
     def check_rows(self, columns: Sequence[Any]) -> None:
         """Checks that all ranks have the same rows in the same order.
 
-        Collective: all ranks must call it.
-
-        Args:
-          columns: arrays, or columns of a DataFrame, of which the beginnings are compared.
-
-        Raises:
-          UnsupportedError: they differ.
+        Collective: all ranks must call it. Only the beginning of each column is compared.
         """
         samples = [np.asarray(each[:COUNT]) for each in columns]
         report = {"problem": "", "numbers": [], "first": [["rows", [checksum(samples)]]]}
@@ -123,7 +110,6 @@ class OrderCheck:
 
 
 def _gather(channel: hostopt.Communicator, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the reports of all ranks."""
     texts = channel.all_gather_bytes(json.dumps(report).encode(), "the order of the data")
     return [json.loads(each) for each in texts]
 
@@ -287,11 +273,7 @@ def _iterator(dataset: tf.data.Dataset) -> tuple[tf.Operation, list[tf.Tensor]]:
 
 
 class PeekedGenerator:
-    """A generator function that gives the checksums of its first elements to a function.
-
-    Args:
-      generator: the function that `from_generator` was called with.
-    """
+    """A generator function that gives the checksums of its first elements to a function."""
 
     def __init__(self, generator: Callable[..., Any]) -> None:
         self._generator = generator
@@ -299,11 +281,7 @@ class PeekedGenerator:
         self._lock = threading.Lock()
 
     def compare_next(self, compare: Compare) -> None:
-        """Sets a function that the next call gives its first checksums.
-
-        Args:
-          compare: takes the checksums; it raises an error if they are wrong.
-        """
+        """Sets a function that takes the first checksums of the next call, or raises an error."""
         with self._lock:
             self._compare = compare
 
@@ -320,11 +298,7 @@ class PeekedGenerator:
 
 
 def peek(state: Any) -> PeekedGenerator:
-    """Replaces the generator of a dataset by one whose first elements can be compared.
-
-    Returns:
-      The new generator, or the one of an earlier call.
-    """
+    """Replaces the generator of a dataset, once, by one whose elements can be compared."""
     if not isinstance(state._generator, PeekedGenerator):
         state._generator = PeekedGenerator(state._generator)
     return state._generator

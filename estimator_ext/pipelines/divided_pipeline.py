@@ -54,11 +54,7 @@ _NAME = re.compile(r"(?:Experimental)?(\w+)Dataset(?:V\d+)?")
 
 
 def check_transformations(operations: Sequence[tf.Operation], workers: int) -> None:
-    """Checks that each element of a dataset stays what it is if data workers prepare it.
-
-    Raises:
-      UnsupportedError: a transformation would lose, double or change elements.
-    """
+    """Checks that no transformation loses, doubles or changes elements."""
     choices: set[tf.Operation] = set()
     for op in operations:
         if kind_of(op) == "DirectedInterleave":
@@ -162,11 +158,7 @@ def sources_of(data: tf.data.Dataset) -> dict[str, str]:
 
 
 def describe_values(values: np.ndarray[Any, Any]) -> str:
-    """Describes the values of a constant, whose order does not count.
-
-    Returns:
-      A number, or the type, the shape and a checksum.
-    """
+    """Returns a number, or the type, shape and checksum of values, whose order does not count."""
     if values.dtype.hasobject:
         kind, checksum = "string", zlib.crc32(b"\0".join(sorted(values.reshape(-1).tolist())))
     elif not values.ndim:
@@ -180,13 +172,8 @@ def describe_values(values: np.ndarray[Any, Any]) -> str:
 def divisible(data: tf.data.Dataset) -> tf.data.Dataset:
     """Replaces each sequential interleave() after shuffle() or repeat() by a parallel one.
 
-    TensorFlow would not divide its input. The elements and their order stay the same.
-
-    Args:
-      data: a dataset of a graph, whose operations are changed.
-
-    Returns:
-      The dataset to use.
+    TensorFlow would not divide its input. The elements and their order stay the same. The
+    operations of `data`, in a graph, are changed.
     """
     data = data.prefetch(0)  # so that another operation reads each interleave
     for op in walk([variant_tensor(data).op]):

@@ -14,17 +14,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import replace_input, set_attribute, variant_tensor
-from estimator_ext.graphs.operation_kinds import arguments
-from estimator_ext.graphs.walks import library_of, with_called
-from estimator_ext.pipelines._tf_pipeline import (
+from estimator_ext._tf_private import (
     function_graphs,
     generator_state,
     inputs_of,
     loses_order,
+    replace_input,
     scalars_of,
+    set_attribute,
+    variant_tensor,
     without_wrapper,
 )
+from estimator_ext.graphs.operation_kinds import arguments
+from estimator_ext.graphs.walks import library_of, with_called
 
 _KEEPING = {
     *("AssertCardinality", "AutoShard", "Batch", "Cache", "Concatenate", "CopyToDevice"),
@@ -102,11 +104,7 @@ class Pipeline:
         ]
 
     def make_deterministic(self) -> list[str]:
-        """Makes parallel calls keep their order, in a graph.
-
-        Returns:
-          Names of the operations that were changed.
-        """
+        """Makes parallel calls keep their order in a graph; returns the changed operations."""
         changed = []
         for each in self.all:
             op = variant_tensor(each).op
@@ -223,11 +221,7 @@ def _chooses_in_parallel(dataset: tf.data.Dataset, nodes: Sequence[Any]) -> str:
 
 
 def without_seed(kind: str) -> str:
-    """Describes random numbers that differ between ranks.
-
-    Args:
-      kind: of the transformation or the operation that draws them.
-    """
+    """Describes random numbers that differ between ranks, by the kind of what draws them."""
     return (
         f"a dataset has no seed ({kind}). Make it after the HostOffloadStrategy, which sets one, "
         "or call tf.random.set_seed before"

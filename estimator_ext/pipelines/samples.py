@@ -14,13 +14,9 @@ _NOT_SAMPLED = (tf.variant, tf.resource)
 
 
 def samples_of(batch: Any) -> list[tf.Tensor]:
-    """Returns the beginning of each tensor of a batch.
+    """Returns the beginning of each tensor of a batch, of shape [samples].
 
-    Args:
-      batch: tensors in any structure; sparse and ragged ones count as their parts.
-
-    Returns:
-      Tensors of shape [samples]. Datasets, tables and the like have none.
+    Sparse and ragged tensors count as their parts; datasets, tables and the like have no samples.
     """
     tensors = filter(tf.is_tensor, tf.nest.flatten(batch, expand_composites=True))
     return [
@@ -39,9 +35,7 @@ def sample_of(array: Any) -> np.ndarray[Any, Any]:
 def checksum(samples: Iterable[Any]) -> int:
     """Returns a CRC-32.
 
-    Args:
-      samples: arrays of numbers, or of strings. Strings count from their last slash on, as a file
-        may be in other directories of other machines.
+    Strings count from their last slash on: a file's directory may differ between machines.
     """
     value = 0
     for array in map(np.asarray, samples):

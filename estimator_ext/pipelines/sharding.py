@@ -47,11 +47,7 @@ _SAME_ORDER = (
 
 
 def check_policy(policy: str | None) -> None:
-    """Checks the option auto_shard.
-
-    Raises:
-      hostopt.ConfigError: the value is invalid.
-    """
+    """Raises ConfigError for an invalid value of auto_shard."""
     if policy is not None and not (isinstance(policy, str) and policy in POLICIES):
         policies = ", ".join(map(repr, POLICIES))
         raise hostopt.ConfigError(
@@ -69,9 +65,7 @@ def dividing(
     """Shards the data of an input_fn that is called within the block.
 
     Args:
-      context: number of ranks and index of this one.
       policy: "data" or "file"; "off" if each rank reads all data. None acts like "off" and warns.
-      config: configuration of a session that reads the first elements.
 
     Yields:
       Function that takes the result of input_fn and returns the shard of this rank.
@@ -108,8 +102,6 @@ def dividing(
 
 
 class _Shards:
-    """Takes the shard of a rank."""
-
     def __init__(
         self,
         context: tf.distribute.InputContext,
@@ -155,13 +147,7 @@ class _Shards:
         """Returns the rows that a rank reads; all ranks read the same number of rows.
 
         Args:
-          rows: an array, an OrderedDict of arrays, or a DataFrame.
-
-        Returns:
-          The same kind of data.
-
-        Raises:
-          hostopt.ConfigError: there are fewer rows than ranks.
+          rows: an array, an OrderedDict of arrays, or a DataFrame; the result is of its kind.
         """
         size, rank = self._size, self._rank
         is_dict = isinstance(rows, dict)
@@ -190,11 +176,7 @@ class _Shards:
 
 @contextlib.contextmanager
 def few_files_refused() -> Iterator[None]:
-    """Scope that raises TensorFlow's error for fewer files than ranks as `ConfigError`.
-
-    Raises:
-      hostopt.ConfigError: auto_shard is "file", and a rank has no file.
-    """
+    """Scope that raises TensorFlow's error for fewer files than ranks as `ConfigError`."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -228,9 +210,6 @@ def _sharded_iterators(shards: _Shards) -> Iterator[list[Any]]:
 
     The policy "data" also shards queues of rows of arrays or of a DataFrame, as
     `tf.compat.v1.estimator.inputs` makes them: each rank reads every N-th row.
-
-    Args:
-      shards: takes the shard of this rank.
 
     Yields:
       List to which each dataset or array that is sharded is added.
