@@ -162,7 +162,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     def _is_due(self, session: tf.compat.v1.Session) -> bool:
         """Counts a step, and returns True if a synchronisation follows it on all ranks."""
         self._schedule.position += 1
-        if self._schedule.position == self._options.delay:
+        if self._schedule.position == self._options.sync_delay:
             self._finish_pending(session)
         return self._schedule.is_due(self._local_step_s())
 
@@ -177,8 +177,8 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._finish_pending(session)  # if the interval is shorter than the delay
         latest = max(step, self._step)  # this rank may have no data left
         self._flags.save = any(saver._timer.is_due(latest) for saver in self._savers)
-        is_warm_up = step <= self._options.warmup_steps
-        if self._options.delay and not (is_warm_up or schedule.is_whole_next):
+        is_warm_up = step <= self._options.sync_warmup_steps
+        if self._options.sync_delay and not (is_warm_up or schedule.is_whole_next):
             self._start(session, has_ended)
             schedule.begin(step, self._step_s)
             return False

@@ -156,8 +156,8 @@ class Replicas:
         self._communicator = communicator
         variables, rule = find_variables(changed), options.slot_rule
         self.fragments = []
-        for trained, others in divided(variables, options.fragments, rule == "average"):
-            parts = self._parts(trained, options.compression)
+        for trained, others in divided(variables, options.sync_fragments, rule == "average"):
+            parts = self._parts(trained, options.sync_compression)
             ordered = [variable for part in parts for variable in part.variables]
             outer = new_outer(ordered) if new_outer is not None and ordered else None
             is_first = not self.fragments

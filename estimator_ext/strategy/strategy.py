@@ -20,7 +20,7 @@ from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.sharding import check_policy
 from estimator_ext.strategy.devices import find_accelerator
 from estimator_ext.strategy.function_extended import FunctionExtended
-from estimator_ext.strategy.local_steps import LocalSteps, OuterOptimizer
+from estimator_ext.strategy.local_steps import LocalSteps
 from hostopt.adapters.discover import set_tf_config
 from hostopt.cluster import tf_config
 from hostopt.connect import exit_with_error_code
@@ -46,13 +46,6 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
       accelerator: device of forward and backward. The default is the first GPU or, without a
         GPU, the virtual accelerator, which is the second CPU device of the session. Of several
         GPUs, each rank of a host takes one.
-      communication: "auto" reduces in shared memory among ranks of one host, and over TCP sockets
-        between hosts. "grpc+tcp" uses only sockets. "grpc" sends all data in gRPC messages. "shm"
-        raises an error if ranks of one host cannot share memory. "mpi" has MPI carry the data of
-        ranks that mpirun has started.
-      bucket_mb: size of a gradient bucket in MiB; its size in bytes is a multiple of 128.
-      compression: "fp16" or "bf16" sends float32 gradients with 16 bits between hosts; None sends
-        all 32 bits. Sums are always computed in float32.
       sparse_as_dense: True makes sparse gradients (`tf.IndexedSlices`) dense before they travel.
         False sends the rows of each rank to all ranks, uncompressed.
       auto_shard: how TensorFlow shards the dataset of an input_fn without an argument
@@ -60,35 +53,10 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         reads its shard of the files. "off": each rank uses all data. None acts like "off" and
         warns. For `experimental_distribute_dataset` and `Model.fit` it replaces the policy in the
         options of the dataset, and None keeps it.
-      rendezvous_timeout_s: seconds to wait for all ranks to connect.
-      stall_warning_s: seconds after which a waiting rank logs which rank it waits for.
-      collective_timeout_s: seconds without progress after which a waiting rank raises an error.
-      checksum: True adds a CRC-32 of the payload to each message. None does so if a peer is
-        reached over a network without TLS.
-      nonfinite: reaction to NaN or Inf in a reduced gradient. "error" ends the training, "skip"
-        skips the update of the step on all ranks, "warn" logs a warning and continues.
-      desync_check_steps: number of steps between two replica consistency checks, in which the
-        ranks compare their variables; 0 for no checks.
-      token_file: file with the token that all ranks share, readable only by its owner. The
-        environment variable HOSTOPT_TOKEN may hold the token itself instead.
-      tls_dir: directory with ca.pem, cert.pem and key.pem, for mutual TLS between the ranks.
-      insecure: True lets ranks on several machines connect without token and TLS.
-      evaluator_timeout_s: seconds without a sign of the chief after which an evaluator ends.
-      sync_every: number of steps after which the ranks synchronise their variables. With 1 they
-        reduce gradients in each step; otherwise each rank trains by itself in between.
-      sync_secs: seconds between two synchronisations, instead of `sync_every`.
-      sync_warmup_steps: number of first steps of a training after each of which the ranks
-        synchronise.
-      outer_optimizer: optimizer of `tf.compat.v1.train`, or a function that returns one. It is
-        applied at a synchronisation to the variables of the last one, with their difference from
-        the mean of the ranks as gradient. None takes the mean.
-      sync_slots: what a synchronisation does with the slots of the training's optimizer. "average"
-        averages them over the ranks, "keep" does so only for a checkpoint, "reset" initializes
-        them. None is "keep" with `outer_optimizer` or `sync_delay`, and "average" otherwise.
-      sync_compression: "fp16", "bf16", "int8" or "int4" sends the differences with fewer bits.
-      sync_fragments: number of parts of the model that are synchronised one after the other within
-        `sync_every` steps.
-      sync_delay: number of steps that a rank makes while a synchronisation runs in the background.
+      **options: options of the ring, as for `hostopt.Options`, such as `bucket_mb`,
+        `communication`, `compression`, `collective_timeout_s` or `token_file`; and of local
+        steps, as for `LocalSteps`: `sync_every`, `sync_secs`, `sync_warmup_steps`,
+        `outer_optimizer`, `sync_slots`, `sync_compression`, `sync_fragments`, `sync_delay`.
 
     Raises:
       hostopt.ConfigError: the resolver, TF_CONFIG or an option is invalid, or this process was
@@ -101,60 +69,18 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         variables_on_host: bool = True,
         accelerator: str | None = None,
         *,
-        communication: str = "auto",
-        bucket_mb: float = 25.0,
-        compression: str | None = None,
         sparse_as_dense: bool = False,
         auto_shard: str | None = None,
-        rendezvous_timeout_s: float = 300.0,
-        stall_warning_s: float = 30.0,
-        collective_timeout_s: float = 300.0,
-        checksum: bool | None = None,
-        nonfinite: str = "error",
-        desync_check_steps: int = 1000,
-        token_file: str | None = None,
-        tls_dir: str | None = None,
-        insecure: bool = False,
-        evaluator_timeout_s: float = 3600.0,
-        sync_every: int = 1,
-        sync_secs: float | None = None,
-        sync_warmup_steps: int = 0,
-        outer_optimizer: OuterOptimizer = None,
-        sync_slots: str | None = None,
-        sync_compression: str | None = None,
-        sync_fragments: int = 1,
-        sync_delay: int = 0,
+        **options: Any,
     ) -> None:
         exit_with_error_code()
         fork_guard.check()
-        self.local_steps = LocalSteps(
-            sync_every,
-            sync_secs,
-            sync_warmup_steps,
-            outer_optimizer,
-            sync_slots,
-            sync_compression,
-            sync_fragments,
-            sync_delay,
-        )
+        local_steps = {each.name for each in dataclasses.fields(LocalSteps)} & options.keys()
+        self.local_steps = LocalSteps(**{name: options.pop(name) for name in local_steps})
         check_policy(auto_shard)
         _check_flag("variables_on_host", variables_on_host)
         _check_flag("sparse_as_dense", sparse_as_dense)
-        self.options = hostopt.Options(
-            communication=communication,
-            bucket_mb=bucket_mb,
-            compression=compression,
-            rendezvous_timeout_s=rendezvous_timeout_s,
-            stall_warning_s=stall_warning_s,
-            collective_timeout_s=collective_timeout_s,
-            checksum=checksum,
-            nonfinite=nonfinite,
-            desync_check_steps=desync_check_steps,
-            token_file=token_file,
-            tls_dir=tls_dir,
-            insecure=insecure,
-            evaluator_timeout_s=evaluator_timeout_s,
-        ).with_environment()
+        self.options = hostopt.Options(**options).with_environment()
         if tf_config.read_tf_config(os.environ) or not _names_cluster(cluster_resolver):
             set_tf_config(self.options)
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)
@@ -401,3 +327,17 @@ def _mean(strategy: Any, value: Any) -> Any:
     if not value.dtype.is_floating:
         return value
     return strategy.reduce(tf.distribute.ReduceOp.MEAN, value, axis=None)
+
+
+def _signature() -> inspect.Signature:
+    """Returns the arguments of the strategy, with those that `options` stands for, for `help`."""
+    *own, _ = inspect.signature(HostOffloadStrategy.__init__).parameters.values()
+    named = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default)
+        for kind in (hostopt.Options, LocalSteps)
+        for each in dataclasses.fields(kind)
+    ]
+    return inspect.Signature([*own[1:], *named])
+
+
+HostOffloadStrategy.__signature__ = _signature()

@@ -15,7 +15,7 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.commands.arguments import MAX_TASKS, MAX_TIMES, integer
 from hostopt.connect import connect, connect_ring
 from hostopt.errors import ConfigError
-from hostopt.launch.launcher import launch
+from hostopt.launch.launcher import RunOptions, launch
 from hostopt.measure import bench, tuning
 from hostopt.options import Options
 
@@ -104,7 +104,7 @@ def _bench_here(options: argparse.Namespace) -> int:
         else:
             command += ["--repetitions", str(options.repetitions)]
             command += ["--sizes", *map(str, options.sizes)]
-        code = launch(command, size=options.np)
+        code = launch(command, RunOptions(size=options.np))
         if code == 0 and not options.quiet:
             _print_results(options, _kind(options).load(path))
         return code

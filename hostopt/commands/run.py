@@ -19,7 +19,7 @@ from hostopt.commands.arguments import (
 )
 from hostopt.launch import output
 from hostopt.launch.engine import Engine
-from hostopt.launch.launcher import launch
+from hostopt.launch.launcher import RunOptions, launch
 from hostopt.launch.local_engine import LocalEngine
 from hostopt.launch.task_group import start_error
 from hostopt.process import descriptors
@@ -120,18 +120,17 @@ def _run(options: argparse.Namespace) -> int:
     if options.autotune:
         os.environ["HOSTOPT_AUTOTUNE"] = "true"
     try:
-        return launch(
-            command,
+        run = RunOptions(
             size=options.np,
             evaluators=options.evaluators,
             data_workers=options.data_workers,
             max_restarts=options.max_restarts,
             min_size=options.min_np,
-            engine=engine,
             log_dir=options.log_dir,
             verbose=options.verbose,
             metrics_port=options.metrics_port,
         )
+        return launch(command, run, engine)
     except FileNotFoundError as error:
         output.print_error(error)
         return USAGE_ERROR

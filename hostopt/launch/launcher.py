@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hostopt.cluster.tf_config import DATA, EVALUATOR
 from hostopt.launch import metrics, output
@@ -40,21 +41,9 @@ GRACE_S = 10.0  # from the first failure to SIGTERM
 _LOG = logging.getLogger(__name__)
 
 
-def launch(
-    command: Sequence[str],
-    *,
-    size: int,
-    evaluators: int = 0,
-    data_workers: int = 0,
-    max_restarts: int = 0,
-    min_size: int | None = None,
-    grace_s: float = GRACE_S,
-    engine: Engine | None = None,
-    log_dir: str | None = None,
-    verbose: bool = True,
-    metrics_port: int | None = None,
-) -> int:
-    """Runs one command as every task of a cluster, and waits for all of them.
+@dataclass(frozen=True)
+class RunOptions:
+    """The tasks of one run, its restarts and its reports.
 
     Args:
       size: number of ranks: one chief and ``size - 1`` workers.
@@ -64,12 +53,42 @@ def launch(
       min_size: smallest number of ranks to restart with, without slots that fail repeatedly; None
         means `size`.
       grace_s: seconds from a rank's failure to SIGTERM for the others; SIGKILL follows 5 s later.
-      engine: starts the tasks; None starts them on this machine.
       log_dir: directory for a log of each task and attempt. None writes logs only if `verbose` is
         False, to a temporary directory that is removed if the run succeeds.
       verbose: False shows the progress of training instead of informational messages.
       metrics_port: loopback port at which Prometheus can read metrics; 0 for any free port, None
         for none.
+
+    Raises:
+      ValueError: a number is out of range.
+    """
+
+    size: int
+    evaluators: int = 0
+    data_workers: int = 0
+    max_restarts: int = 0
+    min_size: int | None = None
+    grace_s: float = GRACE_S
+    log_dir: str | None = None
+    verbose: bool = True
+    metrics_port: int | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.evaluators, self.data_workers, self.max_restarts)
+        if min(numbers) < 0 or not 1 <= self.least_size <= self.size:
+            raise ValueError(f"a number is out of range: {self}")
+
+    @property
+    def least_size(self) -> int:
+        """Smallest number of ranks to restart with."""
+        return self.size if self.min_size is None else self.min_size
+
+
+def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = None) -> int:
+    """Runs one command as every task of a cluster, and waits for all of them.
+
+    Args:
+      engine: starts the tasks; None starts them on this machine.
 
     Returns:
       0 if all tasks succeed. Otherwise the exit code of the data worker that the ranks have lost,
@@ -79,14 +98,8 @@ def launch(
 
     Raises:
       FileNotFoundError: the command does not exist.
-      ValueError: a number is out of range, or this is not the main thread.
+      ValueError: this is not the main thread.
     """
-    min_size = size if min_size is None else min_size
-    if min(evaluators, data_workers, max_restarts) < 0 or not 1 <= min_size <= size:
-        raise ValueError(
-            f"a number is out of range: (size: {size}, min_size: {min_size}, evaluators: "
-            f"{evaluators}, data_workers: {data_workers}, max_restarts: {max_restarts})"
-        )
     find_command(command)
     engine = LocalEngine() if engine is None else engine
     if "TF_CONFIG" in os.environ:
@@ -95,48 +108,59 @@ def launch(
     with contextlib.ExitStack() as stack:
         stack.callback(output.flush)
         try:
-            stack.enter_context(engine.open(size, evaluators, min_size))
-            cluster: dict[str, list[str]] = {}
-            reservations = []  # evaluators and data workers outlive an attempt
-            begin = size
-            for job, count in ((EVALUATOR, evaluators), (DATA, data_workers)):
-                reserved = engine.reserve(range(begin, begin + count), count)
-                reservations.append(stack.enter_context(reserved))
-                begin += count
-                if count:
-                    cluster[job] = _addresses(reservations[-1])
+            stack.enter_context(engine.open(options.size, options.evaluators, options.least_size))
+            evaluators, data_workers = _reserve(engine, options, stack)
         except KeyboardInterrupt:
             _LOG.warning("interrupted before any task has started")
             return 128 + signal.SIGINT
         wake_fd = stack.enter_context(_signals_caught())
         selector = stack.enter_context(selectors.DefaultSelector())
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
-        monitor = Monitor(directory, log_dir, verbose)
-        if metrics_port is not None:
-            stack.enter_context(metrics.served(monitor, metrics_port))
-        shared = (engine, command, cluster, selector, max_restarts, grace_s, monitor)
-        ring = Ring(*shared, slots=Slots(size, min_size))
+        monitor = Monitor(directory, options.log_dir, options.verbose)
+        if options.metrics_port is not None:
+            stack.enter_context(metrics.served(monitor, options.metrics_port))
+        cluster = {
+            job: _addresses(reservation)
+            for job, reservation, count in (
+                (EVALUATOR, evaluators, options.evaluators),
+                (DATA, data_workers, options.data_workers),
+            )
+            if count
+        }
+        limits = (options.max_restarts, options.grace_s)
+        shared = (engine, command, cluster, selector, *limits, monitor)
+        ring = Ring(*shared, slots=Slots(options.size, options.least_size))
         ring_ended = os.path.join(directory, "ring-ended")
         settings = {RING_ENDED: ring_ended}
         evaluator_groups = [
-            Evaluator(
-                *shared, task=(EVALUATOR, index), reservation=reservations[0], settings=settings
-            )
-            for index in range(evaluators)
+            Evaluator(*shared, task=(EVALUATOR, i), reservation=evaluators, settings=settings)
+            for i in range(options.evaluators)
         ]
         data_groups = [
             DataWorker(
                 *shared,
-                task=(DATA, index),
-                reservation=reservations[1],
-                settings={**settings, DATA_DIR: os.path.join(directory, f"data-{index}")},
+                task=(DATA, i),
+                reservation=data_workers,
+                settings={**settings, DATA_DIR: os.path.join(directory, f"data-{i}")},
             )
-            for index in range(data_workers)
+            for i in range(options.data_workers)
         ]
         for group in (ring, *evaluator_groups, *data_groups):
             stack.callback(group.close)
         run = _Run(ring, evaluator_groups, data_groups, selector, ring_ended, monitor)
         return run.wait(wake_fd)
+
+
+def _reserve(
+    engine: Engine, options: RunOptions, stack: contextlib.ExitStack
+) -> list[Reservation]:
+    """Reserves the places of evaluators and of data workers, which outlive an attempt."""
+    reservations, begin = [], options.size
+    for count in (options.evaluators, options.data_workers):
+        reserved = engine.reserve(range(begin, begin + count), count)
+        reservations.append(stack.enter_context(reserved))
+        begin += count
+    return reservations
 
 
 class _Run:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Callable
 
 import pytest
+from launcher import launched
 
 from hostopt.launch import launcher, task_group, task_process
 from hostopt.launch.local_engine import LocalEngine
@@ -100,7 +101,7 @@ class World:
       on_end: called with each task when the launcher sees its end.
       on_signal: called with each signal before the launcher forwards it.
       on_wait: called when the launcher has nothing left to do but wait.
-      arguments: arguments of `launcher.launch`.
+      arguments: arguments of `launched`.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class World:
 
     def _run(self, arguments: dict[str, Any]) -> None:
         try:
-            self.code = launcher.launch(["true"], **arguments)
+            self.code = launched(["true"], **arguments)
             self._on_wait()
         except SystemExit:
             pass

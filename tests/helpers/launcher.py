@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import ROOT, Process, python, until
+
+from hostopt.launch import launcher
 
 # Code of tasks: creates a file with a name and the pid of the task.
 NOTE = """
@@ -15,6 +18,11 @@ import os, pathlib, signal, sys, time
 def note(name):
     pathlib.Path(os.environ["NOTES"], f"{name}.{os.getpid()}").touch()
 """
+
+
+def launched(command: Sequence[str], engine: Any = None, **options: Any) -> int:
+    """Runs a command in this process, and returns its exit code."""
+    return launcher.launch(command, launcher.RunOptions(**options), engine)
 
 
 def lines_of(text: str, task: str) -> list[str]:
@@ -62,7 +70,7 @@ class Launcher:
             task_group.KILL_S = {kill_s}
             task_group.PREEMPTION_S = {preemption_s}
             restarts.FIRST_DELAY_S = {delay_s}
-            run.launch = functools.partial(launcher.launch, grace_s={grace_s})
+            run.RunOptions = functools.partial(launcher.RunOptions, grace_s={grace_s})
             sys.exit(cli.main(sys.argv[1:]))
         """
         process = Process(

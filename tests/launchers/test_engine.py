@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from harness import python
-from launcher import lines_of
+from launcher import launched, lines_of
 
 from hostopt.errors import ResourceError
-from hostopt.launch import launcher, restarts
+from hostopt.launch import restarts
 from hostopt.launch.engine import Place
 from hostopt.launch.local_engine import LocalEngine, LocalReservation
 
@@ -74,9 +74,7 @@ def test_a_ring_starts_with_the_slots_that_have_a_place(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     engine = ScarceEngine([[0, 2], [], [0, 1, 2]], 3)
-    code = launcher.launch(
-        python(FAILS_BELOW_3), size=3, min_size=2, max_restarts=2, engine=engine
-    )
+    code = launched(python(FAILS_BELOW_3), size=3, min_size=2, max_restarts=2, engine=engine)
     assert code == 0
     assert engine.wanted == [([0, 1, 2], 2)] * 3
     out = capfd.readouterr().out
@@ -86,7 +84,7 @@ def test_a_ring_starts_with_the_slots_that_have_a_place(
 
 
 def test_a_run_without_places_ends_with_their_error(caplog: pytest.LogCaptureFixture) -> None:
-    code = launcher.launch(python("pass"), size=2, engine=ScarceEngine([[]], 2))
+    code = launched(python("pass"), size=2, engine=ScarceEngine([[]], 2))
     assert code == ResourceError.exit_code
     assert "the launcher: ResourceError" in caplog.text or "there are no places" in caplog.text
 
@@ -99,7 +97,7 @@ def test_an_evaluator_waits_for_the_addresses_of_the_ranks(
         print(sorted(json.loads(os.environ["TF_CONFIG"])["cluster"]))
     """
     engine = ScarceEngine([[0, 1]], 2)
-    assert launcher.launch(python(code), size=2, evaluators=1, engine=engine) == 0
+    assert launched(python(code), size=2, evaluators=1, engine=engine) == 0
     out = capfd.readouterr().out
     jobs = ["['chief', 'evaluator', 'worker']"]
     assert [lines_of(out, task) for task in ("chief:0", "worker:0", "evaluator:0")] == [jobs] * 3

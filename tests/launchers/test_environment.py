@@ -12,10 +12,10 @@ import pytest
 from doctors import install
 from harness import python
 from keras_ranks import HAS_KERAS_3
-from launcher import lines_of
+from launcher import launched, lines_of
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.launch import environment, launcher
+from hostopt.launch import environment
 from hostopt.launch.environment import with_defaults
 from hostopt.launch.local_engine import LocalEngine
 
@@ -26,7 +26,7 @@ CORES = len(os.sched_getaffinity(0))
 
 def test_tf_config_of_each_task(capfd: pytest.CaptureFixture[str]) -> None:
     command = python("import os; print(os.environ['TF_CONFIG'])")
-    assert launcher.launch(command, size=3, evaluators=2) == 0
+    assert launched(command, size=3, evaluators=2) == 0
     out = capfd.readouterr().out
     roles = {}
     for task in ("chief:0", "worker:0", "worker:1", "evaluator:0", "evaluator:1"):
@@ -47,7 +47,7 @@ def test_tf_config_of_each_task(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_single_rank_is_the_chief(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher.launch(python("import os; print(os.environ['TF_CONFIG'])"), size=1) == 0
+    assert launched(python("import os; print(os.environ['TF_CONFIG'])"), size=1) == 0
     (config,) = map(json.loads, lines_of(capfd.readouterr().out, "chief:0"))
     assert list(config["cluster"]) == ["chief"]
     assert config["task"] == {"type": "chief", "index": 0}
@@ -82,7 +82,7 @@ def test_ports_are_reserved_for_their_task(
         server.accept()[0].sendall(b"hello")
         print(client.recv(5).decode())
     """)
-    assert launcher.launch(python(code), size=3, evaluators=1) == 0
+    assert launched(python(code), size=3, evaluators=1) == 0
     message = capfd.readouterr().out.splitlines()
     assert sorted(message) == sorted(
         f"[{task}] hello" for task in ("chief:0", "worker:0", "worker:1", "evaluator:0")
@@ -101,7 +101,7 @@ def test_a_grpc_server_can_listen_on_its_port(capfd: pytest.CaptureFixture[str])
         print("ready")
         server.stop(None).wait()
     """)
-    assert launcher.launch(python(code), size=2) == 0
+    assert launched(python(code), size=2) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["[chief:0] ready", "[worker:0] ready"]
 
 
@@ -121,7 +121,7 @@ def test_ranks_divide_the_cores(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert launcher.launch(python(THREADS), size=size, evaluators=1) == 0
+    assert launched(python(THREADS), size=size, evaluators=1) == 0
     out = capfd.readouterr().out
     share, switch = max(1, CORES // size), "1" if HAS_KERAS_3 else "-"
     assert lines_of(out, "chief:0") == [f"{share},{share},1,0,{switch}"]
@@ -133,7 +133,7 @@ AFFINITY = "import json, os; print(json.dumps(sorted(os.sched_getaffinity(0))))"
 
 def test_each_rank_is_bound_to_its_share_of_the_cores(capfd: pytest.CaptureFixture[str]) -> None:
     size = min(CORES, 3)
-    assert launcher.launch(python(AFFINITY), size=size, evaluators=1) == 0
+    assert launched(python(AFFINITY), size=size, evaluators=1) == 0
     out = capfd.readouterr().out
     tasks = ["chief:0", *(f"worker:{index}" for index in range(size - 1))]
     shares = [json.loads(*lines_of(out, task)) for task in tasks]
@@ -147,7 +147,7 @@ def test_each_rank_is_bound_to_its_share_of_the_cores(capfd: pytest.CaptureFixtu
 def test_ranks_that_are_not_bound_use_all_cores(
     size: int, binds: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher.launch(python(AFFINITY), size=size, engine=LocalEngine(binds)) == 0
+    assert launched(python(AFFINITY), size=size, engine=LocalEngine(binds)) == 0
     lines = capfd.readouterr().out.splitlines()
     assert len(lines) == size
     assert all(line.endswith(json.dumps(sorted(os.sched_getaffinity(0)))) for line in lines)
@@ -190,7 +190,7 @@ def test_user_settings_override_the_defaults(
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "5")
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
-    assert launcher.launch(python(THREADS), size=2, evaluators=1) == 0
+    assert launched(python(THREADS), size=2, evaluators=1) == 0
     out = capfd.readouterr().out
     for task in ("worker:0", "evaluator:0"):
         (line,) = lines_of(out, task)

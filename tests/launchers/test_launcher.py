@@ -14,7 +14,7 @@ import psutil
 import pytest
 from fake_launcher import FakeTask, World
 from harness import ROOT, is_gone, python, until
-from launcher import NOTE, Launcher, lines_of
+from launcher import NOTE, Launcher, launched, lines_of
 
 from hostopt.errors import ResourceError
 from hostopt.launch import launcher, task_group
@@ -36,7 +36,7 @@ def test_the_first_failure_gives_the_exit_code(
 ) -> None:
     code = FAIL_IF + "sys.exit(7) if task == 'worker:1' else time.sleep(600)"
     with caplog.at_level(logging.INFO):
-        assert launcher.launch(python(code), size=3, evaluators=1, grace_s=0.2) == 7
+        assert launched(python(code), size=3, evaluators=1, grace_s=0.2) == 7
     (line,) = [text for text in caplog.messages if "failed first" in text]
     assert line.startswith("worker:1 failed first: exit code 7;")
 
@@ -54,7 +54,7 @@ def test_other_tasks_have_time_to_report_and_exit(
         print("reported")
         sys.exit(200)
     """)
-    assert launcher.launch(python(code), size=2) == 65
+    assert launched(python(code), size=2) == 65
     assert lines_of(capfd.readouterr().out, "chief:0") == ["reported"]
 
 
@@ -62,7 +62,7 @@ def test_exit_code_of_a_signal_is_128_plus_its_number(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     code = FAIL_IF + "os.kill(os.getpid(), 9) if task == 'chief:0' else time.sleep(600)"
-    assert launcher.launch(python(code), size=2, grace_s=0.1) == 128 + 9
+    assert launched(python(code), size=2, grace_s=0.1) == 128 + 9
     assert "chief:0 failed first: exit code 137 (SIGKILL)" in caplog.text
 
 
@@ -82,7 +82,7 @@ def test_a_task_that_ignores_sigterm_is_killed(launcher: Launcher) -> None:
 
 def test_the_launcher_waits_for_evaluators(capfd: pytest.CaptureFixture[str]) -> None:
     code = FAIL_IF + "\nif task == 'evaluator:0': time.sleep(0.5); print('evaluated')"
-    assert launcher.launch(python(code), size=2, evaluators=1, grace_s=0.0) == 0
+    assert launched(python(code), size=2, evaluators=1, grace_s=0.0) == 0
     assert lines_of(capfd.readouterr().out, "evaluator:0") == ["evaluated"]
 
 
@@ -90,7 +90,7 @@ def test_a_failed_evaluator_does_not_stop_the_ring(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = FAIL_IF + "\nif task == 'evaluator:0': sys.exit(9)\ntime.sleep(0.5); print('trained')"
-    assert launcher.launch(python(code), size=1, evaluators=1, grace_s=0.0) == 9
+    assert launched(python(code), size=1, evaluators=1, grace_s=0.0) == 9
     assert lines_of(capfd.readouterr().out, "chief:0") == ["trained"]
 
 
@@ -226,7 +226,7 @@ def test_an_ignored_signal_stays_ignored(launcher: Launcher) -> None:
 
 def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(signum) for signum in task_group.FORWARDED]
-    assert launcher.launch(["true"], size=1) == 0
+    assert launched(["true"], size=1) == 0
     assert [signal.getsignal(signum) for signum in task_group.FORWARDED] == before
 
 

@@ -9,9 +9,7 @@ from collections import Counter
 
 import pytest
 from harness import python
-from launcher import NOTE, Launcher, lines_of
-
-from hostopt.launch import launcher
+from launcher import NOTE, Launcher, launched, lines_of
 
 pytestmark = pytest.mark.usefixtures("forwarded_signals_not_ignored")
 
@@ -20,7 +18,7 @@ F_SETPIPE_SZ = 1031  # in the module fcntl from Python 3.10 on
 
 def test_every_line_is_prefixed_with_its_task(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import sys; print('a\\n\\nb'); print('e', file=sys.stderr); print('part', end='')"
-    assert launcher.launch(python(code), size=2) == 0
+    assert launched(python(code), size=2) == 0
     out, err = capfd.readouterr()
     for task in ("chief:0", "worker:0"):
         assert lines_of(out, task) == ["a", "", "b", "part"]

@@ -65,3 +65,17 @@ def test_unit_tests_are_in_the_folders_of_the_product() -> None:
     unit = ROOT / "tests" / "unit"
     folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
     assert [str(folder) for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []
+
+
+def test_who_may_abort_the_ring_is_written_down() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.partition("## Who ends the ring")[2].partition("\n## ")[0]
+    written = {*re.findall(r"`((?:hostopt|estimator_ext)\.[\w.]+)`", table)}
+    aborting = {
+        name
+        for name in FILES
+        if not name.startswith(("hostopt.transport.", "hostopt.launch."))
+        for node in nodes(name)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "abort"
+    }
+    assert aborting == written

@@ -41,11 +41,11 @@ def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"every": 4}, "average"),
-        ({"every": 4, "delay": 1}, "keep"),
-        ({"every": 4, "outer_optimizer": OUTER}, "keep"),  # as in the paper
-        ({"every": 4, "outer_optimizer": lambda: OUTER, "fragments": 2}, "keep"),
-        ({"every": 4, "outer_optimizer": OUTER, "slots": "average"}, "average"),
+        ({"sync_every": 4}, "average"),
+        ({"sync_every": 4, "sync_delay": 1}, "keep"),
+        ({"sync_every": 4, "outer_optimizer": OUTER}, "keep"),  # as in the paper
+        ({"sync_every": 4, "outer_optimizer": lambda: OUTER, "sync_fragments": 2}, "keep"),
+        ({"sync_every": 4, "outer_optimizer": OUTER, "sync_slots": "average"}, "average"),
     ],
 )
 def test_slots_inside_of_an_outer_optimizer_are_kept(options: dict[str, Any], rule: str) -> None:
