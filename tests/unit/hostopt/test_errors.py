@@ -132,6 +132,7 @@ def test_a_short_text_is_sent_unchanged() -> None:
 
 def test_peers_receive_the_longest_error(spawn_grpc: Spawn) -> None:
     def fn(communicator: Communicator) -> str:
+        communicator.barrier()  # so that no rank is still connecting
         if communicator.rank == 0:
             communicator.abort(errors.ConfigError("漢" * LONG, root_cause="漢" * LONG))
             return "漢" * 100
