@@ -36,9 +36,6 @@ class _Draft:
     Args:
       mode: permissions of the existing file; None if there is none.
       is_kept: True if the existing file is overwritten, and not replaced.
-
-    Raises:
-      OSError: there is an existing file, but its directory takes no other one.
     """
 
     def __init__(self, path: str, mode: int | None = None, is_kept: bool = False) -> None:
@@ -73,11 +70,7 @@ class _Draft:
 
 
 def write_atomically(rank: int = 0) -> None:
-    """Makes `tf.io.gfile.GFile` and `tf.io.TFRecordWriter` write files as one process does.
-
-    Args:
-      rank: this rank; only rank 0 appends to files.
-    """
+    """Makes `tf.io.gfile.GFile` and `tf.io.TFRecordWriter` write files as one process does."""
     _replace_text_files(FileIO, rank)
     _replace_records(tf.io.TFRecordWriter)
 

@@ -39,11 +39,7 @@ def has_own_saver(spec: StockSpec) -> bool:
 
 
 def add_saver(spec: StockSpec, hooks: Sequence[Any], config: Any, model_dir: str) -> StockSpec:
-    """Adds the saver hook that the stock Estimator would add, if it would.
-
-    Returns:
-      The spec with the saver as the first chief hook.
-    """
+    """Adds the saver hook that the stock Estimator would add, if it would, as first chief hook."""
     if _savers_of(spec, hooks) or not has_saver(spec, hooks, config):
         return spec
     saver = tf.compat.v1.train.CheckpointSaverHook(
@@ -73,9 +69,6 @@ def checked_saver(
     save the restored checkpoint again: a failure in the middle of that would damage it. Files that
     a killed process has left are removed first. The hook is restored at the end, as it may serve
     another training.
-
-    Args:
-      restored: path of the checkpoint from which the training resumes; None for none.
     """
     _remove_leftovers(hook._save_path)
     get_saver, timer, listeners = hook._get_saver, hook._timer, list(hook._listeners)
@@ -93,8 +86,6 @@ def checked_saver(
 
 
 class _CheckedSaver:
-    """A saver whose `save` raises a CheckpointError if it fails."""
-
     def __init__(self, saver: tf.compat.v1.train.Saver, restored: str | None) -> None:
         self._saver = saver
         self._restored = restored
@@ -141,11 +132,7 @@ def _remove_failed(path: str, existed: bool) -> str | None:
 
 
 def _remove_leftovers(save_path: str) -> None:
-    """Deletes temporary files of a process that was killed while it saved under this name.
-
-    Args:
-      save_path: path of the checkpoints, without their steps.
-    """
+    """Deletes temporary files of a process that was killed while it saved under this name."""
     directory, name = os.path.split(save_path)
     of_saver = re.compile(rf"{re.escape(name)}-\d+(_temp|\..*\.tempstate\d+|\.input\.tmp)")
     with contextlib.suppress(tf.errors.OpError):  # the directory may not exist

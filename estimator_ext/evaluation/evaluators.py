@@ -36,11 +36,7 @@ _MIN_TIMEOUT_S = 3600.0
 
 
 class Evaluators:
-    """The evaluators of a cluster, as seen by one of them.
-
-    Args:
-      communicator: communicator of the evaluators.
-    """
+    """The evaluators of a cluster, as seen by one of them."""
 
     def __init__(self, communicator: hostopt.Communicator) -> None:
         self.communicator = communicator
@@ -57,17 +53,7 @@ class Evaluators:
         return tf.distribute.InputContext(self.communicator.size, self.index, 1)
 
     def local_steps(self, steps: int | None) -> int | None:
-        """Computes the number of steps of this evaluator.
-
-        Args:
-          steps: number of steps of all evaluators; None for all data.
-
-        Returns:
-          Number of steps; None for all data.
-
-        Raises:
-          hostopt.ConfigError: there are fewer steps than evaluators.
-        """
+        """Returns this evaluator's share of the steps of all evaluators; None is for all data."""
         size = self.communicator.size
         if steps is None:
             return None
@@ -90,8 +76,7 @@ class Evaluators:
     def wait_for_checkpoint(self) -> str | None:
         """[E1] Waits for the next evaluation; all evaluators but evaluator 0 call it.
 
-        Returns:
-          File name of the checkpoint in model_dir; None at the end.
+        Returns the file name of the checkpoint in model_dir; None at the end.
         """
         message: dict[str, Any] = {}
         while "checkpoint" not in message:
@@ -134,15 +119,9 @@ class Evaluators:
             raise
 
     def confirm_restored(self, success: bool = True) -> None:
-        """[E2] Confirms that all evaluators have restored the checkpoint.
+        """[E2] Raises an error on all evaluators unless all have restored the checkpoint.
 
         Collective: all evaluators must call it.
-
-        Args:
-          success: False if this evaluator could not restore it.
-
-        Raises:
-          hostopt.CheckpointError: an evaluator could not restore it; raised on all evaluators.
         """
         checkpoint, self._unconfirmed = self._unconfirmed, ""
         answers = self.communicator.all_gather_bytes(
@@ -160,14 +139,7 @@ class Evaluators:
 
 @contextlib.contextmanager
 def connect_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[Evaluators]:
-    """Connects the evaluators; an error in the block ends all of them.
-
-    Yields:
-      The evaluators.
-
-    Raises:
-      hostopt.ConfigError: input_fn has no input_context, or the evaluators have no addresses.
-    """
+    """Connects the evaluators; an error in the block ends all of them."""
     ring = strategy.cluster.evaluator_ring()
     if "input_context" not in inspect.signature(input_fn).parameters:
         raise hostopt.ConfigError(
@@ -190,11 +162,7 @@ def connect_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[
 
 @contextlib.contextmanager
 def with_evaluators(estimator: Any, evaluators: Evaluators) -> Iterator[Any]:
-    """Creates an Estimator that evaluates with others; only evaluator 0 writes to model_dir.
-
-    Yields:
-      A copy of the Estimator. On other evaluators its model_dir is temporary.
-    """
+    """Creates a copy of an Estimator to evaluate with others; only evaluator 0 keeps model_dir."""
     shared = copy.copy(estimator)
     shared._evaluators = evaluators
     with tempfile.TemporaryDirectory() as scratch:

@@ -38,12 +38,6 @@ class SumMetricsHook(tf.compat.v1.train.SessionRunHook):
 
     It must come before all other hooks, so that they read the results of all data at the end.
     Collective: all evaluators must have it.
-
-    Args:
-      values: tensor of each metric's result, by name.
-
-    Raises:
-      hostopt.ConfigError: a metric cannot be summed; the message names it.
     """
 
     def __init__(self, evaluators: Evaluators, values: dict[str, Any]) -> None:
@@ -52,12 +46,7 @@ class SumMetricsHook(tf.compat.v1.train.SessionRunHook):
         self._initial_values: list[Any] = []
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """[E2] Checks that all evaluators have restored the checkpoint and have the same metrics.
-
-        Raises:
-          hostopt.CheckpointError: an evaluator could not restore the checkpoint.
-          hostopt.CollectiveMismatchError: two evaluators have different metrics.
-        """
+        """[E2] Checks that all evaluators restored the checkpoint and have the same metrics."""
         del coord
         self._evaluators.confirm_restored()
         descriptions = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
@@ -84,9 +73,6 @@ def find_summable(values: dict[str, Any]) -> list[tf.Variable]:
 
     Returns:
       The variables without duplicates, sorted by name.
-
-    Raises:
-      hostopt.ConfigError: a variable of a metric changes in another way, or cannot be summed.
     """
     local = {variable.op.name: variable for variable in tf.compat.v1.local_variables()}
     changed = {name for name, variable in local.items() if any(_changes(variable))}
