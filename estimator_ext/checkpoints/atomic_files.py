@@ -38,9 +38,8 @@ _numbers = itertools.count()
 class _Draft:
     """The temporary name of a file that is being written.
 
-    Args:
-      mode: permissions of the existing file; None if there is none.
-      is_kept: True if the existing file is overwritten, and not replaced.
+    `mode` has the permissions of the existing file; None if there is none. If `is_kept`, that
+    file is overwritten, and not replaced.
     """
 
     def __init__(self, path: str, mode: int | None = None, is_kept: bool = False) -> None:

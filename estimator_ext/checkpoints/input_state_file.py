@@ -77,10 +77,8 @@ def step_of(checkpoint: str) -> str:
 def write(checkpoint: str, attributes: dict[str, Any], states: Sequence[bytes]) -> None:
     """Writes the states of all ranks beside a checkpoint, atomically.
 
-    Args:
-      attributes: "process", the identifier of the process that writes, and "step", the result of
-        `step_of`.
-      states: packed state of each rank; b"" for none.
+    The attributes are "process", which identifies the process that writes, and "step", the result
+    of `step_of`. The packed state of a rank that has none is b"".
     """
     body = pack(attributes, states)
     replace_file(f"{checkpoint}{SUFFIX}", [_prefix(body), body])

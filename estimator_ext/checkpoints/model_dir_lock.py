@@ -33,7 +33,7 @@ def training_in(
 
     Rank 0 holds the lock. If the holder is on another host, or locked before this host was booted,
     rank 0 retries for a while, as that host may have crashed. It alone raises an error if it
-    cannot lock. Collective with a communicator, which a process that trains alone has not.
+    cannot lock. Collective with a communicator; a process that trains alone has none.
     """
     exit_with_error_code()  # a program without a ring has not called it
     path = _path(model_dir) if communicator is None or communicator.rank == 0 else ""

@@ -33,11 +33,7 @@ _DAMAGED = (tf.errors.OpError, IndexError, MemoryError)
 
 
 def check(path: str) -> None:
-    """Reads all tensors of a checkpoint, one at a time, and verifies their checksums.
-
-    Raises:
-      hostopt.CheckpointError: a file is missing, truncated or changed; the message names it.
-    """
+    """Reads all tensors of a checkpoint, one at a time, and verifies their checksums."""
     part = "index"
     try:
         reader = tf.compat.v1.train.NewCheckpointReader(path)
@@ -211,11 +207,7 @@ def check_on_rank_0(
 
 
 def check_shared(call: str, cluster: hostopt.Cluster, model_dir: str) -> None:
-    """Checks that a rank that evaluates or predicts can see the checkpoints of rank 0.
-
-    Args:
-      call: "evaluate" or another method, for the message.
-    """
+    """Checks that a rank that evaluates or predicts can see the checkpoints of rank 0."""
     if cluster.is_chief or cluster.rank is None or tf.train.latest_checkpoint(model_dir):
         return
     raise hostopt.CheckpointError(

@@ -97,11 +97,9 @@ class _CheckedSaver:
         try:
             return self._saver.save(session, path, global_step=global_step, **options)
         except (tf.errors.OpError, OSError, ValueError) as error:
+            variables = session.graph.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES)
             needed_bytes = sum(
-                (variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size
-                for variable in session.graph.get_collection(
-                    tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
-                )
+                (each.shape.num_elements() or 0) * each.dtype.base_dtype.size for each in variables
             )
             last = _remove_failed(checkpoint, existed)
             raise cannot_save(checkpoint, error, needed_bytes, last) from error

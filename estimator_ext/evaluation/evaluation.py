@@ -198,8 +198,7 @@ def evaluate_until_end(
 ) -> tuple[Any, Any]:
     """Evaluates new checkpoints until training has ended, then the last one.
 
-    Args:
-      beat: called at least twice a second between evaluations.
+    Between evaluations it calls `beat` at least twice a second.
     """
     evaluation = CheckpointEvaluation(estimator, train_spec, eval_spec)
     chief = ChiefLiveness(estimator.model_dir, estimator.config.train_distribute.options)
@@ -282,12 +281,7 @@ class ChiefLiveness:
         self._reset()
 
     def waited(self, pause_s: float) -> None:
-        """Adds a time of waiting, without evaluations, and checks for signs of life if due.
-
-        Raises:
-          hostopt.RendezvousTimeoutError: no chief has started.
-          hostopt.PeerLostError: the chief has disappeared, and no other has started.
-        """
+        """Adds a time of waiting, without evaluations, and checks for signs of life if due."""
         self._silent_s += pause_s
         limit_s = self._options.evaluator_timeout_s
         if self._silent_s < min(self._check_at_s, limit_s):
