@@ -7,10 +7,11 @@ a private attribute of a graph, an operation or a tensor.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -64,7 +65,6 @@ GLOBAL_ITERATORS = iterator_ops.GLOBAL_ITERATORS
 serialize_iterator = gen_dataset_ops.serialize_iterator
 deserialize_iterator = gen_dataset_ops.deserialize_iterator
 FileIO = file_io.FileIO
-WritableFile = file_io._pywrap_file_io.WritableFile
 update_checkpoint_state = checkpoint_management.update_checkpoint_state_internal
 keys_by_name = saver.object_graph_key_mapping  # of a checkpoint that was saved by object
 
@@ -89,6 +89,67 @@ def saved_partitions(meta_graph: bytes) -> Counter[str]:
     kept = graph.collection_def[tf.compat.v1.GraphKeys.GLOBAL_VARIABLES].bytes_list.value
     parts = (VariableDef.FromString(each).save_slice_info_def for each in kept)
     return Counter(part.full_name for part in parts if part.full_name)
+
+
+def is_open_to_write(file: FileIO) -> bool:
+    """Returns True if a file is open to write, as it is from its first write on."""
+    return bool(file._writable_file)
+
+
+def open_to_write(file: FileIO, path: str, mode: str) -> None:
+    """Lets a file write to another path than its own."""
+    opened = file_io._pywrap_file_io.WritableFile(
+        tf.compat.as_bytes(path), tf.compat.as_bytes(mode)
+    )
+    file._writable_file = opened
+
+
+def call_before_writes(call: Callable[[FileIO], None]) -> None:
+    """Makes every file call a function before each write, and before it is opened to write."""
+    check = FileIO._prewrite_check
+
+    @functools.wraps(check)
+    def call_and_check(self: FileIO) -> None:
+        call(self)
+        check(self)
+
+    FileIO._prewrite_check = call_and_check
+
+
+# -- hooks that save -----------------------------------------------------------------------
+
+SaverHook = tf.compat.v1.train.CheckpointSaverHook
+
+
+def save_path(hook: SaverHook) -> str:
+    """Returns the path of a hook's checkpoints, without their steps."""
+    return str(hook._save_path)
+
+
+def add_first_listener(hook: SaverHook, listener: Any) -> None:
+    """Adds a listener that is called before those of a hook that saves."""
+    hook._listeners.insert(0, listener)
+
+
+def wrap_saver(hook: SaverHook, wrap: Callable[[Any], Any]) -> None:
+    """Replaces the saver, which a hook finds when it saves, by `wrap(saver)`."""
+    get_saver = hook._get_saver
+
+    def get_wrapped() -> Any:
+        saver = get_saver()
+        return saver and wrap(saver)
+
+    hook._get_saver = get_wrapped
+
+
+@contextlib.contextmanager
+def restored_at_end(hook: SaverHook) -> Iterator[None]:
+    """Scope in which saver, timer and listeners of a hook may be replaced."""
+    get_saver, timer, listeners = hook._get_saver, hook._timer, list(hook._listeners)
+    try:
+        yield
+    finally:
+        hook._get_saver, hook._timer, hook._listeners = get_saver, timer, listeners
 
 
 # -- gradients -----------------------------------------------------------------------------

@@ -22,15 +22,8 @@ _NOT_RESTORED = "Restoring from checkpoint failed"  # message of TensorFlow
 
 
 def cause(error: BaseException) -> str:
-    """Returns the line of an error message that names the cause, without operations of the graph.
-
-    Args:
-      error: error of TensorFlow or of Python.
-
-    Raises:
-      hostopt.ResourceError: the process has no file descriptors left.
-    """
-    descriptors.check(error)
+    """Returns the line of an error message that names the cause, without operations of graphs."""
+    descriptors.check(error)  # raises a ResourceError if the process has none left
     text = str(getattr(error, "message", error)) or type(error).__name__
     match = re.search(r"^(.+)\n\s*\[\[", text, re.MULTILINE)
     return match[1] if match else text.partition("\n")[0]
@@ -39,12 +32,7 @@ def cause(error: BaseException) -> str:
 def cannot_save(
     path: str, error: Exception, needed_bytes: int, last_checkpoint: str | None = None
 ) -> hostopt.CheckpointError:
-    """Creates the error for a file that cannot be written.
-
-    Args:
-      path: path of the file, or common prefix of several files.
-      last_checkpoint: path of the newest intact checkpoint.
-    """
+    """Creates the error for a file, or for files with a common prefix, that cannot be written."""
     space = _free_space(os.path.dirname(path), f"{needed_bytes / _MB:.1f} MB are needed, ")
     return hostopt.CheckpointError(
         f"cannot save {path}: {cause(error)}{space}. {_remedy(path)}, and run the same command "
@@ -54,14 +42,7 @@ def cannot_save(
 
 
 def replace_file(path: str, parts: Sequence[bytes]) -> None:
-    """Writes a file atomically; the old content stays until the new content is complete.
-
-    Args:
-      parts: content of the file, in parts.
-
-    Raises:
-      hostopt.CheckpointError: the file cannot be written.
-    """
+    """Writes a file atomically; the old content stays until the new content is complete."""
     draft = f"{path}.tmp"
     try:
         with tf.io.gfile.GFile(draft, "wb") as file:
@@ -81,15 +62,7 @@ def remove(path: str) -> None:
 
 @contextlib.contextmanager
 def translate_io_errors(directory: str | None) -> Iterator[None]:
-    """Scope that raises errors of files in a directory as `CheckpointError`.
-
-    Args:
-      directory: directory of the files; None on a rank that has no files.
-
-    Raises:
-      hostopt.CheckpointError: a file there cannot be written, or a checkpoint does not fit the
-        model.
-    """
+    """Scope that raises the errors of `io_error`; directory is None on a rank without files."""
     try:
         yield
     except Exception as error:
@@ -102,8 +75,7 @@ def translate_io_errors(directory: str | None) -> Iterator[None]:
 def io_error(error: BaseException, directory: str) -> hostopt.CheckpointError | None:
     """Translates an error of writing a file, or of restoring a checkpoint that does not fit.
 
-    Returns:
-      The error to raise instead; None for all other errors, including those of hostopt.
+    Returns None for all other errors, including those of hostopt.
     """
     if isinstance(error, hostopt.HostOptError):
         return None

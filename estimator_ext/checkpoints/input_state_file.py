@@ -43,24 +43,13 @@ class Packed(NamedTuple):
 
 
 def pack(attributes: dict[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Packs byte strings into one, without a checksum.
-
-    Args:
-      attributes: JSON object that describes the byte strings.
-
-    Returns:
-      Byte string for `unpack`.
-    """
+    """Packs byte strings and a JSON object that describes them into one, without a checksum."""
     header = json.dumps({"facts": attributes, "lengths": [*map(len, parts)]}).encode()
     return b"".join([_number(len(header)), header, *parts])
 
 
 def unpack(data: bytes | memoryview) -> Packed:
-    """Unpacks the result of `pack`; needs as much memory as the data.
-
-    Raises:
-      ValueError: the data are not a result of `pack`.
-    """
+    """Unpacks the result of `pack`, or raises a ValueError; needs as much memory as the data."""
     end = _NUMBER_BYTES + int.from_bytes(data[:_NUMBER_BYTES], "little")
     if end > len(data):
         raise ValueError("its header is truncated")
@@ -88,27 +77,17 @@ def step_of(checkpoint: str) -> str:
 def write(checkpoint: str, attributes: dict[str, Any], states: Sequence[bytes]) -> None:
     """Writes the states of all ranks beside a checkpoint, atomically.
 
-    Args:
-      attributes: "process", the identifier of the process that writes, and "step", the result of
-        `step_of`.
-      states: packed state of each rank; b"" for none.
-
-    Raises:
-      hostopt.CheckpointError: the file cannot be written.
+    The attributes are "process", which identifies the process that writes, and "step", the result
+    of `step_of`. The packed state of a rank that has none is b"".
     """
     body = pack(attributes, states)
     replace_file(f"{checkpoint}{SUFFIX}", [_prefix(body), body])
 
 
 def read(checkpoint: str) -> Packed | None:
-    """Reads the states of all ranks beside a checkpoint; needs twice the memory of the file.
+    """Reads what `write` wrote; needs twice the memory of the file.
 
-    Returns:
-      Attributes "process" and "step", and the packed state of each rank; None if there is no such
-      file.
-
-    Raises:
-      hostopt.CheckpointError: the file cannot be read, or is damaged.
+    Returns None if there is no such file, and raises a CheckpointError if it is damaged.
     """
     path = f"{checkpoint}{SUFFIX}"
     try:
@@ -126,7 +105,6 @@ def read(checkpoint: str) -> Packed | None:
 
 
 def _is_of(checkpoint: str, packed: Packed) -> bool:
-    """True if the states can be those of a checkpoint."""
     attributes, states = packed
     return (
         attributes.keys() == {"process", "step"}
@@ -137,7 +115,6 @@ def _is_of(checkpoint: str, packed: Packed) -> bool:
 
 
 def _is_state(packed: Packed) -> bool:
-    """True if it can be the state of one rank."""
     attributes, parts = packed
     if attributes.keys() == {"pipelines", "batches", "checksum"}:
         return (

@@ -32,16 +32,8 @@ def training_in(
     """Scope in which no other run trains in a model_dir; a process may enter it repeatedly.
 
     Rank 0 holds the lock. If the holder is on another host, or locked before this host was booted,
-    rank 0 retries for a while, as that host may have crashed. Collective with a communicator: all
-    ranks must call it.
-
-    Args:
-      model_dir: model_dir of rank 0.
-      communicator: the ring; None if this process trains alone.
-
-    Raises:
-      hostopt.ConfigError: another run trains there; raised on rank 0.
-      hostopt.CheckpointError: the lock file cannot be written; raised on rank 0.
+    rank 0 retries for a while, as that host may have crashed. It alone raises an error if it
+    cannot lock. Collective with a communicator; a process that trains alone has none.
     """
     exit_with_error_code()  # a program without a ring has not called it
     path = _path(model_dir) if communicator is None or communicator.rank == 0 else ""
@@ -63,12 +55,7 @@ def training_in(
 
 
 def note_ring(model_dir: str, cluster: hostopt.Cluster) -> None:
-    """Notes in the lock that this process holds where `hostopt status` can ask.
-
-    Args:
-      model_dir: model_dir of rank 0.
-      cluster: the ring; nothing is noted if it has one rank.
-    """
+    """Notes in the lock that this process holds where `hostopt status` can ask."""
     if cluster.size > 1:
         lock_file.note_ring(_path(model_dir), [task.address for task in cluster.ring])
 
@@ -78,9 +65,6 @@ def training_without_ring(model_dir: str, config: Any) -> contextlib.AbstractCon
 
     Only the chief needs the lock. TensorFlow's distribute coordinator sets `is_chief` in the
     RunConfig of every task, so TF_CONFIG decides if it runs.
-
-    Raises:
-      hostopt.ConfigError: TF_CONFIG names several ranks, and there is no strategy.
     """
     _refuse_one_of_many(config)
     is_chief = config.is_chief
@@ -107,10 +91,7 @@ def _refuse_one_of_many(config: Any) -> None:
 class LockCheckListener(tf.compat.v1.train.CheckpointSaverListener):
     """Checks, before a save, that no other run trains in a model_dir that was emptied.
 
-    Raises a ConfigError if another run does, and a CheckpointError if the directory is gone.
-
-    Args:
-      model_dir: directory of a saver; there is no check if this process has not locked it.
+    There is no check if this process has not locked the directory.
     """
 
     def __init__(self, model_dir: str) -> None:

@@ -33,14 +33,7 @@ _DAMAGED = (tf.errors.OpError, IndexError, MemoryError)
 
 
 def check(path: str) -> None:
-    """Reads all tensors of a checkpoint, one at a time, and verifies their checksums.
-
-    Args:
-      path: prefix of the checkpoint, such as ``model_dir/model.ckpt-5``.
-
-    Raises:
-      hostopt.CheckpointError: a file is missing, truncated or changed; the message names it.
-    """
+    """Reads all tensors of a checkpoint, one at a time, and verifies their checksums."""
     part = "index"
     try:
         reader = tf.compat.v1.train.NewCheckpointReader(path)
@@ -73,13 +66,8 @@ def is_intact(path: str) -> bool:
 def check_shapes(path: str, variables: Iterable[tf.Variable]) -> None:
     """Checks that variables have the shapes that they have in a checkpoint.
 
-    TensorFlow restores a variable of any shape without an error.
-
-    Args:
-      variables: variables of the graph; those that the checkpoint lacks are not checked.
-
-    Raises:
-      hostopt.CheckpointError: a shape differs; the message names the variable and both shapes.
+    TensorFlow restores a variable of any shape without an error. Variables that the checkpoint
+    lacks are not checked.
     """
     shapes = tf.compat.v1.train.NewCheckpointReader(path).get_variable_to_shape_map()
     for variable in variables:
@@ -96,12 +84,6 @@ def check_partitions(path: str | None) -> None:
     """Checks that the default graph partitions variables as the training of a checkpoint did.
 
     A lookup in a partitioned table would read the rows of others, as their order differs.
-
-    Args:
-      path: prefix of the checkpoint; None if there is none.
-
-    Raises:
-      hostopt.ConfigError: a variable has another number of partitions.
     """
     here = partitions(tf.compat.v1.global_variables())
     if path is None or not here or not tf.io.gfile.exists(f"{path}.meta"):
@@ -118,11 +100,7 @@ def check_partitions(path: str | None) -> None:
 
 
 def read_step(path: str) -> int:
-    """Returns the global_step in a checkpoint, which was saved by name or by object.
-
-    Raises:
-      hostopt.CheckpointError: it has none.
-    """
+    """Returns the global_step in a checkpoint, which was saved by name or by object."""
     reader = tf.compat.v1.train.NewCheckpointReader(path)
     key = _key_of_step(path, reader)
     if key is None:
@@ -135,11 +113,7 @@ def read_step(path: str) -> int:
 
 
 def first_step(communicator: hostopt.Communicator, model_dir: str) -> int:
-    """Returns global_step of rank 0's newest checkpoint, or 0. Collective: all ranks must call it.
-
-    Args:
-      model_dir: directory of rank 0.
-    """
+    """Returns global_step of rank 0's newest checkpoint, or 0. Collective."""
     path = tf.train.latest_checkpoint(model_dir) if communicator.rank == 0 else None
     step = np.array(read_step(path) if path else 0, np.int64)
     return int(communicator.broadcast(step, name="the step to start from"))
@@ -155,13 +129,9 @@ def _key_of_step(path: str, reader: Any) -> str | None:
 
 
 def newest(model_dir: str) -> str | None:
-    """Returns the checkpoint that the file `checkpoint` names.
+    """Returns the path that the file `checkpoint` names, which need not exist.
 
-    Returns:
-      Path of the checkpoint, which need not exist; None if there is no file `checkpoint`.
-
-    Raises:
-      hostopt.CheckpointError: the file names no checkpoint.
+    Returns None if there is no file `checkpoint`, and raises a CheckpointError if it names none.
     """
     file = os.path.join(model_dir, "checkpoint")
     if not tf.io.gfile.exists(file):
@@ -177,13 +147,8 @@ def newest(model_dir: str) -> str | None:
 def check_newest(model_dir: str, restore_previous: bool) -> None:
     """Checks that a training can resume from the newest checkpoint.
 
-    Args:
-      model_dir: directory in which TensorFlow looks for the checkpoint.
-      restore_previous: True makes the newest intact checkpoint the newest one, if the newest is
-        damaged.
-
-    Raises:
-      hostopt.CheckpointError: the newest checkpoint is damaged or unknown.
+    If it is damaged or unknown, a CheckpointError is raised, or `restore_previous` makes the
+    newest intact checkpoint the newest one.
     """
     path = None
     try:
@@ -220,13 +185,6 @@ def check_on_rank_0(
     """Runs `check_newest` on rank 0. Collective: all ranks must call it.
 
     Rank 0 sends progress messages, so that the check may take longer than collective_timeout_s.
-
-    Args:
-      model_dir: directory of rank 0.
-      restore_previous: argument of `check_newest`.
-
-    Raises:
-      hostopt.CheckpointError: on rank 0, as `check_newest` does.
     """
     pause_s = min(_REPORT_EVERY_S, communicator.transport.options.collective_timeout_s / 3)
     result: Future[None] = Future()
@@ -249,15 +207,7 @@ def check_on_rank_0(
 
 
 def check_shared(call: str, cluster: hostopt.Cluster, model_dir: str) -> None:
-    """Checks that a rank that evaluates or predicts can see the checkpoints of rank 0.
-
-    Args:
-      call: name of the method, such as "evaluate".
-      cluster: cluster of the ring and this rank.
-
-    Raises:
-      hostopt.CheckpointError: this is not rank 0, and its model_dir has no checkpoint.
-    """
+    """Checks that a rank that evaluates or predicts can see the checkpoints of rank 0."""
     if cluster.is_chief or cluster.rank is None or tf.train.latest_checkpoint(model_dir):
         return
     raise hostopt.CheckpointError(
@@ -269,7 +219,6 @@ def check_shared(call: str, cluster: hostopt.Cluster, model_dir: str) -> None:
 
 
 def _check_with_input_state(path: str) -> None:
-    """Checks a checkpoint and its input state."""
     check(path)
     input_state_file.read(path)
 

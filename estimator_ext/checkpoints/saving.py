@@ -12,6 +12,13 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext._tf_private import (
+    SaverHook,
+    add_first_listener,
+    restored_at_end,
+    save_path,
+    wrap_saver,
+)
 from estimator_ext.checkpoints.file_errors import cannot_save, remove
 from estimator_ext.checkpoints.model_dir_lock import LockCheckListener
 from estimator_ext.checkpoints.reading import is_intact, newest
@@ -21,9 +28,9 @@ from estimator_ext.spec import stock_spec
 _TEMPORARY = re.compile(r"(checkpoint|graph\.pbtxt)\.tmp[0-9a-f]{32}")
 
 
-def find_savers(hooks: Sequence[Any]) -> list[tf.compat.v1.train.CheckpointSaverHook]:
+def find_savers(hooks: Sequence[Any]) -> list[SaverHook]:
     """Returns the hooks that save checkpoints."""
-    return [hook for hook in hooks if isinstance(hook, tf.compat.v1.train.CheckpointSaverHook)]
+    return [hook for hook in hooks if isinstance(hook, SaverHook)]
 
 
 def has_saver(spec: StockSpec, hooks: Sequence[Any], config: Any) -> bool:
@@ -39,14 +46,10 @@ def has_own_saver(spec: StockSpec) -> bool:
 
 
 def add_saver(spec: StockSpec, hooks: Sequence[Any], config: Any, model_dir: str) -> StockSpec:
-    """Adds the saver hook that the stock Estimator would add, if it would.
-
-    Returns:
-      The spec with the saver as the first chief hook.
-    """
+    """Adds the saver hook that the stock Estimator would add, if it would, as first chief hook."""
     if _savers_of(spec, hooks) or not has_saver(spec, hooks, config):
         return spec
-    saver = tf.compat.v1.train.CheckpointSaverHook(
+    saver = SaverHook(
         model_dir,
         save_secs=config.save_checkpoints_secs,
         save_steps=config.save_checkpoints_steps,
@@ -56,16 +59,12 @@ def add_saver(spec: StockSpec, hooks: Sequence[Any], config: Any, model_dir: str
     return stock_spec(spec, training_chief_hooks=[saver, *spec.training_chief_hooks])
 
 
-def _savers_of(
-    spec: StockSpec, hooks: Sequence[Any]
-) -> list[tf.compat.v1.train.CheckpointSaverHook]:
+def _savers_of(spec: StockSpec, hooks: Sequence[Any]) -> list[SaverHook]:
     return find_savers([*hooks, *spec.training_hooks, *spec.training_chief_hooks])
 
 
 @contextlib.contextmanager
-def checked_saver(
-    hook: tf.compat.v1.train.CheckpointSaverHook, restored: str | None
-) -> Iterator[None]:
+def checked_saver(hook: SaverHook, restored: str | None) -> Iterator[None]:
     """Scope of a training in which a saver hook reports failed saves and cleans up after them.
 
     If a save fails, the saver raises a `CheckpointError` and removes its incomplete files. (The
@@ -73,28 +72,16 @@ def checked_saver(
     save the restored checkpoint again: a failure in the middle of that would damage it. Files that
     a killed process has left are removed first. The hook is restored at the end, as it may serve
     another training.
-
-    Args:
-      restored: path of the checkpoint from which the training resumes; None for none.
     """
-    _remove_leftovers(hook._save_path)
-    get_saver, timer, listeners = hook._get_saver, hook._timer, list(hook._listeners)
-
-    def get_checked_saver() -> Any:
-        saver = get_saver()
-        return saver and _CheckedSaver(saver, restored)
-
-    hook._get_saver = get_checked_saver
-    hook._listeners.insert(0, LockCheckListener(os.path.dirname(hook._save_path)))
-    try:
+    path = save_path(hook)
+    _remove_leftovers(path)
+    with restored_at_end(hook):
+        wrap_saver(hook, lambda saver: _CheckedSaver(saver, restored))
+        add_first_listener(hook, LockCheckListener(os.path.dirname(path)))
         yield
-    finally:
-        hook._get_saver, hook._timer, hook._listeners = get_saver, timer, listeners
 
 
 class _CheckedSaver:
-    """A saver whose `save` raises a CheckpointError if it fails."""
-
     def __init__(self, saver: tf.compat.v1.train.Saver, restored: str | None) -> None:
         self._saver = saver
         self._restored = restored
@@ -110,11 +97,9 @@ class _CheckedSaver:
         try:
             return self._saver.save(session, path, global_step=global_step, **options)
         except (tf.errors.OpError, OSError, ValueError) as error:
+            variables = session.graph.get_collection(tf.compat.v1.GraphKeys.GLOBAL_VARIABLES)
             needed_bytes = sum(
-                (variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size
-                for variable in session.graph.get_collection(
-                    tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
-                )
+                (each.shape.num_elements() or 0) * each.dtype.base_dtype.size for each in variables
             )
             last = _remove_failed(checkpoint, existed)
             raise cannot_save(checkpoint, error, needed_bytes, last) from error
@@ -140,13 +125,9 @@ def _remove_failed(path: str, existed: bool) -> str | None:
     return last
 
 
-def _remove_leftovers(save_path: str) -> None:
-    """Deletes temporary files of a process that was killed while it saved under this name.
-
-    Args:
-      save_path: path of the checkpoints, without their steps.
-    """
-    directory, name = os.path.split(save_path)
+def _remove_leftovers(path: str) -> None:
+    """Deletes temporary files of a process that was killed while it saved under this name."""
+    directory, name = os.path.split(path)
     of_saver = re.compile(rf"{re.escape(name)}-\d+(_temp|\..*\.tempstate\d+|\.input\.tmp)")
     with contextlib.suppress(tf.errors.OpError):  # the directory may not exist
         for entry in tf.io.gfile.listdir(directory):

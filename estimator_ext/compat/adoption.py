@@ -17,8 +17,8 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext import _tf_estimator, tpu
-from estimator_ext.checkpoints.atomic_files import write_atomically
 from estimator_ext.checkpoints.model_dir_lock import training_without_ring
+from estimator_ext.compat.atomic_files import write_atomically
 from estimator_ext.compat.compat import install, use_v1_api
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator.estimator import adopt

@@ -48,8 +48,7 @@ from estimator_ext.estimator.validation import (
     check_params,
     check_spec,
 )
-from estimator_ext.evaluation.evaluators import Evaluators
-from estimator_ext.evaluation.metric_sums import SumMetricsHook
+from estimator_ext.evaluation.evaluators import Evaluators, SumMetricsHook
 from estimator_ext.graphs.global_step import GlobalStepCheckHook
 from estimator_ext.input.kinds import prefetched
 from estimator_ext.session.close import SessionCloseHook

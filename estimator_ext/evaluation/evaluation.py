@@ -34,11 +34,7 @@ _CHECK_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class EndMarker:
-    """File that the chief writes into model_dir when training has ended.
-
-    Args:
-      model_dir: directory that the chief and the evaluators share.
-    """
+    """File that the chief writes into model_dir when training has ended."""
 
     model_dir: str
 
@@ -47,11 +43,7 @@ class EndMarker:
         return os.path.join(self.model_dir, MARKER)
 
     def write(self, checkpoint: str | None) -> None:
-        """Writes the marker at the end of training.
-
-        Args:
-          checkpoint: path of the last checkpoint; None if there is none.
-        """
+        """Writes the marker, which names the last checkpoint, at the end of training."""
         note = {"checkpoint": os.path.basename(checkpoint or ""), "time_ns": time.time_ns()}
         with translate_io_errors(self.model_dir):
             tf.io.gfile.makedirs(self.model_dir)
@@ -91,9 +83,7 @@ def recall_best(estimator: Estimator, eval_spec: EvalSpec) -> None:
     """Gives each BestExporter the best result of earlier processes, if it has exported a model.
 
     The stock class reads that result too, but exports the first evaluation of a process anyway.
-
-    Args:
-      eval_spec: spec with the exporters; an exporter without event_file_pattern starts anew.
+    An exporter without event_file_pattern starts anew.
     """
     for exporter in eval_spec.exporters or ():
         is_best = isinstance(exporter, BestExporter) and exporter._event_file_pattern
@@ -129,13 +119,7 @@ def _best_result(
 
 
 class CheckpointEvaluation:
-    """Evaluates each checkpoint of an Estimator once and keeps the last results.
-
-    Args:
-      estimator: Estimator whose checkpoints are evaluated.
-      train_spec: spec with the last step of the training.
-      eval_spec: spec with data, hooks and exporters.
-    """
+    """Evaluates each checkpoint of an Estimator once and keeps the last results."""
 
     def __init__(self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
         recall_best(estimator, eval_spec)
@@ -148,10 +132,8 @@ class CheckpointEvaluation:
     def run(self) -> tuple[Any, Any]:
         """Evaluates the newest checkpoint if it has not been evaluated yet.
 
-        A deleted or damaged checkpoint is skipped, as there may be another one.
-
-        Returns:
-          (metrics, export results) of the last evaluation.
+        A deleted or damaged checkpoint is skipped, as there may be another one. Returns (metrics,
+        export results) of the last evaluation.
         """
         path = None
         try:
@@ -180,11 +162,7 @@ class CheckpointEvaluation:
         return False
 
     def run_final(self) -> tuple[Any, Any]:
-        """Evaluates the last checkpoint and runs the final exports.
-
-        Returns:
-          (metrics, export results) of the last evaluation.
-        """
+        """Evaluates the last checkpoint and runs the final exports; returns what `run` returns."""
         if self._warn_of_damage(None):
             return self._results
         path = self._estimator.latest_checkpoint()
@@ -202,8 +180,7 @@ def evaluate_final(
 ) -> tuple[Any, Any]:
     """Evaluates the last checkpoint in a process that evaluates alone.
 
-    Returns:
-      (metrics, export results); with several EvalSpecs, two dicts by name.
+    Returns (metrics, export results); with several EvalSpecs, two dicts by name.
     """
     results = [CheckpointEvaluation(estimator, train_spec, s).run_final() for s in eval_specs]
     if len(eval_specs) == 1:
@@ -221,11 +198,7 @@ def evaluate_until_end(
 ) -> tuple[Any, Any]:
     """Evaluates new checkpoints until training has ended, then the last one.
 
-    Args:
-      beat: called at least twice a second between evaluations.
-
-    Returns:
-      (metrics, export results) of the last evaluation.
+    Between evaluations it calls `beat` at least twice a second.
     """
     evaluation = CheckpointEvaluation(estimator, train_spec, eval_spec)
     chief = ChiefLiveness(estimator.model_dir, estimator.config.train_distribute.options)
@@ -242,11 +215,7 @@ def evaluate_until_end(
 def evaluate_announced(
     estimator: Estimator, model_dir: str, eval_spec: EvalSpec, evaluators: Evaluators
 ) -> tuple[Any, Any]:
-    """Evaluates the checkpoints that evaluator 0 announces.
-
-    Returns:
-      (metrics, []) of the last evaluation.
-    """
+    """Evaluates the checkpoints that evaluator 0 announces."""
     metrics = None
     while (name := evaluators.wait_for_checkpoint()) is not None:
         path = os.path.join(model_dir, name)
@@ -264,11 +233,6 @@ class _EndWatch:
 
     The chief writes the marker. In addition, `hostopt run` creates the file RING_ENDED when all
     ranks have exited with code 0: a program may exit before it trains, or without a marker.
-
-    Args:
-      marker: marker of the chief.
-      chief: signs of life of the chief.
-      beat: called at least twice a second.
     """
 
     def __init__(self, marker: EndMarker, chief: ChiefLiveness, beat: Callable[[], None]) -> None:
@@ -280,14 +244,7 @@ class _EndWatch:
         self._ring_ended = os.environ.get(RING_ENDED, "")
 
     def ends_within(self, pause_s: float) -> bool:
-        """Pauses, or returns as soon as training has ended.
-
-        Returns:
-          True if training has ended.
-
-        Raises:
-          hostopt.RetryableError: the chief shows no signs of life for too long.
-        """
+        """Pauses; returns True as soon as training has ended."""
         until_s = time.monotonic() + pause_s
         while not self._has_ended():
             self._beat()
@@ -311,17 +268,9 @@ class _EndWatch:
 
 # -- the liveness of the chief ---------------------------------------------------------------
 
-# Liveness of the chief, as an evaluator sees it.
-
 
 class ChiefLiveness:
-    """Watches two signs of life of the chief: its lock of model_dir, and new checkpoints.
-
-    Args:
-      model_dir: directory that the chief and the evaluators share.
-      options: options with `evaluator_timeout_s`, and with `stall_warning_s` for the first
-        warning.
-    """
+    """Watches two signs of life of the chief: its lock of model_dir, and new checkpoints."""
 
     def __init__(self, model_dir: str, options: hostopt.Options) -> None:
         self._model_dir = model_dir
@@ -332,15 +281,7 @@ class ChiefLiveness:
         self._reset()
 
     def waited(self, pause_s: float) -> None:
-        """Adds a time of waiting, and checks for signs of life if they are due.
-
-        Args:
-          pause_s: time that this evaluator has waited; evaluations do not count.
-
-        Raises:
-          hostopt.RendezvousTimeoutError: no chief has started.
-          hostopt.PeerLostError: the chief has disappeared, and no other has started.
-        """
+        """Adds a time of waiting, without evaluations, and checks for signs of life if due."""
         self._silent_s += pause_s
         limit_s = self._options.evaluator_timeout_s
         if self._silent_s < min(self._check_at_s, limit_s):

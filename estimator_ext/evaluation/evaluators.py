@@ -20,14 +20,19 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import hostopt
+from estimator_ext._tf_private import is_reference
 from estimator_ext.checkpoints.file_errors import io_error
 from estimator_ext.checkpoints.reading import is_intact
+from estimator_ext.graphs.walks import data_before, walk
+from estimator_ext.variables.sync_on_read import assign
+from hostopt.collectives.reduce_op import DTYPES
 from hostopt.connect import connect_ring
 
 # Minimum of collective_timeout_s between evaluators, as one may need much longer than another. A
@@ -36,11 +41,7 @@ _MIN_TIMEOUT_S = 3600.0
 
 
 class Evaluators:
-    """The evaluators of a cluster, as seen by one of them.
-
-    Args:
-      communicator: communicator of the evaluators.
-    """
+    """The evaluators of a cluster, as seen by one of them."""
 
     def __init__(self, communicator: hostopt.Communicator) -> None:
         self.communicator = communicator
@@ -57,17 +58,7 @@ class Evaluators:
         return tf.distribute.InputContext(self.communicator.size, self.index, 1)
 
     def local_steps(self, steps: int | None) -> int | None:
-        """Computes the number of steps of this evaluator.
-
-        Args:
-          steps: number of steps of all evaluators; None for all data.
-
-        Returns:
-          Number of steps; None for all data.
-
-        Raises:
-          hostopt.ConfigError: there are fewer steps than evaluators.
-        """
+        """Returns this evaluator's share of the steps of all evaluators; None is for all data."""
         size = self.communicator.size
         if steps is None:
             return None
@@ -79,20 +70,11 @@ class Evaluators:
         return steps // size + (self.index < steps % size)
 
     def announce(self, **message: Any) -> None:
-        """[E1] Announces the next evaluation; evaluator 0 calls it.
-
-        Args:
-          **message: checkpoint: file name of the checkpoint; ended: training has ended; nothing:
-            a sign of life.
-        """
+        """[E1] Announces checkpoint=NAME, ended=True or, as a sign of life, nothing."""
         self._exchange(message)
 
     def wait_for_checkpoint(self) -> str | None:
-        """[E1] Waits for the next evaluation; all evaluators but evaluator 0 call it.
-
-        Returns:
-          File name of the checkpoint in model_dir; None at the end.
-        """
+        """[E1] Waits, except on evaluator 0, for the next checkpoint's name; None at the end."""
         message: dict[str, Any] = {}
         while "checkpoint" not in message:
             message = self._exchange({})
@@ -109,12 +91,8 @@ class Evaluators:
     def evaluation(self, checkpoint: str, model_dir: str) -> Iterator[None]:
         """Scope of one evaluation, which evaluator 0 announces.
 
-        Args:
-          model_dir: directory of the files that this evaluator writes.
-
-        Raises:
-          hostopt.CheckpointError: an evaluator could not restore the checkpoint. Only after this
-            error there may be another evaluation.
+        Only after a CheckpointError, as an evaluator could not restore the checkpoint, there may
+        be another evaluation.
         """
         if self.index == 0:
             self.announce(checkpoint=os.path.basename(checkpoint))
@@ -134,15 +112,9 @@ class Evaluators:
             raise
 
     def confirm_restored(self, success: bool = True) -> None:
-        """[E2] Confirms that all evaluators have restored the checkpoint.
+        """[E2] Raises an error on all evaluators unless all have restored the checkpoint.
 
         Collective: all evaluators must call it.
-
-        Args:
-          success: False if this evaluator could not restore it.
-
-        Raises:
-          hostopt.CheckpointError: an evaluator could not restore it; raised on all evaluators.
         """
         checkpoint, self._unconfirmed = self._unconfirmed, ""
         answers = self.communicator.all_gather_bytes(
@@ -160,14 +132,7 @@ class Evaluators:
 
 @contextlib.contextmanager
 def connect_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[Evaluators]:
-    """Connects the evaluators; an error in the block ends all of them.
-
-    Yields:
-      The evaluators.
-
-    Raises:
-      hostopt.ConfigError: input_fn has no input_context, or the evaluators have no addresses.
-    """
+    """Connects the evaluators; an error in the block ends all of them."""
     ring = strategy.cluster.evaluator_ring()
     if "input_context" not in inspect.signature(input_fn).parameters:
         raise hostopt.ConfigError(
@@ -190,14 +155,116 @@ def connect_evaluators(strategy: Any, input_fn: Callable[..., Any]) -> Iterator[
 
 @contextlib.contextmanager
 def with_evaluators(estimator: Any, evaluators: Evaluators) -> Iterator[Any]:
-    """Creates an Estimator that evaluates with others; only evaluator 0 writes to model_dir.
-
-    Yields:
-      A copy of the Estimator. On other evaluators its model_dir is temporary.
-    """
+    """Creates a copy of an Estimator to evaluate with others; only evaluator 0 keeps model_dir."""
     shared = copy.copy(estimator)
     shared._evaluators = evaluators
     with tempfile.TemporaryDirectory() as scratch:
         if evaluators.index > 0:
             shared._model_dir = scratch
         yield shared
+
+
+# -- the sums of metrics ---------------------------------------------------------------------
+
+_ADD = {
+    "AssignAdd",
+    "AssignAddVariableOp",
+    "ResourceScatterAdd",
+    "ResourceScatterNdAdd",
+    "ScatterAdd",
+    "ScatterNdAdd",
+}
+_READ = {
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+    "VarIsInitializedOp",
+    "VariableShape",
+}
+_PYTHON = {"EagerPyFunc", "PyFunc"}
+
+
+class SumMetricsHook(tf.compat.v1.train.SessionRunHook):
+    """Sums the variables of the metrics over the evaluators, before results are read.
+
+    It must come before all other hooks, so that they read the results of all data at the end.
+    Collective: all evaluators must have it.
+    """
+
+    def __init__(self, evaluators: Evaluators, values: dict[str, Any]) -> None:
+        self._evaluators = evaluators
+        self._variables = find_summable(values)
+        self._initial_values: list[Any] = []
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """[E2] Checks that all evaluators restored the checkpoint and have the same metrics."""
+        del coord
+        self._evaluators.confirm_restored()
+        descriptions = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
+        self._evaluators.communicator.check_same(descriptions, "the variables of metrics")
+        self._initial_values = [session.run(variable) for variable in self._variables]
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """[E4] Sums the increments of all evaluators."""
+        for variable, initial in zip(self._variables, self._initial_values):
+            increment = np.asarray(session.run(variable) - initial)
+            name = f"metric variable {variable.op.name!r}"
+            total = initial + self._evaluators.communicator.all_reduce(increment, name=name)
+            assign(session, [variable], [total])
+
+
+def find_summable(values: dict[str, Any]) -> list[tf.Variable]:
+    """Finds the variables whose sums over slices of the data give the results for all data.
+
+    They are local variables that change by additions only. The added values depend on no such
+    variable. The values are results by metric; the variables are sorted by name.
+    """
+    local = {variable.op.name: variable for variable in tf.compat.v1.local_variables()}
+    changed = {name for name, variable in local.items() if any(_changes(variable))}
+    summable = set()
+    for metric, value in sorted(values.items()):
+        sources = _sources([value.op])
+        of_metric = changed & set(sources)
+        for name in of_metric:
+            _check(metric, local[name], changed)
+        if any(op.type.startswith("IteratorGetNext") for op in sources.values()):
+            raise _not_summable(metric, "its result is computed from the last batch")
+        called = sorted({op.type for op in sources.values()} & _PYTHON)
+        if called and not of_metric:
+            raise _not_summable(metric, f"{called[0]} keeps its own state")
+        summable |= of_metric
+    return [local[name] for name in sorted(summable)]
+
+
+def _changes(variable: tf.Variable) -> Iterator[tf.Operation]:
+    """Operations that change a variable, without its initializer."""
+    (handle,) = variable.op.outputs
+    for op in handle.consumers():
+        # an operation that changes a reference variable returns the reference
+        reads = is_reference(handle) and not any(map(is_reference, op.outputs))
+        if not reads and op.type not in _READ and op.name != variable.initializer.name:
+            yield op
+
+
+def _check(metric: str, variable: tf.Variable, changed: set[str]) -> None:
+    dtype, text = variable.dtype.base_dtype.name, f"its variable {variable.op.name!r}"
+    if dtype not in DTYPES:
+        raise _not_summable(metric, f"{text} is of dtype {dtype}")
+    for op in _changes(variable):
+        if op.type not in _ADD:
+            raise _not_summable(metric, f"{text} changes by {op.type} ({op.name})")
+        if changed & set(_sources(tensor.op for tensor in op.inputs[1:])):
+            raise _not_summable(metric, f"{text} grows by the values of variables ({op.name})")
+
+
+def _sources(operations: Iterable[tf.Operation]) -> dict[str, tf.Operation]:
+    """Returns operations and all those from which they get data, by name."""
+    return {op.name: op for op in walk(operations, data_before)}
+
+
+def _not_summable(metric: str, reason: str) -> hostopt.ConfigError:
+    return hostopt.ConfigError(
+        f"metric {metric!r} cannot be summed over several evaluators: {reason}, wanted variables "
+        "that change only by assign_add, of values of the batch alone. Change or remove this "
+        "metric, start one evaluator, or give each evaluator a separate EvalSpec"
+    )

@@ -10,7 +10,7 @@ from harness import run_python, start_python
 BEGIN = """
 import os, sys
 import tensorflow as tf
-from estimator_ext.checkpoints.atomic_files import write_atomically
+from estimator_ext.compat.atomic_files import write_atomically
 write_atomically()
 path = sys.argv[1]
 """
@@ -136,7 +136,7 @@ for name in ("n" * 255, "\\N{GREEK SMALL LETTER ALPHA}" * 127, "s"):
 
 def test_rank_0_alone_appends_to_a_file(tmp_path: Path) -> None:
     code = """
-from estimator_ext.checkpoints.atomic_files import write_atomically
+from estimator_ext.compat.atomic_files import write_atomically
 rank = int(sys.argv[2])
 write_atomically(rank)
 for mode in ("a", "ab", "a+"):

@@ -15,8 +15,7 @@ from rings import Spawn
 import estimator_ext
 import hostopt
 from estimator_ext.evaluation.evaluation import CheckpointEvaluation
-from estimator_ext.evaluation.evaluators import Evaluators, with_evaluators
-from estimator_ext.evaluation.metric_sums import find_summable
+from estimator_ext.evaluation.evaluators import Evaluators, find_summable, with_evaluators
 
 estimator_ext.install()
 

@@ -195,16 +195,19 @@ def test_one_module_imports_the_estimator() -> None:
     assert users == {"estimator_ext._tf_estimator._loading"}
 
 
-PRIVATE = {  # of graphs, operations, tensors, datasets and strategies of TensorFlow
+PRIVATE = {  # of graphs, operations, tensors, datasets, strategies, files and savers
     "_add_control_inputs",
     "_control_outputs",
     "_current_control_dependencies",
     "_get_control_flow_context",
+    "_get_saver",
     "_initializer_op",
     "_is_ref_dtype",
+    "_prewrite_check",
     "_scale_loss_for_estimator_enabled",
     "_update_input",
     "_variant_tensor",
+    "_writable_file",
 }
 
 

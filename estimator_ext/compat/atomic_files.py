@@ -23,7 +23,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import FileIO, WritableFile
+from estimator_ext._tf_private import (
+    FileIO,
+    call_before_writes,
+    is_open_to_write,
+    open_to_write,
+)
 
 _REPLACING_MODES = ("w", "wb")
 _MAX_NAME_BYTES = 255  # of file systems
@@ -33,12 +38,8 @@ _numbers = itertools.count()
 class _Draft:
     """The temporary name of a file that is being written.
 
-    Args:
-      mode: permissions of the existing file; None if there is none.
-      is_kept: True if the existing file is overwritten, and not replaced.
-
-    Raises:
-      OSError: there is an existing file, but its directory takes no other one.
+    `mode` has the permissions of the existing file; None if there is none. If `is_kept`, that
+    file is overwritten, and not replaced.
     """
 
     def __init__(self, path: str, mode: int | None = None, is_kept: bool = False) -> None:
@@ -73,13 +74,9 @@ class _Draft:
 
 
 def write_atomically(rank: int = 0) -> None:
-    """Makes `tf.io.gfile.GFile` and `tf.io.TFRecordWriter` write files as one process does.
-
-    Args:
-      rank: this rank; only rank 0 appends to files.
-    """
-    _replace_text_files(FileIO, rank)
-    _replace_records(tf.io.TFRecordWriter)
+    """Makes `tf.io.gfile.GFile` and `tf.io.TFRecordWriter` write files as one process does."""
+    _replace_text_files(rank)
+    _replace_records()
 
 
 def _draft(path: Any) -> _Draft | None:
@@ -137,30 +134,27 @@ def _flush(file: Any, flush: Any) -> None:
         draft.publish_copy()
 
 
-def _replace_text_files(kind: Any, rank: int) -> None:
-    open_to_write, flush, close = kind._prewrite_check, kind.flush, kind.close
+def _replace_text_files(rank: int) -> None:
+    def open_draft(file: Any) -> None:
+        if is_open_to_write(file):
+            return
+        if file.mode in _REPLACING_MODES:
+            draft = _draft(file.name)
+            if draft is not None:
+                open_to_write(file, draft.name, "w")
+                file._draft = draft
+        elif rank > 0 and "a" in file.mode:
+            open_to_write(file, _path_of_rank(file.name, rank), file.mode)
 
-    @functools.wraps(open_to_write)
-    def open_draft(self: Any) -> None:
-        draft = None
-        if self.mode in _REPLACING_MODES and not self._writable_file:
-            draft = _draft(self.name)
-        if draft is not None:
-            name = tf.compat.as_bytes(draft.name)
-            self._writable_file = WritableFile(name, b"w")
-            self._draft = draft
-        if rank > 0 and "a" in self.mode and not self._writable_file:
-            own = tf.compat.as_bytes(_path_of_rank(self.name, rank))
-            self._writable_file = WritableFile(own, tf.compat.as_bytes(self.mode))
-        open_to_write(self)
-
-    kind._prewrite_check = open_draft
-    kind.flush = functools.wraps(flush)(lambda self: _flush(self, flush))
-    kind.close = functools.wraps(close)(lambda self: _close(self, close))
-    kind.__del__ = kind.close
+    flush, close = FileIO.flush, FileIO.close
+    call_before_writes(open_draft)
+    FileIO.flush = functools.wraps(flush)(lambda self: _flush(self, flush))
+    FileIO.close = functools.wraps(close)(lambda self: _close(self, close))
+    FileIO.__del__ = FileIO.close
 
 
-def _replace_records(kind: Any) -> None:
+def _replace_records() -> None:
+    kind = tf.io.TFRecordWriter
     init, flush, close = kind.__init__, kind.flush, kind.close
 
     @functools.wraps(init)
