@@ -19,15 +19,8 @@ class BatchSizes:
     """Batch sizes of this process by mode.
 
     Args:
-      train: global batch size of training, in examples; None for none.
-      evaluation: batch size of evaluation, which has one worker; None for none.
-      prediction: batch size of prediction, which has one worker; None for none.
+      train: global batch size, in examples; evaluation and prediction have one worker.
       workers: number of workers that train, each with one replica.
-      params: params of the user.
-
-    Raises:
-      ValueError: a batch size is not a positive integer, or not divisible by the number of
-        workers, or params has a batch size too.
     """
 
     def __init__(
@@ -59,22 +52,11 @@ class BatchSizes:
         return bool(self._local)
 
     def add_to(self, params: dict[str, Any], mode: str) -> dict[str, Any]:
-        """Adds the batch size of this process to params.
-
-        Args:
-          params: params of the user, which are not changed.
-
-        Returns:
-          A copy with the batch size, or params themselves if the mode has none.
-        """
+        """Returns a copy of params with the batch size; params themselves if there is none."""
         return {**params, _KEY: self._local[mode]} if mode in self._local else params
 
     def check_input_fn(self, input_fn: Callable[..., Any], mode: str) -> None:
-        """Checks that an input_fn can receive its batch size.
-
-        Raises:
-          ValueError: this mode has a batch size, and input_fn has no argument `params`.
-        """
+        """Checks that an input_fn can receive its batch size in an argument `params`."""
         if mode in self._local and "params" not in fn_args(input_fn):
             raise ValueError(
                 f"input_fn ({input_fn}) has no argument params, wanted one: {_ARGUMENTS[mode]} is "

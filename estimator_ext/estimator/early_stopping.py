@@ -22,14 +22,9 @@ _MAKES_HOOK = inspect.unwrap(make_early_stopping_hook).__code__  # without the d
 
 
 def config_for(caller: FrameType, config: RunConfig) -> RunConfig:
-    """Returns the configuration of an Estimator to a caller of `Estimator.config`.
+    """Changes the copy of the configuration that a caller of `Estimator.config` gets.
 
-    Args:
-      config: copy of the configuration, which is changed in place.
-
-    Returns:
-      The configuration. If the caller is `make_early_stopping_hook`, it has no strategy, as in a
-      process that trains alone.
+    For `make_early_stopping_hook` it has no strategy, as in a process that trains alone.
     """
     if caller.f_code is _MAKES_HOOK and isinstance(config.train_distribute, HostOffloadStrategy):
         config._train_distribute = None

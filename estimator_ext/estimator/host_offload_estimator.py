@@ -257,7 +257,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         if num_predictions is None:
             return predictions
         positive_integer("num_predictions", num_predictions, most=sys.maxsize)
-        return take_predictions(predictions, num_predictions, yield_single_examples)
+        return _take_predictions(predictions, num_predictions, yield_single_examples)
 
     def _export_all_saved_models(
         self, export_dir_base: str, *arguments: Any, **options: Any
@@ -311,7 +311,6 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
 
 
 def _in_mode(estimator: HostOffloadEstimator, mode: str) -> HostOffloadEstimator:
-    """Returns a copy with the params of a mode."""
     result = copy.copy(estimator)
     result._params = estimator._batch_sizes.add_to(estimator._params, mode)
     return result
@@ -327,7 +326,6 @@ def _without_files(estimator: HostOffloadEstimator) -> HostOffloadEstimator:
 
 @contextlib.contextmanager
 def _errors_name_checkpoint(model_dir: str) -> Iterator[None]:
-    """Adds the checkpoint to resume from to an error in the block."""
     try:
         yield
     except hostopt.HostOptError as error:
@@ -352,24 +350,16 @@ def _needs_global_step(strategy: Any, hooks: Sequence[Any]) -> bool:
     return is_limited and (strategy is None or isinstance(strategy, HostOffloadStrategy))
 
 
-# -- prediction ------------------------------------------------------------------------------
-
-# Prediction of a limited number of examples.
-
-
-def take_predictions(
+def _take_predictions(
     predictions: Generator[Any, None, None], number: int, single: bool
 ) -> Iterator[Any]:
-    """Takes the first predictions and ends the session as if the data had ended.
+    """Takes the predictions of the first examples; the last batch is not cut.
+
+    The session and its hooks have ended, as if at the end of the data, before the last one is
+    yielded.
 
     Args:
-      predictions: generator that `tf.estimator.Estimator.predict` returns.
-      number: number of examples to predict.
-      single: True if each prediction is of one example; False if each is of a batch. The last
-        batch is not cut.
-
-    Yields:
-      Predictions. The session and its hooks have ended before the last one is yielded.
+      single: True if each prediction is of one example; False if each is of a batch.
     """
     seen = 0
     for prediction in predictions:

@@ -28,11 +28,7 @@ _FORBIDDEN = (
 
 
 def check_limits(steps: int | None, max_steps: int | None) -> None:
-    """Checks the limits of a training as the stock `train` does, with the same messages.
-
-    Raises:
-      ValueError: both are given, or one is below 1.
-    """
+    """Checks the limits of a training as the stock `train` does, with the same messages."""
     if steps is not None and max_steps is not None:
         raise ValueError("Can not provide both steps and max_steps.")
     for name, value in (("steps", steps), ("max_steps", max_steps)):
@@ -41,14 +37,7 @@ def check_limits(steps: int | None, max_steps: int | None) -> None:
 
 
 def check_whole_loops(steps: int | None, iterations: int) -> None:
-    """Checks that a number of steps is a multiple of the steps of a loop.
-
-    Args:
-      steps: argument of `train` or `evaluate`; None for all data.
-
-    Raises:
-      ValueError: steps is not a multiple of iterations.
-    """
+    """Checks that a number of steps is a multiple of the steps of a loop."""
     if steps is not None and steps % iterations:
         raise ValueError(
             f"steps is {steps}, wanted a multiple of iterations_per_loop={iterations}, as loops "
@@ -58,28 +47,19 @@ def check_whole_loops(steps: int | None, iterations: int) -> None:
 
 
 def whole_loops(max_steps: int, iterations: int) -> int:
-    """Rounds a number of steps up to whole loops.
-
-    Returns:
-      The smallest multiple of iterations that is at least max_steps.
-    """
+    """Rounds a number of steps up to whole loops."""
     return -(-max_steps // iterations) * iterations
 
 
 def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSpec:
-    """Turns the step of a spec into a loop of steps.
+    """Turns the step of a spec in the default graph into a loop of steps.
 
     Args:
-      spec: spec of one step, built in the default graph.
-      config: configuration with the steps of a loop and the intervals of reports.
       hooks: hooks of `train`, which get the number of steps in each run of the session.
 
     Returns:
       A stock spec whose train_op runs all steps of a loop, each with another batch, and whose loss
       is the mean over them. Its reporting hooks write the summaries of the last step of a loop.
-
-    Raises:
-      hostopt.ConfigError: a variable cannot be used in a loop.
     """
     iterations = config.iterations_per_loop
     summaries = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.SUMMARIES)
@@ -113,11 +93,7 @@ def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSp
 
 
 class _Step:
-    """The operations of a step, which can be copied into the body of a loop.
-
-    Args:
-      results: scalars that each step computes.
-    """
+    """The operations of a step, which can be copied into the body of a loop."""
 
     def __init__(self, results: Sequence[tf.Tensor]) -> None:
         self._results = list(results)

@@ -11,27 +11,12 @@ from estimator_ext.estimator.run_config import RunConfig
 
 
 def without_reports(config: RunConfig) -> RunConfig:
-    """Returns a configuration with which the stock class adds no reporting hooks.
-
-    Args:
-      config: configuration of a training in loops.
-
-    Returns:
-      A copy without reports.
-    """
+    """Returns a configuration with which the stock class adds no reporting hooks."""
     return config.replace(save_summary_steps=0, log_step_count_steps=None)
 
 
 def reports(loss: tf.Tensor, config: RunConfig, scaffold: Any) -> list[Any]:
-    """Creates the reporting hooks that replace the stock ones.
-
-    Args:
-      loss: scalar tensor, the loss of a loop.
-      config: configuration of a training in loops.
-
-    Returns:
-      Hooks for summaries, for loss and step in the log, and for steps per second.
-    """
+    """Creates the reporting hooks that replace the stock ones: summaries, log, steps/s."""
     train = tf.compat.v1.train
     directory, iterations = config.model_dir, config.iterations_per_loop
     hooks: list[Any] = []
@@ -64,12 +49,7 @@ def _global_step(run_context: Any) -> int:
 
 
 class LoopEndHook(tf.compat.v1.train.SessionRunHook):
-    """Stops after the loop that reaches the last step of a `StopAtStepHook`.
-
-    Args:
-      hooks: all other hooks of the training.
-      iterations: steps of a loop.
-    """
+    """Stops after the loop that reaches the last step of a `StopAtStepHook` of the training."""
 
     def __init__(self, hooks: Sequence[Any], iterations: int) -> None:
         self._hooks = [h for h in hooks if isinstance(h, tf.compat.v1.train.StopAtStepHook)]

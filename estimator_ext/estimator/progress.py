@@ -68,9 +68,7 @@ class StepTimestamps:
     All ranks must create them, as their graphs must be the same.
 
     Args:
-      spec: spec of the step.
-      weights: weights of the ranks' batches, for which a rank waits until all have their input;
-        None if there are none.
+      weights: of the ranks' batches, for which a rank waits until all have their input.
     """
 
     def __init__(self, spec: StockSpec, weights: BatchWeights | None = None) -> None:
@@ -96,7 +94,7 @@ def _time_after(waited: Sequence[Any]) -> tf.Tensor:
 
 
 def _from_accelerator(step: Collection[tf.Operation]) -> list[tf.Tensor]:
-    """Returns the tensors of a step that the host receives from the accelerator for its updates.
+    """Returns what the host receives from the accelerator for the updates of a step.
 
     Args:
       step: operations outside branches and loops, in topological order.
@@ -144,8 +142,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
       fetches: loss, examples and times of a step; any of them may be missing.
       communication: reducers of the graph and the report on all ranks.
       batches: number of batches of all ranks in a run of the session.
-      hooks: hooks of the training, of which one may know the last step.
-      model_dir: directory of the checkpoints.
+      hooks: one of them may know the last step.
       summary_steps: steps between two summaries; 0 for none.
     """
 
@@ -325,12 +322,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
 
 
 def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Writes the progress of an evaluation.
-
-    Args:
-      metrics: values by name, and global_step.
-      name: name of the evaluation, if it has one.
-    """
+    """Writes the progress of an evaluation; returns the metrics."""
     numbers = (bool, int, float, np.bool_, np.integer, np.floating)
     scalars = {key: float(each) for key, each in metrics.items() if isinstance(each, numbers)}
     step = int(scalars.pop("global_step", 0))

@@ -158,11 +158,7 @@ class RunConfig(_StockRunConfig):
         return self._data_service
 
     def check_loop(self) -> None:
-        """Checks `iterations_per_loop` against the other options.
-
-        Raises:
-          hostopt.ConfigError: it is above 1 with several workers or with accumulate_steps.
-        """
+        """Checks `iterations_per_loop` against the other options."""
         if self._iterations_per_loop == 1:
             return
         text = f"iterations_per_loop is {self._iterations_per_loop}, wanted 1"
@@ -201,11 +197,7 @@ def _one_of(name: str, value: Any, words: Sequence[str]) -> str:
 
 
 def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:
-    """Checks that the value of an option is a positive integer.
-
-    Raises:
-      ValueError: the value is not an integer from 1 to `most`.
-    """
+    """Checks that the value of an option is an integer from 1 to `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise ValueError(
             f"{name} is {shown(value)}, wanted a whole number above 0 and up to {most}. Give one, "
@@ -217,10 +209,7 @@ def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:
 def adopt_cluster(config: _StockRunConfig, strategy: HostOffloadStrategy) -> None:
     """Sets the role of this process in a configuration, from the cluster of a strategy.
 
-    Args:
-      config: configuration, stock or extended, which is changed in place. It no longer uses
-        TensorFlow's distribute coordinator.
-      strategy: strategy with the cluster and the settings of a session.
+    The configuration, stock or extended, no longer uses TensorFlow's distribute coordinator.
     """
     if config._session_config is not None:  # if None, Estimator sets a default first
         config._session_config = strategy.update_config_proto(config._session_config)

@@ -26,11 +26,9 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
     wait for them. Collective: all ranks must have it.
 
     Args:
-      communicator: communicator for this hook alone (a `duplicate`).
-      reducers: reducers of the graph, at least one.
-      config: configuration of the Estimator: `save_summary_steps` of rank 0 is the number of steps
-        between two reports.
-      model_dir: directory of the summaries, used on rank 0.
+      communicator: for this hook alone (a `duplicate`).
+      reducers: at least one.
+      config: `save_summary_steps` of rank 0 is the number of steps between two reports.
     """
 
     def __init__(
@@ -117,13 +115,6 @@ def show_steps(spec: StockSpec, reducers: Sequence[AnyReducer], timeline: Timeli
 
     Backward is measured from the loss to the last launch, apply from the first return of a wait
     to the end of train_op.
-
-    Args:
-      reducers: reducers of the graph, at least one.
-      timeline: timeline that records the spans.
-
-    Returns:
-      A stock spec whose train_op also records the spans.
     """
     spans = _StepSpans(reducers, timeline)
     with tf.device(HOST_DEVICE), tf.name_scope("timeline"):

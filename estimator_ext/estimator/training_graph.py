@@ -81,30 +81,16 @@ from estimator_ext.variables.sync_on_read import SyncOnRead
 
 
 class ModelFunctions(NamedTuple):
-    """Functions of an Estimator that build parts of the graph.
-
-    Args:
-      call_input_fn: calls input_fn with an input context.
-      is_sharded: True if input_fn takes an input context.
-      create_global_step: creates global_step in a graph.
-      call_model_fn: calls model_fn with features and labels; returns a stock spec.
-    """
+    """Functions of an Estimator that build parts of the graph."""
 
     call_input_fn: Callable[[tf.distribute.InputContext], Any]
-    is_sharded: bool
+    is_sharded: bool  # input_fn itself takes an input context
     create_global_step: Callable[[tf.Graph], tf.Variable]
-    call_model_fn: Callable[[Any, Any], Any]
+    call_model_fn: Callable[[Any, Any], Any]  # returns a stock spec
 
 
 class TrainingGraph:
-    """The graph of a training and its hooks.
-
-    Args:
-      strategy: strategy of the training.
-      reduction: reductions of the graph.
-      config: configuration of the Estimator.
-      model_dir: directory of the Estimator; None on a rank without files.
-    """
+    """The graph of a training and its hooks; model_dir is None on a rank without files."""
 
     def __init__(
         self,
@@ -128,9 +114,7 @@ class TrainingGraph:
         self.input_states: Any = None
 
     def build(self, functions: ModelFunctions, stack: contextlib.ExitStack) -> None:
-        """Builds the step and its hooks in the default graph.
-
-        Collective: all ranks must call it.
+        """Builds the step and its hooks in the default graph. Collective.
 
         Args:
           stack: receives the scopes of the savers and of the data workers, as long as it trains.
@@ -338,12 +322,6 @@ def build(
     """Builds the graph of a training, which is the default graph within the block.
 
     Collective: all ranks must enter it. An error in the block ends the training on all ranks.
-
-    Args:
-      model_dir: directory of the Estimator; None on a rank without files.
-
-    Yields:
-      The graph.
     """
     with (
         MarkedGraph().as_default(),

@@ -33,11 +33,7 @@ _NEEDED = {
 
 
 def check_params(params: dict[str, Any] | None) -> None:
-    """Checks that params has no reserved key.
-
-    Raises:
-      ValueError: params has the key 'input_fn'.
-    """
+    """Checks that params has no reserved key."""
     if isinstance(params, dict) and "input_fn" in params:
         raise ValueError(
             "params has the key 'input_fn', wanted any other name: 'input_fn' is reserved. Rename "
@@ -46,11 +42,7 @@ def check_params(params: dict[str, Any] | None) -> None:
 
 
 def check_data(data: Any) -> None:
-    """Checks that an input_fn returned a dataset of features, or of features and labels.
-
-    Raises:
-      ValueError: it is not such a dataset.
-    """
+    """Checks that an input_fn returned a dataset of features, or of features and labels."""
     if not isinstance(data, tf.data.Dataset):
         raise ValueError(
             f"input_fn must return Dataset: got a {type(data).__name__}, wanted a tf.data.Dataset "
@@ -66,15 +58,7 @@ def check_data(data: Any) -> None:
 
 
 def check_spec(spec: StockSpec, mode: str) -> None:
-    """Checks that a spec has all fields that its mode requires.
-
-    Args:
-      spec: spec that model_fn returned, stock or extended.
-      mode: the `tf.estimator.ModeKeys` for which model_fn was called.
-
-    Raises:
-      ValueError: a field is missing, or a spec for evaluation has no metrics.
-    """
+    """Checks that a spec, stock or extended, has all fields that its mode requires."""
     for name in _NEEDED[mode]:
         value = getattr(spec, name)
         if value is None or (isinstance(value, dict) and not value):
@@ -93,12 +77,7 @@ def check_spec(spec: StockSpec, mode: str) -> None:
 def check_is_on_ranks(estimator: Any) -> None:
     """Checks that an estimator does not train on this rank alone, beside its strategy.
 
-    Args:
-      estimator: a `HostOffloadEstimator`. Its attribute `_is_on_ranks` is True if the graph of
-        its training is built for all ranks.
-
-    Raises:
-      UnsupportedError: it is not, and there are several ranks.
+    Its attribute `_is_on_ranks` is True if the graph of its training is built for all ranks.
     """
     strategy = estimator._train_distribution
     size = strategy.cluster.size if isinstance(strategy, HostOffloadStrategy) else 1
