@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext import _tf_estimator
-from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext._tf_estimator import ModeKeys, make_early_stopping_hook
 from estimator_ext.checkpoints.file_errors import translate_io_errors
 from estimator_ext.checkpoints.model_dir_lock import training_in, training_without_ring
 from estimator_ext.checkpoints.reading import (
@@ -30,11 +32,14 @@ from estimator_ext.checkpoints.reading import (
 from estimator_ext.checkpoints.saving import add_saver
 from estimator_ext.data_workers.worker import check_is_no_data_worker, serve_if_data_worker
 from estimator_ext.estimator import training_graph
-from estimator_ext.estimator.batch_size import BatchSizes
-from estimator_ext.estimator.early_stopping import config_for
 from estimator_ext.estimator.host_call import run_on_host
-from estimator_ext.estimator.loop import check_limits, check_whole_loops, in_loop, whole_loops
-from estimator_ext.estimator.loop_hooks import without_reports
+from estimator_ext.estimator.loop import (
+    check_limits,
+    check_whole_loops,
+    in_loop,
+    whole_loops,
+    without_reports,
+)
 from estimator_ext.estimator.progress import write_evaluation
 from estimator_ext.estimator.run_config import (
     RunConfig,
@@ -43,6 +48,7 @@ from estimator_ext.estimator.run_config import (
     positive_integer,
 )
 from estimator_ext.estimator.validation import (
+    BatchSizes,
     check_data,
     check_is_on_ranks,
     check_params,
@@ -59,6 +65,7 @@ from estimator_ext.spec import stock_spec
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 
 _log = tf.get_logger()
+_MAKES_HOOK = inspect.unwrap(make_early_stopping_hook).__code__  # without the deprecation wrapper
 
 
 class HostOffloadEstimator(_tf_estimator.Estimator):
@@ -72,7 +79,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
 
     @property
     def config(self) -> Any:
-        return config_for(sys._getframe(1), super().config)
+        return _config_for(sys._getframe(1), super().config)
 
     def _join_cluster(
         self,
@@ -308,6 +315,21 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         if number_of_workers(self._train_distribution) > 1 and mode != ModeKeys.TRAIN:
             check_partitions(tf.train.latest_checkpoint(self._model_dir))
         return run_on_host(spec, mode, self._iterations)
+
+
+def _config_for(caller: FrameType, config: Any) -> Any:
+    """Changes the copy of the configuration that a caller of `Estimator.config` gets.
+
+    For TensorFlow's `make_early_stopping_hook`, which creates all hooks of early stopping, it is
+    that of a process that trains alone. With a strategy that function refuses run_every_secs, or
+    the strategy itself, because of a generator expression that is always true. But any rank may
+    request a stop at any time, and all ranks stop after the same step: the hook for a single
+    process is right on every rank.
+    """
+    if caller.f_code is _MAKES_HOOK and isinstance(config.train_distribute, HostOffloadStrategy):
+        config._train_distribute = None
+        config._is_chief = True
+    return config
 
 
 def _in_mode(estimator: HostOffloadEstimator, mode: str) -> HostOffloadEstimator:
