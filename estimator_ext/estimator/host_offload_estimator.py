@@ -93,13 +93,13 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
                 "RunConfig.eval_distribute is a HostOffloadStrategy, wanted None: one process "
                 "evaluates. Give the strategy as train_distribute only"
             )
-        if isinstance(self._train_distribution, HostOffloadStrategy):
+        strategy = self._train_distribution
+        if isinstance(strategy, HostOffloadStrategy):
             self._config = copy.deepcopy(self._config)
-            adopt_cluster(self._config, self._train_distribution)
+            adopt_cluster(self._config, strategy)
             self._session_config = self._config.session_config
         if isinstance(self._config, RunConfig):
             self._config.check_loop()  # RunConfig.replace does not check it
-        strategy = self._train_distribution
         workers = number_of_workers(strategy)
         self._batch_sizes = BatchSizes(
             train_batch_size, eval_batch_size, predict_batch_size, workers, self._params

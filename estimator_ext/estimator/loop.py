@@ -184,7 +184,6 @@ class _SummaryHook(tf.compat.v1.train.SummarySaverHook):
         self._iterations = iterations
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Writes the summaries and computes the last step of the next loop."""
         super().after_run(run_context, run_values)
         self._next_step = _global_step(run_context) + self._iterations
 
@@ -203,7 +202,6 @@ class _LoopEndHook(tf.compat.v1.train.SessionRunHook):
                 hook._set_steps_per_run(iterations)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Stops if the last step of a hook is reached."""
         del run_values
         if self._hooks:
             step = _global_step(run_context)

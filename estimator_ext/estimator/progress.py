@@ -25,7 +25,7 @@ import tensorflow as tf
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_private import cached_value_of, control_flow_context
 from estimator_ext.checkpoints.file_errors import absolute
-from estimator_ext.estimator.step_report import StepReportHook
+from estimator_ext.estimator.step_report import StepReportHook, write_scalars
 from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.reduction.uneven_data import BatchWeights
 from hostopt.gradients.reducer import AnyReducer
@@ -312,13 +312,9 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
 
     def _add_summary(self, step: int, times_ms: Mapping[str, float]) -> None:
         every = self._summary_steps
-        if not every or step // every == self._summary_step // every:
-            return
-        self._summary_step = step
-        summary = tf.compat.v1.Summary()
-        for name, value in times_ms.items():
-            summary.value.add(tag=f"step_ms/{name}", simple_value=value)
-        tf.compat.v1.summary.FileWriterCache.get(self._model_dir).add_summary(summary, step)
+        if every and step // every != self._summary_step // every:
+            self._summary_step = step
+            write_scalars(self._model_dir, "step_ms", times_ms, step)
 
 
 def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any]:

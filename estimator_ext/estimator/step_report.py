@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -103,11 +103,17 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
             "overlap_percent": times.overlap_percent,
             **stragglers._asdict(),
         }
-        summary = tf.compat.v1.Summary()
-        for name, value in scalars.items():
-            summary.value.add(tag=f"hostopt/{name}", simple_value=value)
-        writer = tf.compat.v1.summary.FileWriterCache.get(self._model_dir)
-        writer.add_summary(summary, step)
+        write_scalars(self._model_dir, "hostopt", scalars, step)
+
+
+def write_scalars(
+    directory: str | None, group: str, values: Mapping[str, float], step: int
+) -> None:
+    """Adds a summary of scalars named "group/name" to the events of a directory."""
+    summary = tf.compat.v1.Summary()
+    for name, value in values.items():
+        summary.value.add(tag=f"{group}/{name}", simple_value=value)
+    tf.compat.v1.summary.FileWriterCache.get(directory).add_summary(summary, step)
 
 
 def show_steps(spec: StockSpec, reducers: Sequence[AnyReducer], timeline: Timeline) -> StockSpec:

@@ -107,6 +107,7 @@ class TrainingGraph:
         self._config = config
         self._model_dir = model_dir
         self._hooks = hooks
+        self._steps_per_run = getattr(config, "iterations_per_loop", 1)
         self._restored: str | None = None  # checkpoint that the chief restores
         self.spec: Any = None  # stock spec of the step, with hooks of the chief and of all ranks
         self.first_hooks: list[Any] = []  # hooks to call before those of `train`
@@ -120,14 +121,8 @@ class TrainingGraph:
           stack: receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
-        inputs = build_input(
-            self._strategy,
-            self._reduction,
-            self._config,
-            functions.call_input_fn,
-            functions.is_sharded,
-            stack,
-        )
+        parts = (self._strategy, self._reduction, self._config)
+        inputs = build_input(*parts, functions.call_input_fn, functions.is_sharded, stack)
         data = set(graph.get_operations())
         guard = SessionGuardHook(data, self._strategy.options.collective_timeout_s)  # [K1]
         separate = self._communicator.duplicate("the data")
@@ -217,7 +212,7 @@ class TrainingGraph:
     def _copies(self) -> list[CopiesHook]:
         """Makes the step wait for the renewal of copies, which the hook builds."""
         device = self._strategy.accelerator
-        if not has_own_memory(device) or getattr(self._config, "iterations_per_loop", 1) > 1:
+        if not has_own_memory(device) or self._steps_per_run > 1:
             return []
         hook = CopiesHook(self.spec, device)
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, hook.renewed))
@@ -235,17 +230,16 @@ class TrainingGraph:
         return [StepReportHook(communicator, reducers, self._config, self._model_dir)]
 
     def _progress(self, stamps: StepTimestamps) -> ProgressHook:
-        """Returns the hook that shows the progress of the chief."""
         accumulation = self._reduction.accumulation
         fetches = {"loss": self.spec.loss, "examples": stamps.examples}
         if accumulation is None:  # otherwise most batches of a step have runs of their own
             fetches.update(stamps.times)
-        if getattr(self._config, "iterations_per_loop", 1) > 1:
+        if self._steps_per_run > 1:
             fetches = {}  # the parts of a loop cannot be fetched
-        reports = [hook for hook in self.first_hooks if isinstance(hook, StepReportHook)]
+        reports = (hook for hook in self.first_hooks if isinstance(hook, StepReportHook))
         return ProgressHook(
             fetches,
-            (tuple(self._reduction.reducers), reports[0] if reports else None),
+            (tuple(self._reduction.reducers), next(reports, None)),
             self._communicator.size * (accumulation.micro_batches if accumulation else 1),
             self._hooks,
             self._model_dir or "",
@@ -274,9 +268,9 @@ class TrainingGraph:
         every_steps = self._strategy.options.desync_check_steps
         if not every_steps:
             return []
-        communicator = self._communicator.duplicate("the variables of the ranks")
-        steps_per_run = getattr(self._config, "iterations_per_loop", 1)
-        return [DesyncCheckHook(communicator, mirrored, every_steps, steps_per_run, suspects)]
+        separate = self._communicator.duplicate("the variables of the ranks")
+        steps_per_run = self._steps_per_run
+        return [DesyncCheckHook(separate, mirrored, every_steps, steps_per_run, suspects)]
 
     def _coordinate(
         self, states: InputStates, replicas: Replicas | None, examples: tf.Tensor
