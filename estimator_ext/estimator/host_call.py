@@ -16,7 +16,7 @@ from estimator_ext.spec import EstimatorSpec, stock_spec
 from hostopt.tensorflow.background import HOST_DEVICE
 
 
-def run_on_host(spec: StockSpec, mode: str, iterations: int = 1) -> StockSpec:
+def run_on_host(spec: StockSpec, mode: str, iterations: int) -> StockSpec:
     """Builds the host call and the host metrics of an extended spec.
 
     A stock spec is returned unchanged.

@@ -386,19 +386,12 @@ def _take_predictions(
     seen = 0
     for prediction in predictions:
         seen += 1 if single else _count_examples(prediction)
-        if seen >= number:
-            _end(predictions)
+        if seen >= number:  # ends the session, so that the `end` of the hooks is called
+            with contextlib.suppress(StopIteration):
+                predictions.throw(tf.errors.OutOfRangeError(None, None, "enough predictions"))
         yield prediction
 
 
 def _count_examples(batch: Any) -> int:
     value = next(iter(batch.values())) if isinstance(batch, dict) else batch
     return len(value) if np.ndim(value) else 1
-
-
-def _end(predictions: Generator[Any, None, None]) -> None:
-    """Ends the session by an OutOfRangeError, so that the hooks' `end` is called."""
-    try:
-        predictions.throw(tf.errors.OutOfRangeError(None, None, "enough predictions"))
-    except StopIteration:
-        return

@@ -71,7 +71,7 @@ class StepTimestamps:
       weights: of the ranks' batches, for which a rank waits until all have their input.
     """
 
-    def __init__(self, spec: StockSpec, weights: BatchWeights | None = None) -> None:
+    def __init__(self, spec: StockSpec, weights: BatchWeights | None) -> None:
         step = walk([getattr(each, "op", each) for each in (spec.train_op, spec.loss)])
         # an operation outside of a branch or loop cannot wait for one inside
         outer = {op: None for op in step if control_flow_context(op) is None}
@@ -290,7 +290,6 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         self._add_summary(step, values.get("times_ms", {}))
 
     def _measured(self) -> dict[str, Any]:
-        """Returns mean times of the newest samples, without the longest ones."""
         samples = sorted(self._samples, key=lambda sample: sum(sample.parts))
         if len(samples) < _MIN_SAMPLES:
             return {}
