@@ -41,12 +41,7 @@ _log = tf.get_logger()
 
 
 class CopiesHook(tf.compat.v1.train.SessionRunHook):
-    """Builds the copies when all other hooks have added their operations.
-
-    Args:
-      spec: spec of the step.
-      device: device of the copies.
-    """
+    """Builds the copies on a device when all other hooks have added their operations."""
 
     def __init__(self, spec: StockSpec, device: str) -> None:
         self._scaffold = spec.scaffold
@@ -135,11 +130,9 @@ class _Flags:
 
 
 class _Cached(NamedTuple):
-    """A variable, and the operation on the accelerator that reads it."""
-
     handle: tf.Tensor
     dtype: tf.DType
-    read: tf.Operation
+    read: tf.Operation  # on the accelerator
 
     @property
     def changes(self) -> list[tf.Operation]:
@@ -166,7 +159,6 @@ def _cached_reads(step: Collection[tf.Operation], device: str) -> list[_Cached]:
 
 
 def _short(device: str) -> tuple[str | None, int | None]:
-    """Returns type and number of a device."""
     spec = tf.DeviceSpec.from_string(device)
     return spec.device_type, spec.device_index
 
@@ -174,8 +166,7 @@ def _short(device: str) -> tuple[str | None, int | None]:
 def _build_saver(scaffold: Any) -> bool:
     """Adds the operations that restore variables, which TensorFlow adds after all hooks began.
 
-    Returns:
-      False if they cannot be added yet: the saver is a `tf.train.Checkpoint`.
+    Returns False if they cannot be added yet: the saver is a `tf.train.Checkpoint`.
     """
     savers = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.SAVERS)
     saver = scaffold.saver or (savers and savers[0])

@@ -68,9 +68,6 @@ def adopt(estimator: Any) -> Any:
       estimator: a `tf.estimator.Estimator` whose config has a `HostOffloadStrategy` as
         train_distribute.
 
-    Returns:
-      The same estimator.
-
     Raises:
       hostopt.ConfigError: eval_distribute is a `HostOffloadStrategy`.
       UnsupportedError: the class overrides `train`, and there are several ranks.

@@ -16,20 +16,14 @@ from estimator_ext.spec import EstimatorSpec, stock_spec
 from hostopt.tensorflow.background import HOST_DEVICE
 
 
-def run_on_host(spec: StockSpec, mode: str, iterations: int = 1) -> StockSpec:
+def run_on_host(spec: StockSpec, mode: str, iterations: int) -> StockSpec:
     """Builds the host call and the host metrics of an extended spec.
 
-    Args:
-      spec: spec that model_fn returned; a stock spec is returned unchanged.
-      iterations: number of steps of a loop.
+    A stock spec is returned unchanged.
 
     Returns:
       A stock spec whose train_op runs the host call and increments global_step, or whose
       eval_metric_ops come from eval_metrics.
-
-    Raises:
-      ValueError: the host call returns neither an operation nor a tensor, model_fn increments
-        global_step itself, a loop has a host call, or there are two kinds of metrics.
     """
     if not isinstance(spec, EstimatorSpec):
         return spec

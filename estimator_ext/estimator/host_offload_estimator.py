@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext import _tf_estimator
-from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext._tf_estimator import ModeKeys, make_early_stopping_hook
 from estimator_ext.checkpoints.file_errors import translate_io_errors
 from estimator_ext.checkpoints.model_dir_lock import training_in, training_without_ring
 from estimator_ext.checkpoints.reading import (
@@ -30,11 +32,14 @@ from estimator_ext.checkpoints.reading import (
 from estimator_ext.checkpoints.saving import add_saver
 from estimator_ext.data_workers.worker import check_is_no_data_worker, serve_if_data_worker
 from estimator_ext.estimator import training_graph
-from estimator_ext.estimator.batch_size import BatchSizes
-from estimator_ext.estimator.early_stopping import config_for
 from estimator_ext.estimator.host_call import run_on_host
-from estimator_ext.estimator.loop import check_limits, check_whole_loops, in_loop, whole_loops
-from estimator_ext.estimator.loop_hooks import without_reports
+from estimator_ext.estimator.loop import (
+    check_limits,
+    check_whole_loops,
+    in_loop,
+    whole_loops,
+    without_reports,
+)
 from estimator_ext.estimator.progress import write_evaluation
 from estimator_ext.estimator.run_config import (
     RunConfig,
@@ -43,6 +48,7 @@ from estimator_ext.estimator.run_config import (
     positive_integer,
 )
 from estimator_ext.estimator.validation import (
+    BatchSizes,
     check_data,
     check_is_on_ranks,
     check_params,
@@ -58,6 +64,7 @@ from estimator_ext.spec import stock_spec
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 
 _log = tf.get_logger()
+_MAKES_HOOK = inspect.unwrap(make_early_stopping_hook).__code__  # without the deprecation wrapper
 
 
 class HostOffloadEstimator(_tf_estimator.Estimator):
@@ -71,7 +78,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
 
     @property
     def config(self) -> Any:
-        return config_for(sys._getframe(1), super().config)
+        return _config_for(sys._getframe(1), super().config)
 
     def _join_cluster(
         self,
@@ -85,13 +92,13 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
                 "RunConfig.eval_distribute is a HostOffloadStrategy, wanted None: one process "
                 "evaluates. Give the strategy as train_distribute only"
             )
-        if isinstance(self._train_distribution, HostOffloadStrategy):
+        strategy = self._train_distribution
+        if isinstance(strategy, HostOffloadStrategy):
             self._config = copy.deepcopy(self._config)
-            adopt_cluster(self._config, self._train_distribution)
+            adopt_cluster(self._config, strategy)
             self._session_config = self._config.session_config
         if isinstance(self._config, RunConfig):
             self._config.check_loop()  # RunConfig.replace does not check it
-        strategy = self._train_distribution
         workers = number_of_workers(strategy)
         self._batch_sizes = BatchSizes(
             train_batch_size, eval_batch_size, predict_batch_size, workers, self._params
@@ -256,7 +263,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         if num_predictions is None:
             return predictions
         positive_integer("num_predictions", num_predictions, most=sys.maxsize)
-        return take_predictions(predictions, num_predictions, yield_single_examples)
+        return _take_predictions(predictions, num_predictions, yield_single_examples)
 
     def _export_all_saved_models(
         self, export_dir_base: str, *arguments: Any, **options: Any
@@ -309,8 +316,22 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         return run_on_host(spec, mode, self._iterations)
 
 
+def _config_for(caller: FrameType, config: Any) -> Any:
+    """Changes the copy of the configuration that a caller of `Estimator.config` gets.
+
+    For TensorFlow's `make_early_stopping_hook`, which creates all hooks of early stopping, it is
+    that of a process that trains alone. With a strategy that function refuses run_every_secs, or
+    the strategy itself, because of a generator expression that is always true. But any rank may
+    request a stop at any time, and all ranks stop after the same step: the hook for a single
+    process is right on every rank.
+    """
+    if caller.f_code is _MAKES_HOOK and isinstance(config.train_distribute, HostOffloadStrategy):
+        config._train_distribute = None
+        config._is_chief = True
+    return config
+
+
 def _in_mode(estimator: HostOffloadEstimator, mode: str) -> HostOffloadEstimator:
-    """Returns a copy with the params of a mode."""
     result = copy.copy(estimator)
     result._params = estimator._batch_sizes.add_to(estimator._params, mode)
     return result
@@ -326,7 +347,6 @@ def _without_files(estimator: HostOffloadEstimator) -> HostOffloadEstimator:
 
 @contextlib.contextmanager
 def _errors_name_checkpoint(model_dir: str) -> Iterator[None]:
-    """Adds the checkpoint to resume from to an error in the block."""
     try:
         yield
     except hostopt.HostOptError as error:
@@ -351,41 +371,26 @@ def _needs_global_step(strategy: Any, hooks: Sequence[Any]) -> bool:
     return is_limited and (strategy is None or isinstance(strategy, HostOffloadStrategy))
 
 
-# -- prediction ------------------------------------------------------------------------------
-
-# Prediction of a limited number of examples.
-
-
-def take_predictions(
+def _take_predictions(
     predictions: Generator[Any, None, None], number: int, single: bool
 ) -> Iterator[Any]:
-    """Takes the first predictions and ends the session as if the data had ended.
+    """Takes the predictions of the first examples; the last batch is not cut.
+
+    The session and its hooks have ended, as if at the end of the data, before the last one is
+    yielded.
 
     Args:
-      predictions: generator that `tf.estimator.Estimator.predict` returns.
-      number: number of examples to predict.
-      single: True if each prediction is of one example; False if each is of a batch. The last
-        batch is not cut.
-
-    Yields:
-      Predictions. The session and its hooks have ended before the last one is yielded.
+      single: True if each prediction is of one example; False if each is of a batch.
     """
     seen = 0
     for prediction in predictions:
         seen += 1 if single else _count_examples(prediction)
-        if seen >= number:
-            _end(predictions)
+        if seen >= number:  # ends the session, so that the `end` of the hooks is called
+            with contextlib.suppress(StopIteration):
+                predictions.throw(tf.errors.OutOfRangeError(None, None, "enough predictions"))
         yield prediction
 
 
 def _count_examples(batch: Any) -> int:
     value = next(iter(batch.values())) if isinstance(batch, dict) else batch
     return len(value) if np.ndim(value) else 1
-
-
-def _end(predictions: Generator[Any, None, None]) -> None:
-    """Ends the session by an OutOfRangeError, so that the hooks' `end` is called."""
-    try:
-        predictions.throw(tf.errors.OutOfRangeError(None, None, "enough predictions"))
-    except StopIteration:
-        return

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
-from estimator_ext.estimator.loop_hooks import LoopEndHook, reports
 from estimator_ext.estimator.run_config import RunConfig
 from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.input.outside_reads import forbid_reads
@@ -28,11 +27,7 @@ _FORBIDDEN = (
 
 
 def check_limits(steps: int | None, max_steps: int | None) -> None:
-    """Checks the limits of a training as the stock `train` does, with the same messages.
-
-    Raises:
-      ValueError: both are given, or one is below 1.
-    """
+    """Checks the limits of a training as the stock `train` does, with the same messages."""
     if steps is not None and max_steps is not None:
         raise ValueError("Can not provide both steps and max_steps.")
     for name, value in (("steps", steps), ("max_steps", max_steps)):
@@ -41,14 +36,7 @@ def check_limits(steps: int | None, max_steps: int | None) -> None:
 
 
 def check_whole_loops(steps: int | None, iterations: int) -> None:
-    """Checks that a number of steps is a multiple of the steps of a loop.
-
-    Args:
-      steps: argument of `train` or `evaluate`; None for all data.
-
-    Raises:
-      ValueError: steps is not a multiple of iterations.
-    """
+    """Checks that a number of steps is a multiple of the steps of a loop."""
     if steps is not None and steps % iterations:
         raise ValueError(
             f"steps is {steps}, wanted a multiple of iterations_per_loop={iterations}, as loops "
@@ -58,28 +46,19 @@ def check_whole_loops(steps: int | None, iterations: int) -> None:
 
 
 def whole_loops(max_steps: int, iterations: int) -> int:
-    """Rounds a number of steps up to whole loops.
-
-    Returns:
-      The smallest multiple of iterations that is at least max_steps.
-    """
+    """Rounds a number of steps up to whole loops."""
     return -(-max_steps // iterations) * iterations
 
 
 def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSpec:
-    """Turns the step of a spec into a loop of steps.
+    """Turns the step of a spec in the default graph into a loop of steps.
 
     Args:
-      spec: spec of one step, built in the default graph.
-      config: configuration with the steps of a loop and the intervals of reports.
       hooks: hooks of `train`, which get the number of steps in each run of the session.
 
     Returns:
       A stock spec whose train_op runs all steps of a loop, each with another batch, and whose loss
       is the mean over them. Its reporting hooks write the summaries of the last step of a loop.
-
-    Raises:
-      hostopt.ConfigError: a variable cannot be used in a loop.
     """
     iterations = config.iterations_per_loop
     summaries = tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.SUMMARIES)
@@ -101,8 +80,8 @@ def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSp
         mean = total / iterations
         summaries[:] = [tf.identity(text) for text in texts]
     step.forbid()
-    chief_hooks = [*spec.training_chief_hooks, *reports(mean, config, spec.scaffold)]
-    end = LoopEndHook([*hooks, *spec.training_hooks, *chief_hooks], iterations)
+    chief_hooks = [*spec.training_chief_hooks, *_reports(mean, config, spec.scaffold)]
+    end = _LoopEndHook([*hooks, *spec.training_hooks, *chief_hooks], iterations)
     return stock_spec(
         spec,
         loss=mean,
@@ -113,11 +92,7 @@ def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSp
 
 
 class _Step:
-    """The operations of a step, which can be copied into the body of a loop.
-
-    Args:
-      results: scalars that each step computes.
-    """
+    """The operations of a step, which can be copied into the body of a loop."""
 
     def __init__(self, results: Sequence[tf.Tensor]) -> None:
         self._results = list(results)
@@ -175,3 +150,60 @@ def _check_variable(op: tf.Operation) -> None:
             f"variable {op.name!r} is a reference variable, wanted a resource variable with "
             "iterations_per_loop above 1. Call tf.compat.v1.enable_resource_variables() first"
         )
+
+
+# -- hooks; the stock ones expect one step in each run of the session ------------------------
+
+
+def without_reports(config: RunConfig) -> RunConfig:
+    """Returns a configuration with which the stock class adds no reporting hooks."""
+    return config.replace(save_summary_steps=0, log_step_count_steps=None)
+
+
+def _reports(loss: tf.Tensor, config: RunConfig, scaffold: Any) -> list[Any]:
+    """Creates the reporting hooks that replace the stock ones: summaries, log, steps/s."""
+    train = tf.compat.v1.train
+    directory, iterations = config.model_dir, config.iterations_per_loop
+    hooks: list[Any] = []
+    if config.save_summary_steps:
+        hooks.append(_SummaryHook(iterations, config.save_summary_steps, directory, scaffold))
+    if config.log_step_count_steps:
+        every_steps = config.log_step_count_steps
+        logged = {"loss": loss, "step": train.get_global_step()}
+        every_loops = max(1, every_steps // iterations)
+        hooks.append(train.LoggingTensorHook(logged, every_n_iter=every_loops))
+        hooks.append(train.StepCounterHook(every_steps, output_dir=directory))
+    return hooks
+
+
+class _SummaryHook(tf.compat.v1.train.SummarySaverHook):
+    """Writes summaries after the loops in which they are due."""
+
+    def __init__(self, iterations: int, every_steps: int, directory: str, scaffold: Any) -> None:
+        super().__init__(save_steps=every_steps, output_dir=directory, scaffold=scaffold)
+        self._iterations = iterations
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        super().after_run(run_context, run_values)
+        self._next_step = _global_step(run_context) + self._iterations
+
+
+def _global_step(run_context: Any) -> int:
+    return int(run_context.session.run(tf.compat.v1.train.get_global_step()))
+
+
+class _LoopEndHook(tf.compat.v1.train.SessionRunHook):
+    """Stops after the loop that reaches the last step of a `StopAtStepHook` of the training."""
+
+    def __init__(self, hooks: Sequence[Any], iterations: int) -> None:
+        self._hooks = [h for h in hooks if isinstance(h, tf.compat.v1.train.StopAtStepHook)]
+        for hook in hooks:
+            if hasattr(hook, "_set_steps_per_run"):  # as the stock saver has
+                hook._set_steps_per_run(iterations)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        del run_values
+        if self._hooks:
+            step = _global_step(run_context)
+            if any(step >= hook._last_step for hook in self._hooks):
+                run_context.request_stop()

@@ -25,7 +25,7 @@ import tensorflow as tf
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_private import cached_value_of, control_flow_context
 from estimator_ext.checkpoints.file_errors import absolute
-from estimator_ext.estimator.step_report import StepReportHook
+from estimator_ext.estimator.step_report import StepReportHook, write_scalars
 from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.reduction.uneven_data import BatchWeights
 from hostopt.gradients.reducer import AnyReducer
@@ -68,12 +68,10 @@ class StepTimestamps:
     All ranks must create them, as their graphs must be the same.
 
     Args:
-      spec: spec of the step.
-      weights: weights of the ranks' batches, for which a rank waits until all have their input;
-        None if there are none.
+      weights: of the ranks' batches, for which a rank waits until all have their input.
     """
 
-    def __init__(self, spec: StockSpec, weights: BatchWeights | None = None) -> None:
+    def __init__(self, spec: StockSpec, weights: BatchWeights | None) -> None:
         step = walk([getattr(each, "op", each) for each in (spec.train_op, spec.loss)])
         # an operation outside of a branch or loop cannot wait for one inside
         outer = {op: None for op in step if control_flow_context(op) is None}
@@ -96,7 +94,7 @@ def _time_after(waited: Sequence[Any]) -> tf.Tensor:
 
 
 def _from_accelerator(step: Collection[tf.Operation]) -> list[tf.Tensor]:
-    """Returns the tensors of a step that the host receives from the accelerator for its updates.
+    """Returns what the host receives from the accelerator for the updates of a step.
 
     Args:
       step: operations outside branches and loops, in topological order.
@@ -144,8 +142,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
       fetches: loss, examples and times of a step; any of them may be missing.
       communication: reducers of the graph and the report on all ranks.
       batches: number of batches of all ranks in a run of the session.
-      hooks: hooks of the training, of which one may know the last step.
-      model_dir: directory of the checkpoints.
+      hooks: one of them may know the last step.
       summary_steps: steps between two summaries; 0 for none.
     """
 
@@ -293,7 +290,6 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         self._add_summary(step, values.get("times_ms", {}))
 
     def _measured(self) -> dict[str, Any]:
-        """Returns mean times of the newest samples, without the longest ones."""
         samples = sorted(self._samples, key=lambda sample: sum(sample.parts))
         if len(samples) < _MIN_SAMPLES:
             return {}
@@ -315,22 +311,13 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
 
     def _add_summary(self, step: int, times_ms: Mapping[str, float]) -> None:
         every = self._summary_steps
-        if not every or step // every == self._summary_step // every:
-            return
-        self._summary_step = step
-        summary = tf.compat.v1.Summary()
-        for name, value in times_ms.items():
-            summary.value.add(tag=f"step_ms/{name}", simple_value=value)
-        tf.compat.v1.summary.FileWriterCache.get(self._model_dir).add_summary(summary, step)
+        if every and step // every != self._summary_step // every:
+            self._summary_step = step
+            write_scalars(self._model_dir, "step_ms", times_ms, step)
 
 
 def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Writes the progress of an evaluation.
-
-    Args:
-      metrics: values by name, and global_step.
-      name: name of the evaluation, if it has one.
-    """
+    """Writes the progress of an evaluation; returns the metrics."""
     numbers = (bool, int, float, np.bool_, np.integer, np.floating)
     scalars = {key: float(each) for key, each in metrics.items() if isinstance(each, numbers)}
     step = int(scalars.pop("global_step", 0))

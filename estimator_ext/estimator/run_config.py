@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import tensorflow as tf
@@ -60,6 +61,15 @@ class RunConfig(_StockRunConfig):
         strict or data_service is not one of its possible values.
     """
 
+    timeline = property(attrgetter("_timeline"), doc="File name for Chrome traces, as given.")
+    accumulate_steps = property(attrgetter("_accumulate_steps"), doc="Micro-batches of a step.")
+    uneven_data = property(attrgetter("_uneven_data"), doc='"join" or "stop".')
+    resume_data = property(attrgetter("_resume_data"), doc='"state" or "skip".')
+    iterations_per_loop = property(attrgetter("_iterations_per_loop"), doc="Steps of a run.")
+    prefetch_depth = property(attrgetter("_prefetch_depth"), doc="In batches; None adds none.")
+    strict = property(attrgetter("_strict"), doc="True for the rules of accelerator estimators.")
+    data_service = property(attrgetter("_data_service"), doc="Mode of the data workers, as given.")
+
     def __init__(
         self,
         *args: Any,
@@ -94,21 +104,19 @@ class RunConfig(_StockRunConfig):
                 self.train_distribute.record_timeline(timeline)
             adopt_cluster(self, self.train_distribute)
             self._check_resume(mode_of(self, self.train_distribute.cluster))
-        elif data_service not in (None, OFF):
-            raise hostopt.ConfigError(
-                f"data_service is {data_service!r}, wanted None: only ranks of a "
-                "HostOffloadStrategy as train_distribute have data workers"
-            )
-        elif timeline is not None:
-            raise hostopt.ConfigError(
-                f"timeline is {timeline!r}, wanted None: only a HostOffloadStrategy as "
-                "train_distribute records one"
-            )
-        elif accumulate_steps > 1:
-            raise hostopt.ConfigError(
-                f"accumulate_steps is {accumulate_steps}, wanted 1: only a HostOffloadStrategy as "
-                "train_distribute accumulates gradients"
-            )
+        else:
+            self._check_without_ranks()
+
+    def _check_without_ranks(self) -> None:
+        strategy = "HostOffloadStrategy as train_distribute"
+        for name, allowed, only in (
+            ("data_service", (None, OFF), f"ranks of a {strategy} have data workers"),
+            ("timeline", (None,), f"a {strategy} records one"),
+            ("accumulate_steps", (1,), f"a {strategy} accumulates gradients"),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise hostopt.ConfigError(f"{name} is {value!r}, wanted {allowed[0]}: only {only}")
 
     def _check_resume(self, mode: str) -> None:
         if mode != OFF and self._resume_data == KINDS[1]:
@@ -117,58 +125,15 @@ class RunConfig(_StockRunConfig):
                 "in an order that differs each time. Leave it out, or set data_service='off'"
             )
 
-    @property
-    def timeline(self) -> str | None:
-        """File name for Chrome traces, as given; None for none."""
-        return self._timeline
-
-    @property
-    def accumulate_steps(self) -> int:
-        """Number of micro-batches of a step."""
-        return self._accumulate_steps
-
-    @property
-    def uneven_data(self) -> str:
-        """Behavior when the data of a rank end before those of others: "join" or "stop"."""
-        return self._uneven_data
-
-    @property
-    def resume_data(self) -> str:
-        """Kind of position from which the data resume after a restart: "state" or "skip"."""
-        return self._resume_data
-
-    @property
-    def iterations_per_loop(self) -> int:
-        """Number of steps of one run of the session."""
-        return self._iterations_per_loop
-
-    @property
-    def prefetch_depth(self) -> int | None:
-        """Number of batches that are prefetched; None for no added prefetching."""
-        return self._prefetch_depth
-
-    @property
-    def strict(self) -> bool:
-        """True if the rules of accelerator estimators apply regardless of the other options."""
-        return self._strict
-
-    @property
-    def data_service(self) -> str | None:
-        """Mode of the data workers, as given; None for the default of the cluster."""
-        return self._data_service
-
     def check_loop(self) -> None:
-        """Checks `iterations_per_loop` against the other options.
-
-        Raises:
-          hostopt.ConfigError: it is above 1 with several workers or with accumulate_steps.
-        """
+        """Checks `iterations_per_loop` against the other options."""
         if self._iterations_per_loop == 1:
             return
         text = f"iterations_per_loop is {self._iterations_per_loop}, wanted 1"
         strategy = self.train_distribute
         workers = number_of_workers(strategy)
-        if workers > 1 or _has_local_steps(strategy):
+        on_ranks = isinstance(strategy, HostOffloadStrategy)
+        if workers > 1 or (on_ranks and strategy.local_steps.is_used):
             raise hostopt.ConfigError(
                 f"{text} with {workers} workers: they communicate once in each run of the "
                 "session. Leave it out, or train with one worker"
@@ -187,10 +152,6 @@ def number_of_workers(strategy: Any) -> int:
     return strategy.num_replicas_in_sync if strategy else 1
 
 
-def _has_local_steps(strategy: Any) -> bool:
-    return isinstance(strategy, HostOffloadStrategy) and strategy.local_steps.is_used
-
-
 def _one_of(name: str, value: Any, words: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in words:
         raise ValueError(
@@ -201,11 +162,7 @@ def _one_of(name: str, value: Any, words: Sequence[str]) -> str:
 
 
 def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:
-    """Checks that the value of an option is a positive integer.
-
-    Raises:
-      ValueError: the value is not an integer from 1 to `most`.
-    """
+    """Checks that the value of an option is an integer from 1 to `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise ValueError(
             f"{name} is {shown(value)}, wanted a whole number above 0 and up to {most}. Give one, "
@@ -217,10 +174,7 @@ def positive_integer(name: str, value: Any, most: int = MAX_COUNT) -> int:
 def adopt_cluster(config: _StockRunConfig, strategy: HostOffloadStrategy) -> None:
     """Sets the role of this process in a configuration, from the cluster of a strategy.
 
-    Args:
-      config: configuration, stock or extended, which is changed in place. It no longer uses
-        TensorFlow's distribute coordinator.
-      strategy: strategy with the cluster and the settings of a session.
+    The configuration, stock or extended, no longer uses TensorFlow's distribute coordinator.
     """
     if config._session_config is not None:  # if None, Estimator sets a default first
         config._session_config = strategy.update_config_proto(config._session_config)

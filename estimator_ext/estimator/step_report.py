@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,11 +26,9 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
     wait for them. Collective: all ranks must have it.
 
     Args:
-      communicator: communicator for this hook alone (a `duplicate`).
-      reducers: reducers of the graph, at least one.
-      config: configuration of the Estimator: `save_summary_steps` of rank 0 is the number of steps
-        between two reports.
-      model_dir: directory of the summaries, used on rank 0.
+      communicator: for this hook alone (a `duplicate`).
+      reducers: at least one.
+      config: `save_summary_steps` of rank 0 is the number of steps between two reports.
     """
 
     def __init__(
@@ -105,11 +103,17 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
             "overlap_percent": times.overlap_percent,
             **stragglers._asdict(),
         }
-        summary = tf.compat.v1.Summary()
-        for name, value in scalars.items():
-            summary.value.add(tag=f"hostopt/{name}", simple_value=value)
-        writer = tf.compat.v1.summary.FileWriterCache.get(self._model_dir)
-        writer.add_summary(summary, step)
+        write_scalars(self._model_dir, "hostopt", scalars, step)
+
+
+def write_scalars(
+    directory: str | None, group: str, values: Mapping[str, float], step: int
+) -> None:
+    """Adds a summary of scalars named "group/name" to the events of a directory."""
+    summary = tf.compat.v1.Summary()
+    for name, value in values.items():
+        summary.value.add(tag=f"{group}/{name}", simple_value=value)
+    tf.compat.v1.summary.FileWriterCache.get(directory).add_summary(summary, step)
 
 
 def show_steps(spec: StockSpec, reducers: Sequence[AnyReducer], timeline: Timeline) -> StockSpec:
@@ -117,13 +121,6 @@ def show_steps(spec: StockSpec, reducers: Sequence[AnyReducer], timeline: Timeli
 
     Backward is measured from the loss to the last launch, apply from the first return of a wait
     to the end of train_op.
-
-    Args:
-      reducers: reducers of the graph, at least one.
-      timeline: timeline that records the spans.
-
-    Returns:
-      A stock spec whose train_op also records the spans.
     """
     spans = _StepSpans(reducers, timeline)
     with tf.device(HOST_DEVICE), tf.name_scope("timeline"):

@@ -97,7 +97,6 @@ def _run_chief(
     train_spec: TrainSpec,
     eval_specs: list[EvalSpec],
 ) -> tuple[Any, Any]:
-    """Trains as the chief of a ring, and evaluates if there is no evaluator."""
     marker = EndMarker(estimator.model_dir)
     with contextlib.ExitStack() as lock:
         try:

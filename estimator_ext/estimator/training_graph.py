@@ -81,30 +81,16 @@ from estimator_ext.variables.sync_on_read import SyncOnRead
 
 
 class ModelFunctions(NamedTuple):
-    """Functions of an Estimator that build parts of the graph.
-
-    Args:
-      call_input_fn: calls input_fn with an input context.
-      is_sharded: True if input_fn takes an input context.
-      create_global_step: creates global_step in a graph.
-      call_model_fn: calls model_fn with features and labels; returns a stock spec.
-    """
+    """Functions of an Estimator that build parts of the graph."""
 
     call_input_fn: Callable[[tf.distribute.InputContext], Any]
-    is_sharded: bool
+    is_sharded: bool  # input_fn itself takes an input context
     create_global_step: Callable[[tf.Graph], tf.Variable]
-    call_model_fn: Callable[[Any, Any], Any]
+    call_model_fn: Callable[[Any, Any], Any]  # returns a stock spec
 
 
 class TrainingGraph:
-    """The graph of a training and its hooks.
-
-    Args:
-      strategy: strategy of the training.
-      reduction: reductions of the graph.
-      config: configuration of the Estimator.
-      model_dir: directory of the Estimator; None on a rank without files.
-    """
+    """The graph of a training and its hooks; model_dir is None on a rank without files."""
 
     def __init__(
         self,
@@ -121,6 +107,7 @@ class TrainingGraph:
         self._config = config
         self._model_dir = model_dir
         self._hooks = hooks
+        self._steps_per_run = getattr(config, "iterations_per_loop", 1)
         self._restored: str | None = None  # checkpoint that the chief restores
         self.spec: Any = None  # stock spec of the step, with hooks of the chief and of all ranks
         self.first_hooks: list[Any] = []  # hooks to call before those of `train`
@@ -128,22 +115,14 @@ class TrainingGraph:
         self.input_states: Any = None
 
     def build(self, functions: ModelFunctions, stack: contextlib.ExitStack) -> None:
-        """Builds the step and its hooks in the default graph.
-
-        Collective: all ranks must call it.
+        """Builds the step and its hooks in the default graph. Collective.
 
         Args:
           stack: receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
-        inputs = build_input(
-            self._strategy,
-            self._reduction,
-            self._config,
-            functions.call_input_fn,
-            functions.is_sharded,
-            stack,
-        )
+        parts = (self._strategy, self._reduction, self._config)
+        inputs = build_input(*parts, functions.call_input_fn, functions.is_sharded, stack)
         data = set(graph.get_operations())
         guard = SessionGuardHook(data, self._strategy.options.collective_timeout_s)  # [K1]
         separate = self._communicator.duplicate("the data")
@@ -233,7 +212,7 @@ class TrainingGraph:
     def _copies(self) -> list[CopiesHook]:
         """Makes the step wait for the renewal of copies, which the hook builds."""
         device = self._strategy.accelerator
-        if not has_own_memory(device) or getattr(self._config, "iterations_per_loop", 1) > 1:
+        if not has_own_memory(device) or self._steps_per_run > 1:
             return []
         hook = CopiesHook(self.spec, device)
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, hook.renewed))
@@ -251,17 +230,16 @@ class TrainingGraph:
         return [StepReportHook(communicator, reducers, self._config, self._model_dir)]
 
     def _progress(self, stamps: StepTimestamps) -> ProgressHook:
-        """Returns the hook that shows the progress of the chief."""
         accumulation = self._reduction.accumulation
         fetches = {"loss": self.spec.loss, "examples": stamps.examples}
         if accumulation is None:  # otherwise most batches of a step have runs of their own
             fetches.update(stamps.times)
-        if getattr(self._config, "iterations_per_loop", 1) > 1:
+        if self._steps_per_run > 1:
             fetches = {}  # the parts of a loop cannot be fetched
-        reports = [hook for hook in self.first_hooks if isinstance(hook, StepReportHook)]
+        reports = (hook for hook in self.first_hooks if isinstance(hook, StepReportHook))
         return ProgressHook(
             fetches,
-            (tuple(self._reduction.reducers), reports[0] if reports else None),
+            (tuple(self._reduction.reducers), next(reports, None)),
             self._communicator.size * (accumulation.micro_batches if accumulation else 1),
             self._hooks,
             self._model_dir or "",
@@ -290,9 +268,9 @@ class TrainingGraph:
         every_steps = self._strategy.options.desync_check_steps
         if not every_steps:
             return []
-        communicator = self._communicator.duplicate("the variables of the ranks")
-        steps_per_run = getattr(self._config, "iterations_per_loop", 1)
-        return [DesyncCheckHook(communicator, mirrored, every_steps, steps_per_run, suspects)]
+        separate = self._communicator.duplicate("the variables of the ranks")
+        steps_per_run = self._steps_per_run
+        return [DesyncCheckHook(separate, mirrored, every_steps, steps_per_run, suspects)]
 
     def _coordinate(
         self, states: InputStates, replicas: Replicas | None, examples: tf.Tensor
@@ -338,12 +316,6 @@ def build(
     """Builds the graph of a training, which is the default graph within the block.
 
     Collective: all ranks must enter it. An error in the block ends the training on all ranks.
-
-    Args:
-      model_dir: directory of the Estimator; None on a rank without files.
-
-    Yields:
-      The graph.
     """
     with (
         MarkedGraph().as_default(),

@@ -34,12 +34,10 @@ class TrainingInput(NamedTuple):
     """Tensors and hooks of the input of a training.
 
     Args:
-      features: as model_fn takes them.
-      labels: as model_fn takes them.
       hooks: hooks that initialize the iterators.
       has_next: scalar of bool that reads a batch; False or an OutOfRangeError means that the data
         have ended.
-      counter: counter of the batches; None if they are not counted.
+      counter: None if the batches are not counted.
     """
 
     features: Any
@@ -57,18 +55,12 @@ def build_input(
     is_sharded: bool,
     stack: contextlib.ExitStack,
 ) -> TrainingInput:
-    """Builds the input of a training step.
-
-    Collective: all ranks must call it.
+    """Builds the input of a training step. Collective.
 
     Args:
-      reduction: reductions of the graph, which get the accumulation and the weights of batches.
-      call_input_fn: calls input_fn with an input context.
+      reduction: gets the accumulation and the weights of batches.
       is_sharded: True if input_fn itself shards the data, because it takes an input context.
       stack: receives the scopes in which the data workers are watched and errors are explained.
-
-    Returns:
-      Features, labels and hooks.
     """
     communicator = strategy.communicator
     counter = _new_counter(communicator, getattr(config, "resume_data", KINDS[0]))
@@ -136,6 +128,5 @@ def _share_of_rank(
 
 
 def _new_counter(communicator: hostopt.Communicator, kind: str) -> BatchCounter | None:
-    """Returns a counter of batches if the configurations of all ranks ask for one."""
     communicator.check_same({"resume_data": repr(kind)}, "the configurations of the ranks")
     return None if kind == KINDS[0] else BatchCounter()

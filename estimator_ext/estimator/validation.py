@@ -1,19 +1,21 @@
-"""Validation of input_fn, model_fn, params, and of subclasses that train by themselves.
+"""Validation of input_fn, model_fn, params and batch sizes, and of subclasses that train alone.
 
-All but the last apply by the rules of accelerator estimators: with `RunConfig(strict=True)`, with
-iterations_per_loop above 1, and if the Estimator has a batch size.
+`check_params`, `check_data` and `check_spec` are the rules of accelerator estimators: they apply
+with `RunConfig(strict=True)`, with iterations_per_loop above 1, and with a batch size.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
-from estimator_ext._tf_estimator import ModeKeys
+from estimator_ext._tf_estimator import ModeKeys, fn_args
 from estimator_ext.errors import UnsupportedError
+from estimator_ext.estimator.run_config import positive_integer
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 
 _STOCK = "leave out strict, iterations_per_loop and batch sizes for the stock rules"
@@ -30,14 +32,15 @@ _NEEDED = {
     ModeKeys.EVAL: ("loss",),
     ModeKeys.PREDICT: ("predictions",),
 }
+_ARGUMENTS = {
+    ModeKeys.TRAIN: "train_batch_size",
+    ModeKeys.EVAL: "eval_batch_size",
+    ModeKeys.PREDICT: "predict_batch_size",
+}
 
 
 def check_params(params: dict[str, Any] | None) -> None:
-    """Checks that params has no reserved key.
-
-    Raises:
-      ValueError: params has the key 'input_fn'.
-    """
+    """Checks that params has no reserved key."""
     if isinstance(params, dict) and "input_fn" in params:
         raise ValueError(
             "params has the key 'input_fn', wanted any other name: 'input_fn' is reserved. Rename "
@@ -46,11 +49,7 @@ def check_params(params: dict[str, Any] | None) -> None:
 
 
 def check_data(data: Any) -> None:
-    """Checks that an input_fn returned a dataset of features, or of features and labels.
-
-    Raises:
-      ValueError: it is not such a dataset.
-    """
+    """Checks that an input_fn returned a dataset of features, or of features and labels."""
     if not isinstance(data, tf.data.Dataset):
         raise ValueError(
             f"input_fn must return Dataset: got a {type(data).__name__}, wanted a tf.data.Dataset "
@@ -66,15 +65,7 @@ def check_data(data: Any) -> None:
 
 
 def check_spec(spec: StockSpec, mode: str) -> None:
-    """Checks that a spec has all fields that its mode requires.
-
-    Args:
-      spec: spec that model_fn returned, stock or extended.
-      mode: the `tf.estimator.ModeKeys` for which model_fn was called.
-
-    Raises:
-      ValueError: a field is missing, or a spec for evaluation has no metrics.
-    """
+    """Checks that a spec, stock or extended, has all fields that its mode requires."""
     for name in _NEEDED[mode]:
         value = getattr(spec, name)
         if value is None or (isinstance(value, dict) and not value):
@@ -93,12 +84,7 @@ def check_spec(spec: StockSpec, mode: str) -> None:
 def check_is_on_ranks(estimator: Any) -> None:
     """Checks that an estimator does not train on this rank alone, beside its strategy.
 
-    Args:
-      estimator: a `HostOffloadEstimator`. Its attribute `_is_on_ranks` is True if the graph of
-        its training is built for all ranks.
-
-    Raises:
-      UnsupportedError: it is not, and there are several ranks.
+    Its attribute `_is_on_ranks` is True if the graph of its training is built for all ranks.
     """
     strategy = estimator._train_distribution
     size = strategy.cluster.size if isinstance(strategy, HostOffloadStrategy) else 1
@@ -110,3 +96,63 @@ def check_is_on_ranks(estimator: Any) -> None:
         f"{', '.join(own) or type(estimator).__qualname__} trains each of {size} ranks alone, "
         "beside their strategy. Call the method that it overrides, or train in one process"
     )
+
+
+class BatchSizes:
+    """Batch sizes of this process by mode.
+
+    Args:
+      train: global batch size, in examples; evaluation and prediction have one worker.
+      workers: number of workers that train, each with one replica.
+    """
+
+    def __init__(
+        self,
+        train: int | None,
+        evaluation: int | None,
+        prediction: int | None,
+        workers: int,
+        params: dict[str, Any] | None,
+    ) -> None:
+        sizes = {ModeKeys.TRAIN: train, ModeKeys.EVAL: evaluation, ModeKeys.PREDICT: prediction}
+        self._local = {
+            mode: positive_integer(_ARGUMENTS[mode], size)
+            for mode, size in sizes.items()
+            if size is not None
+        }
+        if self._local and "batch_size" in (params or {}):
+            names = " and ".join(_ARGUMENTS[mode] for mode in self._local)
+            raise ValueError(
+                f"params['batch_size'] is {params['batch_size']!r} and {names} is given as well: "
+                "wanted one of the two. Leave 'batch_size' out of params; the Estimator puts it "
+                "there"
+            )
+        if train is not None:
+            self._local[ModeKeys.TRAIN] = _local_size(train, workers)
+
+    @property
+    def any(self) -> bool:
+        """True if any mode has a batch size."""
+        return bool(self._local)
+
+    def add_to(self, params: dict[str, Any], mode: str) -> dict[str, Any]:
+        """Returns a copy of params with the batch size; params themselves if there is none."""
+        return {**params, "batch_size": self._local[mode]} if mode in self._local else params
+
+    def check_input_fn(self, input_fn: Callable[..., Any], mode: str) -> None:
+        """Checks that an input_fn can receive its batch size in an argument `params`."""
+        if mode in self._local and "params" not in fn_args(input_fn):
+            raise ValueError(
+                f"input_fn ({input_fn}) has no argument params, wanted one: {_ARGUMENTS[mode]} is "
+                "given, and the batch size of this process is in params['batch_size']. Write "
+                f"def input_fn(params), or leave {_ARGUMENTS[mode]} out"
+            )
+
+
+def _local_size(train: int, workers: int) -> int:
+    if train % workers:
+        raise ValueError(
+            f"train_batch_size is {train}, wanted a multiple of the number of workers, {workers}: "
+            f"it is the size for all workers. Give for example {-(-train // workers) * workers}"
+        )
+    return train // workers
