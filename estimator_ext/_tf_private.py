@@ -116,14 +116,52 @@ def call_before_writes(call: Callable[[FileIO], None]) -> None:
     FileIO._prewrite_check = call_and_check
 
 
-# -- hooks that save -----------------------------------------------------------------------
+# -- hooks that save or stop ---------------------------------------------------------------
 
 SaverHook = tf.compat.v1.train.CheckpointSaverHook
+Timer = tf.compat.v1.train.SecondOrStepTimer
 
 
 def save_path(hook: SaverHook) -> str:
     """Returns the path of a hook's checkpoints, without their steps."""
     return str(hook._save_path)
+
+
+def timer_of(hook: SaverHook) -> Timer:
+    """Returns the timer that decides when a hook saves."""
+    return hook._timer
+
+
+def set_timer(hook: SaverHook, timer: Timer) -> None:
+    """Replaces the timer that decides when a hook saves."""
+    hook._timer = timer
+
+
+def interval_of(timer: Timer) -> tuple[float | None, int | None]:
+    """Returns the interval of a timer in seconds or steps; one of them is None."""
+    return timer._every_secs, timer._every_steps
+
+
+def save(hook: SaverHook, session: tf.compat.v1.Session, step: int) -> None:
+    """Saves a checkpoint, with all listeners."""
+    hook._save(session, step)
+
+
+def last_steps(hooks: Iterable[Any]) -> list[int]:
+    """Returns the last steps of those hooks that stop at a step and know it already."""
+    kind = tf.compat.v1.train.StopAtStepHook
+    steps = [hook._last_step for hook in hooks if isinstance(hook, kind)]
+    return [int(step) for step in steps if step is not None]
+
+
+def cancel_stop(run_context: Any) -> None:
+    """Continues a training although a hook has requested a stop."""
+    run_context._stop_requested = False
+
+
+def add_last_listener(hook: SaverHook, listener: Any) -> None:
+    """Adds a listener that is called after those of a hook that saves."""
+    hook._listeners.append(listener)
 
 
 def add_first_listener(hook: SaverHook, listener: Any) -> None:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
+from estimator_ext._tf_private import last_steps
 from estimator_ext.estimator.run_config import RunConfig
 from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.input.outside_reads import forbid_reads
@@ -196,14 +197,13 @@ class _LoopEndHook(tf.compat.v1.train.SessionRunHook):
     """Stops after the loop that reaches the last step of a `StopAtStepHook` of the training."""
 
     def __init__(self, hooks: Sequence[Any], iterations: int) -> None:
-        self._hooks = [h for h in hooks if isinstance(h, tf.compat.v1.train.StopAtStepHook)]
+        self._hooks = hooks
         for hook in hooks:
             if hasattr(hook, "_set_steps_per_run"):  # as the stock saver has
                 hook._set_steps_per_run(iterations)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         del run_values
-        if self._hooks:
-            step = _global_step(run_context)
-            if any(step >= hook._last_step for hook in self._hooks):
-                run_context.request_stop()
+        ends = last_steps(self._hooks)
+        if ends and _global_step(run_context) >= min(ends):
+            run_context.request_stop()

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
-from estimator_ext._tf_private import cached_value_of, control_flow_context
+from estimator_ext._tf_private import cached_value_of, control_flow_context, last_steps
 from estimator_ext.checkpoints.file_errors import absolute
 from estimator_ext.estimator.step_report import StepReportHook, write_scalars
 from estimator_ext.graphs.walks import runs_before, walk
@@ -306,8 +306,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         return values
 
     def _last_step(self) -> int | None:
-        stops = [h for h in self._hooks if isinstance(h, tf.compat.v1.train.StopAtStepHook)]
-        return min((int(h._last_step) for h in stops if h._last_step is not None), default=None)
+        return min(last_steps(self._hooks), default=None)
 
     def _add_summary(self, step: int, times_ms: Mapping[str, float]) -> None:
         every = self._summary_steps

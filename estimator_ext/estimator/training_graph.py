@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import loss_is_scaled
+from estimator_ext._tf_private import add_first_listener, loss_is_scaled
 from estimator_ext.checkpoints.file_errors import translate_io_errors
 from estimator_ext.checkpoints.reading import check_shapes, newest
 from estimator_ext.checkpoints.saving import (
@@ -156,7 +156,7 @@ class TrainingGraph:
         self._prepare_savers(states, data, stack)
         if self._is_chief and progress.is_needed:
             for saver in find_savers(self._all_hooks()):
-                saver._listeners.insert(0, progress.saves)
+                add_first_listener(saver, progress.saves)
             self._add_training_hooks(progress)  # [K12]
         coordination: list[Any] = []
         if updates is not None or replicas is not None:

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import GLOBAL_ITERATORS
+from estimator_ext._tf_private import GLOBAL_ITERATORS, add_last_listener, save_path
 from estimator_ext.checkpoints import input_state_file
 from estimator_ext.checkpoints.file_errors import remove
 from estimator_ext.checkpoints.input_state_file import SUFFIX, Packed, pack, step_of, unpack
@@ -78,7 +78,7 @@ class InputStates:
     def listen(self, savers: Sequence[tf.compat.v1.train.CheckpointSaverHook]) -> None:
         """Registers listeners that write the states before each checkpoint of this rank."""
         for saver in savers:
-            saver._listeners.append(_Listener(self, saver))
+            add_last_listener(saver, _Listener(self, saver))
 
     def begin(self, session: tf.compat.v1.Session, checkpoint: str | None) -> None:
         """Restores the positions of all ranks. Collective: all ranks must call it.
@@ -193,7 +193,7 @@ class _Listener(tf.compat.v1.train.CheckpointSaverListener):
         self._saver = saver
 
     def before_save(self, session: tf.compat.v1.Session, global_step_value: int) -> None:
-        self._states.write(session, f"{self._saver._save_path}-{global_step_value}")
+        self._states.write(session, f"{save_path(self._saver)}-{global_step_value}")
 
 
 def log_random_operations(train_op: Any, data: Collection[tf.Operation]) -> None:

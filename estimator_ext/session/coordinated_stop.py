@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from estimator_ext._tf_private import cancel_stop, interval_of, last_steps, set_timer, timer_of
 from estimator_ext.input.state import InputStates
 from estimator_ext.variables.sync_on_read import SyncOnRead
 from hostopt.tensorflow.ops import StopSaveFlags
@@ -52,8 +53,8 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
         self._sync_on_read = sync_on_read
         self._input_states = input_states
         for saver in savers:
-            saver._timer = CoordinatedTimer(saver._timer, flags)
-        self._timers = [saver._timer for saver in savers]
+            set_timer(saver, CoordinatedTimer(timer_of(saver), flags))
+        self._timers = [timer_of(saver) for saver in savers]
         self._step = 0
         self._increment = 0  # of global_step in a step, which need not be 1; 0 while unknown
 
@@ -112,14 +113,14 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
     ) -> None:
         self._communicator = communicator.duplicate("the steps at which ranks stop")
         self._flags = flags
-        self._hooks = [h for h in hooks if isinstance(h, tf.compat.v1.train.StopAtStepHook)]
+        self._hooks = hooks
         self._common_last_steps: set[int] = set()
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Finds the steps at which all ranks stop."""
         del session, coord
-        last_steps = json.dumps([int(hook._last_step) for hook in self._hooks]).encode()
-        gathered = self._communicator.all_gather_bytes(last_steps)
+        local = json.dumps(last_steps(self._hooks)).encode()
+        gathered = self._communicator.all_gather_bytes(local)
         self._common_last_steps = set.intersection(*(set(json.loads(each)) for each in gathered))
 
     def is_common_last(self, step: int) -> bool:
@@ -139,7 +140,7 @@ class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):
         elif run_context.stop_requested:
             step = run_context.session.run(tf.compat.v1.train.get_global_step())
             if not self.is_common_last(step):
-                run_context._stop_requested = False
+                cancel_stop(run_context)
                 self._flags.stop = True
 
 
@@ -147,7 +148,7 @@ class CoordinatedTimer(tf.compat.v1.train.SecondOrStepTimer):
     """Triggers a save only if it was due before the step, so that all ranks know of it."""
 
     def __init__(self, timer: tf.compat.v1.train.SecondOrStepTimer, flags: StopSaveFlags) -> None:
-        super().__init__(timer._every_secs, timer._every_steps)
+        super().__init__(*interval_of(timer))
         self._flags = flags
 
     def is_due(self, step: int) -> bool:
