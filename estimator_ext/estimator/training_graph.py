@@ -70,7 +70,7 @@ from estimator_ext.reduction.unreduced_updates import (
     mend_unreduced_updates,
     warn_of_local_variables,
 )
-from estimator_ext.session.coordinated_stop import BeginStopSaveHook, EndStopSaveHook
+from estimator_ext.session.coordinated_stop import BeginStopSaveHook, Coordinated, EndStopSaveHook
 from estimator_ext.session.guard import SessionGuardHook
 from estimator_ext.session.hooks import BroadcastVariablesHook
 from estimator_ext.session.preemption import PreemptionHook
@@ -281,11 +281,12 @@ class TrainingGraph:
         sync_on_read = SyncOnRead(separate, tf.compat.v1.global_variables())
         stops = EndStopSaveHook(communicator, self._reduction.flags, hooks)
         self._add_training_hooks(stops)
-        coordinated = (self._reduction.flags, sync_on_read, states, find_savers(hooks))
+        savers = find_savers(hooks)
+        coordinated = Coordinated(self._reduction.flags, sync_on_read, states, savers)
         if replicas is None:
-            return BeginStopSaveHook(communicator, *coordinated)
+            return BeginStopSaveHook(communicator, coordinated)
         local = (self._strategy, replicas, stops, examples, self._config, hooks)
-        return SyncHook(communicator.duplicate("states of the ranks"), *coordinated, *local)
+        return SyncHook(communicator.duplicate("states of the ranks"), coordinated, *local)
 
     def _order_first_hooks(self, guard: SessionGuardHook, coordination: Sequence[Any]) -> None:
         if self._is_chief:

@@ -29,14 +29,14 @@ import numpy as np
 import tensorflow as tf
 
 import hostopt
-from estimator_ext.input.state import InputStates
+from estimator_ext._tf_private import save, timer_of
 from estimator_ext.local_steps.replica_part import Difference
 from estimator_ext.local_steps.replicas import Fragment, Replicas
 from estimator_ext.local_steps.synchronisation import RankState, Synchronisation
-from estimator_ext.session.coordinated_stop import CoordinatedTimer, EndStopSaveHook
+from estimator_ext.session.coordinated_stop import Coordinated, EndStopSaveHook
 from estimator_ext.session.preemption import PreemptionHook
 from estimator_ext.strategy.local_steps import LocalSteps
-from estimator_ext.variables.sync_on_read import SyncOnRead, assign
+from estimator_ext.variables.sync_on_read import assign
 from hostopt.tensorflow.ops import StopSaveFlags
 
 _NO_EXAMPLES = 1e-6  # weight of a step whose examples are unknown, or that has none
@@ -55,12 +55,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     """Synchronises the ranks; it must come before hooks that save. All ranks must have it.
 
     Args:
-      flags: requests of the ranks.
-      sync_on_read: variables that differ by rank.
-      input_states: states of the input iterators of all ranks.
-      savers: hooks of this rank that save checkpoints.
       strategy: the `HostOffloadStrategy` of the training.
-      replicas: the variables of all ranks.
       stops: the hook that ends the training on all ranks.
       examples: scalar, the number of examples in a step.
       config: configuration of the Estimator.
@@ -70,10 +65,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     def __init__(
         self,
         communicator: hostopt.Communicator,
-        flags: StopSaveFlags,
-        sync_on_read: SyncOnRead,
-        input_states: InputStates,
-        savers: Sequence[tf.compat.v1.train.CheckpointSaverHook],
+        coordinated: Coordinated,
         strategy: Any,
         replicas: Replicas,
         stops: EndStopSaveHook,
@@ -83,20 +75,16 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     ) -> None:
         self._communicator = communicator
         self._options = strategy.local_steps
-        self._schedule = SyncSchedule(communicator, self._options, flags, stops)
+        self._flags, self._sync_on_read, self._input_states, self._savers = coordinated
+        coordinated.coordinate_saves()
+        self._schedule = SyncSchedule(communicator, self._options, self._flags, stops)
         self._replicas = replicas
-        self._flags = flags
-        self._sync_on_read = sync_on_read
-        self._input_states = input_states
         self._stops = stops
         self._examples_in_step = examples
         # of accumulated micro-batches only the last one is counted
         self._knows_examples = getattr(config, "accumulate_steps", 1) == 1
         self._ends_together = getattr(config, "uneven_data", "join") == "stop"
         self._checks = strategy.options.desync_check_steps > 0
-        for saver in savers:
-            saver._timer = CoordinatedTimer(saver._timer, flags)
-        self._savers = savers
         self._preemptions = [h.preemption for h in hooks if isinstance(h, PreemptionHook)]
         self._synchronisation = Synchronisation(communicator)
         self._pending: _Pending | None = None
@@ -176,7 +164,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         step, schedule = self._schedule.end_interval(), self._schedule
         self._finish_pending(session)  # if the interval is shorter than the delay
         latest = max(step, self._step)  # this rank may have no data left
-        self._flags.save = any(saver._timer.is_due(latest) for saver in self._savers)
+        self._flags.save = any(timer_of(saver).is_due(latest) for saver in self._savers)
         is_warm_up = step <= self._options.sync_warmup_steps
         if self._options.sync_delay and not (is_warm_up or schedule.is_whole_next):
             self._start(session, has_ended)
@@ -206,9 +194,10 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     def _save_meanwhile(self, session: tf.compat.v1.Session) -> None:
         """Saves on the chief if its data have ended and those of others have not."""
         for saver in self._savers:
-            if saver._timer.is_due(self._step):
-                saver._timer.update_last_triggered_step(self._step)
-                saver._save(session, self._step)
+            timer = timer_of(saver)
+            if timer.is_due(self._step):
+                timer.update_last_triggered_step(self._step)
+                save(saver, session, self._step)
         self._sync_on_read.restore_local(session)
         self._input_states.forget()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -25,35 +25,33 @@ _log = tf.get_logger()
 _Saver = tf.compat.v1.train.CheckpointSaverHook
 
 
+class Coordinated(NamedTuple):
+    """Parts of a training that all ranks must handle at the same steps."""
+
+    flags: StopSaveFlags  # requests of the ranks; may travel with the loss
+    sync_on_read: SyncOnRead  # variables that differ by rank
+    input_states: InputStates  # of all ranks
+    savers: Sequence[_Saver]  # hooks of this rank that save checkpoints
+
+    def coordinate_saves(self) -> None:
+        """Makes the savers save only after steps that all ranks know of."""
+        for saver in self.savers:
+            set_timer(saver, CoordinatedTimer(timer_of(saver), self.flags))
+
+
 class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
     """Exchanges the flags of each step and collects on the chief what it is about to save.
 
     It must come before all other hooks. All ranks must have it, and `EndStopSaveHook`.
-
-    Args:
-      flags: requests of the ranks; they travel with the loss if the loss is summed by the graph.
-      sync_on_read: variables that differ by rank.
-      input_states: states of the input iterators of all ranks.
-      savers: hooks of this rank that save checkpoints.
     """
 
-    def __init__(
-        self,
-        communicator: hostopt.Communicator,
-        flags: StopSaveFlags,
-        sync_on_read: SyncOnRead,
-        input_states: InputStates,
-        savers: Sequence[_Saver],
-    ) -> None:
+    def __init__(self, communicator: hostopt.Communicator, coordinated: Coordinated) -> None:
         self._communicator = communicator
         self._flags_sum = None
-        if not flags.travel:
+        if not coordinated.flags.travel:
             self._flags_sum = communicator.open_scalar_sum("requests to stop or save")
-        self._flags = flags
-        self._sync_on_read = sync_on_read
-        self._input_states = input_states
-        for saver in savers:
-            set_timer(saver, CoordinatedTimer(timer_of(saver), flags))
+        self._flags, self._sync_on_read, self._input_states, savers = coordinated
+        coordinated.coordinate_saves()
         self._timers = [timer_of(saver) for saver in savers]
         self._step = 0
         self._increment = 0  # of global_step in a step, which need not be 1; 0 while unknown

@@ -79,3 +79,17 @@ def test_who_may_abort_the_ring_is_written_down() -> None:
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "abort"
     }
     assert aborting == written
+
+
+def test_functions_have_few_parameters() -> None:
+    others = ("hostopt.tensorflow", "hostopt.keras", "estimator_ext.spec", "estimator_ext.tpu")
+    many = []
+    for name in FILES:
+        if name.startswith(others):  # whose parameters are those of Horovod and TensorFlow
+            continue
+        for node in nodes(name):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if len([each for each in named if each.arg not in ("self", "cls")]) > 8:
+                    many.append(f"{name}.{node.name}")
+    assert many == []
