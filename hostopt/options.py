@@ -18,6 +18,7 @@ MAX_SEGMENT_BYTES = 1 << 30
 MIN_TIMEOUT_S, YEAR_S = 0.001, 365.0 * 24 * 3600
 # TensorFlow counts micro-batches, examples and loops in int32.
 MAX_COUNT = (1 << 31) - 1
+WIRE_FORMATS = ("fp16", "bf16")  # built by `collectives.wire_format`
 _ALIGNMENT_BYTES = 128
 _SHOWN_CHARACTERS = 200
 _ALIKE = 0.8  # similarity of a name with a misspelt one
@@ -148,7 +149,7 @@ class Options:
     communication: str = _option(
         "auto", _Choice(("auto", "grpc+tcp", "grpc", "shm", "mpi")), same=True
     )
-    compression: str | None = _option(None, _Choice((None, "fp16", "bf16")), same=True)
+    compression: str | None = _option(None, _Choice((None, *WIRE_FORMATS)), same=True)
     timeline: str | None = _option(None, _Path(names_file=True))
     checksum: bool | None = _option(None, _Choice((None, True, False)))
     nonfinite: str = _option("error", _Choice(("error", "skip", "warn")), same=True)

@@ -9,10 +9,10 @@ from typing import Any, Callable, Union
 import tensorflow as tf
 
 import hostopt
-from hostopt.options import MAX_COUNT, YEAR_S, shown
+from hostopt.options import MAX_COUNT, WIRE_FORMATS, YEAR_S, shown
 
 SLOTS = (None, "average", "keep", "reset")
-COMPRESSIONS = (None, "fp16", "bf16", "int8", "int4")
+COMPRESSIONS = (None, *WIRE_FORMATS, "int8", "int4")
 _Optimizer = tf.compat.v1.train.Optimizer
 OuterOptimizer = Union[None, _Optimizer, Callable[[], _Optimizer]]
 

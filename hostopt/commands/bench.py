@@ -17,7 +17,7 @@ from hostopt.connect import connect, connect_ring
 from hostopt.errors import ConfigError
 from hostopt.launch.launcher import RunOptions, launch
 from hostopt.measure import bench, tuning
-from hostopt.options import Options
+from hostopt.options import WIRE_FORMATS, Options
 
 _SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 _REPETITIONS = 7
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
         help="transport between the ranks",
     )
     parser.add_argument(
-        "--compression", choices=["none", "fp16", "bf16"], help="wire format of the values"
+        "--compression", choices=["none", *WIRE_FORMATS], help="wire format of the values"
     )
     parser.add_argument(
         "--suggest",

@@ -209,6 +209,13 @@ def test_the_options_page_lists_each_option_once_with_default_and_unit() -> None
         assert f"| {unit}" in row
 
 
+def test_the_options_page_lists_all_choices() -> None:
+    for field in dataclasses.fields(Options):
+        values = getattr(field.metadata["allowed"], "values", ())
+        shown = ", ".join(f'"{each}"' if isinstance(each, str) else str(each) for each in values)
+        assert f"| {shown} |" in PAGE or not values, field.name
+
+
 def test_the_options_page_names_all_options_that_must_match() -> None:
     cluster = Cluster.from_dict({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, "chief", 0)
     compared = HelloMessages(Peers(cluster), Options()).build().keys() & DEFAULTS.keys()

@@ -20,11 +20,13 @@ from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
+from hostopt.options import WIRE_FORMATS
 
 Array = np.ndarray[Any, Any]
 
 DTYPES = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NAMES = sorted(DTYPES)
+assert sorted(WIRE_FORMATS) == NAMES
 ALL_BITS = np.arange(1 << 16, dtype=np.uint16)
 # none, one, fewer than most rings have ranks, indivisible; a segment has 16 bytes
 LENGTHS = (0, 1, 3, 21, 128, 1001)
