@@ -109,7 +109,7 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
         stack.callback(output.flush)
         try:
             stack.enter_context(engine.open(options.size, options.evaluators, options.least_size))
-            evaluators, data_workers = _reserve(engine, options, stack)
+            cluster, evaluators, data_workers = _reserve(engine, options, stack)
         except KeyboardInterrupt:
             _LOG.warning("interrupted before any task has started")
             return 128 + signal.SIGINT
@@ -119,14 +119,6 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
         monitor = Monitor(directory, options.log_dir, options.verbose)
         if options.metrics_port is not None:
             stack.enter_context(metrics.served(monitor, options.metrics_port))
-        cluster = {
-            job: _addresses(reservation)
-            for job, reservation, count in (
-                (EVALUATOR, evaluators, options.evaluators),
-                (DATA, data_workers, options.data_workers),
-            )
-            if count
-        }
         limits = (options.max_restarts, options.grace_s)
         shared = (engine, command, cluster, selector, *limits, monitor)
         ring = Ring(*shared, slots=Slots(options.size, options.least_size))
@@ -153,14 +145,22 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
 
 def _reserve(
     engine: Engine, options: RunOptions, stack: contextlib.ExitStack
-) -> list[Reservation]:
-    """Reserves the places of evaluators and of data workers, which outlive an attempt."""
+) -> tuple[dict[str, list[str]], Reservation, Reservation]:
+    """Waits for the places of evaluators and of data workers, which outlive an attempt.
+
+    Returns:
+      Their addresses by job, and the reservations of the evaluators and of the data workers.
+    """
+    cluster: dict[str, list[str]] = {}
     reservations, begin = [], options.size
-    for count in (options.evaluators, options.data_workers):
+    for job, count in ((EVALUATOR, options.evaluators), (DATA, options.data_workers)):
         reserved = engine.reserve(range(begin, begin + count), count)
         reservations.append(stack.enter_context(reserved))
         begin += count
-    return reservations
+        if count:
+            cluster[job] = _addresses(reservations[-1])
+    evaluators, data_workers = reservations
+    return cluster, evaluators, data_workers
 
 
 class _Run:

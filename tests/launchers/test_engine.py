@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -101,3 +102,17 @@ def test_an_evaluator_waits_for_the_addresses_of_the_ranks(
     out = capfd.readouterr().out
     jobs = ["['chief', 'evaluator', 'worker']"]
     assert [lines_of(out, task) for task in ("chief:0", "worker:0", "evaluator:0")] == [jobs] * 3
+
+
+def test_a_wait_for_places_can_be_interrupted(caplog: pytest.LogCaptureFixture) -> None:
+    class Interrupted:
+        def poll(self) -> None:
+            raise KeyboardInterrupt  # as Ctrl-C does before the launcher forwards signals
+
+    class Engine(LocalEngine):
+        @contextlib.contextmanager
+        def reserve(self, slots: Sequence[int], least: int) -> Iterator[Interrupted]:
+            yield Interrupted()
+
+    assert launched(python("pass"), size=1, evaluators=1, engine=Engine()) == 128 + signal.SIGINT
+    assert "interrupted before any task has started" in caplog.text
