@@ -53,20 +53,24 @@ class CopiesHook(tf.compat.v1.train.SessionRunHook):
     def begin(self) -> None:
         """Builds the copies in the complete graph."""
         step = operations_before(self._targets)
-        cached = _cached_reads(step, self._device)
-        if not cached or not _build_saver(self._scaffold):
+        reads = _cached_reads(step, self._device)
+        if not reads or not _build_saver(self._scaffold):
             return
-        variables = [each for each in cached if each.can_wait]
+        cached = [_Cached(v.handle, v.dtype, read, _changes_of(v)) for read, v in reads.items()]
+        variables = [each for each in cached if _can_wait_for(each.changes)]
         _log.info("%d of %d variables have copies on the accelerator", len(variables), len(cached))
         if not variables:
             return
         with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("copies"):
             flags = _Flags()
-            for change in {change for each in variables for change in each.changes}:
+            ends = {}  # of the changes in a step; an operation may change several variables
+            for change in dict.fromkeys(op for each in variables for op in each.changes):
                 add_control_inputs(change, [flags.changing if change in step else flags.spoil])
+                if change in step:
+                    ends[change] = done(change)
             renewals = []
             for each in variables:
-                changes = [done(op) for op in each.changes if op in step]
+                changes = [ends[op] for op in each.changes if op in ends]
                 renewals.append(self._copy(each, changes, flags))
             with tf.control_dependencies(renewals):
                 add_control_inputs(self.renewed, flags.freshen())
@@ -75,7 +79,7 @@ class CopiesHook(tf.compat.v1.train.SessionRunHook):
         self, variable: _Cached, changes: Sequence[tf.Operation], flags: _Flags
     ) -> tf.Operation:
         """Builds the copy of one variable, and returns its renewal."""
-        handle, dtype, read = variable
+        handle, dtype, read, _ = variable
         with tf.device(self._device):
             copy = tf.raw_ops.VarHandleOp(
                 dtype=dtype, shape=read.outputs[0].shape, shared_name=f"copies/{handle.op.name}"
@@ -91,11 +95,6 @@ class CopiesHook(tf.compat.v1.train.SessionRunHook):
             updated = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
         with tf.device(self._device), tf.control_dependencies([read]):
             return tf.raw_ops.AssignVariableOp(resource=copy, value=updated)  # [A2]
-
-
-def has_own_memory(device: str) -> bool:
-    """Returns True if variables must be copied to a device."""
-    return _short(device)[0] == "GPU"
 
 
 class _Flags:
@@ -133,29 +132,29 @@ class _Cached(NamedTuple):
     handle: tf.Tensor
     dtype: tf.DType
     read: tf.Operation  # on the accelerator
-
-    @property
-    def changes(self) -> list[tf.Operation]:
-        """Operations that may change the variable."""
-        return [op for op in users(self.handle) if op.type not in READS]
-
-    @property
-    def can_wait(self) -> bool:
-        """True if an operation after all changes can run in each step.
-
-        It could not wait for one within a branch or a loop of TensorFlow 1.
-        """
-        return all(control_flow_context(op) is None for op in self.changes)
+    changes: list[tf.Operation]  # what may change the variable
 
 
-def _cached_reads(step: Collection[tf.Operation], device: str) -> list[_Cached]:
-    """Returns the variables that a step reads on the accelerator as a whole, each once."""
-    found: dict[tf.Operation, _Cached] = {}
+def _cached_reads(step: Collection[tf.Operation], device: str) -> dict[tf.Operation, tf.Variable]:
+    """Returns the variables that a step reads on the accelerator as a whole, by their reads."""
+    found: dict[tf.Operation, tf.Variable] = {}
     for variable in tf.compat.v1.trainable_variables():
         cached = cached_value_of(variable)
         if cached is not None and cached.op in step and _short(cached.device) == _short(device):
-            found[cached.op] = _Cached(variable.handle, variable.dtype, cached.op)
-    return list(found.values())
+            found[cached.op] = variable
+    return found
+
+
+def _changes_of(variable: tf.Variable) -> list[tf.Operation]:
+    return [op for op in users(variable.handle) if op.type not in READS]
+
+
+def _can_wait_for(changes: Sequence[tf.Operation]) -> bool:
+    """Returns True if an operation after all changes can run in each step.
+
+    It could not wait for one within a branch or a loop of TensorFlow 1.
+    """
+    return all(control_flow_context(op) is None for op in changes)
 
 
 def _short(device: str) -> tuple[str | None, int | None]:

@@ -52,7 +52,7 @@ from estimator_ext.checkpoints.saving import (
     has_own_saver,
     has_saver,
 )
-from estimator_ext.estimator.accelerator_copies import CopiesHook, has_own_memory
+from estimator_ext.estimator.accelerator_copies import CopiesHook
 from estimator_ext.estimator.progress import ProgressHook, StepTimestamps
 from estimator_ext.estimator.step_report import StepReportHook, show_steps
 from estimator_ext.estimator.training_input import build_input
@@ -75,6 +75,7 @@ from estimator_ext.session.guard import SessionGuardHook
 from estimator_ext.session.hooks import BroadcastVariablesHook
 from estimator_ext.session.preemption import PreemptionHook
 from estimator_ext.spec import operations_of_step, stock_spec
+from estimator_ext.strategy.devices import is_gpu
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 from estimator_ext.variables.desync import DesyncCheckHook
 from estimator_ext.variables.sync_on_read import SyncOnRead
@@ -212,7 +213,7 @@ class TrainingGraph:
     def _copies(self) -> list[CopiesHook]:
         """Makes the step wait for the renewal of copies, which the hook builds."""
         device = self._strategy.accelerator
-        if not has_own_memory(device) or self._steps_per_run > 1:
+        if not is_gpu(device) or self._steps_per_run > 1:
             return []
         hook = CopiesHook(self.spec, device)
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, hook.renewed))

@@ -15,14 +15,19 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 import hostopt
-from estimator_ext._tf_private import cancel_stop, interval_of, last_steps, set_timer, timer_of
+from estimator_ext._tf_private import (
+    SaverHook,
+    cancel_stop,
+    interval_of,
+    last_steps,
+    set_timer,
+    timer_of,
+)
 from estimator_ext.input.state import InputStates
 from estimator_ext.variables.sync_on_read import SyncOnRead
 from hostopt.tensorflow.ops import StopSaveFlags
 
 _log = tf.get_logger()
-
-_Saver = tf.compat.v1.train.CheckpointSaverHook
 
 
 class Coordinated(NamedTuple):
@@ -31,7 +36,7 @@ class Coordinated(NamedTuple):
     flags: StopSaveFlags  # requests of the ranks; may travel with the loss
     sync_on_read: SyncOnRead  # variables that differ by rank
     input_states: InputStates  # of all ranks
-    savers: Sequence[_Saver]  # hooks of this rank that save checkpoints
+    savers: Sequence[SaverHook]  # hooks of this rank that save checkpoints
 
     def coordinate_saves(self) -> None:
         """Makes the savers save only after steps that all ranks know of."""

@@ -21,6 +21,11 @@ _CHOOSING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICE
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 
+def is_gpu(device: str) -> bool:
+    """Returns True for a GPU, which has memory of its own."""
+    return tf.DeviceSpec.from_string(device).device_type == "GPU"
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """The device of forward and backward."""
@@ -28,11 +33,6 @@ class Accelerator:
     device: str
     gpus: tuple[int, ...] = ()  # that this process uses; empty leaves all as they are
     problem: str = ""  # why it may be too small for all who use it, unless memory grows as needed
-
-    @property
-    def is_gpu(self) -> bool:
-        """True for a GPU, whose memory is not that of the host."""
-        return tf.DeviceSpec.from_string(self.device).device_type == "GPU"
 
     def configure(self, config: tf.compat.v1.ConfigProto) -> None:
         """Adds the device to the configuration of a session, which may say otherwise."""

@@ -18,7 +18,7 @@ from estimator_ext import _tf_estimator
 from estimator_ext._tf_private import DIVIDE_LOSSES, caller_of
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.pipelines.sharding import check_policy
-from estimator_ext.strategy.devices import find_accelerator
+from estimator_ext.strategy.devices import find_accelerator, is_gpu
 from estimator_ext.strategy.function_extended import FunctionExtended
 from estimator_ext.strategy.local_steps import LocalSteps
 from hostopt.adapters.discover import set_tf_config
@@ -133,7 +133,7 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         if config_proto is not None:
             config.CopyFrom(config_proto)
         self._accelerator.configure(config)
-        if self.extended.variables_on_host and self._accelerator.is_gpu and self.cluster.size == 1:
+        if self.extended.variables_on_host and is_gpu(self.accelerator) and self.cluster.size == 1:
             # Copies are five times as fast from pinned memory. Two ranks of one host lost more
             # than that, presumably as what they pin and share is copied once more.
             config.gpu_options.force_gpu_compatible = True
@@ -337,7 +337,8 @@ def _signature() -> inspect.Signature:
         for kind in (hostopt.Options, LocalSteps)
         for each in dataclasses.fields(kind)
     ]
-    return inspect.Signature([*own[1:], *named])
+    return inspect.Signature([*own, *named])
 
 
-HostOffloadStrategy.__signature__ = _signature()
+# on the function, as a subclass may have other arguments
+HostOffloadStrategy.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -382,7 +382,7 @@ def make_model_fn(settings: dict, optimizer_name: str):
 
 
 def main(settings: dict) -> None:
-    training_graph.has_own_memory = lambda device: settings["own_memory"]
+    training_graph.is_gpu = lambda device: settings["own_memory"]
     tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.INFO)
     strategy = estimator_ext.HostOffloadStrategy(
         tf.distribute.cluster_resolver.TFConfigClusterResolver(),

@@ -159,7 +159,7 @@ def test_steps_read_what_was_written_last(
     if model == "micro-batches":  # which the stock Estimator does not have
         reference = estimator_ext.HostOffloadStrategy()
     expected = trained(tmp_path / "reference", reference, model, way)
-    monkeypatch.setattr(training_graph, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(training_graph, "is_gpu", lambda device: True)
     copies = []
     build = CopiesHook._copy
     monkeypatch.setattr(
