@@ -153,11 +153,73 @@ def test_ranks_that_are_not_bound_use_all_cores(
     assert all(line.endswith(json.dumps(sorted(os.sched_getaffinity(0)))) for line in lines)
 
 
-def test_hardware_threads_of_a_core_belong_to_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = {0: (0, 0, 0), 1: (0, 1, 1), 2: (0, 0, 2), 3: (0, 1, 3)}  # 0 and 2 share a core
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(places))
-    monkeypatch.setattr(environment, "_place", places.__getitem__)
-    assert environment.shares_of_cores(2) == [[0, 2], [1, 3]]
+def machine(
+    root: Path, cores: list[tuple[int | None, int, int]], gpus: list[tuple[int, str]]
+) -> Path:
+    """Writes what Linux says of a machine.
+
+    Args:
+      cores: NUMA node, socket and core of each hardware thread; the node may be unknown.
+      gpus: NUMA node (-1 if unknown) and vendor of each display controller, in bus order.
+    """
+    for number, (node, socket_id, core) in enumerate(cores):
+        topology = root / f"devices/system/cpu/cpu{number}/topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{socket_id}\n")
+        (topology / "core_id").write_text(f"{core}\n")
+        if node is not None:
+            (topology.parent / f"node{node}").mkdir()
+    for number, (node, vendor) in enumerate(gpus):
+        device = root / f"bus/pci/devices/0000:{number:02x}:00.0"
+        device.mkdir(parents=True)
+        for name, text in {"numa_node": node, "vendor": vendor, "class": "0x030200"}.items():
+            (device / name).write_text(f"{text}\n")
+    network = root / "bus/pci/devices/0000:ff:00.0"
+    network.mkdir(parents=True)
+    for name, text in {"numa_node": 0, "vendor": "0x10de", "class": "0x020000"}.items():
+        (network / name).write_text(f"{text}\n")
+    return root
+
+
+HYPERTHREADS = [(None, 0, 0), (None, 0, 1), (None, 0, 0), (None, 0, 1)]  # 0 and 2 share a core
+TWO_NODES = [(0, 0, 0), (1, 0, 1), (0, 0, 2), (1, 0, 3)]  # of one socket
+NVIDIA = "0x10de"
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "visible", "shares"),
+    [
+        (HYPERTHREADS, [], None, [[0, 2], [1, 3]]),
+        (TWO_NODES, [], None, [[0, 2], [1, 3]]),
+        (TWO_NODES, [(0, NVIDIA), (1, NVIDIA)], None, [[0, 2], [1, 3]]),
+        (TWO_NODES, [(1, NVIDIA), (0, NVIDIA)], None, [[1, 3], [0, 2]]),
+        (TWO_NODES, [(1, NVIDIA), (0, NVIDIA)], "1,0", [[0, 2], [1, 3]]),
+        (TWO_NODES, [(1, NVIDIA), (0, NVIDIA)], "GPU-8f", [[0, 2], [1, 3]]),  # unknown
+        (TWO_NODES, [(1, NVIDIA), (0, NVIDIA)], "", [[0, 2], [1, 3]]),  # none
+        (TWO_NODES, [(0, "0x1a03"), (1, NVIDIA), (0, NVIDIA)], None, [[1, 3], [0, 2]]),
+        (TWO_NODES, [(-1, NVIDIA), (-1, NVIDIA)], None, [[0, 2], [1, 3]]),
+        (
+            TWO_NODES,
+            [(1, NVIDIA), (1, NVIDIA), (0, NVIDIA), (0, NVIDIA)],
+            None,
+            [[1], [3], [0], [2]],
+        ),
+        (TWO_NODES, [(1, NVIDIA), (1, NVIDIA)], None, [[0, 2], [1, 3]]),  # one must be far away
+    ],
+)
+def test_cores_of_a_rank_are_near_each_other_and_its_gpu(
+    cores: list[tuple[int | None, int, int]],
+    gpus: list[tuple[int, str]],
+    visible: str | None,
+    shares: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(len(cores))))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert environment.shares_of_cores(len(shares), machine(tmp_path, cores, gpus)) == shares
 
 
 def test_only_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
