@@ -24,6 +24,7 @@ from estimator_ext._tf_private import (
     timer_of,
 )
 from estimator_ext.input.state import InputStates
+from estimator_ext.reduction.divided_updates import DividedSlots
 from estimator_ext.variables.sync_on_read import SyncOnRead
 from hostopt.tensorflow.ops import StopSaveFlags
 
@@ -35,6 +36,7 @@ class Coordinated(NamedTuple):
 
     flags: StopSaveFlags  # requests of the ranks; may travel with the loss
     sync_on_read: SyncOnRead  # variables that differ by rank
+    divided: DividedSlots  # of which each rank has a part
     input_states: InputStates  # of all ranks
     savers: Sequence[SaverHook]  # hooks of this rank that save checkpoints
 
@@ -55,7 +57,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
         self._flags_sum = None
         if not coordinated.flags.travel:
             self._flags_sum = communicator.open_scalar_sum("requests to stop or save")
-        self._flags, self._sync_on_read, self._input_states, savers = coordinated
+        self._flags, self._sync_on_read, self._divided, self._input_states, savers = coordinated
         coordinated.coordinate_saves()
         self._timers = [timer_of(saver) for saver in savers]
         self._step = 0
@@ -69,6 +71,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
     def before_run(self, run_context: Any) -> None:
         """Sends the requests of this rank."""
         self._sync_on_read.restore_local(run_context.session)
+        self._divided.release(run_context.session)
         self._input_states.forget()
         next_step = self._step + (self._increment or 1)
         self._flags.save = any(timer.is_due(next_step) for timer in self._timers)
@@ -83,6 +86,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
         self._count(run_context.session)
         if self._flags.ranks_saving:
             self._sync_on_read.aggregate_to_chief(run_context.session)
+            self._divided.gather(run_context.session)
             self._input_states.gather(run_context.session)
 
     def _count(self, session: tf.compat.v1.Session) -> None:
@@ -98,6 +102,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
         self._communicator.finish("the last step")  # ranks that have more steps report an error
         self._sync_on_read.restore_local(session)
         self._sync_on_read.aggregate_to_chief(session)
+        self._divided.gather(session)
         self._input_states.gather(session)
 
 
