@@ -31,8 +31,7 @@ from hostopt.launch.environment import find_command
 from hostopt.launch.local_engine import LocalEngine
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
-from hostopt.launch.roles import DataWorker, Evaluator, Ring
-from hostopt.launch.task_group import FORWARDED, Group
+from hostopt.launch.task_group import FORWARDED, DataWorker, Evaluator, Group, Ring
 from hostopt.options import DATA_DIR, RING_ENDED
 from hostopt.process import descriptors
 
