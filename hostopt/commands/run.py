@@ -18,9 +18,8 @@ from hostopt.commands.arguments import (
     integer,
 )
 from hostopt.launch import output
-from hostopt.launch.engine import Engine
+from hostopt.launch.engine import Engine, LocalEngine
 from hostopt.launch.launcher import RunOptions, launch
-from hostopt.launch.local_engine import LocalEngine
 from hostopt.launch.task_group import start_error
 from hostopt.process import descriptors
 

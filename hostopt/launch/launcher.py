@@ -26,9 +26,8 @@ from dataclasses import dataclass
 
 from hostopt.cluster.tf_config import DATA, EVALUATOR
 from hostopt.launch import metrics, output
-from hostopt.launch.engine import Engine, Reservation
+from hostopt.launch.engine import Engine, LocalEngine, Poll
 from hostopt.launch.environment import find_command
-from hostopt.launch.local_engine import LocalEngine
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
 from hostopt.launch.task_group import FORWARDED, DataWorker, Evaluator, Group, Ring
@@ -124,14 +123,14 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
         ring_ended = os.path.join(directory, "ring-ended")
         settings = {RING_ENDED: ring_ended}
         evaluator_groups = [
-            Evaluator(*shared, task=(EVALUATOR, i), reservation=evaluators, settings=settings)
+            Evaluator(*shared, task=(EVALUATOR, i), poll=evaluators, settings=settings)
             for i in range(options.evaluators)
         ]
         data_groups = [
             DataWorker(
                 *shared,
                 task=(DATA, i),
-                reservation=data_workers,
+                poll=data_workers,
                 settings={**settings, DATA_DIR: os.path.join(directory, f"data-{i}")},
             )
             for i in range(options.data_workers)
@@ -144,21 +143,21 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
 
 def _reserve(
     engine: Engine, options: RunOptions, stack: contextlib.ExitStack
-) -> tuple[dict[str, list[str]], Reservation, Reservation]:
+) -> tuple[dict[str, list[str]], Poll, Poll]:
     """Waits for the places of evaluators and of data workers, which outlive an attempt.
 
     Returns:
-      Their addresses by job, and the reservations of the evaluators and of the data workers.
+      Their addresses by job, and the polls of the evaluators' and of the data workers' places.
     """
     cluster: dict[str, list[str]] = {}
-    reservations, begin = [], options.size
+    polls, begin = [], options.size
     for job, count in ((EVALUATOR, options.evaluators), (DATA, options.data_workers)):
         reserved = engine.reserve(range(begin, begin + count), count)
-        reservations.append(stack.enter_context(reserved))
+        polls.append(stack.enter_context(reserved))
         begin += count
         if count:
-            cluster[job] = _addresses(reservations[-1])
-    evaluators, data_workers = reservations
+            cluster[job] = _addresses(polls[-1])
+    evaluators, data_workers = polls
     return cluster, evaluators, data_workers
 
 
@@ -267,10 +266,10 @@ class _Run:
                 group.forward(signum)
 
 
-def _addresses(reservation: Reservation) -> list[str]:
+def _addresses(poll: Poll) -> list[str]:
     """Waits for places before any task has started, and returns their addresses."""
     while True:
-        places = reservation.poll()
+        places = poll()
         if places is not None:
             return [place.address for place in places]
         time.sleep(_POLL_S)

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
+from hostopt.launch.engine import supervise
 from hostopt.launch.environment import find_command, with_defaults
-from hostopt.launch.local_engine import supervise
 from hostopt.launch.task_group import start_error
 from hostopt.launch.task_process import TaskProcess
 from hostopt.options import PREFIX, RING_ENDED

@@ -21,7 +21,7 @@ from typing import Any
 
 from hostopt.errors import ConfigError, ResourceError
 from hostopt.launch import ray_cluster
-from hostopt.launch.engine import Place
+from hostopt.launch.engine import Place, Poll
 from hostopt.launch.ray_actor import Job, Opened, TaskActor
 from hostopt.launch.ray_cluster import CPU, LOG_S, Bundles, Resources
 from hostopt.launch.ray_relay import RelayedSupervisor, describe
@@ -205,14 +205,14 @@ class RayEngine:
                     supervisor.join(_JOIN_S)
 
     @contextlib.contextmanager
-    def reserve(self, slots: Sequence[int], least: int) -> Iterator[RayReservation]:
+    def reserve(self, slots: Sequence[int], least: int) -> Iterator[Poll]:
         """Creates an actor for each slot, which holds a port of its node."""
         assert self._bundles is not None
         reservation = RayReservation(
             self._ray, self._bundles, slots, least, self._timeout_s, self._missing_s
         )
         try:
-            yield reservation
+            yield reservation.poll
         finally:
             reservation.close()
 

@@ -24,7 +24,7 @@ from typing import Any
 from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.launch import restarts, task_process
-from hostopt.launch.engine import Engine, Place, Reservation
+from hostopt.launch.engine import Engine, Place, Poll
 from hostopt.launch.environment import tf_config_of
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import RestartDecision, Restarts, Slots, TaskExit
@@ -257,15 +257,15 @@ class Ring(Group):
     def __init__(self, *arguments: Any, slots: Slots) -> None:
         super().__init__(*arguments)
         self._slots = slots
-        self._reservation: Reservation | None = None  # of the attempt
+        self._poll: Poll | None = None  # of the attempt
 
     def _find_places(self) -> Sequence[Place] | None:
-        if self._reservation is None:
+        if self._poll is None:
             least = min(self._slots.min_size, len(self._slots.in_use))
             reserved = self._engine.reserve(self._slots.in_use, least)
-            self._reservation = self._attempt.enter_context(reserved)
-            self._attempt.callback(setattr, self, "_reservation", None)
-        return self._reservation.poll()
+            self._poll = self._attempt.enter_context(reserved)
+            self._attempt.callback(setattr, self, "_poll", None)
+        return self._poll()
 
     def _start(self, places: Sequence[Place]) -> None:
         self._slots.use({place.slot: place.node for place in places})
@@ -314,17 +314,17 @@ class _Companion(Group):
         self,
         *arguments: Any,
         task: tuple[str, int],
-        reservation: Reservation,
+        poll: Poll,
         settings: Mapping[str, str],
     ) -> None:
         super().__init__(*arguments)
         self._task = task
-        self._reservation = reservation
+        self._poll = poll
         self._settings = settings
 
     def _find_places(self) -> Sequence[Place] | None:
         are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
-        return self._reservation.poll() if are_ranks_placed else None
+        return self._poll() if are_ranks_placed else None
 
     def _start(self, places: Sequence[Place]) -> None:
         self._start_task(self._task, places[self._task[1]], self._settings)
