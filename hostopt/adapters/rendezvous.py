@@ -27,7 +27,7 @@ import selectors
 import socket
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hostopt.adapters.place import Place
@@ -61,15 +61,17 @@ def exchange(place: Place, port: int, token: bytes | None, timeout_s: float) -> 
         return server.exchange(announced_address(place, None, port), deadline_s)
 
 
+@dataclass
 class Peer:
     """A rank other than 0."""
 
-    def __init__(self, place: Place, port: int, token: bytes | None, deadline_s: float) -> None:
-        self._place = place
-        self._port = port
-        self._token = token
-        self._deadline_s = deadline_s
-        self._progress = Progress(place)
+    _place: Place
+    _port: int
+    _token: bytes | None
+    _deadline_s: float
+
+    def __post_init__(self) -> None:
+        self._progress = Progress(self._place)
         self._missing = [0]
         self._refusal = ""  # of a process without the right proof
 
@@ -198,15 +200,13 @@ def _new_nonce() -> str:
     return secrets.token_hex(16)  # never used again
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
     """A process that has connected to rank 0; a peer once it has a rank."""
 
     socket: socket.socket
-    deadline_s: float = field(
-        default_factory=lambda: time.monotonic() + _REGISTER_TIMEOUT_S  # to register
-    )
-    nonce: str = field(default_factory=_new_nonce)  # of rank 0
+    deadline_s: float  # to register
+    nonce: str  # of rank 0
     received: bytes = b""
     peer_nonce: str = ""
     rank: int | None = None
@@ -263,9 +263,7 @@ class _Server:
     def _failure(self) -> HostOptError:
         refused = sorted(self._refused.intersection(self._missing()))
         if refused:
-            ranks = ", ".join(map(str, refused))
-            text = f"rank {ranks} has another token than rank 0. Give all ranks the same token"
-            return AuthError(text, rank=0)
+            return AuthError(_other_token(*refused), rank=0)
         return timeout_error(self._place, self._missing())
 
     def _accept(self) -> None:
@@ -284,7 +282,8 @@ class _Server:
         if not is_unix:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_MS)
         accepted.settimeout(_SEND_TIMEOUT_S)  # it is read only when there is something
-        connection = _Connection(accepted)
+        deadline_s = time.monotonic() + _REGISTER_TIMEOUT_S
+        connection = _Connection(accepted, deadline_s, _new_nonce())
         self._connections.append(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         _send(connection, nonce=connection.nonce)
@@ -315,8 +314,7 @@ class _Server:
             if not is_proof(message.get("proof"), self._token, connection.nonce, *fields):
                 if 0 < rank < self._place.size:
                     self._refused.add(rank)
-                text = f"rank {rank} has another token than rank 0. Give all ranks the same token"
-                self._send(connection, AuthError.__name__, text)
+                self._send(connection, AuthError.__name__, _other_token(rank))
                 return False
         except (OSError, KeyError, ValueError, TypeError):
             return False
@@ -351,6 +349,11 @@ class _Server:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         self._connections.remove(connection)
+
+
+def _other_token(*ranks: int) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} has another token than rank 0. Give all ranks the same token"
 
 
 def _send(connection: _Connection, **fields: Any) -> None:

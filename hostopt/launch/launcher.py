@@ -119,21 +119,17 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
             stack.enter_context(metrics.served(monitor, options.metrics_port))
         limits = (options.max_restarts, options.grace_s)
         shared = (engine, command, cluster, selector, *limits, monitor)
-        ring = Ring(*shared, slots=Slots(options.size, options.least_size))
+        ring = Ring(*shared, Slots(options.size, options.least_size))
         ring_ended = os.path.join(directory, "ring-ended")
         settings = {RING_ENDED: ring_ended}
         evaluator_groups = [
-            Evaluator(*shared, task=(EVALUATOR, i), poll=evaluators, settings=settings)
+            Evaluator(*shared, (EVALUATOR, i), evaluators, settings)
             for i in range(options.evaluators)
         ]
+        data_dirs = [os.path.join(directory, f"data-{i}") for i in range(options.data_workers)]
         data_groups = [
-            DataWorker(
-                *shared,
-                task=(DATA, i),
-                poll=data_workers,
-                settings={**settings, DATA_DIR: os.path.join(directory, f"data-{i}")},
-            )
-            for i in range(options.data_workers)
+            DataWorker(*shared, (DATA, i), data_workers, {**settings, DATA_DIR: data_dir})
+            for i, data_dir in enumerate(data_dirs)
         ]
         for group in (ring, *evaluator_groups, *data_groups):
             stack.callback(group.close)
@@ -156,33 +152,29 @@ def _reserve(
         polls.append(stack.enter_context(reserved))
         begin += count
         if count:
-            cluster[job] = _addresses(polls[-1])
+            while (places := polls[-1]()) is None:
+                time.sleep(_POLL_S)
+            cluster[job] = [place.address for place in places]
     evaluators, data_workers = polls
     return cluster, evaluators, data_workers
 
 
+@dataclass
 class _Run:
     """The groups of a cluster from start to end, and the signals that the launcher receives."""
 
-    def __init__(
-        self,
-        ring: Ring,
-        evaluators: Sequence[Evaluator],
-        data_workers: Sequence[DataWorker],
-        selector: selectors.BaseSelector,
-        ring_ended: str,
-        monitor: Monitor,
-    ) -> None:
-        self._ring = ring
-        self._evaluators = evaluators
-        self._data_workers = data_workers
-        self._others = (*evaluators, *data_workers)
+    _ring: Ring
+    _evaluators: Sequence[Evaluator]
+    _data_workers: Sequence[DataWorker]
+    _selector: selectors.BaseSelector
+    _ring_ended: str
+    _monitor: Monitor
+
+    def __post_init__(self) -> None:
+        self._others = (*self._evaluators, *self._data_workers)
+        self._groups: tuple[Group, ...] = (self._ring, *self._others)
         self._lost: DataWorker | None = None  # the first that has failed for good before the ring
-        self._groups: tuple[Group, ...] = (ring, *self._others)
         self._failed: list[Group] = []  # in the order in which they failed for good
-        self._selector = selector
-        self._ring_ended = ring_ended
-        self._monitor = monitor
         self._is_announced = False  # to the others: all ranks have succeeded
         self._is_interrupted = False
 
@@ -264,15 +256,6 @@ class _Run:
             self._is_interrupted = self._is_interrupted or signum == signal.SIGINT
             for group in self._groups:
                 group.forward(signum)
-
-
-def _addresses(poll: Poll) -> list[str]:
-    """Waits for places before any task has started, and returns their addresses."""
-    while True:
-        places = poll()
-        if places is not None:
-            return [place.address for place in places]
-        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

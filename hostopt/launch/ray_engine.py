@@ -215,29 +215,20 @@ class RayPlace(Place):
     lost: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass
 class RayReservation:
-    """Actors for the slots of an attempt, on the bundles of the slots.
+    """Actors for the slots of an attempt, on the bundles of the slots."""
 
-    Args:
-      missing_s: time at which each slot without a place was first missed, which outlives an
-        attempt: no attempt waits again for a slot that an earlier one has waited for in vain.
-    """
+    _ray: Any
+    _bundles: Bundles
+    _slots: Sequence[int]
+    _least: int
+    _timeout_s: float
+    # Time at which each slot without a place was first missed, which outlives an attempt: no
+    # attempt waits again for a slot that an earlier one has waited for in vain.
+    _missing_s: dict[int, float]
 
-    def __init__(
-        self,
-        ray: Any,
-        bundles: Bundles,
-        slots: Sequence[int],
-        least: int,
-        timeout_s: float,
-        missing_s: dict[int, float],
-    ) -> None:
-        self._ray = ray
-        self._bundles = bundles
-        self._slots = slots
-        self._least = least
-        self._timeout_s = timeout_s
-        self._missing_s = missing_s
+    def __post_init__(self) -> None:
         self._actors: dict[int, Any] = {}
         self._opening: dict[int, Any] = {}  # calls that open the places
         self._places: dict[int, RayPlace] = {}

@@ -39,8 +39,10 @@ from hostopt.telemetry import progress
 from hostopt.transport.addresses import hold_port, port_of
 from hostopt.versions import VERSION
 
-# Kinds of events. The data of a code is the number as text, that of an end is empty.
-OUT, ERR, PROGRESS, REPORT, CODE, END = "out", "err", "progress", "report", "code", "end"
+# Kinds of events. The data of a code is the number as text, that of an end is empty. A file's kind
+# is the variable that names it.
+OUT, ERR, CODE, END = "out", "err", "code", "end"
+PROGRESS, REPORT = progress.VARIABLE, error_report.VARIABLE
 _MAX_QUEUED_BYTES = 4 << 20
 _MAX_BATCH_BYTES = 80 << 10  # Ray sends results of up to 100 KiB with the answer itself
 
@@ -98,7 +100,7 @@ _KILL_S = 3.0  # from a kill through the actor to a kill of the actor
 _UNAVAILABLE_S = 30.0  # without an answer of the actor, before it is lost
 _MAX_CHARACTERS = 400
 _HANDLE = re.compile(r"\s*(class_name|actor_id|pid|name|namespace|ip|job_id|repr)\s*:")
-_FILES = {progress.VARIABLE: "progress.json", error_report.VARIABLE: "error.txt"}
+_FILES = {PROGRESS: "progress.json", REPORT: "error.txt"}
 _FROM_LAUNCHER = (PREFIX, "TF_")  # variables of the launcher that override those of the node
 
 
@@ -178,9 +180,8 @@ class _RunningTask:
         self._process: TaskProcess | None = None
         with contextlib.suppress(OSError):  # the launcher's directory is not on this node
             os.chdir(job.directory)
-        environment = environment_of(
-            job, os.environ, {**self._files, RING_ENDED: self._path("ended")}
-        )
+        files = {**self._files, RING_ENDED: self._path("ended")}
+        environment = environment_of(job, os.environ, files)
         # the threads of an actor block SIGINT, and a command would inherit that
         blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
         try:
@@ -195,7 +196,9 @@ class _RunningTask:
             for arguments in ((supervisor.stdout, OUT), (supervisor.stderr, ERR))
         ]
         self._process = TaskProcess(job.task, supervisor, lifeline, readers)
-        for thread in (*readers, *map(_daemon, (self._wait, self._watch))):
+        waiting = threading.Thread(target=self._wait, daemon=True)
+        watching = threading.Thread(target=self._watch, daemon=True)
+        for thread in (*readers, waiting, watching):
             thread.start()
 
     def signal(self, signum: int) -> None:
@@ -229,16 +232,16 @@ class _RunningTask:
 
     def _watch(self) -> None:
         """Reports the progress whenever the task has written it."""
-        path, seen = self._files[progress.VARIABLE], 0
+        path, seen = self._files[PROGRESS], 0
         while not self._has_ended.wait(_POLL_S):
             with contextlib.suppress(OSError):
                 written = os.stat(path).st_mtime_ns
                 if written != seen:
                     seen = written
-                    self._report(progress.VARIABLE, PROGRESS)
+                    self._report(PROGRESS)
 
-    def _report(self, variable: str, kind: str) -> None:
-        with contextlib.suppress(OSError), open(self._files[variable], "rb") as file:
+    def _report(self, kind: str) -> None:
+        with contextlib.suppress(OSError), open(self._files[kind], "rb") as file:
             self.events.put(kind, file.read())
 
     def _wait(self) -> None:
@@ -246,8 +249,8 @@ class _RunningTask:
         while not self._process.has_ended():
             pass
         self._has_ended.set()
-        self._report(progress.VARIABLE, PROGRESS)
-        self._report(error_report.VARIABLE, REPORT)
+        for kind in _FILES:
+            self._report(kind)
         self.events.put(CODE, b"%d" % (self._process.code or 0))
         self._process.close()
         self.events.put(END)
@@ -266,10 +269,6 @@ def environment_of(job: Job, node: Mapping[str, str], files: Mapping[str, str]) 
     settings = {name: files.get(name, value) for name, value in job.settings.items()}
     threads = {name: str(job.threads) for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")}
     return with_defaults({**threads, **launcher, **node, **chosen, **settings}, job.task[0], 1)
-
-
-def _daemon(target: object) -> threading.Thread:
-    return threading.Thread(target=target, daemon=True)  # type: ignore[arg-type]
 
 
 def _end_with(parent: int) -> None:
@@ -369,10 +368,8 @@ class RelayedSupervisor:
     def _handle(self, event: Event) -> None:
         if event.kind in self._writers:
             self._write(self._writers[event.kind], event.data)
-        elif event.kind == PROGRESS:
-            self._replace(self._job.settings[progress.VARIABLE], event.data)
-        elif event.kind == REPORT:
-            self._replace(self._job.settings[error_report.VARIABLE], event.data)
+        elif event.kind in _FILES:
+            self._replace(event.kind, event.data)
         elif event.kind == CODE:
             self._finish(int(event.data))
 
@@ -382,7 +379,8 @@ class RelayedSupervisor:
             while rest:
                 rest = rest[os.write(fd, rest) :]
 
-    def _replace(self, path: str, data: bytes) -> None:
+    def _replace(self, kind: str, data: bytes) -> None:
+        path = self._job.settings[kind]
         with contextlib.suppress(OSError):  # a full disk, or the attempt is over
             with open(f"{path}.new", "wb") as file:
                 file.write(data)
@@ -394,7 +392,7 @@ class RelayedSupervisor:
         self._on_lost()
         if cause and not self._is_killed:
             report = f"{128 + signal.SIGKILL}\n{cause}".encode(errors="backslashreplace")
-            self._replace(self._job.settings[error_report.VARIABLE], report)
+            self._replace(REPORT, report)
         self._finish(128 + signal.SIGKILL)
 
     def _finish(self, code: int) -> None:

@@ -134,13 +134,13 @@ class Restarts:
     """Counts the restarts of a group and computes the delay before each (exponential back-off)."""
 
     def __init__(self, max_restarts: int) -> None:
-        self.max_restarts = max_restarts
         self.used = 0
+        self._max_restarts = max_restarts
         self._delay_s = FIRST_DELAY_S
 
     def next_delay_s(self, lasted_s: float) -> float | None:
         """Uses up one restart; returns the seconds to wait before it, None if none is left."""
-        if self.used == self.max_restarts:
+        if self.used == self._max_restarts:
             return None
         self.used += 1
         delay_s = FIRST_DELAY_S if lasted_s > STEADY_S else self._delay_s

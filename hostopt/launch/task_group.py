@@ -19,7 +19,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
 from hostopt.errors import ConfigError, HostOptError, ResourceError
@@ -54,35 +54,25 @@ def start_error(error: OSError) -> HostOptError:
     )
 
 
+@dataclass(eq=False)
 class Group:
-    """Tasks that start together, and restart together after a failure.
+    """Tasks that start together, and restart together after a failure."""
 
-    Args:
-      cluster: addresses by job, of this and all other groups.
-      selector: registers the lifelines of running tasks, each with a function to call.
-      grace_s: seconds from the first failure to SIGTERM for the other tasks.
-    """
+    _engine: Engine
+    _command: Sequence[str]
+    _cluster: dict[str, list[str]]  # addresses by job, of this and all other groups
+    _selector: selectors.BaseSelector  # of the lifelines, each with a function to call
+    _max_restarts: int
+    _grace_s: float  # from the first failure to SIGTERM for the other tasks
+    _monitor: Monitor
 
-    def __init__(
-        self,
-        engine: Engine,
-        command: Sequence[str],
-        cluster: dict[str, list[str]],
-        selector: selectors.BaseSelector,
-        max_restarts: int,
-        grace_s: float,
-        monitor: Monitor,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.code: int | None = None  # exit code, once there will be no further attempt
         self.cause = ""  # error that the root cause of the last failure reported
         self.reason = ""  # root cause of the last failure, and how it ended
-        self._engine = engine
-        self._command = command
-        self._cluster = cluster
-        self._selector = selector
-        self._monitor = monitor
-        self._restarts = Restarts(max_restarts)
-        self._after_failure = ((grace_s, signal.SIGTERM), (grace_s + KILL_S, signal.SIGKILL))
+        self._restarts = Restarts(self._max_restarts)
+        kill_s = self._grace_s + KILL_S
+        self._after_failure = ((self._grace_s, signal.SIGTERM), (kill_s, signal.SIGKILL))
         self._after_signal = ((PREEMPTION_S, signal.SIGKILL),)
         self._attempt = contextlib.ExitStack()  # resources of the attempt
         self._processes: list[TaskProcess] = []
@@ -251,13 +241,12 @@ def task_exit(process: TaskProcess, name: str, slot: int | None) -> TaskExit:
     return TaskExit(name, slot, process.code or 0, process.forced, report.cause)
 
 
+@dataclass(eq=False)
 class Ring(Group):
     """The group of all ranks."""
 
-    def __init__(self, *arguments: Any, slots: Slots) -> None:
-        super().__init__(*arguments)
-        self._slots = slots
-        self._poll: Poll | None = None  # of the attempt
+    _slots: Slots
+    _poll: Poll | None = None  # of the attempt
 
     def _find_places(self) -> Sequence[Place] | None:
         if self._poll is None:
@@ -294,7 +283,7 @@ class Ring(Group):
         _LOG.error(text, first.name, restarts.describe(first.code), grace_period[0][0])
 
     def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
-        attempts = self._restarts.max_restarts + 1
+        attempts = self._max_restarts + 1
         attempt = self._restarts.used + (delay_s is None)
         text = f"attempt {attempt} of {attempts} failed; root cause: {decision.reason}"
         if delay_s is None:
@@ -307,20 +296,13 @@ class Ring(Group):
         _LOG.warning("%s; restarting in %g s%s", text, delay_s, self._slots.describe())
 
 
+@dataclass(eq=False)
 class _Companion(Group):
     """The group of one task beside the ranks, whose place outlives an attempt."""
 
-    def __init__(
-        self,
-        *arguments: Any,
-        task: tuple[str, int],
-        poll: Poll,
-        settings: Mapping[str, str],
-    ) -> None:
-        super().__init__(*arguments)
-        self._task = task
-        self._poll = poll
-        self._settings = settings
+    _task: tuple[str, int]
+    _poll: Poll
+    _settings: Mapping[str, str]
 
     def _find_places(self) -> Sequence[Place] | None:
         are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
