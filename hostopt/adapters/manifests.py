@@ -25,12 +25,7 @@ _TOKEN = "token"
 
 @dataclass(frozen=True)
 class Training:
-    """A training to be run on Kubernetes.
-
-    Args:
-      resources: limits of each rank, such as ``{"nvidia.com/gpu": "1"}``.
-      claims: mount paths of volumes, by name of the PersistentVolumeClaim.
-    """
+    """A training to be run on Kubernetes."""
 
     name: str
     image: str
@@ -38,8 +33,8 @@ class Training:
     size: int
     evaluators: int = 0
     restarts: int = 5
-    resources: dict[str, str] = field(default_factory=dict)
-    claims: dict[str, str] = field(default_factory=dict)
+    resources: dict[str, str] = field(default_factory=dict)  # limits, as {"nvidia.com/gpu": "1"}
+    claims: dict[str, str] = field(default_factory=dict)  # mount paths by PersistentVolumeClaim
 
 
 def job(training: Training) -> list[Manifest]:

@@ -21,9 +21,9 @@ from hostopt.launch import output
 from hostopt.launch.engine import Engine, LocalEngine
 from hostopt.launch.launcher import RunOptions, launch
 from hostopt.launch.task_group import start_error
+from hostopt.options import YEAR_S
 from hostopt.process import descriptors
 
-_MAX_S = 365 * 24 * 3600.0
 _PLACES_TIMEOUT_S = 60.0
 
 
@@ -177,10 +177,6 @@ def _engine_of(options: argparse.Namespace) -> Engine:
             "--bind-to cores contradicts --on ray: Ray reserves cores by their number, with "
             "--resources CPU=N"
         )
-    return _ray_engine(options)
-
-
-def _ray_engine(options: argparse.Namespace) -> Engine:
     from hostopt.launch.ray_engine import RayEngine
 
     timeout_s = options.places_timeout_s
@@ -209,6 +205,6 @@ def _resources(text: str) -> dict[str, float]:
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 < seconds <= _MAX_S:
-        raise argparse.ArgumentTypeError(f"{seconds:g} is not above 0 and up to {_MAX_S:g}")
+    if not 0 < seconds <= YEAR_S:
+        raise argparse.ArgumentTypeError(f"{seconds:g} is not above 0 and up to {YEAR_S:g}")
     return seconds

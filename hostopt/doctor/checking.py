@@ -17,14 +17,9 @@ OK, NOTE, WRONG = "ok", "note", "WRONG"
 
 
 class Finding(NamedTuple):
-    """One line of the doctor's output.
+    """One line of the doctor's output."""
 
-    Args:
-      verdict: `OK`; `NOTE` for something to know about; `WRONG` for something that prevents a
-        training from running properly.
-    """
-
-    verdict: str
+    verdict: str  # WRONG: something prevents a training from running properly
     text: str
 
     def __str__(self) -> str:
@@ -50,11 +45,9 @@ def run(check: Callable[..., Iterable[Finding]], *args: Any, timeout_s: float) -
 def outcomes(function: Callable[[Any], Any], items: Sequence[Any], timeout_s: float) -> list[Any]:
     """Calls a function for several items in parallel, with a common deadline.
 
-    Args:
-      function: may block. After the deadline its daemon thread keeps running, without effect.
-
     Returns:
-      For each item the result or the exception; a TimeoutError if the call did not finish.
+      For each item the result or the exception; a TimeoutError if the call did not finish. Its
+      daemon thread then keeps running, without effect.
     """
     results: list[Any] = [TimeoutError(f"no answer within {timeout_s:g} s") for _ in items]
 
@@ -70,4 +63,4 @@ def outcomes(function: Callable[[Any], Any], items: Sequence[Any], timeout_s: fl
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(deadline_s - time.monotonic(), 0))
-    return list(results)  # a call that ends later changes nothing
+    return list(results)

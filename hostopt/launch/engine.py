@@ -27,16 +27,11 @@ _SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_supervi
 
 @dataclass(frozen=True)
 class Place:
-    """A place for one task.
-
-    Args:
-      address: ``host:port`` for TF_CONFIG; the port is held for the task.
-      node: name of the machine for logs; empty for this machine.
-    """
+    """A place for one task."""
 
     slot: int
-    address: str
-    node: str = ""
+    address: str  # ``host:port`` for TF_CONFIG; the port is held for the task
+    node: str = ""  # name of the machine for logs; empty for this machine
 
 
 Poll = Callable[[], "Sequence[Place] | None"]
@@ -45,13 +40,8 @@ Poll = Callable[[], "Sequence[Place] | None"]
 class Supervisor(Protocol):
     """The process that runs a command, on this machine or on another one."""
 
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Standard output of the command."""
-
-    @property
-    def stderr(self) -> IO[bytes] | None:
-        """Standard error of the command."""
+    stdout: IO[bytes] | None  # of the command
+    stderr: IO[bytes] | None
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for its end, and returns its exit code; -n if signal n ended it.
@@ -113,15 +103,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class LocalPlace(Place):
-    """A place on this machine.
+    """A place on this machine."""
 
-    Args:
-      cores: numbers of the cores to bind a rank to; empty for no binding.
-      size: number of ranks that share the cores of this machine.
-    """
-
-    cores: tuple[int, ...] = ()
-    size: int = 1
+    cores: tuple[int, ...] = ()  # numbers of those to bind a rank to; empty for no binding
+    size: int = 1  # number of ranks that share the cores of this machine
 
 
 class LocalEngine:

@@ -105,20 +105,15 @@ _FROM_LAUNCHER = (PREFIX, "TF_")  # variables of the launcher that override thos
 
 
 class Job(NamedTuple):
-    """A task to start.
+    """A task to start."""
 
-    Args:
-      number: counts the tasks of the slot.
-      threads: number of processor cores that are reserved for the task.
-    """
-
-    number: int
+    number: int  # counts the tasks of the slot
     command: Sequence[str]
     task: tuple[str, int]
     settings: Mapping[str, str]
     inherited: Mapping[str, str]
     directory: str
-    threads: int
+    threads: int  # number of processor cores that are reserved for the task
 
 
 class Opened(NamedTuple):
@@ -297,7 +292,8 @@ class RelayedSupervisor:
         self.lifeline, self._end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end.settimeout(_POLL_S)
         pipes = [os.pipe() for _ in range(2)]
-        self.stdout, self.stderr = (os.fdopen(reader, "rb") for reader, _ in pipes)
+        readers: list[IO[bytes] | None] = [os.fdopen(reader, "rb") for reader, _ in pipes]
+        self.stdout, self.stderr = readers
         self._writers = dict(zip((OUT, ERR), (w for _, w in pipes)))
         self._ray = ray
         self._actor = actor

@@ -259,10 +259,8 @@ class Ring(Group):
     def _start(self, places: Sequence[Place]) -> None:
         self._slots.use({place.slot: place.node for place in places})
         tasks = [(CHIEF, 0), *((WORKER, index) for index in range(len(places) - 1))]
-        for job in (CHIEF, WORKER):
-            self._cluster.pop(job, None)
-        for (job, _), place in zip(tasks, places):
-            self._cluster.setdefault(job, []).append(place.address)
+        addresses = [place.address for place in places]
+        self._cluster.update({CHIEF: addresses[:1], WORKER: addresses[1:]})
         for task, place in zip(tasks, places):
             self._start_task(task, place, {"HOSTOPT_SLOT": str(place.slot)})
 

@@ -27,21 +27,16 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TaskProcess:
-    """A started task.
-
-    Args:
-      report: path of the file in which the command may report the error that ends it.
-      forced: True if the launcher signalled the task because its grace period was over.
-    """
+    """A started task."""
 
     task: tuple[str, int]
     supervisor: Supervisor
     lifeline: socket.socket
     pumps: list[threading.Thread]
-    report: str = ""
+    report: str = ""  # path of the file for the error that ends the command
     group: int | None = None
     code: int | None = None
-    forced: bool = False
+    forced: bool = False  # the launcher signalled it because its grace period was over
     _reported_code: int | None = None  # exit code of the command, as the supervisor sent it
     _is_killed: bool = False
 
