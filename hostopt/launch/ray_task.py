@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
 from hostopt.launch.engine import supervise
@@ -153,14 +154,15 @@ class TaskActor:
 
     def signal(self, number: int, signums: Sequence[int]) -> None:
         """Signals a task."""
-        if self._running is not None and self._running.number == number:
+        running = self._running
+        if running is not None and running.number == number and running.process is not None:
             for signum in signums:
-                self._running.signal(signum)
+                running.process.signal(signum)
 
     def end_ring(self) -> None:
         """Tells an evaluator that all ranks have succeeded."""
         if self._running is not None:
-            self._running.end_ring()
+            open(self._running.ring_ended, "w").close()
 
 
 class _RunningTask:
@@ -170,12 +172,14 @@ class _RunningTask:
         self.number = job.number
         self.events = EventQueue()
         self._directory = tempfile.TemporaryDirectory(prefix="hostopt-run-")
-        self._files = {name: self._path(file) for name, file in _FILES.items()}
+        path = self._directory.name
+        self._files = {kind: os.path.join(path, name) for kind, name in _FILES.items()}
+        self.ring_ended = os.path.join(path, "ended")
         self._has_ended = threading.Event()
-        self._process: TaskProcess | None = None
+        self.process: TaskProcess | None = None
         with contextlib.suppress(OSError):  # the launcher's directory is not on this node
             os.chdir(job.directory)
-        files = {**self._files, RING_ENDED: self._path("ended")}
+        files = {**self._files, RING_ENDED: self.ring_ended}
         environment = environment_of(job, os.environ, files)
         # the threads of an actor block SIGINT, and a command would inherit that
         blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -190,21 +194,11 @@ class _RunningTask:
             threading.Thread(target=self._read, args=arguments, daemon=True)
             for arguments in ((supervisor.stdout, OUT), (supervisor.stderr, ERR))
         ]
-        self._process = TaskProcess(job.task, supervisor, lifeline, readers)
+        self.process = TaskProcess(job.task, supervisor, lifeline, readers)
         waiting = threading.Thread(target=self._wait, daemon=True)
         watching = threading.Thread(target=self._watch, daemon=True)
         for thread in (*readers, waiting, watching):
             thread.start()
-
-    def signal(self, signum: int) -> None:
-        if self._process is not None:
-            self._process.signal(signum)
-
-    def end_ring(self) -> None:
-        open(self._path("ended"), "w").close()
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self._directory.name, name)
 
     def _fail(self, error: OSError) -> None:
         """Reports a task that could not be started, as the launcher does on one machine."""
@@ -240,14 +234,14 @@ class _RunningTask:
             self.events.put(kind, file.read())
 
     def _wait(self) -> None:
-        assert self._process is not None
-        while not self._process.has_ended():
+        assert self.process is not None
+        while not self.process.has_ended():
             pass
         self._has_ended.set()
         for kind in _FILES:
             self._report(kind)
-        self.events.put(CODE, b"%d" % (self._process.code or 0))
-        self._process.close()
+        self.events.put(CODE, b"%d" % (self.process.code or 0))
+        self.process.close()
         self.events.put(END)
         self._directory.cleanup()
 
@@ -279,27 +273,23 @@ def _this_node() -> tuple[str, str]:
     return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
 
 
+@dataclass(eq=False)
 class RelayedSupervisor:
-    """The supervisor of a task on a node.
+    """The supervisor of a task on a node."""
 
-    Args:
-      job: the task to start; its settings name files of this machine.
-    """
+    _ray: Any
+    _actor: Any
+    _node: str
+    _job: Job  # the task to start; its settings name files of this machine
+    _on_lost: Callable[[], None]
 
-    def __init__(
-        self, ray: Any, actor: Any, node: str, job: Job, on_lost: Callable[[], None]
-    ) -> None:
+    def __post_init__(self) -> None:
         self.lifeline, self._end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end.settimeout(_POLL_S)
         pipes = [os.pipe() for _ in range(2)]
         readers: list[IO[bytes] | None] = [os.fdopen(reader, "rb") for reader, _ in pipes]
         self.stdout, self.stderr = readers
-        self._writers = dict(zip((OUT, ERR), (w for _, w in pipes)))
-        self._ray = ray
-        self._actor = actor
-        self._node = node
-        self._job = job
-        self._on_lost = on_lost
+        self._writers = dict(zip((OUT, ERR), (writer for _, writer in pipes)))
         self._code = -signal.SIGKILL
         self._ended = threading.Event()
         self._is_killed = False
