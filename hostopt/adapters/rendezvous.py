@@ -213,18 +213,20 @@ class _Connection:
     address: str = ""
 
 
+@dataclass
 class _Server:
     """Rank 0, until all peers have the addresses."""
 
-    def __init__(self, place: Place, listener: socket.socket, token: bytes | None) -> None:
-        self._place = place
-        self._listener = listener
-        self._token = token
+    _place: Place
+    _listener: socket.socket
+    _token: bytes | None
+
+    def __post_init__(self) -> None:
         self._connections: list[_Connection] = []
         self._refused: set[int] = set()  # ranks with another token
         self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
 
     def exchange(self, address: str, deadline_s: float) -> list[str]:
         """Waits for all peers, and sends them the addresses of all."""

@@ -63,11 +63,7 @@ def _seconds(text: str) -> float:
 def examine(
     environ: Mapping[str, str], model_dir: str | None, timeout_s: float
 ) -> Iterator[Finding]:
-    """Checks this machine and, if TF_CONFIG names a cluster, this task in it.
-
-    Args:
-      timeout_s: seconds to wait for the doctors of the other ranks.
-    """
+    """Checks this machine and, if TF_CONFIG names a cluster, this task in it."""
     checks: list[tuple[Any, ...]] = [
         (machine.versions,),
         (machine.keras, environ),
@@ -120,11 +116,5 @@ def _examine_ring(
     if not healthy:
         yield Finding(NOTE, "skipped the checks between ranks: correct what is WRONG here first")
         return
-    yield from run(
-        network.other_ranks,
-        ring,
-        options,
-        model_dir,
-        timeout_s,
-        timeout_s=2 * timeout_s + _CONNECTED_TIMEOUT_S,
-    )
+    most_s = 2 * timeout_s + _CONNECTED_TIMEOUT_S
+    yield from run(network.other_ranks, ring, options, model_dir, timeout_s, timeout_s=most_s)

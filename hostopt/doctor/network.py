@@ -174,8 +174,7 @@ def other_ranks(
     """Connects to the doctors of all other ranks like a training, and compares.
 
     Args:
-      options: options of the training; their deadlines are replaced.
-      timeout_s: seconds to wait for the others, and then for each collective.
+      timeout_s: replaces the deadlines for the others to connect, and for each collective.
     """
     options = replace(
         options,
@@ -194,7 +193,7 @@ def other_ranks(
             "the same time",
         )
         yield from calls(
-            [task for task in ring.ring if f"{task.name} ({task.address})" in missing]
+            [each for each in ring.ring if f"{each.name} ({each.address})" in missing]
         )
         return
     with communicator:

@@ -189,7 +189,7 @@ class _Run:
                 key.data()
             self._advance()
             self._monitor.advance()
-        root = self._root_cause()
+        root = self._lost or (self._ring if self._ring.code else next(iter(self._failed), None))
         if root is None:
             self._monitor.finish(0)
             return 0
@@ -199,12 +199,6 @@ class _Run:
         elif self._lost is not None:
             _LOG.error("%s; the ranks need its data", root.reason)
         return root.code or 0
-
-    def _root_cause(self) -> Group | None:
-        """Returns the group whose failure ends the run; None if all have succeeded."""
-        if self._lost is not None:
-            return self._lost
-        return self._ring if self._ring.code else next(iter(self._failed), None)
 
     def _advance(self) -> None:
         self._ring.advance()

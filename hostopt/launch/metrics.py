@@ -49,7 +49,7 @@ def served(monitor: Monitor, port: int) -> Iterator[int]:
             "Choose another --metrics-port, or 0 for any free one"
         ) from error
     port = listener.getsockname()[1]
-    with answering(listener, lambda: bytes(generate_latest(registry)), _CONTENT_TYPE):
+    with answering(listener, lambda: bytes(generate_latest(registry))):
         _LOG.info("metrics: http://%s:%d/metrics", _HOST, port)
         yield port
 
@@ -137,12 +137,10 @@ _BACKLOG = 8  # connections that are accepted at once
 
 
 @contextlib.contextmanager
-def answering(
-    listener: socket.socket, answer: Callable[[], bytes], content_type: str
-) -> Iterator[None]:
+def answering(listener: socket.socket, answer: Callable[[], bytes]) -> Iterator[None]:
     """Scope in which a thread answers each GET request; closes the bound `listener` at its end."""
     loop = asyncio.new_event_loop()
-    callers = _Callers(answer, content_type)
+    callers = _Callers(answer)
     server = loop.run_until_complete(
         asyncio.start_server(callers.serve, sock=listener, limit=REQUEST_BYTES, backlog=_BACKLOG)
     )
@@ -168,9 +166,8 @@ async def _end_all() -> None:
 class _Callers:
     """The connections, of which each brings one request."""
 
-    def __init__(self, answer: Callable[[], bytes], content_type: str) -> None:
+    def __init__(self, answer: Callable[[], bytes]) -> None:
         self._answer = answer
-        self._content_type = content_type
         self._tasks: list[asyncio.Task[None]] = []  # the oldest first
 
     def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -198,7 +195,7 @@ class _Callers:
             status, body = "200 OK", self._answer()
         head = (
             f"HTTP/1.1 {status}",
-            f"Content-Type: {self._content_type}",
+            f"Content-Type: {_CONTENT_TYPE}",
             f"Content-Length: {len(body)}",
             "Connection: close",
         )
