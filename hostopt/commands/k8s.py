@@ -132,21 +132,22 @@ class Training:
     resources: dict[str, str] = field(default_factory=dict)  # limits, as {"nvidia.com/gpu": "1"}
     claims: dict[str, str] = field(default_factory=dict)  # mount paths by PersistentVolumeClaim
 
+    @property
+    def count(self) -> int:
+        """Number of pods."""
+        return self.size + self.evaluators
+
 
 def job(training: Training) -> list[Manifest]:
     """Returns an Indexed Job, with the service by which its pods reach each other.
 
     A failed pod ends the others, as they lose a rank, and each is started again.
     """
-    count = training.size + training.evaluators
-    pod = _pod(training, "hostopt", _exec(training), {SIZE: str(count)})
-    pod["subdomain"] = training.name
     specification = {
-        "completions": count,
-        "parallelism": count,
+        "completions": training.count,
+        "parallelism": training.count,
         "completionMode": "Indexed",
-        **_restarts(training, count),
-        "template": {"spec": {"restartPolicy": "Never", **pod}},
+        **_pods(training, "hostopt", subdomain=training.name),
     }
     service = {
         "clusterIP": "None",
@@ -166,8 +167,8 @@ def tfjob(training: Training) -> list[Manifest]:
     The operator sets no TF_CONFIG for a single process, and lists no evaluators in it.
     """
     counts = {"Chief": 1, "Worker": training.size - 1, "Evaluator": training.evaluators}
-    is_alone = sum(counts.values()) == 1
-    command = training.command if is_alone else ["hostopt", "exec", "--", *training.command]
+    starter = ["hostopt", "exec", "--"] if training.count > 1 else []
+    command = [*starter, *training.command]
     pod = _pod(training, "tensorflow", command, {})
     pod["containers"][0]["ports"] = [{"name": "tfjob-port", "containerPort": PORT}]
     replicas = {
@@ -178,7 +179,7 @@ def tfjob(training: Training) -> list[Manifest]:
     specification = {
         "runPolicy": {
             "cleanPodPolicy": "None",  # the evaluator ends after the chief
-            "backoffLimit": training.restarts * sum(counts.values()),
+            "backoffLimit": training.restarts * training.count,
         },
         "tfReplicaSpecs": replicas,
     }
@@ -190,20 +191,15 @@ def tfjob(training: Training) -> list[Manifest]:
 
 def trainjob(training: Training) -> list[Manifest]:
     """Returns a TrainJob of Kubeflow Trainer 2, with a plain runtime."""
-    count = training.size + training.evaluators
-    pod = _pod(training, "node", _exec(training), {SIZE: str(count)})
     node_job = {
         "name": "node",
         "template": {
             "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-            "spec": {
-                **_restarts(training, count),
-                "template": {"spec": {"restartPolicy": "Never", **pod}},
-            },
+            "spec": _pods(training, "node"),
         },
     }
     runtime = {
-        "mlPolicy": {"numNodes": count},
+        "mlPolicy": {"numNodes": training.count},
         "template": {"spec": {"replicatedJobs": [node_job]}},
     }
     reference = {
@@ -241,19 +237,21 @@ def _secret_name(training: Training) -> str:
     return f"{training.name}-token"
 
 
-def _restarts(training: Training, count: int) -> Manifest:
-    """Returns the part of a Job that decides whether a failed pod is started again."""
+def _pods(training: Training, container: str, **more: str) -> Manifest:
+    """Returns the part of a Job that says what its pods are, and when they are started again."""
     disruption = {"type": "DisruptionTarget", "status": "True"}
     rules = [
         {"action": "Ignore", "onPodConditions": [disruption]},
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": PERMANENT}},
     ]
-    return {"backoffLimit": training.restarts * count, "podFailurePolicy": {"rules": rules}}
-
-
-def _exec(training: Training) -> list[str]:
     evaluators = ["--evaluators", str(training.evaluators)] if training.evaluators else []
-    return ["hostopt", "exec", *evaluators, "--", *training.command]
+    command = ["hostopt", "exec", *evaluators, "--", *training.command]
+    pod = _pod(training, container, command, {SIZE: str(training.count)})
+    return {
+        "backoffLimit": training.restarts * training.count,
+        "podFailurePolicy": {"rules": rules},
+        "template": {"spec": {"restartPolicy": "Never", **pod, **more}},
+    }
 
 
 def _pod(
