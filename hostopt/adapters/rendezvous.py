@@ -241,7 +241,9 @@ class _Server:
                 self._receive(connection)
             if None in ready:
                 self._accept()  # last, as it may end a connection
-            self._close_late()
+            now_s = time.monotonic()
+            for late in [each for each in self._strangers() if each.deadline_s < now_s]:
+                self._close(late)
             if progress.log(self._missing()):
                 self._send_all("missing", self._missing())
         found = {0: address, **self._registered()}
@@ -257,6 +259,9 @@ class _Server:
 
     def _registered(self) -> dict[int, str]:
         return {each.rank: each.address for each in self._connections if each.rank is not None}
+
+    def _strangers(self) -> list[_Connection]:
+        return [each for each in self._connections if each.rank is None]
 
     def _missing(self) -> list[int]:
         registered = self._registered()
@@ -278,7 +283,7 @@ class _Server:
         if is_unix and user_of(accepted) != os.getuid():
             accepted.close()
             return
-        strangers = [each for each in self._connections if each.rank is None]
+        strangers = self._strangers()
         if len(strangers) >= self._place.size + _SPARE_CONNECTIONS:
             self._close(strangers[0])  # the oldest one
         if not is_unix:
@@ -340,12 +345,6 @@ class _Server:
     def _send(self, connection: _Connection, kind: str, value: Any) -> None:
         answer = {"kind": kind, "value": value}
         _send(connection, **answer, proof=proof(self._token, connection.peer_nonce, kind, value))
-
-    def _close_late(self) -> None:
-        now_s = time.monotonic()
-        for connection in list(self._connections):
-            if connection.rank is None and connection.deadline_s < now_s:
-                self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)

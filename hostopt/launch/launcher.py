@@ -209,19 +209,15 @@ class _Run:
             self._announce_success()
         for other in self._others:
             other.advance()
-        self._end_without_data()
+        lost = next((each for each in self._data_workers if each.is_lost), None)
+        if self._lost is None and lost is not None and self._ring.code is None:
+            self._lost = lost
+            self._ring.forward(signal.SIGTERM)  # the ranks end with a checkpoint
         self._failed += [
             group
             for group in (self._ring, *self._evaluators)
             if group.code and group not in self._failed
         ]
-
-    def _end_without_data(self) -> None:
-        """Ends the ranks, with a checkpoint, once a data worker has failed for good."""
-        lost = next((each for each in self._data_workers if each.is_lost), None)
-        if self._lost is None and lost is not None and self._ring.code is None:
-            self._lost = lost
-            self._ring.forward(signal.SIGTERM)
 
     def _announce_success(self) -> None:
         self._is_announced = True

@@ -83,7 +83,10 @@ def metrics_of(
             yield from _of_training(attempts[max(attempts)])
     with contextlib.suppress(KeyError, TypeError, ValueError):
         if evaluation:
-            yield from _of_evaluation(evaluation)
+            value = {str(evaluation["metric"]): float(evaluation["value"])}
+            yield Metric("evaluation", "main metric of the newest evaluation", "metric", value)
+            step = {"": float(evaluation["step"])}
+            yield Metric("evaluation_step", "global_step of the newest evaluation", "", step)
 
 
 _REDUCTIONS = "mean time of the reductions of a step"
@@ -121,13 +124,6 @@ def _of_training(training: Progress) -> Iterator[Metric]:
     if waits:
         meaning = "time that a rank has waited for reductions in this attempt"
         yield Metric("wait_seconds_total", meaning, "rank", waits)
-
-
-def _of_evaluation(evaluation: Progress) -> Iterator[Metric]:
-    value = {str(evaluation["metric"]): float(evaluation["value"])}
-    yield Metric("evaluation", "main metric of the newest evaluation", "metric", value)
-    step = {"": float(evaluation["step"])}
-    yield Metric("evaluation_step", "global_step of the newest evaluation", "", step)
 
 
 MOST_CONNECTIONS = 16

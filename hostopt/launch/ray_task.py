@@ -130,7 +130,10 @@ class TaskActor:
 
     def __init__(self, host: str | None = None, node: str = "") -> None:
         if host is None:
-            host, node = _this_node()
+            import ray
+
+            host = str(ray.util.get_node_ip_address())
+            node = str(ray.get_runtime_context().get_node_id())
             threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         self._host, self._node = host, node
         self._holder = contextlib.ExitStack()
@@ -265,12 +268,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)  # the end of the lifeline kills the task
-
-
-def _this_node() -> tuple[str, str]:
-    import ray
-
-    return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
 
 
 @dataclass(eq=False)

@@ -110,8 +110,9 @@ def attend(
     """Copies the output of a task that has started."""
     process = TaskProcess(task, supervisor, lifeline, [])
     prefix = f"[{process.name}] ".encode()
+    is_terminal = os.isatty(1) and os.isatty(2)  # the same, which one writer can draw on
     for arguments in (
-        (supervisor.stdout, output.standard_output(), prefix, log_file, None),
+        (supervisor.stdout, output.ERR if is_terminal else output.OUT, prefix, log_file, None),
         (supervisor.stderr, output.ERR, prefix, log_file, shows),
     ):
         process.pumps.append(threading.Thread(target=_pump, args=arguments, daemon=True))
