@@ -27,7 +27,7 @@ import selectors
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hostopt.adapters.place import Place
@@ -67,7 +67,7 @@ class Peer:
 
     _place: Place
     _port: int
-    _token: bytes | None
+    _token: bytes | None = field(repr=False)
     _deadline_s: float
 
     def __post_init__(self) -> None:
@@ -219,7 +219,7 @@ class _Server:
 
     _place: Place
     _listener: socket.socket
-    _token: bytes | None
+    _token: bytes | None = field(repr=False)
 
     def __post_init__(self) -> None:
         self._connections: list[_Connection] = []

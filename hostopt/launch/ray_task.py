@@ -270,7 +270,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)  # the end of the lifeline kills the task
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # the job has the token
 class RelayedSupervisor:
     """The supervisor of a task on a node."""
 
