@@ -12,7 +12,7 @@ from typing import Any
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveMismatchError, HostOptError, cut, error_from_dict
-from hostopt.transport.signature import Signature
+from hostopt.transport.message import Signature
 from hostopt.transport.stall import RequestStatus
 
 Call = dict[str, Any]  # what `CallLog.last` returns

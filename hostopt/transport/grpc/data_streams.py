@@ -14,14 +14,13 @@ from typing import Callable
 from hostopt.errors import ProtocolError
 from hostopt.transport import event_loop
 from hostopt.transport.addresses import host_and_port, is_loopback
-from hostopt.transport.frame import FrameReader, FrameWriter
+from hostopt.transport.frame import FrameReader, FrameWriter, Stream
 from hostopt.transport.grpc import forked, limits
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStream
 from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.grpc.server import RpcServer
-from hostopt.transport.stream import Stream
 from hostopt.transport.tcp import data_server, handshake
 from hostopt.transport.tcp.data_server import DataServer
 from hostopt.transport.tcp.data_socket import DataSocket

@@ -19,7 +19,7 @@ from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
 from hostopt.transport import wait
-from hostopt.transport.signature import signature_of
+from hostopt.transport.message import signature_of
 
 Call = Callable[..., Any]  # of a communicator
 
