@@ -19,7 +19,7 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
 from hostopt.transport.message import Tag
-from hostopt.transport.wait import Schedule, Wait
+from hostopt.transport.stall import Schedule, Wait
 
 _log = logging.getLogger(__name__)
 
