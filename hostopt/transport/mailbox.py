@@ -18,6 +18,7 @@ import numpy as np
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
+from hostopt.transport.event_loop import settle
 from hostopt.transport.message import Tag
 from hostopt.transport.stall import Schedule, Wait
 
@@ -169,10 +170,10 @@ class Mailbox:
         """Wakes the coroutines that await these messages; may be called from any thread."""
         for key in keys:
             changed = self._awaited.get(key)
-            if changed is not None and _is_running(changed.get_loop()):
-                _settle(changed)
+            if changed is not None and asyncio._get_running_loop() is changed.get_loop():
+                settle(changed)
             elif changed is not None:
-                changed.get_loop().call_soon_threadsafe(_settle, changed)
+                changed.get_loop().call_soon_threadsafe(settle, changed)
 
     @contextlib.contextmanager
     def waiting(
@@ -300,15 +301,6 @@ def _gone_error(cluster: Cluster, peer: int, tag: Tag, name: str, reason: str) -
 
 def _attributes(cluster: Cluster, peer: int, tag: Tag) -> dict[str, Any]:
     return {**cluster.attributes(peer), "step": tag.step, "bucket": tag.bucket}
-
-
-def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    return asyncio._get_running_loop() is loop
-
-
-def _settle(changed: asyncio.Future[None]) -> None:
-    if not changed.done():
-        changed.set_result(None)
 
 
 def _key(peer: int, tag: Tag) -> tuple[int, ...]:

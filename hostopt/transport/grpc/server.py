@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Callable
 
 from hostopt.errors import ConfigError
+from hostopt.options import Options
 from hostopt.process import descriptors
 from hostopt.transport.addresses import listen_address
 from hostopt.transport.grpc import forked, limits
@@ -21,8 +22,8 @@ from hostopt.transport.grpc.authentication import (
     claim_of,
     read_metadata,
 )
-from hostopt.transport.grpc.channel_options import server_options
-from hostopt.transport.grpc.ring import Ring
+from hostopt.transport.grpc.client import message_options
+from hostopt.transport.grpc.ring import Ring, Timing
 from hostopt.transport.grpc.runtime import grpc, keep_aio_running
 from hostopt.transport.grpc.strangers import Strangers
 
@@ -30,6 +31,23 @@ _log = logging.getLogger(__name__)
 
 OBSERVE = "Observe"  # the method of observers
 Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+
+
+def server_options(options: Options, timing: Timing, size: int) -> list[tuple[str, int]]:
+    """Returns `message_options` and the limits of a server's callers."""
+    sent_bytes = max(limits.most_message_bytes(options), limits.most_overview_bytes(size))
+    return [
+        ("grpc.max_send_message_length", sent_bytes),  # gRPC uses the first of two equal options
+        *message_options(options, timing),
+        ("grpc.server_handshake_timeout_ms", int(1e3 * limits.HANDSHAKE_S)),
+        (
+            "grpc.max_allowed_incoming_connections",
+            limits.most_connections(size, descriptors.limit()),
+        ),
+        ("grpc.max_concurrent_streams", limits.CALLS_OF_A_CONNECTION),
+        ("grpc.max_metadata_size", limits.HEADER_BYTES),
+        ("grpc.absolute_max_metadata_size", limits.MOST_HEADER_BYTES),
+    ]
 
 
 class RpcServer:

@@ -9,6 +9,8 @@ import ssl
 from collections.abc import Sequence
 from typing import Any, Callable
 
+from hostopt.transport.event_loop import settle
+
 Data = memoryview
 
 # A wait for a large payload ends once this much of it has arrived, which saves wake-ups.
@@ -130,11 +132,11 @@ class DataSocket:
         """Waits until the socket can be read or written, with the functions of the loop for it."""
         fd = self._descriptor()
         ready = self._loop.create_future()
-        add(fd, _settle, ready)
+        add(fd, settle, ready)
         self._waits.add(ready)
         timer = None
         if timeout_s is not None:
-            timer = self._loop.call_later(timeout_s, _fail, ready, StalledError())
+            timer = self._loop.call_later(timeout_s, settle, ready, StalledError())
         try:
             await ready
         finally:
@@ -160,14 +162,4 @@ class DataSocket:
         with contextlib.suppress(OSError):
             self._socket.close()
         for wait in self._waits:
-            _fail(wait, ConnectionAbortedError("connection closed by this rank"))
-
-
-def _settle(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
-
-
-def _fail(ready: asyncio.Future[None], error: BaseException) -> None:
-    if not ready.done():
-        ready.set_exception(error)
+            settle(wait, ConnectionAbortedError("connection closed by this rank"))
