@@ -12,10 +12,10 @@ from collections.abc import Awaitable
 from typing import Callable
 
 from hostopt.errors import ProtocolError
-from hostopt.transport import event_loop
+from hostopt.transport import event_loop, server_sockets
 from hostopt.transport.addresses import host_and_port, is_loopback
 from hostopt.transport.frame import FrameReader, FrameWriter, Stream
-from hostopt.transport.grpc import forked, limits
+from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStream
 from hostopt.transport.grpc.ring import Ring
@@ -152,12 +152,12 @@ class IncomingStreams:
             )
             return
         self._peers.data_port = self._data_server.port
-        forked.keep_from_children(self._data_server.port)
+        server_sockets.keep_from_children(self._data_server.port)
 
     async def stop(self, grace_s: float) -> None:
         """Closes the data port; peers have `grace_s` for their last frames."""
         await self._data_server.stop(grace_s)
-        forked.forget(self._data_server.port)
+        server_sockets.forget(self._data_server.port)
 
     async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
         """Receives the frames of a peer in gRPC messages until its stream ends."""

@@ -12,8 +12,9 @@ from typing import Any, Callable
 from hostopt.errors import ConfigError
 from hostopt.options import Options
 from hostopt.process import descriptors
+from hostopt.transport import server_sockets
 from hostopt.transport.addresses import listen_address
-from hostopt.transport.grpc import forked, limits
+from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.authentication import (
     MAX_RANK_DIGITS,
     Authenticator,
@@ -97,7 +98,7 @@ class RpcServer:
                 "choose another port in TF_CONFIG on all ranks",
                 **cluster.attributes(self._peers.rank),
             )
-        forked.keep_from_children(self._port)
+        server_sockets.keep_from_children(self._port)
         await self._server.start()
         self._guard = asyncio.ensure_future(self.strangers.watch(address, self._port))
 
@@ -122,7 +123,7 @@ class RpcServer:
             stopped = self._server.stop(grace_s)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stopped, 2 * self._ring.timing.leave_timeout_s)
-        forked.forget(self._port)
+        server_sockets.forget(self._port)
 
     def _method(
         self, name: str, authenticator: Authenticator, handler: Handler
