@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import struct
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from zlib_ng.zlib_ng import crc32
@@ -35,13 +36,13 @@ class Origin(NamedTuple):
     incarnation: int  # 64 bits
 
 
+@dataclass(eq=False)
 class FrameWriter:
     """Builds the frames of one stream; `checksum` is True if it covers the payload, too."""
 
-    def __init__(self, origin: Origin, checksum: bool) -> None:
-        self._origin = origin
-        self._checksum = checksum
-        self._next = 0
+    _origin: Origin
+    _checksum: bool
+    _next: int = 0
 
     def write(self, tag: Tag, payload: Payload) -> bytes:
         """Builds the next frame: header and payload, in one new byte string."""
@@ -112,12 +113,12 @@ class Header(NamedTuple):
         )
 
 
+@dataclass(eq=False)
 class FrameReader:
     """Reads the frames of one stream."""
 
-    def __init__(self, origin: Origin) -> None:
-        self._origin = origin
-        self._next = 0
+    _origin: Origin
+    _next: int = 0
 
     def read(self, frame: bytes) -> tuple[Tag, memoryview] | None:
         """Returns tag and payload of the next frame, as a view of it; None for a repeated one."""

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 
@@ -279,7 +279,7 @@ class Mailbox:
         return CollectiveTimeoutError(
             f"{self.describe(wait)}: {reason}. Check what rank {culprit} is doing, or raise "
             f"collective_timeout_s ({timeout_s:g} s)",
-            **_attributes(self._cluster, culprit, wait.tag),
+            **self._cluster.attributes(culprit, step=wait.tag.step, bucket=wait.tag.bucket),
             root_cause=f"{self._cluster.describe(culprit)} makes no progress",
         )
 
@@ -295,12 +295,8 @@ def _gone_error(cluster: Cluster, peer: int, tag: Tag, name: str, reason: str) -
     return PeerLostError(
         f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} waited for "
         f"{name or 'its data'}: {reason}. Give all ranks the same number of steps",
-        **_attributes(cluster, peer, tag),
+        **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
     )
-
-
-def _attributes(cluster: Cluster, peer: int, tag: Tag) -> dict[str, Any]:
-    return {**cluster.attributes(peer), "step": tag.step, "bucket": tag.bucket}
 
 
 def _key(peer: int, tag: Tag) -> tuple[int, ...]:
