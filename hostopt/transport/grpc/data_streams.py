@@ -216,12 +216,11 @@ class IncomingStreams:
 
     def _abort_on_bad_frame(self, peer: int, error: ProtocolError) -> None:
         cluster, rank = self._peers.cluster, self._peers.rank
-        attributes = {**cluster.attributes(peer), "step": error.step, "bucket": error.bucket}
         self._ring.abort(
             ProtocolError(
                 f"{cluster.describe(peer)} sent data to rank {rank} ({cluster.ring[rank]}) that "
                 f"cannot be used: {error}",
-                **attributes,
+                **cluster.attributes(peer, step=error.step, bucket=error.bucket),
                 root_cause=str(error),
             )
         )

@@ -12,7 +12,7 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.errors import AuthError, HostOptError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import event_loop
-from hostopt.transport.greeting import listens
+from hostopt.transport.addresses import listens
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc import ring as ring_
 from hostopt.transport.grpc.authentication import ObserverProofs

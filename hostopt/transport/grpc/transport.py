@@ -132,7 +132,7 @@ class GrpcTransport(Transport):
 
     def _send_error(self, peer: int, tag: Tag, name: str, has_left: bool) -> HostOptError:
         peer_name = self.cluster.describe(peer)
-        attributes = {**self.cluster.attributes(peer), "step": tag.step, "bucket": tag.bucket}
+        attributes = self.cluster.attributes(peer, step=tag.step, bucket=tag.bucket)
         if has_left:
             return PeerLostError(
                 f"{peer_name} has left while rank {self.rank} wanted to send {name or 'data'} at "
