@@ -44,7 +44,9 @@ def start(coroutine: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[
     except BaseException:
         coroutine.close()
         raise
-    return asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
+    with _starting:
+        loop = _start_loop()
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
 
 def settle(future: asyncio.Future[None], error: BaseException | None = None) -> None:
@@ -55,11 +57,6 @@ def settle(future: asyncio.Future[None], error: BaseException | None = None) -> 
         future.set_result(None)
     else:
         future.set_exception(error)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop:
-    with _starting:
-        return _start_loop()
 
 
 @functools.cache

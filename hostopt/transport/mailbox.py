@@ -101,7 +101,7 @@ class Mailbox:
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
         self.destinations = Destinations()  # for payloads of awaited messages
         self._listeners: dict[int, Listener] = {}  # by channel
-        self._on_failure: list[Callable[[HostOptError], None]] = []
+        self._on_failure: list[Callable[[HostOptError], object]] = []
         self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
         self.error: HostOptError | None = None
 
@@ -222,7 +222,7 @@ class Mailbox:
                 _log.exception("a listener failed after the ring was aborted: %s", error)
         return True
 
-    def on_failure(self, listener: Callable[[HostOptError], None]) -> Callable[[], None]:
+    def on_failure(self, listener: Callable[[HostOptError], object]) -> Callable[[], None]:
         """Calls `listener`, on any thread, once the ring is aborted; returns its removal."""
         with self._lock:
             self._on_failure.append(listener)
