@@ -8,9 +8,10 @@ error for any other unexpected frame, before the payload is used.
 from __future__ import annotations
 
 import abc
+import asyncio
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
@@ -149,6 +150,8 @@ class FrameReader:
 class Stream(abc.ABC):
     """Sends frames to one peer; used on the event loop."""
 
+    _watcher: asyncio.Future[None]  # done once the stream has ended
+
     def __init__(self) -> None:
         self.writing_since_s: float | None = None  # on the monotonic clock
         self.written_s = 0.0  # of all completed writes
@@ -180,3 +183,9 @@ class Stream(abc.ABC):
     async def close(self) -> None:
         """Cancels the stream and closes its connection."""
         self.cancel()
+
+    async def _wait_for(self, future: asyncio.Future[Any], timeout_s: float) -> None:
+        """Waits for a future, the end of the stream or the deadline."""
+        await asyncio.wait(
+            {future, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )

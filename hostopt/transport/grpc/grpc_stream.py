@@ -97,12 +97,6 @@ class GrpcStream(Stream):
             return False
         return not self.ended
 
-    async def _wait_for(self, future: asyncio.Future[Any], timeout_s: float) -> None:
-        """Waits for a future, the end of the stream or the deadline."""
-        await asyncio.wait(
-            {future, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-
     async def _is_accepted(self) -> bool:
         try:
             return ACCEPTED in tuple(await self._call.initial_metadata())

@@ -45,9 +45,7 @@ class SocketStream(Stream):
 
     async def wait_until_open(self, timeout_s: float) -> bool:
         """See `Stream.wait_until_open`."""
-        await asyncio.wait(
-            {self._opened, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        await self._wait_for(self._opened, timeout_s)
         return self._socket is not None and not self._watcher.done()
 
     async def put(self, tag: Tag, payload: Payload) -> bool:
