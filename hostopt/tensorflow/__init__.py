@@ -18,7 +18,7 @@ from hostopt.tensorflow.collectives import (
     grouped_reducescatter,
     reducescatter,
 )
-from hostopt.tensorflow.ops import all_reduce
+from hostopt.tensorflow.ops import all_reduce, overlap
 from hostopt.tensorflow.optimizer import DistributedOptimizer
 from hostopt.tensorflow.reductions import reduce_in_buckets
 from hostopt.tensorflow.refusals import missing_attribute
@@ -37,7 +37,6 @@ from hostopt.tensorflow.variables import (
     broadcast_,
     broadcast_object_fn,
 )
-from hostopt.tensorflow.xla import overlap
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
