@@ -10,7 +10,6 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.gradient_reduction import GradientReduction
-from hostopt.tensorflow.local_sources import LocalSources
 from hostopt.tensorflow.optimizer_methods import methods_for
 from hostopt.tensorflow.refusals import (
     choose_op,
@@ -18,7 +17,7 @@ from hostopt.tensorflow.refusals import (
     refuse_groups,
     refuse_process_set,
 )
-from hostopt.tensorflow.wrapping import change_class, register_local
+from hostopt.tensorflow.wrapping import LocalSources, change_class, register_local
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that programs know

@@ -11,7 +11,6 @@ from hostopt.collectives.reduce_op import ReduceOp
 from hostopt.errors import ConfigError
 from hostopt.tensorflow.compression import Compression
 from hostopt.tensorflow.gradient_reduction import GradientReduction
-from hostopt.tensorflow.local_sources import LocalSources, variables_of_layers
 from hostopt.tensorflow.refusals import (
     choose_op,
     refuse_devices,
@@ -19,11 +18,13 @@ from hostopt.tensorflow.refusals import (
     refuse_process_set,
 )
 from hostopt.tensorflow.wrapping import (
+    LocalSources,
     change_class,
     reduce_gradients,
     register_local,
     super_of,
     telling_others,
+    variables_of_layers,
 )
 
 
