@@ -23,9 +23,8 @@ from hostopt.collectives.wire_format import new_wire_format
 from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.gradients.nonfinite import ALLOW, NonFiniteCheck
 from hostopt.process_ring import ProcessRing
-from hostopt.tensorflow.calls import count_use, scale
+from hostopt.tensorflow.calls import as_tensorflow_error, count_use, scale
 from hostopt.tensorflow.compression import Compression, wire_format_of
-from hostopt.tensorflow.errors import as_tensorflow_error
 from hostopt.tensorflow.reductions import Reducers, Reduction
 from hostopt.tensorflow.sparse import map_values, set_shape_of, sum_rows
 
