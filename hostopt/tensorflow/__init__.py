@@ -19,7 +19,11 @@ from hostopt.tensorflow.collectives import (
     reducescatter,
 )
 from hostopt.tensorflow.ops import all_reduce, overlap
-from hostopt.tensorflow.optimizer import DistributedOptimizer
+from hostopt.tensorflow.optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+)
 from hostopt.tensorflow.reductions import reduce_in_buckets
 from hostopt.tensorflow.refusals import missing_attribute
 from hostopt.tensorflow.ring import (
@@ -31,7 +35,6 @@ from hostopt.tensorflow.ring import (
     rank_op,
     size_op,
 )
-from hostopt.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from hostopt.tensorflow.variables import (
     BroadcastGlobalVariablesHook,
     broadcast_,
