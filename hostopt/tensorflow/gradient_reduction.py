@@ -207,7 +207,7 @@ def _row_shape(gradient: Any, name: str) -> tuple[int, ...]:
     return tuple(shape.as_list())
 
 
-# -- groups of gradients that are reduced together in each step --
+# -- groups of gradients that are reduced together in each step -------------------------------
 
 _EXCHANGE = "exchange"
 _OPTIONS = "options"
