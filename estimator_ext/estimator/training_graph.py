@@ -55,8 +55,12 @@ from estimator_ext.checkpoints.saving import (
 )
 from estimator_ext.data_workers.service import data_service
 from estimator_ext.estimator.accelerator_copies import CopiesHook
-from estimator_ext.estimator.progress import ProgressHook, StepTimestamps
-from estimator_ext.estimator.step_report import StepReportHook, show_steps
+from estimator_ext.estimator.progress import (
+    ProgressHook,
+    StepReportHook,
+    StepTimestamps,
+    show_steps,
+)
 from estimator_ext.graphs.fingerprint import Updates, read_updates
 from estimator_ext.graphs.global_step import read_before_changes
 from estimator_ext.input.batch_position import BatchCounter
