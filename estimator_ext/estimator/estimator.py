@@ -40,7 +40,6 @@ from estimator_ext.estimator.loop import (
     check_whole_loops,
     in_loop,
     whole_loops,
-    without_reports,
 )
 from estimator_ext.estimator.progress import write_evaluation
 from estimator_ext.estimator.run_config import (
@@ -211,7 +210,8 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             estimator_spec = add_saver(estimator_spec, hooks, self._config, self._model_dir)
             estimator_spec = in_loop(estimator_spec, self._config, hooks)
             trainer = copy.copy(self)
-            trainer._config = without_reports(self._config)
+            # the hooks of the loop report in place of those of the stock class
+            trainer._config = self._config.replace(save_summary_steps=0, log_step_count_steps=None)
         all_hooks = [*hooks, *estimator_spec.training_hooks]
         if _needs_global_step(self._train_distribution, all_hooks):
             check = GlobalStepCheckHook(global_step_tensor)  # [K15] of `training_graph`
