@@ -14,8 +14,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext.compat.adoption import Ranks, prepare_program
-from estimator_ext.compat.compat import install
-from estimator_ext.compat.contrib import ROOT, missing
+from estimator_ext.compat.compat import ROOT, install, missing
 from estimator_ext.compat.tensorflow_1 import (
     file_of_module,
     is_in_tensorflow_1,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import tensorflow as tf
@@ -89,6 +90,8 @@ class RunConfig(run_config.RunConfig):
       UnsupportedError: `cluster` is not None.
     """
 
+    tpu_config = property(attrgetter("_tpu_config"), doc="The TPUConfig that was passed.")
+
     def __init__(
         self,
         tpu_config: TPUConfig | None = None,
@@ -102,11 +105,6 @@ class RunConfig(run_config.RunConfig):
             raise UnsupportedError(_NO_TPU)
         del evaluation_master, master
         self._tpu_config = tpu_config or TPUConfig()
-
-    @property
-    def tpu_config(self) -> TPUConfig:
-        """The TPUConfig that was passed."""
-        return self._tpu_config
 
 
 class TPUEstimatorSpec(EstimatorSpec):

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from hostopt.commands import bench, doctor, execute, k8s, run, status, trace
+from hostopt.commands import bench, doctor, k8s, run, status, trace
 from hostopt.errors import HostOptError
 from hostopt.launch import output
 from hostopt.process import descriptors
@@ -40,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hostopt {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for command in (run, status, execute, k8s, trace, bench, doctor):
-        command.add(commands)
+    for add in (run.add, status.add, run.add_exec, k8s.add, trace.add, bench.add, doctor.add):
+        add(commands)
     return parser
 
 

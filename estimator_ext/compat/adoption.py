@@ -21,8 +21,7 @@ from estimator_ext.checkpoints.model_dir_lock import training_without_ring
 from estimator_ext.compat.atomic_files import write_atomically
 from estimator_ext.compat.compat import install, use_v1_api
 from estimator_ext.errors import UnsupportedError
-from estimator_ext.estimator.estimator import adopt
-from estimator_ext.estimator.host_offload_estimator import HostOffloadEstimator
+from estimator_ext.estimator.estimator import HostOffloadEstimator, adopt
 from estimator_ext.estimator.run_config import adopt_cluster
 from estimator_ext.estimator.training import train_and_evaluate
 from estimator_ext.strategy.strategy import HostOffloadStrategy, StrategyOfRanks

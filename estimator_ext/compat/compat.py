@@ -1,4 +1,4 @@
-"""install: restores `tf.estimator`, and old names of modules, for existing programs."""
+"""install: `tf.estimator`, old names of modules, and tf.contrib, for existing programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import tensorflow as tf
+
 from estimator_ext import tpu
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
 from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator
-from estimator_ext.compat.contrib import add_contrib
+from estimator_ext.errors import UnsupportedError
 
 # The compat packages are also attributes of each other.
 _NESTED = {
@@ -74,7 +76,7 @@ def install(contrib: bool = False) -> None:
     packages = {**PACKAGES, **_NESTED}
     modules = {name: importlib.import_module(name) for name in packages}
     if contrib:
-        add_contrib([*modules.values()])
+        _add_contrib([*modules.values()])
     if knows_estimator():
         return
     check_keras()
@@ -141,3 +143,88 @@ def _lookup(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
         return operator.attrgetter(attributes)(importlib.import_module(source))
 
     return getattr_
+
+
+# -- tf.contrib: names that TensorFlow or tf-slim still has -----------------------------------
+
+_V1 = "tensorflow.compat.v1"
+# For each module of tf.contrib, where its names are today: a module, or a module and an attribute
+# separated by a colon. The first one that has a name is used, and imported only then.
+_SOURCES: dict[str, tuple[str, ...]] = {
+    "cluster_resolver": (f"{_V1}:distribute.cluster_resolver",),
+    "data": (f"{_V1}:data.experimental",),
+    "distribute": (f"{_V1}:distribute",),
+    "estimator": (f"{_V1}:estimator.experimental", f"{_V1}:estimator"),
+    "framework": ("tf_slim.ops", "tf_slim", f"{_V1}:train", _V1),
+    "layers": ("tf_slim.layers", "tf_slim"),
+    "lookup": (f"{_V1}:lookup", "tensorflow.python.ops.lookup_ops"),
+    "metrics": ("tf_slim.metrics",),
+    "rnn": (f"{_V1}:nn.rnn_cell", f"{_V1}:nn"),
+    "slim": ("tf_slim",),
+    "tpu": ("estimator_ext.tpu", f"{_V1}:tpu"),
+    "training": ("estimator_ext.compat.hparams", "tf_slim.training", f"{_V1}:train"),
+}
+_SLIM = "tf_slim"
+_ADVICE = "Replace it in the program, or remove the code that needs it"
+ROOT = "tensorflow.contrib"
+
+
+def _add_contrib(packages: list[Any]) -> None:
+    """Adds the attribute `contrib` to TensorFlow."""
+    if hasattr(tf, "contrib"):
+        return
+    root = _Root(ROOT, "Names of tf.contrib that still exist.")
+    root.__path__ = []  # a package
+    sys.modules[ROOT] = root
+    for name in _SOURCES:
+        module = _Module(f"{ROOT}.{name}")
+        sys.modules[module.__name__] = module
+        vars(root)[name] = module
+    for package in packages:
+        package.contrib = root
+
+
+def missing(name: str) -> UnsupportedError:
+    """Returns the error for a module of tf.contrib that has no replacement."""
+    return UnsupportedError(
+        f"the program uses tf.contrib.{name}, which TensorFlow removed without a replacement. "
+        f"{_ADVICE}"
+    )
+
+
+class _Root(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise missing(name)
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        part = self.__name__.rpartition(".")[2]
+        needs_slim = False
+        for source in _SOURCES[part]:
+            module, _, attributes = source.partition(":")
+            try:
+                owner: Any = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name != _SLIM:
+                    raise
+                needs_slim = True
+                continue
+            for attribute in filter(None, attributes.split(".")):
+                owner = getattr(owner, attribute)
+            try:
+                value = getattr(owner, name)
+            except AttributeError:
+                continue
+            vars(self)[name] = value
+            return value
+        advice = _ADVICE
+        if needs_slim:
+            advice = "Run pip install tf-slim, which has most of these names"
+        raise UnsupportedError(
+            f"the program uses tf.contrib.{part}.{name}, which TensorFlow removed. {advice}"
+        )

@@ -15,7 +15,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext.session.signals import GRACE_S
 from hostopt.options import RING_ENDED
-from hostopt.transport.greeting import listens
+from hostopt.transport.addresses import listens
 
 _log = tf.get_logger()
 

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
-from hostopt.transport.greeting import greets, wait_for
+from hostopt.transport.addresses import greets, wait_for
 
 _log = tf.get_logger()
 

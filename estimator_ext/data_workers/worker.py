@@ -31,9 +31,8 @@ from estimator_ext.data_workers.ring_end import ring_end_of
 from estimator_ext.strategy.strategy import HostOffloadStrategy
 from hostopt.cluster.tf_config import DATA
 from hostopt.options import DATA_DIR
-from hostopt.transport.addresses import hold_port, host_and_port, is_loopback, port_of
-from hostopt.transport.confinement import confine
-from hostopt.transport.greeting import wait_for
+from hostopt.transport.addresses import hold_port, host_and_port, is_loopback, port_of, wait_for
+from hostopt.transport.server_sockets import confine
 
 _log = tf.get_logger()
 

@@ -28,20 +28,17 @@ def run_on_host(spec: StockSpec, mode: str, iterations: int) -> StockSpec:
     if not isinstance(spec, EstimatorSpec):
         return spec
     if mode == ModeKeys.TRAIN and spec.host_call is not None:
-        _check_no_loop(iterations)
+        if iterations > 1:
+            raise ValueError(
+                "EstimatorSpec has a host_call and RunConfig.iterations_per_loop is "
+                f"{iterations}, wanted 1 with a host_call: the host is called once in each run of "
+                "the session. Leave iterations_per_loop out, or return "
+                "train_op=optimizer.minimize(...) without host_call"
+            )
         return stock_spec(spec, train_op=_train_op(spec))
     if mode == ModeKeys.EVAL and spec.eval_metrics is not None:
         return stock_spec(spec, eval_metric_ops=_eval_metric_ops(spec))
     return stock_spec(spec)
-
-
-def _check_no_loop(iterations: int) -> None:
-    if iterations > 1:
-        raise ValueError(
-            f"EstimatorSpec has a host_call and RunConfig.iterations_per_loop is {iterations}, "
-            "wanted 1 with a host_call: the host is called once in each run of the session. Leave "
-            "iterations_per_loop out, or return train_op=optimizer.minimize(...) without host_call"
-        )
 
 
 def _train_op(spec: EstimatorSpec) -> tf.Operation:

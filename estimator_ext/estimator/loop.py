@@ -156,11 +156,6 @@ def _check_variable(op: tf.Operation) -> None:
 # -- hooks; the stock ones expect one step in each run of the session ------------------------
 
 
-def without_reports(config: RunConfig) -> RunConfig:
-    """Returns a configuration with which the stock class adds no reporting hooks."""
-    return config.replace(save_summary_steps=0, log_step_count_steps=None)
-
-
 def _reports(loss: tf.Tensor, config: RunConfig, scaffold: Any) -> list[Any]:
     """Creates the reporting hooks that replace the stock ones: summaries, log, steps/s."""
     train = tf.compat.v1.train

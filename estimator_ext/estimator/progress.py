@@ -1,5 +1,7 @@
 """Progress of a training: what `hostopt run` shows, and where the time of a step goes.
 
+The report of the communication in a step goes to the summaries and to the timeline.
+
 Operations of the graph note the times between the parts of a step. They run only in the steps that
 fetch them, which are at most ten in a second::
 
@@ -16,21 +18,25 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_private import cached_value_of, control_flow_context, last_steps
 from estimator_ext.checkpoints.file_errors import absolute
-from estimator_ext.estimator.step_report import StepReportHook, write_scalars
 from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.reduction.uneven_data import BatchWeights
+from estimator_ext.spec import stock_spec
 from hostopt.gradients.reducer import AnyReducer
 from hostopt.gradients.step_stats import StepTimes, merge
+from hostopt.measure.stragglers import StragglerReports, Stragglers
 from hostopt.telemetry.progress import is_written, main_metric, write_progress
+from hostopt.telemetry.timeline import Timeline, Track
 from hostopt.tensorflow.background import HOST_DEVICE
 
 _SAMPLE_S = 0.1  # between two steps whose times are measured
@@ -265,7 +271,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             "first_step": _first_steps.setdefault(self._model_dir, self._first_step),
             "resumed_step": self._first_step,
             "step": step,
-            "last_step": self._last_step(),
+            "last_step": min(last_steps(self._hooks), default=None),
             "mean_steps_per_s": (step - self._first_step) / elapsed_s,
             "mean_examples_per_s": examples * self._runs / elapsed_s,
             "is_ended": is_ended,
@@ -305,9 +311,6 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values["hidden_percent"] = 100 * (1 - times_ms["exposed_communication"] / total_ms)
         return values
 
-    def _last_step(self) -> int | None:
-        return min(last_steps(self._hooks), default=None)
-
     def _add_summary(self, step: int, times_ms: Mapping[str, float]) -> None:
         every = self._summary_steps
         if every and step // every != self._summary_step // every:
@@ -332,3 +335,149 @@ def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any
 
 def _global_step(session: Any) -> int:
     return int(session.run(tf.compat.v1.train.get_global_step()))
+
+
+# -- the communication of a step --------------------------------------------------------------
+
+
+class StepReportHook(tf.compat.v1.train.SessionRunHook):
+    """Writes communication times, exposed times and stragglers into rank 0's summaries.
+
+    Each rank sends its times to rank 0, which receives them one step later, so that it does not
+    wait for them. Collective: all ranks must have it.
+
+    Args:
+      communicator: for this hook alone (a `duplicate`).
+      reducers: at least one.
+      config: `save_summary_steps` of rank 0 is the number of steps between two reports.
+    """
+
+    def __init__(
+        self,
+        communicator: hostopt.Communicator,
+        reducers: Sequence[AnyReducer],
+        config: Any,
+        model_dir: str | None,
+    ) -> None:
+        self._communicator = communicator
+        self._reducers = reducers
+        self._every_steps = config.save_summary_steps or 0
+        self._model_dir = model_dir
+        self._steps_per_run = getattr(config, "iterations_per_loop", 1)
+        self._reports = StragglerReports(communicator)
+        self._step = 0
+        self._sent: tuple[int, StepTimes] | None = None
+        self.stragglers: Stragglers | None = None  # of the last report, on rank 0
+        timeline = communicator.transport.timeline
+        self.timeline_path = None if timeline is None else timeline.path
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Bytes that this rank has sent, and seconds that each rank has waited, on rank 0."""
+        totals: dict[str, Any] = {"sent_bytes": self._communicator.transport.traffic.payload_bytes}
+        if self.stragglers is not None:
+            totals["waited_s"] = self._reports.waited_s
+        return totals
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
+        """Broadcasts the first step and the interval of reports from rank 0."""
+        del coord
+        # later steps are counted by the hook: reading global_step during an update is racy
+        local = np.array([session.run(tf.compat.v1.train.get_global_step()), self._every_steps])
+        numbers = self._communicator.broadcast(local, name="the interval of step reports")
+        self._step, self._every_steps = (int(number) for number in numbers)
+        self._communicator.transport.training_step = self._step
+        self._reports.begin(self._step)
+        for reducer in self._reducers:
+            reducer.count_from(self._step)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Receives the times of the previous report; sends those of this step if it is due."""
+        del run_context, run_values
+        self._collect()
+        before, every = self._step, self._every_steps
+        self._step += self._steps_per_run
+        self._communicator.transport.training_step = self._step
+        if not every or self._step // every == before // every:
+            return
+        times = [reducer.last_times for reducer in self._reducers]
+        measured = [each for each in times if each is not None]
+        if len(measured) < len(times):  # the same on all ranks: nothing has been reduced yet
+            return
+        self._sent = self._step, merge(measured)
+        self._reports.send(*self._sent)
+
+    def end(self, session: tf.compat.v1.Session) -> None:
+        """Receives the times of the last report."""
+        del session
+        self._collect()
+
+    def _collect(self) -> None:
+        stragglers = self._reports.collect()
+        if stragglers is None or self._sent is None:
+            return
+        self.stragglers = stragglers
+        step, times = self._sent
+        scalars = {
+            "communication_ms": times.communication_ms,
+            "exposed_communication_ms": times.exposed_ms,
+            "overlap_percent": times.overlap_percent,
+            **stragglers._asdict(),
+        }
+        write_scalars(self._model_dir, "hostopt", scalars, step)
+
+
+def write_scalars(
+    directory: str | None, group: str, values: Mapping[str, float], step: int
+) -> None:
+    """Adds a summary of scalars named "group/name" to the events of a directory."""
+    summary = tf.compat.v1.Summary()
+    for name, value in values.items():
+        summary.value.add(tag=f"{group}/{name}", simple_value=value)
+    tf.compat.v1.summary.FileWriterCache.get(directory).add_summary(summary, step)
+
+
+def show_steps(spec: StockSpec, reducers: Sequence[AnyReducer], timeline: Timeline) -> StockSpec:
+    """Adds spans of backward and apply to the timeline of each step.
+
+    Backward is measured from the loss to the last launch, apply from the first return of a wait
+    to the end of train_op.
+    """
+    spans = _StepSpans(reducers, timeline)
+    with tf.device(HOST_DEVICE), tf.name_scope("timeline"):
+        with tf.control_dependencies([spec.loss]):
+            begin = _operation(spans.begin, "begin")
+        with tf.control_dependencies([spec.train_op, begin]):
+            return stock_spec(spec, train_op=_operation(spans.end, "end"))
+
+
+@dataclass
+class _StepSpans:
+    reducers: Sequence[AnyReducer]
+    timeline: Timeline
+    begin_s: float = 0.0
+    shown_step: int = -1
+
+    def begin(self) -> None:
+        self.begin_s = time.monotonic()
+
+    def end(self) -> None:
+        end_s = time.monotonic()
+        measured = [each.last_times for each in self.reducers if each.last_times]
+        if not measured or measured[0].step == self.shown_step:  # nothing was reduced
+            return
+        times = merge(measured)
+        self.shown_step = times.step
+        # a launch may precede `begin`, which only waits for the loss
+        begin_s = min(self.begin_s, times.last_launch_s)
+        step = times.step
+        self.timeline.span(Track.BACKWARD, "backward", begin_s, times.last_launch_s, step=step)
+        self.timeline.span(Track.APPLY, "apply", times.first_return_s, end_s, step=step)
+
+
+def _operation(function: Callable[[], None], name: str) -> tf.Operation:
+    def call() -> Any:
+        function()
+        return np.int32(0)
+
+    return tf.numpy_function(call, [], tf.int32, name=name).op

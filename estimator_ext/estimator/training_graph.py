@@ -37,11 +37,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 import hostopt
+from estimator_ext import _tf_estimator
 from estimator_ext._tf_private import add_first_listener, loss_is_scaled
 from estimator_ext.checkpoints.file_errors import translate_io_errors
 from estimator_ext.checkpoints.reading import check_shapes, newest
@@ -52,20 +54,43 @@ from estimator_ext.checkpoints.saving import (
     has_own_saver,
     has_saver,
 )
+from estimator_ext.data_workers.service import data_service
 from estimator_ext.estimator.accelerator_copies import CopiesHook
-from estimator_ext.estimator.progress import ProgressHook, StepTimestamps
-from estimator_ext.estimator.step_report import StepReportHook, show_steps
-from estimator_ext.estimator.training_input import build_input
+from estimator_ext.estimator.progress import (
+    ProgressHook,
+    StepReportHook,
+    StepTimestamps,
+    show_steps,
+)
 from estimator_ext.graphs.fingerprint import Updates, read_updates
 from estimator_ext.graphs.global_step import read_before_changes
-from estimator_ext.input.state import InputStateHook, InputStates, log_random_operations
+from estimator_ext.input.batch_position import BatchCounter
+from estimator_ext.input.kinds import log_limits
+from estimator_ext.input.state import (
+    KINDS,
+    InputStateHook,
+    InputStates,
+    log_random_operations,
+)
 from estimator_ext.local_steps.hook import SyncHook
 from estimator_ext.local_steps.replica_building import build_replicas, check_outer_slots
 from estimator_ext.local_steps.replicas import Replicas
+from estimator_ext.pipelines.sharding import dividing, few_files_refused
+from estimator_ext.reduction.accumulation import Accumulation
 from estimator_ext.reduction.divided_updates import DividedSlots, divide_updates
 from estimator_ext.reduction.gradient_marks import MarkedGraph
 from estimator_ext.reduction.gradient_reduction import GradientReduction
 from estimator_ext.reduction.skipped_updates import HooksWithoutNan
+from estimator_ext.reduction.uneven_data import (
+    MODES,
+    BatchWeights,
+    Needs,
+    check_endless,
+    count_examples,
+    has_next,
+    needs_of,
+    repeat_last_batch,
+)
 from estimator_ext.reduction.unreduced_updates import (
     check_mended,
     mend_unreduced_updates,
@@ -91,30 +116,25 @@ class ModelFunctions(NamedTuple):
     call_model_fn: Callable[[Any, Any], Any]  # returns a stock spec
 
 
+@dataclass(eq=False)
 class TrainingGraph:
-    """The graph of a training and its hooks; model_dir is None on a rank without files."""
+    """The graph of a training and its hooks."""
 
-    def __init__(
-        self,
-        strategy: HostOffloadStrategy,
-        reduction: GradientReduction,
-        config: Any,
-        model_dir: str | None,
-        hooks: Sequence[Any],
-    ) -> None:
-        self._strategy = strategy
-        self._communicator = strategy.communicator
-        self._is_chief = strategy.cluster.is_chief
-        self._reduction = reduction
-        self._config = config
-        self._model_dir = model_dir
-        self._hooks = hooks
-        self._steps_per_run = getattr(config, "iterations_per_loop", 1)
-        self._restored: str | None = None  # checkpoint that the chief restores
-        self.spec: Any = None  # stock spec of the step, with hooks of the chief and of all ranks
-        self.first_hooks: list[Any] = []  # hooks to call before those of `train`
-        self.global_step: tf.Variable | None = None
-        self.input_states: Any = None
+    strategy: HostOffloadStrategy
+    reduction: GradientReduction
+    config: Any
+    model_dir: str | None  # None on a rank without files
+    hooks: Sequence[Any]  # of `train`
+    restored: str | None = None  # checkpoint that the chief restores
+    spec: Any = None  # stock spec of the step, with hooks of the chief and of all ranks
+    first_hooks: list[Any] = field(default_factory=list)  # to call before those of `train`
+    global_step: tf.Variable | None = None
+    input_states: Any = None
+
+    def __post_init__(self) -> None:
+        self._communicator = self.strategy.communicator
+        self._is_chief = self.strategy.cluster.is_chief
+        self._steps_per_run = getattr(self.config, "iterations_per_loop", 1)
 
     def build(self, functions: ModelFunctions, stack: contextlib.ExitStack) -> None:
         """Builds the step and its hooks in the default graph. Collective.
@@ -123,39 +143,39 @@ class TrainingGraph:
           stack: receives the scopes of the savers and of the data workers, as long as it trains.
         """
         graph = tf.compat.v1.get_default_graph()
-        parts = (self._strategy, self._reduction, self._config)
+        parts = (self.strategy, self.reduction, self.config)
         inputs = build_input(*parts, functions.call_input_fn, functions.is_sharded, stack)
         data = set(graph.get_operations())
-        guard = SessionGuardHook(data, self._strategy.options.collective_timeout_s)  # [K1]
+        guard = SessionGuardHook(data, self.strategy.options.collective_timeout_s)  # [K1]
         separate = self._communicator.duplicate("the data")
         states = self.input_states = InputStates(
             separate, lambda: guard.data_have_ended, inputs.has_next, inputs.counter
         )
         self.global_step = functions.create_global_step(graph)
-        graph.watch(self._reduction, data, self._strategy.extended.loss_is)
-        self.spec = self._strategy.extended.call_for_each_replica(
+        graph.watch(self.reduction, data, self.strategy.extended.loss_is)
+        self.spec = self.strategy.extended.call_for_each_replica(
             functions.call_model_fn, args=(inputs.features, inputs.labels)
         )
         graph.marks_gradients = False
         updates, suspects = self._reduce(data)
         divided = self._divide_updates()
-        replicas = build_replicas(self._strategy, self.spec, data)
+        replicas = build_replicas(self.strategy, self.spec, data)
         self.first_hooks = [
             BroadcastVariablesHook(self._communicator, divided),  # [K5]
             *inputs.hooks,  # [K6]
             *self._step_report(),  # [K7]
         ]
         copies = self._copies()
-        stamps = StepTimestamps(self.spec, self._reduction.values.weights)
+        stamps = StepTimestamps(self.spec, self.reduction.values.weights)
         progress = self._progress(stamps)
-        if self._reduction.accumulation is not None:
-            self._add_training_hooks(self._reduction.accumulation.hook())  # [K10]
+        if self.reduction.accumulation is not None:
+            self._add_training_hooks(self.reduction.accumulation.hook())  # [K10]
         if self._is_chief:  # now, as input_fn or model_fn may have written a checkpoint
-            self._restored = newest(self._model_dir)
-        if self._restored is not None and not has_own_saver(self.spec):
-            check_shapes(self._restored, tf.compat.v1.global_variables())
-            check_outer_slots(self._restored)
-        self._add_training_hooks(InputStateHook(states, self._restored))  # [K11]
+            self.restored = newest(self.model_dir)
+        if self.restored is not None and not has_own_saver(self.spec):
+            check_shapes(self.restored, tf.compat.v1.global_variables())
+            check_outer_slots(self.restored)
+        self._add_training_hooks(InputStateHook(states, self.restored))  # [K11]
         self._prepare_savers(states, data, stack)
         if self._is_chief and progress.is_needed:
             for saver in find_savers(self._all_hooks()):
@@ -178,7 +198,7 @@ class TrainingGraph:
           The updates of variables in the step, None for a single rank; and, by name of a variable,
           a description of the values in its updates that may differ by rank.
         """
-        graph, reduction = tf.compat.v1.get_default_graph(), self._reduction
+        graph, reduction = tf.compat.v1.get_default_graph(), self.reduction
         targets = operations_of_step(self.spec)
         updates, suspects, is_mean = None, {}, loss_is_scaled()
         read_before_changes(targets)
@@ -205,14 +225,14 @@ class TrainingGraph:
         return updates, suspects
 
     def _divide_updates(self) -> DividedSlots:
-        if self._communicator.size == 1 or not self._strategy.options.shard_optimizer:
+        if self._communicator.size == 1 or not self.strategy.options.shard_optimizer:
             return DividedSlots(self._communicator)
         ends, slots = divide_updates(operations_of_step(self.spec), self._communicator)
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, *ends))
         return slots
 
     def _check_accumulation(self) -> None:
-        accumulation = self._reduction.accumulation
+        accumulation = self.reduction.accumulation
         if accumulation is not None and not accumulation.is_used:
             raise hostopt.ConfigError(
                 f"accumulate_steps is {accumulation.micro_batches}, but the step updates no "
@@ -222,7 +242,7 @@ class TrainingGraph:
 
     def _copies(self) -> list[CopiesHook]:
         """Makes the step wait for the renewal of copies, which the hook builds."""
-        device = self._strategy.accelerator
+        device = self.strategy.accelerator
         if not is_gpu(device) or self._steps_per_run > 1:
             return []
         hook = CopiesHook(self.spec, device)
@@ -231,17 +251,17 @@ class TrainingGraph:
 
     def _step_report(self) -> list[StepReportHook]:
         """Reports on the reducers; there are none with one rank, or without buckets."""
-        reducers = tuple(self._reduction.reducers)  # a hook may add more, not run in each step
+        reducers = tuple(self.reduction.reducers)  # a hook may add more, not run in each step
         timeline = self._communicator.transport.timeline
         if not reducers:
             return []
         if timeline is not None:
             self.spec = show_steps(self.spec, reducers, timeline)
         communicator = self._communicator.duplicate("step reports")
-        return [StepReportHook(communicator, reducers, self._config, self._model_dir)]
+        return [StepReportHook(communicator, reducers, self.config, self.model_dir)]
 
     def _progress(self, stamps: StepTimestamps) -> ProgressHook:
-        accumulation = self._reduction.accumulation
+        accumulation = self.reduction.accumulation
         fetches = {"loss": self.spec.loss, "examples": stamps.examples}
         if accumulation is None:  # otherwise most batches of a step have runs of their own
             fetches.update(stamps.times)
@@ -250,33 +270,33 @@ class TrainingGraph:
         reports = (hook for hook in self.first_hooks if isinstance(hook, StepReportHook))
         return ProgressHook(
             fetches,
-            (tuple(self._reduction.reducers), next(reports, None)),
+            (tuple(self.reduction.reducers), next(reports, None)),
             self._communicator.size * (accumulation.micro_batches if accumulation else 1),
-            self._hooks,
-            self._model_dir or "",
-            self._config.save_summary_steps or 0,
+            self.hooks,
+            self.model_dir or "",
+            self.config.save_summary_steps or 0,
         )
 
     def _prepare_savers(
         self, states: InputStates, data: Collection[tf.Operation], stack: contextlib.ExitStack
     ) -> None:
         """Adds the saver of the stock class, so that other hooks can come before it: [K4]."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             if isinstance(hook, PreemptionHook):
-                hook.preemption.saves = has_saver(self.spec, self._hooks, self._config)
+                hook.preemption.saves = has_saver(self.spec, self.hooks, self.config)
         if not self._is_chief:
             return
-        self.spec = add_saver(self.spec, self._hooks, self._config, self._model_dir)
+        self.spec = add_saver(self.spec, self.hooks, self.config, self.model_dir)
         savers = find_savers(self._all_hooks())
         for saver in savers:
-            stack.enter_context(checked_saver(saver, self._restored))
+            stack.enter_context(checked_saver(saver, self.restored))
         states.listen(savers)
         log_random_operations(self.spec.train_op, data)
 
     def _desync_checks(
         self, mirrored: Sequence[tf.Variable], suspects: Mapping[str, str]
     ) -> list[DesyncCheckHook]:
-        every_steps = self._strategy.options.desync_check_steps
+        every_steps = self.strategy.options.desync_check_steps
         if not every_steps:
             return []
         separate = self._communicator.duplicate("the variables of the ranks")
@@ -294,13 +314,13 @@ class TrainingGraph:
         communicator, hooks = self._communicator, self._all_hooks()
         separate = communicator.duplicate("variables that are synchronised when they are read")
         sync_on_read = SyncOnRead(separate, tf.compat.v1.global_variables())
-        stops = EndStopSaveHook(communicator, self._reduction.flags, hooks)
+        stops = EndStopSaveHook(communicator, self.reduction.flags, hooks)
         self._add_training_hooks(stops)
         savers = find_savers(hooks)
-        coordinated = Coordinated(self._reduction.flags, sync_on_read, divided, states, savers)
+        coordinated = Coordinated(self.reduction.flags, sync_on_read, divided, states, savers)
         if replicas is None:
             return BeginStopSaveHook(communicator, coordinated)
-        local = (self._strategy, replicas, stops, examples, self._config, hooks)
+        local = (self.strategy, replicas, stops, examples, self.config, hooks)
         return SyncHook(communicator.duplicate("states of the ranks"), coordinated, *local)
 
     def _order_first_hooks(self, guard: SessionGuardHook, coordination: Sequence[Any]) -> None:
@@ -309,13 +329,13 @@ class TrainingGraph:
             self.spec = stock_spec(self.spec, training_chief_hooks=chief_hooks)
         else:
             self.first_hooks = [guard, *self.first_hooks, *coordination]
-        if self._strategy.options.nonfinite != "error":
+        if self.strategy.options.nonfinite != "error":
             self.first_hooks = HooksWithoutNan(self.first_hooks)
 
     def _all_hooks(self) -> list[Any]:
         """Hooks of `train` and of the spec on this rank."""
         chief_hooks = self.spec.training_chief_hooks if self._is_chief else ()
-        return [*self._hooks, *self.spec.training_hooks, *chief_hooks]
+        return [*self.hooks, *self.spec.training_hooks, *chief_hooks]
 
     def _add_training_hooks(self, *hooks: Any) -> None:
         self.spec = stock_spec(self.spec, training_hooks=[*self.spec.training_hooks, *hooks])
@@ -343,3 +363,105 @@ def build(
         training = TrainingGraph(strategy, reduction, config, model_dir, hooks)
         training.build(functions, stack)
         yield training
+
+
+# -- the input of a step: the data of this rank, and the weight of each batch --------------------
+
+
+class TrainingInput(NamedTuple):
+    """Tensors and hooks of the input of a training.
+
+    Args:
+      hooks: hooks that initialize the iterators.
+      has_next: scalar of bool that reads a batch; False or an OutOfRangeError means that the data
+        have ended.
+      counter: None if the batches are not counted.
+    """
+
+    features: Any
+    labels: Any
+    hooks: list[Any]
+    has_next: tf.Tensor
+    counter: BatchCounter | None
+
+
+def build_input(
+    strategy: HostOffloadStrategy,
+    reduction: GradientReduction,
+    config: Any,
+    call_input_fn: Callable[[tf.distribute.InputContext], Any],
+    is_sharded: bool,
+    stack: contextlib.ExitStack,
+) -> TrainingInput:
+    """Builds the input of a training step. Collective.
+
+    Args:
+      reduction: gets the accumulation and the weights of batches.
+      is_sharded: True if input_fn itself shards the data, because it takes an input context.
+      stack: receives the scopes in which the data workers are watched and errors are explained.
+    """
+    communicator = strategy.communicator
+    kind = getattr(config, "resume_data", KINDS[0])
+    communicator.check_same({"resume_data": repr(kind)}, "the configurations of the ranks")
+    counter = None if kind == KINDS[0] else BatchCounter()
+    service = stack.enter_context(data_service(strategy, config))
+    if service is None:
+        stack.enter_context(few_files_refused())
+        data = _share_of_rank(strategy, config, call_input_fn, is_sharded)
+    else:  # its workers divide the data
+        data = call_input_fn(tf.distribute.InputContext(1, 0, strategy.num_replicas_in_sync))
+    if communicator.rank == 0:
+        log_limits(data, communicator.size, is_counted=counter is not None)
+    micro_batches = getattr(config, "accumulate_steps", 1)
+    needs = Needs(weights=False, join=False)
+    if communicator.size > 1 and not reduction.is_local:
+        needs = needs_of(data, communicator, config.session_config)
+        if service is not None and not needs.join:
+            check_endless(data, config.session_config)
+    watch: list[Any] = []
+    if service is not None:
+        watch, data = [service.watch], service.prepare(data, config)
+    is_new: Any = True
+    if needs.join:
+        # each element is (batch, is_new); the stock function returns them as features and labels
+        batch, is_new, hooks = _tf_estimator.parse_input_fn_result(repeat_last_batch(data))
+    else:
+        *batch, hooks = _tf_estimator.parse_input_fn_result(data)
+    if counter is not None:
+        batch, is_new = counter.counted((batch, is_new), is_new)
+    counts = count_examples(batch, is_new) if needs.weights else []
+    if micro_batches > 1:
+        accumulation = reduction.accumulation = Accumulation(micro_batches, *counts[:1])
+        if counts:
+            counts = [accumulation.all_examples, accumulation.total(counts[1], "batches")]
+    if counts:
+        weights = BatchWeights(*counts, communicator, getattr(config, "uneven_data", MODES[0]))
+        reduction.values.weights = weights
+        if needs.join and reduction.accumulation is None:  # compute nothing without data
+            with tf.control_dependencies([weights.mean_weight]):
+                batch = tf.nest.map_structure(tf.identity, batch)
+    features, labels = _features_and_labels(batch)
+    more = is_new if needs.join else has_next((features, labels))
+    return TrainingInput(features, labels, [*watch, *hooks], more, counter)
+
+
+def _features_and_labels(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (list, tuple)):
+        return batch, None
+    if len(batch) != 2:
+        raise ValueError("input_fn should return (features, labels) as a len 2 tuple.")
+    return batch[0], batch[1]
+
+
+def _share_of_rank(
+    strategy: HostOffloadStrategy,
+    config: Any,
+    call_input_fn: Callable[[tf.distribute.InputContext], Any],
+    is_sharded: bool,
+) -> Any:
+    communicator, context = strategy.communicator, strategy.extended.input_context()
+    if communicator.size == 1 or is_sharded:
+        return call_input_fn(context)
+    policy = strategy.extended.auto_shard
+    with dividing(communicator, context, policy, config.session_config) as divide:
+        return divide(call_input_fn(context))

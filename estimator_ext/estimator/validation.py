@@ -128,7 +128,13 @@ class BatchSizes:
                 "there"
             )
         if train is not None:
-            self._local[ModeKeys.TRAIN] = _local_size(train, workers)
+            if train % workers:
+                raise ValueError(
+                    f"train_batch_size is {train}, wanted a multiple of the number of workers, "
+                    f"{workers}: it is the size for all workers. Give for example "
+                    f"{-(-train // workers) * workers}"
+                )
+            self._local[ModeKeys.TRAIN] = train // workers
 
     @property
     def any(self) -> bool:
@@ -147,12 +153,3 @@ class BatchSizes:
                 "given, and the batch size of this process is in params['batch_size']. Write "
                 f"def input_fn(params), or leave {_ARGUMENTS[mode]} out"
             )
-
-
-def _local_size(train: int, workers: int) -> int:
-    if train % workers:
-        raise ValueError(
-            f"train_batch_size is {train}, wanted a multiple of the number of workers, {workers}: "
-            f"it is the size for all workers. Give for example {-(-train // workers) * workers}"
-        )
-    return train // workers

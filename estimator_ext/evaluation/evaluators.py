@@ -45,12 +45,8 @@ class Evaluators:
 
     def __init__(self, communicator: hostopt.Communicator) -> None:
         self.communicator = communicator
+        self.index = communicator.rank  # evaluator 0 leads and writes
         self._unconfirmed = ""  # checkpoint that not all have confirmed to be restored
-
-    @property
-    def index(self) -> int:
-        """Index of this evaluator; evaluator 0 leads and writes."""
-        return self.communicator.rank
 
     @property
     def input_context(self) -> tf.distribute.InputContext:

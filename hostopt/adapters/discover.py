@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from hostopt.adapters import mpi, rendezvous_server, schedulers
+from hostopt.adapters import mpi, rendezvous, schedulers
 from hostopt.adapters.place import PORT, Place
 from hostopt.cluster import tf_config
 from hostopt.cluster.cluster import Cluster
@@ -166,7 +166,7 @@ def _exchange(place: Place, options: Options) -> list[str]:
     holder.set_inheritable(True)  # `hostopt exec` becomes the command
     _held.append(holder)
     timeout_s = float(options.rendezvous_timeout_s)
-    return rendezvous_server.exchange(place, port_of(holder), token, timeout_s)
+    return rendezvous.exchange(place, port_of(holder), token, timeout_s)
 
 
 def _check_same(place: Place, cluster: Cluster) -> None:

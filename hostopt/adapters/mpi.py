@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hostopt.adapters.place import Place, optional_number, rank_and_size
@@ -18,11 +18,9 @@ def find_open_mpi(environ: Mapping[str, str]) -> Place | None:
     """Returns the place in a run of Open MPI 4 or 5, or None."""
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    ranks = rank_and_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    local_rank = optional_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_size = optional_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     run = environ.get("PMIX_NAMESPACE", "")
-    return _place("Open MPI", ranks, local_rank, local_size, run, run)
+    return _place("Open MPI", environ, names, run, run)
 
 
 def find_mpich(environ: Mapping[str, str]) -> Place | None:
@@ -33,10 +31,8 @@ def find_mpich(environ: Mapping[str, str]) -> Place | None:
     is_slurm = "SLURM_PROCID" in environ and "MPI_LOCALNRANKS" not in environ
     if "PMI_RANK" not in environ or is_slurm:
         return None
-    ranks = rank_and_size(environ, "PMI_RANK", "PMI_SIZE")
-    local_rank = optional_number(environ, "MPI_LOCALRANKID")
-    local_size = optional_number(environ, "MPI_LOCALNRANKS")
-    return _place("MPICH", ranks, local_rank, local_size, _proxy(), "")
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _place("MPICH", environ, names, _proxy(), "")
 
 
 def is_started(environ: Mapping[str, str]) -> bool:
@@ -57,18 +53,13 @@ def check_started(environ: Mapping[str, str]) -> None:
 
 
 def _place(
-    launcher: str,
-    ranks: tuple[int, int],
-    local_rank: int | None,
-    local_size: int | None,
-    run_here: str,
-    run_id: str,
+    launcher: str, environ: Mapping[str, str], names: Sequence[str], run_here: str, run_id: str
 ) -> Place:
-    is_here = local_size == ranks[1] and run_here
-    rendezvous = f"@{run_here}" if is_here else None
-    return Place(
-        launcher, *ranks, local_size, rendezvous=rendezvous, run_id=run_id, local_rank=local_rank
-    )
+    """Returns a place from variables: rank and size, and both among those of this machine."""
+    rank, size = rank_and_size(environ, *names[:2])
+    local_rank, local_size = (optional_number(environ, name) for name in names[2:])
+    rendezvous = f"@{run_here}" if run_here and local_size == size else None
+    return Place(launcher, rank, size, local_size, (), rendezvous, None, run_id, local_rank)
 
 
 def _proxy() -> str:

@@ -16,15 +16,18 @@ could be left behind, and the kernel knows the user of the other end.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import logging
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from hostopt.adapters.place import Place
@@ -32,7 +35,7 @@ from hostopt.cluster import tf_config
 from hostopt.errors import AuthError, ConfigError, HostOptError, RendezvousTimeoutError
 from hostopt.options import shown
 from hostopt.process import descriptors
-from hostopt.transport.addresses import host_and_port, is_loopback
+from hostopt.transport.addresses import host_and_port, is_loopback, listen_address
 
 _log = logging.getLogger(__name__)
 
@@ -42,18 +45,33 @@ RETRY_S = 0.1
 _CONNECT_TIMEOUT_S = 5.0  # of one attempt
 _SILENCE_S = 3 * PROGRESS_S  # after which a peer connects again
 _GRACE_S = 2.0  # rank 0 gives up first, and names the missing ranks
+_REGISTER_TIMEOUT_S = 10.0  # for a process that has connected to register
+_SEND_TIMEOUT_S = 5.0
+_LOST_MS = 30_000  # until a peer counts as lost if its machine does not answer
+_SPARE_CONNECTIONS = 64  # of strangers, and one more for each rank
 _ERRORS = {each.__name__: each for each in (AuthError, ConfigError, RendezvousTimeoutError)}
 
 
+def exchange(place: Place, port: int, token: bytes | None, timeout_s: float) -> list[str]:
+    """Sends the address of this process to all others, and returns the addresses of all."""
+    deadline_s = time.monotonic() + timeout_s
+    if place.rank:
+        return Peer(place, port, token, deadline_s).exchange()
+    with _listen(place) as listener, contextlib.closing(_Server(place, listener, token)) as server:
+        return server.exchange(announced_address(place, None, port), deadline_s)
+
+
+@dataclass
 class Peer:
     """A rank other than 0."""
 
-    def __init__(self, place: Place, port: int, token: bytes | None, deadline_s: float) -> None:
-        self._place = place
-        self._port = port
-        self._token = token
-        self._deadline_s = deadline_s
-        self._progress = Progress(place)
+    _place: Place
+    _port: int
+    _token: bytes | None = field(repr=False)
+    _deadline_s: float
+
+    def __post_init__(self) -> None:
+        self._progress = Progress(self._place)
         self._missing = [0]
         self._refusal = ""  # of a process without the right proof
 
@@ -91,7 +109,7 @@ class Peer:
         """Registers, and returns the addresses; raises OSError if the other end is not rank 0."""
         lines = _LineReader(connection)
         self._missing = [0]
-        nonce, own_nonce = self._read(lines, _CONNECT_TIMEOUT_S).get("nonce"), new_nonce()
+        nonce, own_nonce = self._read(lines, _CONNECT_TIMEOUT_S).get("nonce"), _new_nonce()
         if not isinstance(nonce, str):
             raise ConnectionError("not rank 0")
         place = self._place
@@ -149,6 +167,199 @@ class _LineReader:
             self._received += data
         first, _, self._received = self._received.partition(b"\n")
         return parsed(first)
+
+
+def _listen(place: Place) -> socket.socket:
+    assert place.rendezvous is not None
+    name = unix_name(place)
+    try:
+        if name is not None:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(name)
+            listener.listen()
+            return listener
+        if is_loopback(place.rendezvous):
+            host, port = host_and_port(listen_address(place.rendezvous))
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family)
+        # all interfaces, as the name of this machine may be that of its loopback interface
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        address = "", host_and_port(place.rendezvous)[1]
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
+    except OSError as error:
+        descriptors.check(error)
+        raise ConfigError(
+            f"rank 0 cannot listen at {place.rendezvous}: {error}. Set HOSTOPT_RENDEZVOUS to an "
+            "address of its machine with a free port, on all ranks",
+            rank=0,
+        ) from None
+
+
+def _new_nonce() -> str:
+    return secrets.token_hex(16)  # never used again
+
+
+@dataclass(eq=False)
+class _Connection:
+    """A process that has connected to rank 0; a peer once it has a rank."""
+
+    socket: socket.socket
+    deadline_s: float  # to register
+    nonce: str  # of rank 0
+    received: bytes = b""
+    peer_nonce: str = ""
+    rank: int | None = None
+    address: str = ""
+
+
+@dataclass
+class _Server:
+    """Rank 0, until all peers have the addresses."""
+
+    _place: Place
+    _listener: socket.socket
+    _token: bytes | None = field(repr=False)
+
+    def __post_init__(self) -> None:
+        self._connections: list[_Connection] = []
+        self._refused: set[int] = set()  # ranks with another token
+        self._selector = selectors.DefaultSelector()
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def exchange(self, address: str, deadline_s: float) -> list[str]:
+        """Waits for all peers, and sends them the addresses of all."""
+        progress = Progress(self._place)
+        while self._missing():
+            if time.monotonic() > deadline_s:
+                error = self._failure()
+                self._send_all(type(error).__name__, error.message)
+                raise error
+            ready = [key.data for key, _ in self._selector.select(RETRY_S)]
+            for connection in filter(None, ready):
+                self._receive(connection)
+            if None in ready:
+                self._accept()  # last, as it may end a connection
+            now_s = time.monotonic()
+            for late in [each for each in self._strangers() if each.deadline_s < now_s]:
+                self._close(late)
+            if progress.log(self._missing()):
+                self._send_all("missing", self._missing())
+        found = {0: address, **self._registered()}
+        addresses = [found[rank] for rank in range(self._place.size)]
+        self._send_all("addresses", addresses)
+        return addresses
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for connection in self._connections:
+            connection.socket.close()
+        self._selector.close()
+
+    def _registered(self) -> dict[int, str]:
+        return {each.rank: each.address for each in self._connections if each.rank is not None}
+
+    def _strangers(self) -> list[_Connection]:
+        return [each for each in self._connections if each.rank is None]
+
+    def _missing(self) -> list[int]:
+        registered = self._registered()
+        return [rank for rank in range(1, self._place.size) if rank not in registered]
+
+    def _failure(self) -> HostOptError:
+        refused = sorted(self._refused.intersection(self._missing()))
+        if refused:
+            return AuthError(_other_token(*refused), rank=0)
+        return timeout_error(self._place, self._missing())
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:
+            descriptors.check(error)
+            return
+        is_unix = accepted.family == socket.AF_UNIX
+        if is_unix and user_of(accepted) != os.getuid():
+            accepted.close()
+            return
+        strangers = self._strangers()
+        if len(strangers) >= self._place.size + _SPARE_CONNECTIONS:
+            self._close(strangers[0])  # the oldest one
+        if not is_unix:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_MS)
+        accepted.settimeout(_SEND_TIMEOUT_S)  # it is read only when there is something
+        deadline_s = time.monotonic() + _REGISTER_TIMEOUT_S
+        connection = _Connection(accepted, deadline_s, _new_nonce())
+        self._connections.append(connection)
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        _send(connection, nonce=connection.nonce)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(MAX_LINE_BYTES - len(connection.received))
+        except OSError:
+            data = b""
+        connection.received += data
+        is_line = connection.received.endswith(b"\n")
+        if data and not is_line and len(connection.received) < MAX_LINE_BYTES:
+            return
+        # a peer that has registered sends nothing more
+        if not is_line or connection.rank is not None or not self._register(connection):
+            self._close(connection)
+
+    def _register(self, connection: _Connection) -> bool:
+        """Registers the address of a peer; returns False if this is not a peer of this run."""
+        try:
+            message = parsed(connection.received)
+            run_id, rank, size, address, nonce = fields = message["fields"]
+            if type(rank) is not int or not isinstance(nonce, str):
+                return False
+            connection.peer_nonce = nonce
+            if run_id != self._place.run_id or not tf_config.is_address(address):
+                return False
+            if not is_proof(message.get("proof"), self._token, connection.nonce, *fields):
+                if 0 < rank < self._place.size:
+                    self._refused.add(rank)
+                self._send(connection, AuthError.__name__, _other_token(rank))
+                return False
+        except (OSError, KeyError, ValueError, TypeError):
+            return False
+        if size != self._place.size or not 0 < rank < size:
+            text = f"rank {rank} of {size} has connected to rank 0 of {self._place.size}"
+            text = f"{text}. Start all ranks with the same launcher"
+        elif self._registered().get(rank, address) != address:
+            text = f"two processes have rank {rank}. Start each rank once"
+        else:
+            connection.rank, connection.address = rank, address
+            self._send(connection, "missing", self._missing())
+            return True
+        self._send(connection, ConfigError.__name__, text)
+        return False
+
+    def _send_all(self, kind: str, value: Any) -> None:
+        for connection in self._connections:
+            if connection.rank is not None:
+                self._send(connection, kind, value)
+
+    def _send(self, connection: _Connection, kind: str, value: Any) -> None:
+        answer = {"kind": kind, "value": value}
+        _send(connection, **answer, proof=proof(self._token, connection.peer_nonce, kind, value))
+
+    def _close(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._connections.remove(connection)
+
+
+def _other_token(*ranks: int) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} has another token than rank 0. Give all ranks the same token"
+
+
+def _send(connection: _Connection, **fields: Any) -> None:
+    with contextlib.suppress(OSError):  # the peer connects again
+        connection.socket.sendall(line(**fields))
 
 
 class Progress:
@@ -244,8 +455,3 @@ def parsed(received: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise ConnectionError("not a line of JSON") from None
     return message if isinstance(message, dict) else {}
-
-
-def new_nonce() -> str:
-    """Returns a random number that is never used again."""
-    return secrets.token_hex(16)

@@ -88,10 +88,10 @@ class Cluster:
         """Returns text for logs and errors, such as ``rank 1 (worker:0, host1:2222)``."""
         return f"rank {rank} ({self.ring[rank]})"
 
-    def attributes(self, rank: int) -> dict[str, Any]:
-        """Returns the arguments `rank`, `task` and `address` of a `HostOptError` about a rank."""
+    def attributes(self, rank: int, **more: Any) -> dict[str, Any]:
+        """Returns the arguments of a `HostOptError` about a rank: it, its task, and `more`."""
         task = self.ring[rank]
-        return {"rank": rank, "task": task.name, "address": task.address}
+        return {"rank": rank, "task": task.name, "address": task.address, **more}
 
     def evaluator_ring(self) -> Cluster:
         """Returns the cluster whose ring consists of the evaluators.

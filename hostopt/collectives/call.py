@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hostopt.transport.base import Transport
-from hostopt.transport.message import Tag
-from hostopt.transport.signature import UNSIGNED, Signature, signature_of
+from hostopt.transport.message import UNSIGNED, Signature, Tag, signature_of
 
 Array = np.ndarray[Any, Any]
 

@@ -24,8 +24,7 @@ from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import CollectiveMismatchError, ConfigError
 from hostopt.transport import event_loop
 from hostopt.transport.base import Transport
-from hostopt.transport.message import FINISH_CHANNEL, Tag
-from hostopt.transport.signature import UNSIGNED, signature_of
+from hostopt.transport.message import FINISH_CHANNEL, UNSIGNED, Tag, signature_of
 
 _SHOWN_NAMES = 20  # maximum number of names in an error
 

@@ -19,7 +19,7 @@ from hostopt.collectives.wire_format import WireFormat
 from hostopt.errors import ConfigError
 from hostopt.process import descriptors
 from hostopt.transport.base import Transport
-from hostopt.transport.signature import signature_of
+from hostopt.transport.message import signature_of
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import numpy as np
 from hostopt.collectives.call import Array, Channel, CollectiveCall
 from hostopt.collectives.ring import RingGroup
 from hostopt.collectives.sequence_counters import SequenceCounters
-from hostopt.transport.signature import signature_of
+from hostopt.transport.message import signature_of
 
 _SIGNATURE = signature_of("posted sum", "", np.dtype(np.float32), (2,))
 

@@ -1,1 +1,1 @@
-"""The commands of `hostopt`, one module each."""
+"""The commands of `hostopt`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import EVALUATOR
-from hostopt.doctor import all_ranks, machine, network, software
+from hostopt.doctor import machine, network
 from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import MIN_TIMEOUT_S, YEAR_S, Options
@@ -63,16 +63,12 @@ def _seconds(text: str) -> float:
 def examine(
     environ: Mapping[str, str], model_dir: str | None, timeout_s: float
 ) -> Iterator[Finding]:
-    """Checks this machine and, if TF_CONFIG names a cluster, this task in it.
-
-    Args:
-      timeout_s: seconds to wait for the doctors of the other ranks.
-    """
+    """Checks this machine and, if TF_CONFIG names a cluster, this task in it."""
     checks: list[tuple[Any, ...]] = [
-        (software.versions,),
-        (software.keras, environ),
-        (software.variables, environ),
-        (software.proxies, environ),
+        (machine.versions,),
+        (machine.keras, environ),
+        (machine.variables, environ),
+        (machine.proxies, environ),
         (machine.shared_memory,),
         (machine.open_files,),
         (machine.model_dir, model_dir),
@@ -107,7 +103,7 @@ def _examine_ring(
 ) -> Iterator[Finding]:
     try:
         options = Options().with_environment(environ)
-    except ConfigError:  # `software.variables` has reported it
+    except ConfigError:  # `machine.variables` has reported it
         options = None
     healthy = options is not None
     checks: list[tuple[Any, ...]] = [(network.names, ring), (network.local_address, ring.task)]
@@ -120,11 +116,5 @@ def _examine_ring(
     if not healthy:
         yield Finding(NOTE, "skipped the checks between ranks: correct what is WRONG here first")
         return
-    yield from run(
-        all_ranks.other_ranks,
-        ring,
-        options,
-        model_dir,
-        timeout_s,
-        timeout_s=2 * timeout_s + _CONNECTED_TIMEOUT_S,
-    )
+    most_s = 2 * timeout_s + _CONNECTED_TIMEOUT_S
+    yield from run(network.other_ranks, ring, options, model_dir, timeout_s, timeout_s=most_s)

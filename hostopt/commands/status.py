@@ -106,7 +106,8 @@ def format_overview(overview: Mapping[str, Any]) -> str:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     for blamed, waiting in find_blamed(ranks).items():
         is_all = len(waiting) == len(ranks) - 1
-        who = "all others wait" if is_all else f"{_names(waiting)} {_verb(waiting)}"
+        wait = "waits" if len(waiting) == 1 else "wait"
+        who = "all others wait" if is_all else f"{_names(waiting)} {wait}"
         task, address = (printable(ring[blamed][key]) for key in ("task", "address"))
         name = f"rank {blamed} ({task}, {address})"
         lines.append(f"{who} for {name}, which {_reason(ranks[blamed])}")
@@ -119,7 +120,9 @@ def _row(rank: int, task: Mapping[str, str], details: Details | str) -> Sequence
         return (*name, *[_UNKNOWN] * 5, printable(details))
     versions = [details["versions"][key] for key in ("hostopt", "tensorflow", "python")]
     shown = [printable(version or _UNKNOWN) for version in versions]
-    return (*name, _step(details), _memory(details), *shown, _state(details))
+    nbytes = details["memory_bytes"]
+    memory = _UNKNOWN if nbytes is None else f"{nbytes / (1 << 20):.0f} MiB"
+    return (*name, _step(details), memory, *shown, _state(details))
 
 
 def _step(details: Details) -> str:
@@ -127,11 +130,6 @@ def _step(details: Details) -> str:
         return str(details["step"])
     last = details["last"]
     return f"call {last['step']}" if last else _UNKNOWN
-
-
-def _memory(details: Details) -> str:
-    nbytes = details["memory_bytes"]
-    return _UNKNOWN if nbytes is None else f"{nbytes / (1 << 20):.0f} MiB"
 
 
 def _state(details: Details) -> str:
@@ -170,7 +168,3 @@ def _reason(details: Details | str) -> str:
 def _names(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks))
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def _verb(ranks: Sequence[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"

@@ -6,10 +6,9 @@ finding, too.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hostopt.errors import HostOptError
@@ -18,14 +17,9 @@ OK, NOTE, WRONG = "ok", "note", "WRONG"
 
 
 class Finding(NamedTuple):
-    """One line of the doctor's output.
+    """One line of the doctor's output."""
 
-    Args:
-      verdict: `OK`; `NOTE` for something to know about; `WRONG` for something that prevents a
-        training from running properly.
-    """
-
-    verdict: str
+    verdict: str  # WRONG: something prevents a training from running properly
     text: str
 
     def __str__(self) -> str:
@@ -35,48 +29,38 @@ class Finding(NamedTuple):
 def run(check: Callable[..., Iterable[Finding]], *args: Any, timeout_s: float) -> list[Finding]:
     """Runs a check."""
     findings: list[Finding] = []
-    (outcome,) = outcomes(lambda _: findings.extend(_run(check, args)), [None], timeout_s)
+    (outcome,) = outcomes(lambda _: findings.extend(check(*args)), [None], timeout_s)
+    if outcome is None:
+        return findings
     name = check.__name__.strip("_").replace("_", " ")
-    if isinstance(outcome, TimeoutError):
+    if isinstance(outcome, HostOptError):
+        text = str(outcome)
+    elif isinstance(outcome, TimeoutError):
         text = f"the check of {name} did not finish within {timeout_s:g} s: what it accesses hangs"
-        return [*findings, Finding(WRONG, text)]
-    if isinstance(outcome, Exception):
-        return [*findings, Finding(WRONG, f"the check of {name} failed: {outcome!r}")]
-    return findings
-
-
-def _run(check: Callable[..., Iterable[Finding]], args: Sequence[Any]) -> Iterator[Finding]:
-    try:
-        yield from check(*args)
-    except HostOptError as error:
-        yield Finding(WRONG, str(error))
+    else:
+        text = f"the check of {name} failed: {outcome!r}"
+    return [*findings, Finding(WRONG, text)]
 
 
 def outcomes(function: Callable[[Any], Any], items: Sequence[Any], timeout_s: float) -> list[Any]:
     """Calls a function for several items in parallel, with a common deadline.
 
-    Args:
-      function: may block. After the deadline its daemon thread keeps running, without effect.
-
     Returns:
-      For each item the result or the exception; a TimeoutError if the call did not finish.
+      For each item the result or the exception; a TimeoutError if the call did not finish. Its
+      daemon thread then keeps running, without effect.
     """
-    ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    results: list[Any] = [TimeoutError(f"no answer within {timeout_s:g} s") for _ in items]
 
     def call(index: int, item: Any) -> None:
         try:
-            ended.put((index, function(item)))
+            results[index] = function(item)
         except Exception as error:
-            ended.put((index, error))
+            results[index] = error
 
-    results: list[Any] = [TimeoutError(f"no answer within {timeout_s:g} s") for _ in items]
-    for index, item in enumerate(items):
-        threading.Thread(target=call, args=(index, item), daemon=True).start()
+    threads = [threading.Thread(target=call, args=each, daemon=True) for each in enumerate(items)]
+    for thread in threads:
+        thread.start()
     deadline_s = time.monotonic() + timeout_s
-    for _ in items:
-        try:
-            index, result = ended.get(timeout=max(deadline_s - time.monotonic(), 0))
-        except queue.Empty:
-            break
-        results[index] = result
-    return results
+    for thread in threads:
+        thread.join(max(deadline_s - time.monotonic(), 0))
+    return list(results)

@@ -1,27 +1,47 @@
-"""Checks of the cluster's addresses, of this task's port, and of tokens and certificates."""
+"""Checks of a cluster: addresses, this task's port, tokens and certificates, and the other ranks.
+
+Ranks check each other if a doctor runs on all of them at the same time.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import glob
+import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 from hostopt.cluster.cluster import Cluster, Task
 from hostopt.cluster.tf_config import DATA
+from hostopt.collectives.communicator import Communicator
+from hostopt.connect import connect_ring
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, outcomes
+from hostopt.doctor.machine import existing, installed, trial_file
+from hostopt.errors import RendezvousTimeoutError
+from hostopt.measure.clock import measure_offset
 from hostopt.options import Options
+from hostopt.transport import event_loop
 from hostopt.transport.addresses import host_and_port, listen_address
+from hostopt.transport.message import Tag
 from hostopt.transport.security import Security, check_tls_dir
 
 _RESOLVE_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 _EXPIRES_SOON = timedelta(days=14)
 _LISTENS = "0A"  # a state in /proc/net/tcp
+_MUST_BE_SAME = ("hostopt", "tensorflow", "tf_keras")
+_CLOCKS_DIFFER_S = 1.0
+_MEASURE_S = 0.25
+_MESSAGE_BYTES = 256 << 10
+_SLOW_BYTES_PER_S = 100e6  # about what 1 Gbit/s carries
 
 
 def task(cluster: Cluster) -> Iterator[Finding]:
@@ -146,3 +166,151 @@ def _listeners(port: int) -> str:
                 command = b" ".join(words).decode(errors="replace").strip()
                 processes.append(f"process {pid} ({command[:100]})")
     return " by " + ", ".join(sorted(set(processes))) if processes else ""
+
+
+def other_ranks(
+    ring: Cluster, options: Options, model_dir: str | None, timeout_s: float
+) -> Iterator[Finding]:
+    """Connects to the doctors of all other ranks like a training, and compares.
+
+    Args:
+      timeout_s: replaces the deadlines for the others to connect, and for each collective.
+    """
+    options = replace(
+        options,
+        rendezvous_timeout_s=timeout_s,
+        collective_timeout_s=timeout_s,
+        timeline=None,
+        debug_dir=None,
+    )
+    try:
+        communicator = connect_ring(ring, options, service="hostopt.Doctor")
+    except RendezvousTimeoutError as error:
+        missing = error.root_cause or ""
+        yield Finding(
+            NOTE,
+            f"skipped the checks between ranks, {missing}: start `hostopt doctor` on all ranks at "
+            "the same time",
+        )
+        yield from calls(
+            [each for each in ring.ring if f"{each.name} ({each.address})" in missing]
+        )
+        return
+    with communicator:
+        yield Finding(OK, f"all {communicator.size} ranks are connected, with the same options")
+        for check in (_memory, _versions, clocks, links):
+            yield from check(communicator)
+        yield from _shared_dir(communicator, model_dir)
+        communicator.barrier("end of the doctors")
+
+
+def _memory(communicator: Communicator) -> Iterator[Finding]:
+    groups = communicator.hosts.groups if communicator.hosts else ()
+    shared = [group for group in groups if len(group) > 1]
+    if shared:
+        text = "; ".join(", ".join(map(str, group)) for group in shared)
+        yield Finding(OK, f"ranks that share memory: {text}")
+
+
+def _versions(communicator: Communicator) -> Iterator[Finding]:
+    tables = _gather(communicator, installed(), "versions of the doctors")
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    different = [name for name in names if len({table.get(name) for table in tables}) > 1]
+    for name in different:
+        text = ", ".join(f"rank {rank} {table.get(name)}" for rank, table in enumerate(tables))
+        if name in _MUST_BE_SAME:
+            yield Finding(WRONG, f"{name} differs: {text}. Install the same version on all ranks")
+        else:
+            yield Finding(NOTE, f"{name} differs: {text}")
+    if not different:
+        yield Finding(OK, "all ranks have the same versions")
+
+
+def clocks(communicator: Communicator, now: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """Compares this rank's clock with rank 0's."""
+    offset = measure_offset(communicator.duplicate("clocks of the doctors"), now)
+    if communicator.rank == 0:
+        return
+    late_s = abs(offset.offset_s)
+    if late_s - offset.round_trip_s > _CLOCKS_DIFFER_S:
+        side = "behind" if offset.offset_s > 0 else "ahead of"
+        yield Finding(
+            WRONG,
+            f"this clock is {late_s:.1f} s {side} rank 0's: synchronise both with NTP. Times of "
+            "files and certificates are compared with it",
+        )
+    else:
+        most_s = late_s + offset.round_trip_s / 2
+        yield Finding(
+            OK,
+            f"this clock agrees with rank 0's to within {most_s * 1e3:.2f} ms; a round trip "
+            f"takes {offset.round_trip_s * 1e3:.2f} ms",
+        )
+
+
+def links(communicator: Communicator) -> Iterator[Finding]:
+    """Measures the throughput from the previous rank while all ranks send."""
+    sender = (communicator.rank - 1) % communicator.size
+    communicator.barrier("links between the doctors")
+    bytes_per_s = event_loop.run(_stream(communicator.duplicate(), sender))
+    text = f"rank {sender} sends this rank {bytes_per_s / 1e6:.0f} MB/s"
+    if bytes_per_s < _SLOW_BYTES_PER_S:
+        step_s = 100e6 / bytes_per_s
+        yield Finding(NOTE, f"{text}: 100 MB of gradients take more than {step_s:.1f} s per step")
+    else:
+        yield Finding(OK, text)
+
+
+async def _stream(communicator: Communicator, sender: int) -> float:
+    """Sends to the next rank for `_MEASURE_S`; returns the bytes received per second."""
+    transport, name = communicator.transport, "data of the doctor"
+    first = Tag(communicator.channel, 0)
+
+    async def send() -> None:
+        receiver, end_s = (transport.rank + 1) % transport.size, time.monotonic() + _MEASURE_S
+        payload, count = bytes(_MESSAGE_BYTES), 0
+        while time.monotonic() < end_s:
+            await transport.send(receiver, first._replace(step=count), payload, name)
+            count += 1
+        await transport.send(receiver, first._replace(step=count), b"", name)
+
+    async def receive() -> float:
+        begin_s, count = time.monotonic(), 0
+        while await transport.recv(sender, first._replace(step=count), name):
+            count += 1
+        return count * _MESSAGE_BYTES / (time.monotonic() - begin_s)
+
+    sending = asyncio.ensure_future(send())
+    try:
+        bytes_per_s = await receive()
+    finally:
+        await sending
+    return bytes_per_s
+
+
+def _shared_dir(communicator: Communicator, model_dir: str | None) -> Iterator[Finding]:
+    """Checks that the other ranks see a file that rank 0 writes into its model_dir."""
+    name, directory = "", existing(model_dir) if model_dir and "://" not in model_dir else None
+    with contextlib.ExitStack() as stack:
+        if communicator.rank == 0 and directory is not None:
+            with contextlib.suppress(OSError):  # another check reports it
+                name = stack.enter_context(trial_file(directory))
+        name = _gather(communicator, name, "name of a file in model_dir")[0]
+        sees = None if directory is None else os.path.exists(os.path.join(directory, name))
+        all_see = _gather(communicator, sees, "ranks that see a file in model_dir")
+    if communicator.rank != 0 or not name:
+        return
+    blind = [f"rank {rank}" for rank, sees in enumerate(all_see) if sees is False]
+    if blind:
+        yield Finding(
+            NOTE,
+            f"model_dir is not shared: {', '.join(blind)} cannot see rank 0's. Only evaluators "
+            "need to: rank 0 alone writes there",
+        )
+    elif None not in all_see:
+        yield Finding(OK, "model_dir is shared by all ranks")
+
+
+def _gather(communicator: Communicator, value: Any, name: str) -> list[Any]:
+    texts = communicator.all_gather_bytes(json.dumps(value).encode(), name)
+    return [json.loads(text) for text in texts]

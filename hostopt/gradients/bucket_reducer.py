@@ -19,7 +19,7 @@ from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket, free_b
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
 from hostopt.gradients.step_stats import StepStats, StepTimes
 from hostopt.telemetry.timeline import Track
-from hostopt.transport.signature import Signature, signature_of
+from hostopt.transport.message import Signature, signature_of
 
 _MAX_SLOTS = 64  # bits of the free mask of `SharedSlots`
 

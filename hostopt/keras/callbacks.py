@@ -27,25 +27,9 @@ if keras.backend.backend() != "tensorflow":
         "Set KERAS_BACKEND=tensorflow in the environment"
     )
 
-
-class _Callback(keras.callbacks.Callback):
-    def set_model(self, model: Any) -> None:
-        """Takes the model."""
-        keras_callbacks.check_kind(model, is_keras_3=True)
-        super().set_model(model)
-
-
-class BroadcastGlobalVariablesCallback(keras_callbacks.BroadcastVariables, _Callback):
-    """Gives all ranks the variables of one rank; see `BroadcastVariables`."""
-
-
-class MetricAverageCallback(keras_callbacks.AverageMetrics, _Callback):
-    """Averages metrics over the ranks; see `AverageMetrics`."""
-
-
-class LearningRateScheduleCallback(keras_callbacks.LearningRateSchedule, _Callback):
-    """Sets the learning rate; see `LearningRateSchedule`."""
-
-
-class LearningRateWarmupCallback(keras_callbacks.LearningRateWarmup, _Callback):
-    """Raises the learning rate at the start; see `LearningRateWarmup`."""
+(
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+) = keras_callbacks.callbacks_for(keras, __name__, is_keras_3=True)

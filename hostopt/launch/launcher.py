@@ -26,13 +26,11 @@ from dataclasses import dataclass
 
 from hostopt.cluster.tf_config import DATA, EVALUATOR
 from hostopt.launch import metrics, output
-from hostopt.launch.engine import Engine, Reservation
+from hostopt.launch.engine import Engine, LocalEngine, Poll
 from hostopt.launch.environment import find_command
-from hostopt.launch.local_engine import LocalEngine
 from hostopt.launch.monitor import Monitor
 from hostopt.launch.restarts import Slots
-from hostopt.launch.roles import DataWorker, Evaluator, Ring
-from hostopt.launch.task_group import FORWARDED, Group
+from hostopt.launch.task_group import FORWARDED, DataWorker, Evaluator, Group, Ring
 from hostopt.options import DATA_DIR, RING_ENDED
 from hostopt.process import descriptors
 
@@ -121,21 +119,17 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
             stack.enter_context(metrics.served(monitor, options.metrics_port))
         limits = (options.max_restarts, options.grace_s)
         shared = (engine, command, cluster, selector, *limits, monitor)
-        ring = Ring(*shared, slots=Slots(options.size, options.least_size))
+        ring = Ring(*shared, Slots(options.size, options.least_size))
         ring_ended = os.path.join(directory, "ring-ended")
         settings = {RING_ENDED: ring_ended}
         evaluator_groups = [
-            Evaluator(*shared, task=(EVALUATOR, i), reservation=evaluators, settings=settings)
+            Evaluator(*shared, (EVALUATOR, i), evaluators, settings)
             for i in range(options.evaluators)
         ]
+        data_dirs = [os.path.join(directory, f"data-{i}") for i in range(options.data_workers)]
         data_groups = [
-            DataWorker(
-                *shared,
-                task=(DATA, i),
-                reservation=data_workers,
-                settings={**settings, DATA_DIR: os.path.join(directory, f"data-{i}")},
-            )
-            for i in range(options.data_workers)
+            DataWorker(*shared, (DATA, i), data_workers, {**settings, DATA_DIR: data_dir})
+            for i, data_dir in enumerate(data_dirs)
         ]
         for group in (ring, *evaluator_groups, *data_groups):
             stack.callback(group.close)
@@ -145,46 +139,42 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
 
 def _reserve(
     engine: Engine, options: RunOptions, stack: contextlib.ExitStack
-) -> tuple[dict[str, list[str]], Reservation, Reservation]:
+) -> tuple[dict[str, list[str]], Poll, Poll]:
     """Waits for the places of evaluators and of data workers, which outlive an attempt.
 
     Returns:
-      Their addresses by job, and the reservations of the evaluators and of the data workers.
+      Their addresses by job, and the polls of the evaluators' and of the data workers' places.
     """
     cluster: dict[str, list[str]] = {}
-    reservations, begin = [], options.size
+    polls, begin = [], options.size
     for job, count in ((EVALUATOR, options.evaluators), (DATA, options.data_workers)):
         reserved = engine.reserve(range(begin, begin + count), count)
-        reservations.append(stack.enter_context(reserved))
+        polls.append(stack.enter_context(reserved))
         begin += count
         if count:
-            cluster[job] = _addresses(reservations[-1])
-    evaluators, data_workers = reservations
+            while (places := polls[-1]()) is None:
+                time.sleep(_POLL_S)
+            cluster[job] = [place.address for place in places]
+    evaluators, data_workers = polls
     return cluster, evaluators, data_workers
 
 
+@dataclass
 class _Run:
     """The groups of a cluster from start to end, and the signals that the launcher receives."""
 
-    def __init__(
-        self,
-        ring: Ring,
-        evaluators: Sequence[Evaluator],
-        data_workers: Sequence[DataWorker],
-        selector: selectors.BaseSelector,
-        ring_ended: str,
-        monitor: Monitor,
-    ) -> None:
-        self._ring = ring
-        self._evaluators = evaluators
-        self._data_workers = data_workers
-        self._others = (*evaluators, *data_workers)
+    _ring: Ring
+    _evaluators: Sequence[Evaluator]
+    _data_workers: Sequence[DataWorker]
+    _selector: selectors.BaseSelector
+    _ring_ended: str
+    _monitor: Monitor
+
+    def __post_init__(self) -> None:
+        self._others = (*self._evaluators, *self._data_workers)
+        self._groups: tuple[Group, ...] = (self._ring, *self._others)
         self._lost: DataWorker | None = None  # the first that has failed for good before the ring
-        self._groups: tuple[Group, ...] = (ring, *self._others)
         self._failed: list[Group] = []  # in the order in which they failed for good
-        self._selector = selector
-        self._ring_ended = ring_ended
-        self._monitor = monitor
         self._is_announced = False  # to the others: all ranks have succeeded
         self._is_interrupted = False
 
@@ -199,7 +189,7 @@ class _Run:
                 key.data()
             self._advance()
             self._monitor.advance()
-        root = self._root_cause()
+        root = self._lost or (self._ring if self._ring.code else next(iter(self._failed), None))
         if root is None:
             self._monitor.finish(0)
             return 0
@@ -210,12 +200,6 @@ class _Run:
             _LOG.error("%s; the ranks need its data", root.reason)
         return root.code or 0
 
-    def _root_cause(self) -> Group | None:
-        """Returns the group whose failure ends the run; None if all have succeeded."""
-        if self._lost is not None:
-            return self._lost
-        return self._ring if self._ring.code else next(iter(self._failed), None)
-
     def _advance(self) -> None:
         self._ring.advance()
         if self._ring.code:
@@ -225,19 +209,15 @@ class _Run:
             self._announce_success()
         for other in self._others:
             other.advance()
-        self._end_without_data()
+        lost = next((each for each in self._data_workers if each.is_lost), None)
+        if self._lost is None and lost is not None and self._ring.code is None:
+            self._lost = lost
+            self._ring.forward(signal.SIGTERM)  # the ranks end with a checkpoint
         self._failed += [
             group
             for group in (self._ring, *self._evaluators)
             if group.code and group not in self._failed
         ]
-
-    def _end_without_data(self) -> None:
-        """Ends the ranks, with a checkpoint, once a data worker has failed for good."""
-        lost = next((each for each in self._data_workers if each.is_lost), None)
-        if self._lost is None and lost is not None and self._ring.code is None:
-            self._lost = lost
-            self._ring.forward(signal.SIGTERM)
 
     def _announce_success(self) -> None:
         self._is_announced = True
@@ -266,15 +246,6 @@ class _Run:
             self._is_interrupted = self._is_interrupted or signum == signal.SIGINT
             for group in self._groups:
                 group.forward(signum)
-
-
-def _addresses(reservation: Reservation) -> list[str]:
-    """Waits for places before any task has started, and returns their addresses."""
-    while True:
-        places = reservation.poll()
-        if places is not None:
-            return [place.address for place in places]
-        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

@@ -21,16 +21,11 @@ _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metric(NamedTuple):
-    """One metric of a run.
+    """One metric of a run."""
 
-    Args:
-      name: without the prefix ``hostopt_``; the name of a counter ends in ``_total``.
-      label: name of its label; "" for none.
-    """
-
-    name: str
+    name: str  # without the prefix ``hostopt_``; the name of a counter ends in ``_total``
     meaning: str
-    label: str
+    label: str  # its name; "" for none
     values: Mapping[str, float]
 
 
@@ -54,7 +49,7 @@ def served(monitor: Monitor, port: int) -> Iterator[int]:
             "Choose another --metrics-port, or 0 for any free one"
         ) from error
     port = listener.getsockname()[1]
-    with answering(listener, lambda: bytes(generate_latest(registry)), _CONTENT_TYPE):
+    with answering(listener, lambda: bytes(generate_latest(registry))):
         _LOG.info("metrics: http://%s:%d/metrics", _HOST, port)
         yield port
 
@@ -88,55 +83,47 @@ def metrics_of(
             yield from _of_training(attempts[max(attempts)])
     with contextlib.suppress(KeyError, TypeError, ValueError):
         if evaluation:
-            yield from _of_evaluation(evaluation)
+            value = {str(evaluation["metric"]): float(evaluation["value"])}
+            yield Metric("evaluation", "main metric of the newest evaluation", "metric", value)
+            step = {"": float(evaluation["step"])}
+            yield Metric("evaluation_step", "global_step of the newest evaluation", "", step)
 
 
-_GAUGES = {  # name and meaning by key of the progress
-    "step": ("step", "global_step"),
-    "last_step": ("last_step", "global_step at which the training stops"),
-    "loss": ("loss", "loss of the newest step that was measured"),
-    "examples_per_s": ("examples_per_second", "examples of all ranks in the last 10 seconds"),
-    "checkpoint_step": ("checkpoint_step", "global_step of the newest checkpoint"),
+_REDUCTIONS = "mean time of the reductions of a step"
+_SCALARS = {  # name, meaning and divisor by key of the progress
+    "step": ("step", "global_step", 1),
+    "last_step": ("last_step", "global_step at which the training stops", 1),
+    "loss": ("loss", "loss of the newest step that was measured", 1),
+    "examples_per_s": ("examples_per_second", "examples of all ranks in the last 10 seconds", 1),
+    "checkpoint_step": ("checkpoint_step", "global_step of the newest checkpoint", 1),
     "checkpoint_time_s": (
         "checkpoint_timestamp_seconds",
         "time at which the newest checkpoint was complete, in Unix time",
+        1,
     ),
+    "communication_ms": ("communication_seconds", _REDUCTIONS, 1e3),
+    "sent_bytes": ("sent_bytes_total", "payload of the messages of the chief in this attempt", 1),
 }
 
 
 def _of_training(training: Progress) -> Iterator[Metric]:
-    for key, (name, meaning) in _GAUGES.items():
+    for key, (name, meaning, divisor) in _SCALARS.items():
         if training.get(key) is not None:
-            yield Metric(name, meaning, "", {"": float(training[key])})
+            yield Metric(name, meaning, "", {"": training[key] / divisor})
     if training.get("steps_per_s"):
-        seconds = 1.0 / training["steps_per_s"]
-        yield Metric(
-            "step_seconds", "mean time of a step in the last 10 seconds", "", {"": seconds}
-        )
+        seconds = {"": 1.0 / training["steps_per_s"]}
+        yield Metric("step_seconds", "mean time of a step in the last 10 seconds", "", seconds)
     parts = {part: ms / 1e3 for part, ms in training.get("times_ms", {}).items()}
     if parts:
         yield Metric("step_part_seconds", "mean time of a part of a step", "part", parts)
     if "communication_ms" in training:
-        meaning = "mean time of the reductions of a step"
-        yield Metric(
-            "communication_seconds", meaning, "", {"": training["communication_ms"] / 1e3}
-        )
         exposed = {"": parts["exposed_communication"]}
-        yield Metric("exposed_communication_seconds", f"{meaning} after backward", "", exposed)
-    if "sent_bytes" in training:
-        meaning = "payload of the messages of the chief in this attempt"
-        yield Metric("sent_bytes_total", meaning, "", {"": float(training["sent_bytes"])})
+        meaning = f"{_REDUCTIONS} after backward"
+        yield Metric("exposed_communication_seconds", meaning, "", exposed)
     waits = {str(rank): float(each) for rank, each in enumerate(training.get("waited_s", ()))}
     if waits:
         meaning = "time that a rank has waited for reductions in this attempt"
         yield Metric("wait_seconds_total", meaning, "rank", waits)
-
-
-def _of_evaluation(evaluation: Progress) -> Iterator[Metric]:
-    value = {str(evaluation["metric"]): float(evaluation["value"])}
-    yield Metric("evaluation", "main metric of the newest evaluation", "metric", value)
-    step = {"": float(evaluation["step"])}
-    yield Metric("evaluation_step", "global_step of the newest evaluation", "", step)
 
 
 MOST_CONNECTIONS = 16
@@ -146,12 +133,10 @@ _BACKLOG = 8  # connections that are accepted at once
 
 
 @contextlib.contextmanager
-def answering(
-    listener: socket.socket, answer: Callable[[], bytes], content_type: str
-) -> Iterator[None]:
+def answering(listener: socket.socket, answer: Callable[[], bytes]) -> Iterator[None]:
     """Scope in which a thread answers each GET request; closes the bound `listener` at its end."""
     loop = asyncio.new_event_loop()
-    callers = _Callers(answer, content_type)
+    callers = _Callers(answer)
     server = loop.run_until_complete(
         asyncio.start_server(callers.serve, sock=listener, limit=REQUEST_BYTES, backlog=_BACKLOG)
     )
@@ -177,9 +162,8 @@ async def _end_all() -> None:
 class _Callers:
     """The connections, of which each brings one request."""
 
-    def __init__(self, answer: Callable[[], bytes], content_type: str) -> None:
+    def __init__(self, answer: Callable[[], bytes]) -> None:
         self._answer = answer
-        self._content_type = content_type
         self._tasks: list[asyncio.Task[None]] = []  # the oldest first
 
     def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -207,7 +191,7 @@ class _Callers:
             status, body = "200 OK", self._answer()
         head = (
             f"HTTP/1.1 {status}",
-            f"Content-Type: {self._content_type}",
+            f"Content-Type: {_CONTENT_TYPE}",
             f"Content-Length: {len(body)}",
             "Connection: close",
         )

@@ -119,11 +119,6 @@ class LogStream(io.TextIOBase):
 OUT, ERR = QueuedWriter(1), QueuedWriter(2)
 
 
-def standard_output() -> QueuedWriter:
-    """Returns the writer of standard output; that of standard error on the same terminal."""
-    return ERR if os.isatty(1) and os.isatty(2) else OUT
-
-
 def flush() -> None:
     """Waits until standard output and standard error are written, unless their reader stalls."""
     OUT.flush(_FLUSH_TIMEOUT_S)

@@ -28,18 +28,12 @@ _REPORTERS = {
 
 @dataclass(frozen=True)
 class TaskExit:
-    """The exit of one process of an attempt.
-
-    Args:
-      slot: slot of the task, 0 to N-1, which may differ from the rank; None for an evaluator.
-      code: exit code; 128 + n if signal n ended the process.
-      forced: True if the launcher signalled the process because its grace period was over.
-    """
+    """The exit of one process of an attempt."""
 
     name: str
-    slot: int | None
-    code: int
-    forced: bool = False
+    slot: int | None  # 0 to N-1, which may differ from the rank; None beside the ranks
+    code: int  # 128 + n if signal n ended the process
+    forced: bool = False  # the launcher signalled it because its grace period was over
     cause: str = ""
 
     def __str__(self) -> str:
@@ -48,20 +42,13 @@ class TaskExit:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """The root cause of a failed attempt, and whether to retry.
-
-    Args:
-      reason: the root cause in words, for the log.
-      failed_slots: slots that caused the failure; empty if there are only reporters.
-      cause: the error that the root cause reported, or else the first error that any process
-        reported; empty if there is none.
-    """
+    """The root cause of a failed attempt, and whether to retry."""
 
     code: int
     retry: bool
-    reason: str
-    failed_slots: frozenset[int] = frozenset()
-    cause: str = ""
+    reason: str  # the root cause in words, for the log
+    failed_slots: frozenset[int] = frozenset()  # that caused it; empty if only reporters failed
+    cause: str = ""  # the error that the root cause reported, or else the first of any process
 
 
 def classify_exits(exits: Sequence[TaskExit]) -> RestartDecision:
@@ -134,13 +121,13 @@ class Restarts:
     """Counts the restarts of a group and computes the delay before each (exponential back-off)."""
 
     def __init__(self, max_restarts: int) -> None:
-        self.max_restarts = max_restarts
         self.used = 0
+        self._max_restarts = max_restarts
         self._delay_s = FIRST_DELAY_S
 
     def next_delay_s(self, lasted_s: float) -> float | None:
         """Uses up one restart; returns the seconds to wait before it, None if none is left."""
-        if self.used == self.max_restarts:
+        if self.used == self._max_restarts:
             return None
         self.used += 1
         delay_s = FIRST_DELAY_S if lasted_s > STEADY_S else self._delay_s

@@ -19,13 +19,15 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.launch import restarts, task_process
-from hostopt.launch.engine import Engine, Place
+from hostopt.launch.engine import Engine, Place, Poll
 from hostopt.launch.environment import tf_config_of
 from hostopt.launch.monitor import Monitor
-from hostopt.launch.restarts import RestartDecision, Restarts, TaskExit
+from hostopt.launch.restarts import RestartDecision, Restarts, Slots, TaskExit
 from hostopt.launch.task_process import TaskProcess
 from hostopt.process import descriptors, error_report
 from hostopt.telemetry import progress
@@ -52,35 +54,26 @@ def start_error(error: OSError) -> HostOptError:
     )
 
 
+@dataclass(eq=False)
 class Group:
-    """Tasks that start together, and restart together after a failure.
+    """Tasks that start together, and restart together after a failure."""
 
-    Args:
-      cluster: addresses by job, of this and all other groups.
-      selector: registers the lifelines of running tasks, each with a function to call.
-      grace_s: seconds from the first failure to SIGTERM for the other tasks.
-    """
+    _engine: Engine
+    _command: Sequence[str]
+    _cluster: dict[str, list[str]]  # addresses by job, of this and all other groups
+    _selector: selectors.BaseSelector  # of the lifelines, each with a function to call
+    _max_restarts: int
+    _grace_s: float  # from the first failure to SIGTERM for the other tasks
+    _monitor: Monitor
 
-    def __init__(
-        self,
-        engine: Engine,
-        command: Sequence[str],
-        cluster: dict[str, list[str]],
-        selector: selectors.BaseSelector,
-        max_restarts: int,
-        grace_s: float,
-        monitor: Monitor,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.code: int | None = None  # exit code, once there will be no further attempt
         self.cause = ""  # error that the root cause of the last failure reported
         self.reason = ""  # root cause of the last failure, and how it ended
-        self._engine = engine
-        self._command = command
-        self._cluster = cluster
-        self._selector = selector
-        self._monitor = monitor
-        self._restarts = Restarts(max_restarts)
-        self._after_failure = ((grace_s, signal.SIGTERM), (grace_s + KILL_S, signal.SIGKILL))
+        self._restarts = Restarts(self._max_restarts)
+        kill_s = self._grace_s + KILL_S
+        self._after_failure = ((self._grace_s, signal.SIGTERM), (kill_s, signal.SIGKILL))
+        self._after_signal = ((PREEMPTION_S, signal.SIGKILL),)
         self._attempt = contextlib.ExitStack()  # resources of the attempt
         self._processes: list[TaskProcess] = []
         self._exits: list[TaskExit] = []
@@ -123,7 +116,7 @@ class Group:
             self._signum = signum
         self._end(())
         if signum != signal.SIGINT and self._running():
-            self._set_deadlines(preemption())
+            self._set_deadlines(self._after_signal)
         for process in self._running():
             process.signal(signum)
 
@@ -248,6 +241,140 @@ def task_exit(process: TaskProcess, name: str, slot: int | None) -> TaskExit:
     return TaskExit(name, slot, process.code or 0, process.forced, report.cause)
 
 
-def preemption() -> GracePeriod:
-    """Returns the grace period after a signal to end."""
-    return ((PREEMPTION_S, signal.SIGKILL),)
+@dataclass(eq=False)
+class Ring(Group):
+    """The group of all ranks."""
+
+    _slots: Slots
+    _poll: Poll | None = None  # of the attempt
+
+    def _find_places(self) -> Sequence[Place] | None:
+        if self._poll is None:
+            least = min(self._slots.min_size, len(self._slots.in_use))
+            reserved = self._engine.reserve(self._slots.in_use, least)
+            self._poll = self._attempt.enter_context(reserved)
+            self._attempt.callback(setattr, self, "_poll", None)
+        return self._poll()
+
+    def _start(self, places: Sequence[Place]) -> None:
+        self._slots.use({place.slot: place.node for place in places})
+        tasks = [(CHIEF, 0), *((WORKER, index) for index in range(len(places) - 1))]
+        addresses = [place.address for place in places]
+        self._cluster.update({CHIEF: addresses[:1], WORKER: addresses[1:]})
+        for task, place in zip(tasks, places):
+            self._start_task(task, place, {"HOSTOPT_SLOT": str(place.slot)})
+
+    def _exit_of(self, process: TaskProcess) -> TaskExit:
+        rank = self._processes.index(process)
+        slot = self._slots.in_use[rank]
+        name = process.name if rank == slot else f"{process.name} (slot {slot})"
+        return task_exit(process, name, slot)
+
+    def _on_first_failure(self, first: TaskExit) -> None:
+        if self._is_last_attempt:
+            return
+        # A preempted rank has made the others save a checkpoint.
+        is_preempted = first.code - 128 in FORWARDED
+        grace_period = self._after_signal if is_preempted else self._after_failure
+        self._set_deadlines(grace_period)
+        text = "%s failed first: %s; the other tasks have %g s to exit"
+        _LOG.error(text, first.name, restarts.describe(first.code), grace_period[0][0])
+
+    def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
+        attempts = self._max_restarts + 1
+        attempt = self._restarts.used + (delay_s is None)
+        text = f"attempt {attempt} of {attempts} failed; root cause: {decision.reason}"
+        if delay_s is None:
+            why = "giving up" if decision.retry else "a restart would fail the same way"
+            _LOG.error("%s; %s", text, why)
+            return
+        if decision.cause:
+            _LOG.error("%s", decision.cause)
+        self._slots.choose(decision.failed_slots)
+        _LOG.warning("%s; restarting in %g s%s", text, delay_s, self._slots.describe())
+
+
+@dataclass(eq=False)
+class _Companion(Group):
+    """The group of one task beside the ranks, whose place outlives an attempt."""
+
+    _task: tuple[str, int]
+    _poll: Poll
+    _settings: Mapping[str, str]
+
+    def _find_places(self) -> Sequence[Place] | None:
+        are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
+        return self._poll() if are_ranks_placed else None
+
+    def _start(self, places: Sequence[Place]) -> None:
+        self._start_task(self._task, places[self._task[1]], self._settings)
+
+
+class Evaluator(_Companion):
+    """The group of one evaluator."""
+
+    def _start(self, places: Sequence[Place]) -> None:
+        self._cluster[EVALUATOR] = [place.address for place in places]  # one may have moved
+        super()._start(places)
+
+    def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
+        then = "training continues without it"
+        if delay_s is not None:
+            then = f"restarting it in {delay_s:g} s"
+        name, code = "{}:{}".format(*self._task), restarts.describe(decision.code)
+        _LOG.error("%s failed: %s; %s", name, code, then)
+        if decision.cause:
+            _LOG.error("%s", decision.cause)
+
+
+class DataWorker(_Companion):
+    """The group of one data worker, which serves all attempts of the ring."""
+
+    _is_over = False  # the ring has ended
+
+    def forward(self, signum: int) -> None:
+        """Allows no restart after a signal; the ranks may need data for their last step."""
+        if self.code is None:
+            self._signum = self._signum or signum
+            self._end(())
+
+    @property
+    def is_lost(self) -> bool:
+        """True if it has failed for good, and not by a signal to the launcher."""
+        return bool(self.code) and self._signum is None
+
+    def end(self) -> None:
+        """Ends the task, as the ring has failed."""
+        self._is_over = True
+        self._end(())
+        self.kill()  # it ignores SIGTERM, and has nothing to save
+
+    def expect_end(self) -> None:
+        """Gives the task the grace period to end by itself, as the ring has succeeded."""
+        self._is_over = True
+        self._end(())
+        if self._running():
+            self._set_deadlines(self._after_failure)
+
+    def _finish_attempt(self) -> None:
+        has_served = self._is_over or any(each.code for each in self._exits)
+        super()._finish_attempt()
+        if not has_served and self._signum is None:
+            _LOG.warning(
+                "%s:%d exited with code 0 before the ranks: it must call Estimator.train or "
+                "estimator_ext.train_and_evaluate, which serve data until the ranks have ended",
+                *self._task,
+            )
+
+    def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
+        if self._is_over:
+            return
+        then = "it is not restarted, and the ranks are ended, as they need its data"
+        if delay_s is not None:
+            then = (
+                f"restarting it in {delay_s:g} s; elements that it had taken, and those in its "
+                "shuffle buffers, are lost"
+            )
+        _LOG.error("%s; %s", decision.reason, then)
+        if decision.cause:
+            _LOG.error("%s", decision.cause)

@@ -27,21 +27,16 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TaskProcess:
-    """A started task.
-
-    Args:
-      report: path of the file in which the command may report the error that ends it.
-      forced: True if the launcher signalled the task because its grace period was over.
-    """
+    """A started task."""
 
     task: tuple[str, int]
     supervisor: Supervisor
     lifeline: socket.socket
     pumps: list[threading.Thread]
-    report: str = ""
+    report: str = ""  # path of the file for the error that ends the command
     group: int | None = None
     code: int | None = None
-    forced: bool = False
+    forced: bool = False  # the launcher signalled it because its grace period was over
     _reported_code: int | None = None  # exit code of the command, as the supervisor sent it
     _is_killed: bool = False
 
@@ -115,8 +110,9 @@ def attend(
     """Copies the output of a task that has started."""
     process = TaskProcess(task, supervisor, lifeline, [])
     prefix = f"[{process.name}] ".encode()
+    is_terminal = os.isatty(1) and os.isatty(2)  # the same, which one writer can draw on
     for arguments in (
-        (supervisor.stdout, output.standard_output(), prefix, log_file, None),
+        (supervisor.stdout, output.ERR if is_terminal else output.OUT, prefix, log_file, None),
         (supervisor.stderr, output.ERR, prefix, log_file, shows),
     ):
         process.pumps.append(threading.Thread(target=_pump, args=arguments, daemon=True))

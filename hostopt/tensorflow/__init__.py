@@ -18,8 +18,12 @@ from hostopt.tensorflow.collectives import (
     grouped_reducescatter,
     reducescatter,
 )
-from hostopt.tensorflow.ops import all_reduce
-from hostopt.tensorflow.optimizer import DistributedOptimizer
+from hostopt.tensorflow.ops import all_reduce, overlap
+from hostopt.tensorflow.optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+)
 from hostopt.tensorflow.reductions import reduce_in_buckets
 from hostopt.tensorflow.refusals import missing_attribute
 from hostopt.tensorflow.ring import (
@@ -31,13 +35,11 @@ from hostopt.tensorflow.ring import (
     rank_op,
     size_op,
 )
-from hostopt.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from hostopt.tensorflow.variables import (
     BroadcastGlobalVariablesHook,
     broadcast_,
     broadcast_object_fn,
 )
-from hostopt.tensorflow.xla import overlap
 
 __all__ = [
     "BroadcastGlobalVariablesHook",

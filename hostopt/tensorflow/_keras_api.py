@@ -8,8 +8,8 @@ from typing import Any
 from hostopt import tensorflow as hvd
 from hostopt.tensorflow import _names
 from hostopt.tensorflow._names import *  # noqa: F403 - the same names
-from hostopt.tensorflow.local_sources import variables_of_layers
 from hostopt.tensorflow.optimizer import reducing_part
+from hostopt.tensorflow.wrapping import variables_of_layers
 
 __all__ = ["PartialDistributedOptimizer", "allgather", "allreduce", "broadcast", "reducescatter"]
 __all__ += _names.__all__

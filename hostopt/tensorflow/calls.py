@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,11 +16,10 @@ from hostopt import process_ring
 from hostopt.collectives.call import Array
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.reduce_op import ReduceOp, check_dtype
-from hostopt.errors import ConfigError
+from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError
 from hostopt.process_ring import ProcessRing
 from hostopt.tensorflow._tf_private import is_recording
 from hostopt.tensorflow.background import abort_on_error, call_in_background
-from hostopt.tensorflow.errors import as_tensorflow_error, with_tensorflow_errors
 
 
 def call(
@@ -255,3 +255,60 @@ def _count(graph: tf.Graph, key: Any) -> int:
     counter = _uses.setdefault(graph, collections.Counter())
     counter[key] += 1
     return counter[key]
+
+
+# -- errors that are also those of TensorFlow which programs for Horovod expect ---------------
+
+# Errors of Horovod's operations and functions: tensors that differ between ranks, and arguments.
+# An operation that raises a ValueError fails with an InvalidArgumentError.
+_BASES: dict[type, tuple[type, ...]] = {
+    CollectiveMismatchError: (tf.errors.FailedPreconditionError,),
+    ConfigError: (NotImplementedError, ValueError, tf.errors.InvalidArgumentError),
+}
+
+
+def as_tensorflow_error(error: HostOptError) -> HostOptError:
+    """Returns the same error as one of TensorFlow, too, if it has one for this kind."""
+    kind: Any = type(error)
+    if kind not in _BASES:
+        return error
+    both = _kind_of_both(kind)
+    converted: HostOptError = both(None, None, error.message)
+    vars(converted).update(vars(error))
+    converted.args = error.args
+    return converted.with_traceback(error.__traceback__)
+
+
+def with_tensorflow_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function raise errors of both kinds."""
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except HostOptError as error:
+            raise as_tensorflow_error(error) from None
+
+    return call
+
+
+@functools.cache
+def _kind_of_both(kind: Any) -> Any:
+    attributes = {
+        "__init__": _init,
+        "__str__": Exception.__str__,
+        "__reduce__": lambda self: (kind, self.args, vars(self)),
+        "__module__": kind.__module__,
+        # those of an OpError are properties that need its own constructor
+        "message": "",
+        "error_code": _BASES[kind][-1](None, None, "").error_code,
+        "op": None,
+        "node_def": None,
+        "experimental_payloads": {},
+    }
+    return type(kind.__name__, (kind, *_BASES[kind]), attributes)
+
+
+def _init(self: Any, node_def: Any, op: Any, message: str, *args: Any) -> None:
+    """Takes the arguments of an OpError, with which AutoGraph and Keras make an error anew."""
+    del node_def, op, args
+    HostOptError.__init__(self, message)

@@ -1,4 +1,4 @@
-"""Methods of the callbacks, for a subclass that is also a `Callback` of Keras 2 or Keras 3."""
+"""Callbacks of Keras 2 and Keras 3: their methods, and the classes that have them."""
 
 from __future__ import annotations
 
@@ -321,3 +321,28 @@ class _VariableNumber(float):
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return tf.cast(self.variable, dtype or tf.float32, name)
+
+
+_METHODS = {
+    "BroadcastGlobalVariablesCallback": BroadcastVariables,
+    "MetricAverageCallback": AverageMetrics,
+    "LearningRateScheduleCallback": LearningRateSchedule,
+    "LearningRateWarmupCallback": LearningRateWarmup,
+}
+
+
+def callbacks_for(keras: Any, module: str, is_keras_3: bool) -> list[Any]:
+    """Returns the callbacks of a module for models of one Keras, in the order of `_METHODS`."""
+
+    def set_model(self: Any, model: Any) -> None:
+        check_kind(model, is_keras_3)
+        keras.callbacks.Callback.set_model(self, model)
+
+    return [
+        type(
+            name,
+            (methods, keras.callbacks.Callback),
+            {"__module__": module, "__doc__": methods.__doc__, "set_model": set_model},
+        )
+        for name, methods in _METHODS.items()
+    ]

@@ -1,4 +1,4 @@
-"""Graph operations for collectives, which the ranks match by name."""
+"""Operations of a graph: collectives that the ranks match by name, and edges of XLA clusters."""
 
 from __future__ import annotations
 
@@ -129,3 +129,31 @@ def is_same_on_all_ranks(op: tf.Operation) -> bool:
     """Returns True for a reduction or a broadcast of this package, by its name."""
     types = ("DatasetToSingleElement", "Identity", "PlaceholderWithDefault", "PyFunc")
     return op.type in types and _SAME_ON_ALL_RANKS.match(op.name) is not None
+
+
+@tf.custom_gradient
+def overlap(tensor: Any) -> Any:
+    """Returns the tensor, and splits the XLA cluster that it belongs to.
+
+    An XLA cluster delivers its results when all of it has run. If a model is one cluster, its
+    gradients are reduced after backward instead of beside it. This splits the cluster in forward
+    and in backward. It applies to automatic clustering; a function with jit_compile=True is
+    always one cluster.
+
+    Args:
+      tensor: output of a layer, for example.
+
+    Returns:
+      The same tensor.
+    """
+
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        return _outside_clusters(upstream)
+
+    return _outside_clusters(tensor), gradient
+
+
+def _outside_clusters(tensor: Any) -> tf.Tensor:
+    with tf.xla.experimental.jit_scope(compile_ops=False):
+        # an identity that TensorFlow does not remove from the graph
+        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)

@@ -58,8 +58,12 @@ def refuse_device(device: str, argument: str = "device") -> None:
         raise ConfigError(f"{argument} is {device!r}, but hostopt works on the host. Leave it out")
 
 
-def refuse_groups(num_groups: int, groups: Any) -> None:
-    """Raises ConfigError if groups of gradients are given."""
+def refuse_unsupported(
+    device_dense: str, device_sparse: str, process_set: Any, num_groups: int, groups: Any
+) -> None:
+    """Raises ConfigError if an optimizer or a tape has arguments that are not supported."""
+    refuse_devices(device_dense, device_sparse)
+    refuse_process_set(process_set)
     if num_groups or groups is not None:
         raise ConfigError(
             "num_groups or groups is given, but gradients travel in buckets. Use bucket_cap_mb"

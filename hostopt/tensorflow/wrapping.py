@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from hostopt import process_ring
-from hostopt.tensorflow.calls import count_in_session_graph, telling
+from hostopt.errors import ConfigError
+from hostopt.tensorflow.calls import count_in_session_graph, scale, telling
 from hostopt.tensorflow.gradient_reduction import GradientReduction
+from hostopt.tensorflow.reduced import mark
+from hostopt.tensorflow.sparse import map_values
 
 
 def change_class(instance: Any, methods: dict[str, Any]) -> None:
@@ -72,3 +77,80 @@ def reduce_gradients(
         reduction_of(self), gradients, sources, use_generic_names
     )
     return reduced
+
+
+# -- variables that each rank trains on its own, as in models distributed over the ranks ----
+
+
+class LocalSources:
+    """Variables whose gradients are not reduced.
+
+    Args:
+      is_scaled: True divides their gradients by the number of ranks, as if they were averaged with
+        zeros of the other ranks.
+      factor: their gradients are multiplied by it, too.
+    """
+
+    def __init__(self, is_scaled: bool, factor: float = 1.0) -> None:
+        self._is_scaled = is_scaled
+        self._factor = factor
+        self._sources: dict[int, Any] = {}  # by id, as variables have no other identity
+
+    def add(self, source: Any) -> None:
+        """Makes a variable, or another source of a tape, local."""
+        source = _without_wrapper(source)
+        self._sources[id(source)] = source
+
+    def __contains__(self, source: Any) -> bool:
+        return id(_without_wrapper(source)) in self._sources
+
+    def reduce(
+        self,
+        reduction: GradientReduction,
+        gradients: Sequence[Any],
+        sources: Sequence[Any],
+        use_generic_names: bool = False,
+    ) -> list[Any]:
+        """Reduces all other gradients over the ranks.
+
+        Args:
+          use_generic_names: True names the gradients by their position instead of their variable.
+        """
+        shared = [i for i, source in enumerate(sources) if source not in self]
+        variables = [None if use_generic_names else sources[i] for i in shared]
+        reduced = reduction.reduce([gradients[i] for i in shared], variables)
+        factor = self._factor / (reduction.ring().size if self._is_scaled else 1)
+        results = list(gradients)
+        for i, source in enumerate(sources):
+            if source in self and gradients[i] is not None:
+                results[i] = map_values(lambda v: scale(v, factor), gradients[i])
+        for i, each in zip(shared, reduced):
+            results[i] = each
+        mark(results)
+        return results
+
+
+def _without_wrapper(source: Any) -> Any:
+    """Returns the variable of TensorFlow that a variable of Keras 3 holds, or else the source."""
+    value = getattr(source, "value", None)
+    return value if isinstance(value, tf.Variable) else source
+
+
+def variables_of_layers(layers: Any) -> list[Any]:
+    """Returns the trained variables of a layer of Keras, or of several; None for none."""
+    if layers is None:
+        return []
+    if hasattr(layers, "trainable_weights"):
+        layers = [layers]
+    for each in layers:
+        if not hasattr(each, "trainable_weights"):
+            raise ConfigError(
+                f"local_layers has an object of type {type(each).__name__}, wanted layers of "
+                "Keras. Register single variables with register_local_source"
+            )
+        if not each.built:
+            raise ConfigError(
+                f"the layer {each.name!r} of local_layers has no variables yet. Build its model "
+                "first, for example with an Input"
+            )
+    return [variable for each in layers for variable in each.trainable_weights]

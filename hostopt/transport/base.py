@@ -22,13 +22,18 @@ from hostopt.errors import ConfigError, HostOptError, error_to_dict
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
-from hostopt.transport import deadlock, event_loop
-from hostopt.transport.deadlock import DeadlockWatch, refusal
+from hostopt.transport import event_loop
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Payload, Tag, Traffic, channel_number
-from hostopt.transport.mismatch import CallLog, find_mismatch, is_same_call
-from hostopt.transport.stall import Status, build_status, find_culprit
-from hostopt.transport.wait import Wait
+from hostopt.transport.mismatch import (
+    CallLog,
+    DeadlockWatch,
+    busy_s,
+    find_mismatch,
+    is_same_call,
+    refusal,
+)
+from hostopt.transport.stall import Status, Wait, build_status, find_culprit
 
 _log = logging.getLogger(__name__)
 
@@ -155,8 +160,8 @@ class Transport(abc.ABC):
         Also whether this rank has "sent" the message, its last "call" on that channel, why it has
         "refused" the call of the message, and `busy_s` of its process.
         """
-        sent, busy_s = self.recorder.has_sent(waiting, tag), deadlock.busy_s()
-        return {**self.status(), "sent": sent, **self.call_log.about(tag), "busy_s": busy_s}
+        sent = self.recorder.has_sent(waiting, tag)
+        return {**self.status(), "sent": sent, **self.call_log.about(tag), "busy_s": busy_s()}
 
     async def _request_any_status(
         self, rank: int, waiting: int, tag: Sequence[int]

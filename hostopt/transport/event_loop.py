@@ -44,12 +44,19 @@ def start(coroutine: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[
     except BaseException:
         coroutine.close()
         raise
-    return asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
-
-
-def _running_loop() -> asyncio.AbstractEventLoop:
     with _starting:
-        return _start_loop()
+        loop = _start_loop()
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+
+def settle(future: asyncio.Future[None], error: BaseException | None = None) -> None:
+    """Ends a future, with an error if there is one, unless it has ended; called on the loop."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Frames: a header of 64 bytes, then the payload. docs/wire.md documents the format.
+"""Frames, and streams of them. docs/wire.md documents the format: 64 bytes of header, payload.
 
 A frame carries the job and the incarnation of its sender, and its sequence number on the stream.
 The reader accepts each frame exactly once and in order. It ignores repeated frames and raises an
@@ -7,8 +7,11 @@ error for any other unexpected frame, before the payload is used.
 
 from __future__ import annotations
 
+import abc
+import asyncio
 import struct
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
@@ -34,13 +37,13 @@ class Origin(NamedTuple):
     incarnation: int  # 64 bits
 
 
+@dataclass(eq=False)
 class FrameWriter:
     """Builds the frames of one stream; `checksum` is True if it covers the payload, too."""
 
-    def __init__(self, origin: Origin, checksum: bool) -> None:
-        self._origin = origin
-        self._checksum = checksum
-        self._next = 0
+    _origin: Origin
+    _checksum: bool
+    _next: int = 0
 
     def write(self, tag: Tag, payload: Payload) -> bytes:
         """Builds the next frame: header and payload, in one new byte string."""
@@ -111,12 +114,12 @@ class Header(NamedTuple):
         )
 
 
+@dataclass(eq=False)
 class FrameReader:
     """Reads the frames of one stream."""
 
-    def __init__(self, origin: Origin) -> None:
-        self._origin = origin
-        self._next = 0
+    _origin: Origin
+    _next: int = 0
 
     def read(self, frame: bytes) -> tuple[Tag, memoryview] | None:
         """Returns tag and payload of the next frame, as a view of it; None for a repeated one."""
@@ -142,3 +145,47 @@ class FrameReader:
             raise header.error(f"{ahead} frame(s) before it are missing")
         self._next = (self._next + 1) % _NUMBERS
         return True
+
+
+class Stream(abc.ABC):
+    """Sends frames to one peer; used on the event loop."""
+
+    _watcher: asyncio.Future[None]  # done once the stream has ended
+
+    def __init__(self) -> None:
+        self.writing_since_s: float | None = None  # on the monotonic clock
+        self.written_s = 0.0  # of all completed writes
+
+    @property
+    @abc.abstractmethod
+    def ended(self) -> bool:
+        """True once nothing can be sent any more, and the reason is known."""
+
+    @abc.abstractmethod
+    async def wait_until_open(self, timeout_s: float) -> bool:
+        """Returns True once the peer reads the stream; then each side detects the other's end."""
+
+    @abc.abstractmethod
+    async def put(self, tag: Tag, payload: Payload) -> bool:
+        """Sends or queues contiguous bytes, which may change once this returns.
+
+        Returns False if the stream has `ended`, or made no progress before the deadline.
+        """
+
+    @abc.abstractmethod
+    async def flush(self) -> None:
+        """Ends the stream in good order, and returns once the peer has all frames."""
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Ends the stream at once and drops frames that are not sent."""
+
+    async def close(self) -> None:
+        """Cancels the stream and closes its connection."""
+        self.cancel()
+
+    async def _wait_for(self, future: asyncio.Future[Any], timeout_s: float) -> None:
+        """Waits for a future, the end of the stream or the deadline."""
+        await asyncio.wait(
+            {future, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )

@@ -11,15 +11,16 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
+from hostopt.transport.event_loop import settle
 from hostopt.transport.message import Tag
-from hostopt.transport.wait import Schedule, Wait
+from hostopt.transport.stall import Schedule, Wait
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Mailbox:
         self._awaited: dict[tuple[int, ...], asyncio.Future[None]] = {}  # by message, on the loop
         self.destinations = Destinations()  # for payloads of awaited messages
         self._listeners: dict[int, Listener] = {}  # by channel
-        self._on_failure: list[Callable[[HostOptError], None]] = []
+        self._on_failure: list[Callable[[HostOptError], object]] = []
         self._lock = threading.RLock()  # reentrant, as a signal handler may run at any time
         self.error: HostOptError | None = None
 
@@ -169,10 +170,10 @@ class Mailbox:
         """Wakes the coroutines that await these messages; may be called from any thread."""
         for key in keys:
             changed = self._awaited.get(key)
-            if changed is not None and _is_running(changed.get_loop()):
-                _settle(changed)
+            if changed is not None and asyncio._get_running_loop() is changed.get_loop():
+                settle(changed)
             elif changed is not None:
-                changed.get_loop().call_soon_threadsafe(_settle, changed)
+                changed.get_loop().call_soon_threadsafe(settle, changed)
 
     @contextlib.contextmanager
     def waiting(
@@ -221,7 +222,7 @@ class Mailbox:
                 _log.exception("a listener failed after the ring was aborted: %s", error)
         return True
 
-    def on_failure(self, listener: Callable[[HostOptError], None]) -> Callable[[], None]:
+    def on_failure(self, listener: Callable[[HostOptError], object]) -> Callable[[], None]:
         """Calls `listener`, on any thread, once the ring is aborted; returns its removal."""
         with self._lock:
             self._on_failure.append(listener)
@@ -278,7 +279,7 @@ class Mailbox:
         return CollectiveTimeoutError(
             f"{self.describe(wait)}: {reason}. Check what rank {culprit} is doing, or raise "
             f"collective_timeout_s ({timeout_s:g} s)",
-            **_attributes(self._cluster, culprit, wait.tag),
+            **self._cluster.attributes(culprit, step=wait.tag.step, bucket=wait.tag.bucket),
             root_cause=f"{self._cluster.describe(culprit)} makes no progress",
         )
 
@@ -294,21 +295,8 @@ def _gone_error(cluster: Cluster, peer: int, tag: Tag, name: str, reason: str) -
     return PeerLostError(
         f"{cluster.describe(peer)} is gone at {tag} while rank {cluster.rank} waited for "
         f"{name or 'its data'}: {reason}. Give all ranks the same number of steps",
-        **_attributes(cluster, peer, tag),
+        **cluster.attributes(peer, step=tag.step, bucket=tag.bucket),
     )
-
-
-def _attributes(cluster: Cluster, peer: int, tag: Tag) -> dict[str, Any]:
-    return {**cluster.attributes(peer), "step": tag.step, "bucket": tag.bucket}
-
-
-def _is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    return asyncio._get_running_loop() is loop
-
-
-def _settle(changed: asyncio.Future[None]) -> None:
-    if not changed.done():
-        changed.set_result(None)
 
 
 def _key(peer: int, tag: Tag) -> tuple[int, ...]:

@@ -257,7 +257,7 @@ def flood_of_frames(address: str) -> None:
 def random_frame(chance: random.Random) -> bytes:
     """Returns a frame, a truncated frame, or random bytes."""
     step, channel = chance.randrange(100), chance.randrange(4)
-    writer = FrameWriter(Origin(chance.getrandbits(32), chance.getrandbits(64)), checksum=True)
+    writer = FrameWriter(Origin(chance.getrandbits(32), chance.getrandbits(64)), True)
     good = writer.write(Tag(channel, step), chance.randbytes(chance.randrange(2000)))
     return chance.choice([good, good[: chance.randrange(64)], chance.randbytes(len(good))])
 

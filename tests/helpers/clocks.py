@@ -14,7 +14,7 @@ from harness import until
 
 from hostopt.collectives.communicator import Communicator
 from hostopt.telemetry import flight_recorder
-from hostopt.transport import deadlock, event_loop, mailbox, stall, wait
+from hostopt.transport import event_loop, mailbox, mismatch, stall
 
 _DIAGNOSIS_S = 1e6  # no test depends on how long the real diagnosis takes
 
@@ -45,8 +45,8 @@ class Clock:
 
     def govern_waits(self) -> None:
         """Lets this clock decide when waits for messages are due for a warning or their end."""
-        self.govern(wait, mailbox, stall, deadlock, flight_recorder)
-        self._monkeypatch.setattr(wait, "_DIAGNOSIS_S", _DIAGNOSIS_S)
+        self.govern(mailbox, stall, mismatch, flight_recorder)
+        self._monkeypatch.setattr(stall, "_DIAGNOSIS_S", _DIAGNOSIS_S)
 
     def advance(self, seconds: float, *waiting: Communicator) -> None:
         """Moves the clock.

@@ -21,7 +21,7 @@ import pytest
 from launcher import launched
 
 from hostopt.launch import launcher, task_group, task_process
-from hostopt.launch.local_engine import LocalEngine
+from hostopt.launch.engine import LocalEngine
 
 TURN_S = 60.0  # limit for a launcher that hangs
 

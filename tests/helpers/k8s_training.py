@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostopt.adapters.manifests import Training
+from hostopt.commands.k8s import Training
 
 TRAINING = Training(
     "digits",

@@ -12,8 +12,7 @@ from launcher import launched, lines_of
 
 from hostopt.errors import ResourceError
 from hostopt.launch import restarts
-from hostopt.launch.engine import Place
-from hostopt.launch.local_engine import LocalEngine, LocalReservation
+from hostopt.launch.engine import LocalEngine, Place, Poll
 
 pytestmark = pytest.mark.usefixtures("forwarded_signals_not_ignored")
 
@@ -28,8 +27,8 @@ FAILS_BELOW_3 = """
 class LateReservation:
     """Places that are ready after a number of polls."""
 
-    def __init__(self, reservation: LocalReservation, slots: Sequence[int], polls: int) -> None:
-        self._reservation = reservation
+    def __init__(self, poll: Poll, slots: Sequence[int], polls: int) -> None:
+        self._poll = poll
         self._slots = slots
         self._polls = polls
 
@@ -39,7 +38,7 @@ class LateReservation:
             return None
         if not self._slots:
             raise ResourceError("there are no places. Start more nodes")
-        return [place for place in self._reservation.poll() if place.slot in self._slots]
+        return [place for place in self._poll() or () if place.slot in self._slots]
 
 
 class ScarceEngine(LocalEngine):
@@ -57,13 +56,13 @@ class ScarceEngine(LocalEngine):
         self._size = size
 
     @contextlib.contextmanager
-    def reserve(self, slots: Sequence[int], least: int) -> Iterator[LateReservation]:
-        with super().reserve(slots, least) as reservation:
+    def reserve(self, slots: Sequence[int], least: int) -> Iterator[Poll]:
+        with super().reserve(slots, least) as poll:
             if all(slot >= self._size for slot in slots):
-                yield LateReservation(reservation, slots, 2)
+                yield LateReservation(poll, slots, 2).poll
             else:
                 self.wanted.append((list(slots), least))
-                yield LateReservation(reservation, self._attempts.pop(0), 2)
+                yield LateReservation(poll, self._attempts.pop(0), 2).poll
 
 
 @pytest.fixture(autouse=True)
@@ -105,14 +104,13 @@ def test_an_evaluator_waits_for_the_addresses_of_the_ranks(
 
 
 def test_a_wait_for_places_can_be_interrupted(caplog: pytest.LogCaptureFixture) -> None:
-    class Interrupted:
-        def poll(self) -> None:
-            raise KeyboardInterrupt  # as Ctrl-C does before the launcher forwards signals
+    def interrupted() -> None:
+        raise KeyboardInterrupt  # as Ctrl-C does before the launcher forwards signals
 
     class Engine(LocalEngine):
         @contextlib.contextmanager
-        def reserve(self, slots: Sequence[int], least: int) -> Iterator[Interrupted]:
-            yield Interrupted()
+        def reserve(self, slots: Sequence[int], least: int) -> Iterator[Poll]:
+            yield interrupted
 
     assert launched(python("pass"), size=1, evaluators=1, engine=Engine()) == 128 + signal.SIGINT
     assert "interrupted before any task has started" in caplog.text

@@ -16,8 +16,8 @@ from launcher import launched, lines_of
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.launch import environment
+from hostopt.launch.engine import LocalEngine
 from hostopt.launch.environment import with_defaults
-from hostopt.launch.local_engine import LocalEngine
 
 pytestmark = pytest.mark.usefixtures("forwarded_signals_not_ignored")
 

@@ -9,7 +9,7 @@ import pytest
 from harness import PROGRAMS, ROOT
 from k8s_training import TRAINING
 
-from hostopt.adapters.manifests import KINDS, Training, to_json
+from hostopt.commands.k8s import KINDS, Training, to_json
 
 SCHEMAS = ROOT / ".launchers" / "schemas" / "bin" / "python"
 

@@ -88,7 +88,7 @@ def test_sparse_data_may_not_end(served: Served) -> None:
 
 CONFINES_AS_NOBODY = """
 import os, socket
-from hostopt.transport.confinement import confine
+from hostopt.transport.server_sockets import confine
 
 if os.geteuid() == 0:
     os.setuid(65534)

@@ -27,7 +27,7 @@ estimator_ext.install()
 SERVER = """
     import socket, time
     import tensorflow as tf
-    from hostopt.transport.confinement import confine
+    from hostopt.transport.server_sockets import confine
     server = tf.data.experimental.service.DispatchServer()
     port = int(server.target.rpartition(":")[2])
     print(port, flush=True)

@@ -20,25 +20,9 @@ keras: Any = tf.keras
 if hasattr(keras, "ops"):  # which Keras 3 has
     keras = importlib.import_module("tf_keras")
 
-
-class _Callback(keras.callbacks.Callback):
-    def set_model(self, model: Any) -> None:
-        """Takes the model."""
-        keras_callbacks.check_kind(model, is_keras_3=False)
-        super().set_model(model)
-
-
-class BroadcastGlobalVariablesCallback(keras_callbacks.BroadcastVariables, _Callback):
-    """Gives all ranks the variables of one rank; see `BroadcastVariables`."""
-
-
-class MetricAverageCallback(keras_callbacks.AverageMetrics, _Callback):
-    """Averages metrics over the ranks; see `AverageMetrics`."""
-
-
-class LearningRateScheduleCallback(keras_callbacks.LearningRateSchedule, _Callback):
-    """Sets the learning rate; see `LearningRateSchedule`."""
-
-
-class LearningRateWarmupCallback(keras_callbacks.LearningRateWarmup, _Callback):
-    """Raises the learning rate at the start; see `LearningRateWarmup`."""
+(
+    BroadcastGlobalVariablesCallback,
+    MetricAverageCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+) = keras_callbacks.callbacks_for(keras, __name__, is_keras_3=False)

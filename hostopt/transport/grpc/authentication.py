@@ -12,6 +12,7 @@ it draws for this call as `from`.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hostopt.errors import AuthError
@@ -33,12 +34,12 @@ class Claim(NamedTuple):
     incarnation: str
 
 
+@dataclass(eq=False)
 class Authenticator:
     """Signs and checks the calls of one rank."""
 
-    def __init__(self, peers: Peers, security: Security) -> None:
-        self._peers = peers
-        self._security = security
+    _peers: Peers
+    _security: Security
 
     def call_metadata(
         self, peer: int, incarnation: str, method: str, request: bytes = b""
@@ -128,13 +129,13 @@ class ObserverAuthenticator(Authenticator):
         return (_ANSWER_TO_OBSERVER, method, self._peers.incarnation, caller.get("from", ""))
 
 
+@dataclass(eq=False)
 class ObserverProofs:
     """Signs one call of an observer, by a random number, and checks the answer."""
 
-    def __init__(self, security: Security, method: str, number: str) -> None:
-        self._security = security
-        self._method = method
-        self._number = number
+    _security: Security
+    _method: str
+    _number: str
 
     def call_metadata(self, incarnation: str, request: bytes) -> Metadata:
         """Returns the metadata of a call to an incarnation; "" if it is unknown."""

@@ -12,16 +12,15 @@ from collections.abc import Awaitable
 from typing import Callable
 
 from hostopt.errors import ProtocolError
-from hostopt.transport import event_loop
+from hostopt.transport import event_loop, server_sockets
 from hostopt.transport.addresses import host_and_port, is_loopback
-from hostopt.transport.frame import FrameReader, FrameWriter
-from hostopt.transport.grpc import forked, limits
+from hostopt.transport.frame import FrameReader, FrameWriter, Stream
+from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStream
 from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.grpc.server import RpcServer
-from hostopt.transport.stream import Stream
 from hostopt.transport.tcp import data_server, handshake
 from hostopt.transport.tcp.data_server import DataServer
 from hostopt.transport.tcp.data_socket import DataSocket
@@ -153,12 +152,12 @@ class IncomingStreams:
             )
             return
         self._peers.data_port = self._data_server.port
-        forked.keep_from_children(self._data_server.port)
+        server_sockets.keep_from_children(self._data_server.port)
 
     async def stop(self, grace_s: float) -> None:
         """Closes the data port; peers have `grace_s` for their last frames."""
         await self._data_server.stop(grace_s)
-        forked.forget(self._data_server.port)
+        server_sockets.forget(self._data_server.port)
 
     async def on_stream(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
         """Receives the frames of a peer in gRPC messages until its stream ends."""
@@ -217,12 +216,11 @@ class IncomingStreams:
 
     def _abort_on_bad_frame(self, peer: int, error: ProtocolError) -> None:
         cluster, rank = self._peers.cluster, self._peers.rank
-        attributes = {**cluster.attributes(peer), "step": error.step, "bucket": error.bucket}
         self._ring.abort(
             ProtocolError(
                 f"{cluster.describe(peer)} sent data to rank {rank} ({cluster.ring[rank]}) that "
                 f"cannot be used: {error}",
-                **attributes,
+                **cluster.attributes(peer, step=error.step, bucket=error.bucket),
                 root_cause=str(error),
             )
         )

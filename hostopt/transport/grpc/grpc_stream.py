@@ -8,10 +8,9 @@ import time
 from collections.abc import Awaitable
 from typing import Any, Callable
 
-from hostopt.transport.frame import FrameWriter
+from hostopt.transport.frame import FrameWriter, Stream
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.message import Payload, Tag
-from hostopt.transport.stream import Stream
 
 # Last message of a stream that ends in good order. gRPC alone does not always tell the end of a
 # stream from a broken connection.
@@ -84,7 +83,7 @@ class GrpcStream(Stream):
 
     async def close(self) -> None:
         """See `Stream.close`."""
-        self.cancel()
+        await super().close()
         await self._channel.close()
 
     async def _acquire_room(self) -> bool:
@@ -97,12 +96,6 @@ class GrpcStream(Stream):
             room.cancel()
             return False
         return not self.ended
-
-    async def _wait_for(self, future: asyncio.Future[Any], timeout_s: float) -> None:
-        """Waits for a future, the end of the stream or the deadline."""
-        await asyncio.wait(
-            {future, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
 
     async def _is_accepted(self) -> bool:
         try:

@@ -17,7 +17,8 @@ from typing import Any
 
 from hostopt.errors import AuthError, HostOptError, PeerLostError, error_from_dict, error_to_dict
 from hostopt.telemetry.flight_recorder import FlightRecorder
-from hostopt.transport import event_loop, greeting
+from hostopt.transport import event_loop
+from hostopt.transport.addresses import is_silent
 from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.data_streams import OutgoingStreams
 from hostopt.transport.grpc.notes import read_leave, read_status
@@ -178,7 +179,7 @@ class Liveness:
             return True
         # gRPC only says that it cannot connect again
         address = self._peers.cluster.ring[peer].address
-        return await greeting.is_silent(address, self._ring.timing.last_message_s)
+        return await is_silent(address, self._ring.timing.last_message_s)
 
     def _lost_error(self, peer: int, reason: str, between: str = "") -> PeerLostError:
         cluster, rank = self._peers.cluster, self._peers.rank

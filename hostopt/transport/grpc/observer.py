@@ -12,12 +12,17 @@ from hostopt.cluster.cluster import Cluster
 from hostopt.errors import AuthError, HostOptError, PeerLostError, ProtocolError
 from hostopt.options import Options
 from hostopt.transport import event_loop
-from hostopt.transport.greeting import listens
+from hostopt.transport.addresses import listens
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc import ring as ring_
 from hostopt.transport.grpc.authentication import ObserverProofs
-from hostopt.transport.grpc.channel_options import message_options
-from hostopt.transport.grpc.client import HANDSHAKE_TIME, RpcClient, call_until_known, open_channel
+from hostopt.transport.grpc.client import (
+    HANDSHAKE_TIME,
+    RpcClient,
+    call_until_known,
+    message_options,
+    open_channel,
+)
 from hostopt.transport.grpc.notes import read_details, read_overview
 from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc, keep_aio_running

@@ -10,9 +10,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Callable
 
 from hostopt.errors import ConfigError
+from hostopt.options import Options
 from hostopt.process import descriptors
+from hostopt.transport import server_sockets
 from hostopt.transport.addresses import listen_address
-from hostopt.transport.grpc import forked, limits
+from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.authentication import (
     MAX_RANK_DIGITS,
     Authenticator,
@@ -21,8 +23,8 @@ from hostopt.transport.grpc.authentication import (
     claim_of,
     read_metadata,
 )
-from hostopt.transport.grpc.channel_options import server_options
-from hostopt.transport.grpc.ring import Ring
+from hostopt.transport.grpc.client import message_options
+from hostopt.transport.grpc.ring import Ring, Timing
 from hostopt.transport.grpc.runtime import grpc, keep_aio_running
 from hostopt.transport.grpc.strangers import Strangers
 
@@ -30,6 +32,23 @@ _log = logging.getLogger(__name__)
 
 OBSERVE = "Observe"  # the method of observers
 Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+
+
+def server_options(options: Options, timing: Timing, size: int) -> list[tuple[str, int]]:
+    """Returns `message_options` and the limits of a server's callers."""
+    sent_bytes = max(limits.most_message_bytes(options), limits.most_overview_bytes(size))
+    return [
+        ("grpc.max_send_message_length", sent_bytes),  # gRPC uses the first of two equal options
+        *message_options(options, timing),
+        ("grpc.server_handshake_timeout_ms", int(1e3 * limits.HANDSHAKE_S)),
+        (
+            "grpc.max_allowed_incoming_connections",
+            limits.most_connections(size, descriptors.limit()),
+        ),
+        ("grpc.max_concurrent_streams", limits.CALLS_OF_A_CONNECTION),
+        ("grpc.max_metadata_size", limits.HEADER_BYTES),
+        ("grpc.absolute_max_metadata_size", limits.MOST_HEADER_BYTES),
+    ]
 
 
 class RpcServer:
@@ -79,7 +98,7 @@ class RpcServer:
                 "choose another port in TF_CONFIG on all ranks",
                 **cluster.attributes(self._peers.rank),
             )
-        forked.keep_from_children(self._port)
+        server_sockets.keep_from_children(self._port)
         await self._server.start()
         self._guard = asyncio.ensure_future(self.strangers.watch(address, self._port))
 
@@ -104,7 +123,7 @@ class RpcServer:
             stopped = self._server.stop(grace_s)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stopped, 2 * self._ring.timing.leave_timeout_s)
-        forked.forget(self._port)
+        server_sockets.forget(self._port)
 
     def _method(
         self, name: str, authenticator: Authenticator, handler: Handler

@@ -73,7 +73,7 @@ class GrpcTransport(Transport):
         self._rendezvous = Rendezvous(ring, client, streams, self._liveness)
         self._observation = Observation(ring, client, self._details)
 
-        self.mailbox.on_failure(self._start_drop_of_streams)
+        self.mailbox.on_failure(lambda _: event_loop.start(self._drop_streams()))
         event_loop.run(self._serve(service))
         call_at_exit(self.close)
         try:
@@ -132,7 +132,7 @@ class GrpcTransport(Transport):
 
     def _send_error(self, peer: int, tag: Tag, name: str, has_left: bool) -> HostOptError:
         peer_name = self.cluster.describe(peer)
-        attributes = {**self.cluster.attributes(peer), "step": tag.step, "bucket": tag.bucket}
+        attributes = self.cluster.attributes(peer, step=tag.step, bucket=tag.bucket)
         if has_left:
             return PeerLostError(
                 f"{peer_name} has left while rank {self.rank} wanted to send {name or 'data'} at "
@@ -219,9 +219,6 @@ class GrpcTransport(Transport):
         grace_s = timeout_s if self.error is None else 0
         await self._incoming.stop(grace_s)
         await self._server.stop(grace_s)  # peers end their streams
-
-    def _start_drop_of_streams(self, error: HostOptError) -> None:
-        event_loop.start(self._drop_streams())
 
     async def _drop_streams(self) -> None:
         await asyncio.sleep(self._ring.timing.drop_after_s)  # until the peers have the error

@@ -8,6 +8,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any, Callable
 
 from hostopt.transport.addresses import host_and_port, listen_address
@@ -22,24 +23,18 @@ _BACKLOG = 128
 _PAUSE_S = 0.2  # after the process had no descriptor for a connection
 
 
+@dataclass(eq=False)
 class DataServer:
     """Accepts data connections; used on the event loop."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        incarnation_of: Callable[[int], str | None],
-        security: Security,
-        handshake_s: float,
-        most_strangers: int,
-        on_connected: Callable[[DataSocket, int], Awaitable[None]],
-    ) -> None:
-        self._identity = identity
-        self._incarnation_of = incarnation_of
-        self._security = security
-        self._handshake_s = handshake_s
-        self._most_strangers = most_strangers
-        self._on_connected = on_connected
+    _identity: Identity
+    _incarnation_of: Callable[[int], str | None]
+    _security: Security
+    _handshake_s: float
+    _most_strangers: int
+    _on_connected: Callable[[DataSocket, int], Awaitable[None]]
+
+    def __post_init__(self) -> None:
         self._context: ssl.SSLContext | None = None
         self._listener: socket.socket | None = None
         self._strangers: set[DataSocket] = set()

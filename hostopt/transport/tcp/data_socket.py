@@ -7,7 +7,8 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Sequence
-from typing import Any, Callable
+
+from hostopt.transport.event_loop import settle
 
 Data = memoryview
 
@@ -56,9 +57,9 @@ class DataSocket:
                 tls.do_handshake()
                 return
             except ssl.SSLWantReadError:
-                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                await self._ready()
             except ssl.SSLWantWriteError:
-                await self._ready(self._loop.add_writer, self._loop.remove_writer)
+                await self._ready(to_write=True)
 
     async def read_exactly(self, nbytes: int) -> bytes:
         """Reads a number of bytes."""
@@ -88,7 +89,7 @@ class DataSocket:
             self._descriptor()
             self._low_water = low_water
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
-        await self._ready(self._loop.add_reader, self._loop.remove_reader)
+        await self._ready()
 
     async def write(self, parts: Sequence[bytes | Data], timeout_s: float | None = None) -> None:
         """Writes all bytes of several parts, which must not change until this returns.
@@ -105,8 +106,7 @@ class DataSocket:
                 count = self._send(rest)
             except (BlockingIOError, ssl.SSLWantWriteError, InterruptedError):
                 try:
-                    loop = self._loop
-                    await self._ready(loop.add_writer, loop.remove_writer, timeout_s)
+                    await self._ready(to_write=True, timeout_s=timeout_s)
                 except asyncio.CancelledError:
                     self.unsent = [bytes(part) for part in rest]
                     raise
@@ -121,20 +121,15 @@ class DataSocket:
             return self._socket.send(parts[0])
         return self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
 
-    async def _ready(
-        self,
-        add: Callable[..., None],
-        remove: Callable[[int], Any],
-        timeout_s: float | None = None,
-    ) -> None:
-        """Waits until the socket can be read or written, with the functions of the loop for it."""
-        fd = self._descriptor()
-        ready = self._loop.create_future()
-        add(fd, _settle, ready)
+    async def _ready(self, to_write: bool = False, timeout_s: float | None = None) -> None:
+        """Waits until the socket can be read or written."""
+        fd, loop = self._descriptor(), self._loop
+        ready = loop.create_future()
+        (loop.add_writer if to_write else loop.add_reader)(fd, settle, ready)
         self._waits.add(ready)
         timer = None
         if timeout_s is not None:
-            timer = self._loop.call_later(timeout_s, _fail, ready, StalledError())
+            timer = loop.call_later(timeout_s, settle, ready, StalledError())
         try:
             await ready
         finally:
@@ -142,7 +137,7 @@ class DataSocket:
             if timer is not None:
                 timer.cancel()
             if self._socket.fileno() == fd:
-                remove(fd)
+                (loop.remove_writer if to_write else loop.remove_reader)(fd)
 
     def _descriptor(self) -> int:
         fd = self._socket.fileno()
@@ -160,14 +155,4 @@ class DataSocket:
         with contextlib.suppress(OSError):
             self._socket.close()
         for wait in self._waits:
-            _fail(wait, ConnectionAbortedError("connection closed by this rank"))
-
-
-def _settle(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
-
-
-def _fail(ready: asyncio.Future[None], error: BaseException) -> None:
-    if not ready.done():
-        ready.set_exception(error)
+            settle(wait, ConnectionAbortedError("connection closed by this rank"))

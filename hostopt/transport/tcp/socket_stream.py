@@ -7,10 +7,9 @@ import time
 from collections.abc import Awaitable
 from typing import Callable
 
-from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter, Header
+from hostopt.transport.frame import HEADER_BYTES, FrameReader, FrameWriter, Header, Stream
 from hostopt.transport.mailbox import Destination, Mailbox
 from hostopt.transport.message import FINISH_CHANNEL, Payload, Tag
-from hostopt.transport.stream import Stream
 from hostopt.transport.tcp.data_socket import DataSocket, StalledError
 
 # What the receiver writes once it has read the last frame.
@@ -46,9 +45,7 @@ class SocketStream(Stream):
 
     async def wait_until_open(self, timeout_s: float) -> bool:
         """See `Stream.wait_until_open`."""
-        await asyncio.wait(
-            {self._opened, self._watcher}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        await self._wait_for(self._opened, timeout_s)
         return self._socket is not None and not self._watcher.done()
 
     async def put(self, tag: Tag, payload: Payload) -> bool:
@@ -107,10 +104,6 @@ class SocketStream(Stream):
         self._watcher.cancel()
         if self._socket is not None:
             self._socket.close()
-
-    async def close(self) -> None:
-        """See `Stream.close`."""
-        self.cancel()
 
     async def _run(
         self,

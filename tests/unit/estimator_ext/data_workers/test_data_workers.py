@@ -17,8 +17,8 @@ from harness import ROOT
 import estimator_ext
 import hostopt
 from estimator_ext.data_workers.service import check_dataset
-from hostopt.transport.confinement import confine
-from hostopt.transport.greeting import greets
+from hostopt.transport.addresses import greets
+from hostopt.transport.server_sockets import confine
 
 sys.path.insert(0, str(ROOT))
 

@@ -12,7 +12,7 @@ from rings import Spawn
 
 import estimator_ext
 import hostopt
-from estimator_ext.estimator.step_report import StepReportHook
+from estimator_ext.estimator.progress import StepReportHook
 from estimator_ext.estimator.training_graph import TrainingGraph
 from hostopt.gradients.step_stats import StepTimes
 

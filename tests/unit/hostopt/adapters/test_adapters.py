@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hostopt.adapters import mpi, rendezvous_server, schedulers
+from hostopt.adapters import mpi, rendezvous, schedulers
 from hostopt.adapters.discover import find_place, set_tf_config
 from hostopt.errors import ConfigError
 from hostopt.options import Options
@@ -335,7 +335,7 @@ def test_an_exchange_between_machines_needs_a_token(
 def test_an_exchange_that_is_allowed(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, allowed: str
 ) -> None:
-    monkeypatch.setattr(rendezvous_server, "exchange", lambda *_: ["a:1", "b:2", "c:3", "d:4"])
+    monkeypatch.setattr(rendezvous, "exchange", lambda *_: ["a:1", "b:2", "c:3", "d:4"])
     environment.update({**OPEN_MPI, "HOSTOPT_RENDEZVOUS": "node1:99"})
     if allowed == "token":
         environment["HOSTOPT_TOKEN"] = "secret"

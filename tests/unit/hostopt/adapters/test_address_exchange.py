@@ -19,9 +19,9 @@ import pytest
 from clocks import Clock
 from harness import deadline_s, reserved_addresses, split_address, until
 
-from hostopt.adapters import rendezvous, rendezvous_server
+from hostopt.adapters import rendezvous
 from hostopt.adapters.place import Place
-from hostopt.adapters.rendezvous_server import exchange
+from hostopt.adapters.rendezvous import exchange
 from hostopt.errors import AuthError, ConfigError, RendezvousTimeoutError
 
 Rendezvous = str
@@ -40,7 +40,7 @@ def at(request: pytest.FixtureRequest) -> Iterator[Rendezvous]:
 @pytest.fixture(autouse=True)
 def clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of all ranks, which try again at once."""
-    clock.govern(rendezvous, rendezvous_server)
+    clock.govern(rendezvous)
     monkeypatch.setattr(rendezvous, "RETRY_S", 0.01)
     return clock
 
@@ -219,10 +219,10 @@ def test_strangers_do_not_disturb(at: Rendezvous, name: str) -> None:
 
 
 def test_idle_strangers_leave_room(at: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_server, "_REGISTER_TIMEOUT_S", 1e6)  # none of them is late
+    monkeypatch.setattr(rendezvous, "_REGISTER_TIMEOUT_S", 1e6)  # none of them is late
     (first,) = started(at, [0], 2)
     with contextlib.ExitStack() as stack:
-        for _ in range(2 * rendezvous_server._SPARE_CONNECTIONS):
+        for _ in range(2 * rendezvous._SPARE_CONNECTIONS):
             stack.enter_context(connected(at))
         (second,) = started(at, [1], 2)
         assert result(first) == result(second)

@@ -9,7 +9,7 @@ from threads import in_threads
 from hostopt.collectives.call import Channel
 from hostopt.options import Options
 from hostopt.transport.inproc import InprocTransport
-from hostopt.transport.signature import UNSIGNED
+from hostopt.transport.message import UNSIGNED
 
 
 @pytest.fixture

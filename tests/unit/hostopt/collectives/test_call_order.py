@@ -18,8 +18,8 @@ from hostopt.errors import CollectiveMismatchError
 from hostopt.gradients.bucket import TensorSpec, plan_buckets
 from hostopt.gradients.nonfinite import NonFiniteCheck
 from hostopt.gradients.reducer import Reducer
-from hostopt.transport import wait
-from hostopt.transport.signature import signature_of
+from hostopt.transport import stall
+from hostopt.transport.message import signature_of
 
 Call = Callable[..., Any]  # of a communicator
 
@@ -27,7 +27,7 @@ Call = Callable[..., Any]  # of a communicator
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares calls soon."""
-    monkeypatch.setattr(wait, "_COMPARE_AFTER_S", 0.005)
+    monkeypatch.setattr(stall, "_COMPARE_AFTER_S", 0.005)
 
 
 def f32(*shape: int) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ from hostopt.collectives.call import CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.sequence_counters import SequenceCounters, counters_bytes
 from hostopt.errors import CollectiveMismatchError, HostOptError, PeerLostError
-from hostopt.transport.signature import signature_of
+from hostopt.transport.message import signature_of
 
 
 def shared_counters(size: int) -> Callable[[Communicator], SequenceCounters]:

@@ -21,7 +21,7 @@ from hostopt.collectives.shared_memory import (
     channel_bytes,
 )
 from hostopt.errors import CollectiveMismatchError
-from hostopt.transport.signature import signature_of
+from hostopt.transport.message import signature_of
 
 BLOCK_BYTES = 4096
 LENGTHS = [0, 1, 2, 7, 1024, 1025, 2047, 2049, 5000]  # of float32: up to five blocks

@@ -24,7 +24,7 @@ from rings import Spawn
 
 from hostopt import cli
 from hostopt.collectives.communicator import Communicator
-from hostopt.doctor import all_ranks, machine, software
+from hostopt.doctor import machine, network
 from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, run
 from hostopt.transport import security
 from hostopt.transport.grpc import ring as grpc_ring
@@ -88,7 +88,7 @@ def test_an_incompatible_package_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     install(tmp_path, "tensorflow", "2.15.9", "protobuf (<5.0.0dev,>=3.20.3)", "numpy<9", "absent")
     install(tmp_path, "protobuf", "5.29.6")
     monkeypatch.syspath_prepend(tmp_path)
-    wrong = texts(list(software.versions()), WRONG)
+    wrong = texts(list(machine.versions()), WRONG)
     assert any(
         re.fullmatch(
             r"protobuf is 5.29.6, but tensorflow 2.15.9 requires .*<5.*: pip install .*", text
@@ -107,7 +107,7 @@ def test_a_tensorflow_that_is_too_new_is_wrong(
 ) -> None:
     install(tmp_path, "tensorflow", "2.99.0")
     monkeypatch.syspath_prepend(tmp_path)
-    wrong = texts(list(software.versions()), WRONG)
+    wrong = texts(list(machine.versions()), WRONG)
     assert any(
         re.match("tensorflow is 2.99.0, but hostopt .* requires .*<2.22", text) for text in wrong
     )
@@ -127,7 +127,7 @@ def test_keras_3_is_wrong(
     install(tmp_path, "tensorflow", release)
     monkeypatch.syspath_prepend(tmp_path)
     environ = {} if value is None else {"TF_USE_LEGACY_KERAS": value}
-    assert [finding.verdict for finding in software.keras(environ)] == [verdict]
+    assert [finding.verdict for finding in machine.keras(environ)] == [verdict]
 
 
 def test_a_misspelt_variable_gets_a_suggestion() -> None:
@@ -370,7 +370,7 @@ def test_a_certificate_that_expires_soon_is_a_note(
 def test_a_rank_reports_its_wrong_clock(spawn_inproc: Spawn) -> None:
     def work(communicator: Communicator) -> list[Finding]:
         shift_s = [0.0, 0.5, -7200.0][communicator.rank]
-        return list(all_ranks.clocks(communicator, lambda: time.time() + shift_s))
+        return list(network.clocks(communicator, lambda: time.time() + shift_s))
 
     first, second, third = spawn_inproc(3, work)
     assert first == []
@@ -379,8 +379,8 @@ def test_a_rank_reports_its_wrong_clock(spawn_inproc: Spawn) -> None:
 
 
 def test_a_slow_link_is_a_note(spawn_grpc: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_ranks, "_SLOW_BYTES_PER_S", 1e15)
-    result = spawn_grpc(3, lambda communicator: list(all_ranks.links(communicator)))
+    monkeypatch.setattr(network, "_SLOW_BYTES_PER_S", 1e15)
+    result = spawn_grpc(3, lambda communicator: list(network.links(communicator)))
     for rank, findings in enumerate(result):
         assert the_only(NOTE, findings).startswith(f"rank {(rank - 1) % 3} sends this rank ")
 

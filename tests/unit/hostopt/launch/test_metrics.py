@@ -88,7 +88,7 @@ MIB = 1 << 20
 def answering(body: bytes) -> Iterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    with metrics.answering(listener, lambda: body, "text/plain"):
+    with metrics.answering(listener, lambda: body):
         yield address
 
 
@@ -117,7 +117,9 @@ def test_idle_connections_end_and_leave_room(no_thread_left: None) -> None:
             ]
             assert [received_by(each) for each in idle[:-most]] == [b""] * 2 * most
             answer = answer_to(address, GET)
-            assert answer.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n")
+            assert answer.startswith(
+                b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+            )
             assert answer.endswith(b"\r\n\r\nbody")
             assert threading.active_count() == threads
         assert [received_by(each) for each in idle[-most:]] == [b""] * most

@@ -12,8 +12,7 @@ from clocks import Clock
 from progress_notes import EVALUATION, TRAINING
 
 from hostopt.launch import monitor
-from hostopt.launch.line_filter import LineFilter
-from hostopt.launch.monitor import Monitor, describe, summarize
+from hostopt.launch.monitor import LineFilter, Monitor, describe, summarize
 from hostopt.telemetry.progress import VARIABLE, main_metric, read_progress, write_progress
 
 # What tasks print on standard error, each line with True if it is shown.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from harness import python, until
 
-from hostopt.launch import ray_actor
-from hostopt.launch.ray_actor import ERR, OUT, Event, EventQueue, Job, TaskActor, environment_of
+from hostopt.launch import ray_task
+from hostopt.launch.ray_task import ERR, OUT, Event, EventQueue, Job, TaskActor, environment_of
 from hostopt.options import RING_ENDED
 from hostopt.process import error_report
 from hostopt.telemetry import progress
@@ -34,7 +34,7 @@ def run(actor: TaskActor, task: Job) -> list[Event]:
 
 def finish(actor: TaskActor, task: Job) -> list[Event]:
     events: list[Event] = []
-    while not events or events[-1].kind != ray_actor.END:
+    while not events or events[-1].kind != ray_task.END:
         events += actor.events(task.number, len(events))
     return events
 
@@ -71,12 +71,12 @@ def test_output_files_and_exit_code_become_events(actor: TaskActor) -> None:
         sys.exit(78)
     """
     events = run(actor, job(code))
-    assert data_of(events, ray_actor.OUT) == b"out\n"
-    assert data_of(events, ray_actor.ERR) == b"err\n"
-    progresses = [event.data for event in events if event.kind == ray_actor.PROGRESS]
+    assert data_of(events, ray_task.OUT) == b"out\n"
+    assert data_of(events, ray_task.ERR) == b"err\n"
+    progresses = [event.data for event in events if event.kind == ray_task.PROGRESS]
     assert progresses[-1] == b'{"training": {"step": 3}}'
-    assert data_of(events, ray_actor.REPORT) == b"78\nConfigError: unusable. Correct it"
-    assert data_of(events, ray_actor.CODE) == b"78"
+    assert data_of(events, ray_task.REPORT) == b"78\nConfigError: unusable. Correct it"
+    assert data_of(events, ray_task.CODE) == b"78"
 
 
 def test_signals_reach_the_task_although_the_thread_blocks_them(actor: TaskActor) -> None:
@@ -91,40 +91,40 @@ def test_signals_reach_the_task_although_the_thread_blocks_them(actor: TaskActor
     try:
         task = job(code)
         actor.start(task)
-        while not data_of(actor.events(1, 0), ray_actor.OUT):
+        while not data_of(actor.events(1, 0), ray_task.OUT):
             pass
         actor.signal(1, [signal.SIGINT])
-        assert data_of(finish(actor, task), ray_actor.CODE) == b"7"
+        assert data_of(finish(actor, task), ray_task.CODE) == b"7"
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def test_a_signal_for_an_earlier_task_does_not_reach_the_next_one(actor: TaskActor) -> None:
-    assert data_of(run(actor, job("pass")), ray_actor.CODE) == b"0"
+    assert data_of(run(actor, job("pass")), ray_task.CODE) == b"0"
     code = "import os, time\nwhile not os.path.exists(os.environ['HOSTOPT_RING_ENDED']): pass"
     task = job(code, 2, **{RING_ENDED: "/launcher/only"})
     actor.start(task)
     actor.signal(1, [signal.SIGKILL])
     actor.end_ring()
-    assert data_of(finish(actor, task), ray_actor.CODE) == b"0"
-    assert actor.events(1, 0) == [Event(ray_actor.END, b"")]
+    assert data_of(finish(actor, task), ray_task.CODE) == b"0"
+    assert actor.events(1, 0) == [Event(ray_task.END, b"")]
 
 
 def test_a_missing_script(actor: TaskActor, tmp_path: Path) -> None:
     task = job("")._replace(command=["missing.py"])
     events = run(actor, task)
-    assert b"no such script: 'missing.py'" in data_of(events, ray_actor.ERR)
-    assert data_of(events, ray_actor.CODE) == b"2"
+    assert b"no such script: 'missing.py'" in data_of(events, ray_task.ERR)
+    assert data_of(events, ray_task.CODE) == b"2"
 
 
 def test_no_process_can_be_started(actor: TaskActor, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(ray_actor, "supervise", fail)
+    monkeypatch.setattr(ray_task, "supervise", fail)
     events = run(actor, job("pass"))
-    assert data_of(events, ray_actor.REPORT).startswith(b"203\nResourceError: not all tasks")
-    assert data_of(events, ray_actor.CODE) == b"203"
+    assert data_of(events, ray_task.REPORT).startswith(b"203\nResourceError: not all tasks")
+    assert data_of(events, ray_task.CODE) == b"203"
 
 
 def test_variables_of_a_task() -> None:

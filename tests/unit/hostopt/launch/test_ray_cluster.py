@@ -8,8 +8,8 @@ import pytest
 from fake_ray import FakeRay
 
 from hostopt.errors import ResourceError
-from hostopt.launch import ray_cluster
-from hostopt.launch.ray_cluster import Bundles
+from hostopt.launch import ray_engine
+from hostopt.launch.ray_engine import Bundles
 
 RANK, EVALUATOR = {"CPU": 2.0, "GPU": 1.0, "disk": 1.0}, {"CPU": 1.0}
 
@@ -56,7 +56,7 @@ def test_with_less_room_each_bundle_waits_for_itself() -> None:
 def test_a_wait_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ray_cluster, "_FIRST_LOG_S", 0.0)
+    monkeypatch.setattr(ray_engine, "_FIRST_LOG_S", 0.0)
     with caplog.at_level(logging.INFO):
         Bundles(FakeRay(), [EVALUATOR] * 2, []).reserve(0.3, may_be_fewer=True)
     assert caplog.messages == [

@@ -14,9 +14,8 @@ import pytest
 from fake_ray import FakeHandle, FakeRay, FakeRayError
 from harness import deadline_s, python, until
 
-from hostopt.launch import ray_relay
-from hostopt.launch.ray_actor import Job, TaskActor
-from hostopt.launch.ray_relay import RelayedSupervisor, describe
+from hostopt.launch import ray_task
+from hostopt.launch.ray_task import Job, RelayedSupervisor, TaskActor, describe
 from hostopt.options import RING_ENDED
 from hostopt.process import error_report
 from hostopt.telemetry import progress
@@ -130,7 +129,7 @@ def test_the_end_of_the_ring_reaches_an_evaluator(start: Start) -> None:
 
 
 def test_answers_that_are_lost_come_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_relay, "_POLL_S", 0.01)
+    monkeypatch.setattr(ray_task, "_POLL_S", 0.01)
     task = start("for i in range(1000): print(i, flush=True)")
     task.handle.lost_answers = 3
     assert task.supervisor.stdout.read().split() == [b"%d" % i for i in range(1000)]
@@ -152,7 +151,7 @@ def test_a_lost_node_is_named(start: Start) -> None:
 def test_an_actor_that_does_not_kill_its_task_is_killed(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_relay, "_KILL_S", 0.01)
+    monkeypatch.setattr(ray_task, "_KILL_S", 0.01)
     task = start(f"{READY} time.sleep(99)")
     assert task.supervisor.stdout.readline() == b"ready\n"
     task.supervisor.kill()

@@ -11,9 +11,8 @@ from harness import until
 from hostopt.errors import ConfigError, ResourceError
 from hostopt.launch import ray_engine
 from hostopt.launch.engine import Place
-from hostopt.launch.ray_actor import Opened
-from hostopt.launch.ray_cluster import Bundles
-from hostopt.launch.ray_engine import RayReservation
+from hostopt.launch.ray_engine import Bundles, RayReservation
+from hostopt.launch.ray_task import Opened
 from hostopt.versions import VERSION
 
 

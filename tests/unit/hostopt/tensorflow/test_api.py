@@ -17,7 +17,7 @@ import hostopt
 import hostopt.tensorflow as hvd
 from hostopt import process_ring
 from hostopt.collectives.hosts import Hosts
-from hostopt.tensorflow import objects
+from hostopt.tensorflow import variables
 
 v1 = tf.compat.v1
 
@@ -220,7 +220,7 @@ def test_refused_in_words(ring: None, call: Callable[[], Any], text: str) -> Non
     ],
 )
 def test_objects_survive(obj: Any) -> None:
-    result = objects.decode(objects.encode(obj))
+    result = variables.decode(variables.encode(obj))
     assert type(result) is type(obj)
     if isinstance(obj, np.ndarray):
         assert result.dtype == obj.dtype and np.array_equal(result, obj)
@@ -245,8 +245,8 @@ CYCLE.append(CYCLE)
     ids=lambda obj: type(obj).__name__,
 )
 def test_objects_that_would_change_on_their_way_are_refused(obj: Any) -> None:
-    with pytest.raises(objects.RefusedError, match=r"\. (Convert it|Send a flatter one)"):
-        objects.encode({"a": [obj]})
+    with pytest.raises(variables.RefusedError, match=r"\. (Convert it|Send a flatter one)"):
+        variables.encode({"a": [obj]})
 
 
 class Halved(hvd.Compression.none):

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hostopt.errors import CollectiveMismatchError, ConfigError, HostOptError, PeerLostError
-from hostopt.tensorflow.errors import as_tensorflow_error
+from hostopt.tensorflow.calls import as_tensorflow_error
 
 
 @pytest.mark.parametrize(

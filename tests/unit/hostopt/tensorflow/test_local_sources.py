@@ -11,7 +11,7 @@ import tf_keras
 
 import hostopt
 import hostopt.tensorflow as hvd
-from hostopt.tensorflow.local_sources import LocalSources, variables_of_layers
+from hostopt.tensorflow.wrapping import LocalSources, variables_of_layers
 
 
 class TenRanks:

@@ -8,10 +8,10 @@ import pytest
 from clocks import Clock
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.transport import deadlock, event_loop
-from hostopt.transport.deadlock import DeadlockWatch
+from hostopt.transport import event_loop, mismatch
 from hostopt.transport.message import Tag
-from hostopt.transport.wait import Wait
+from hostopt.transport.mismatch import DeadlockWatch
+from hostopt.transport.stall import Wait
 
 CLUSTER = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
 LONG_S = 30.0
@@ -50,7 +50,7 @@ class Ranks:
 
 @pytest.fixture
 def ranks(clock: Clock) -> Ranks:
-    clock.govern(deadlock)
+    clock.govern(mismatch)
     return Ranks(clock)
 
 
@@ -105,7 +105,7 @@ def test_other_waits_than_at_the_last_look(ranks: Ranks) -> None:
 
 
 def test_rank_0_looks_when_its_oldest_wait_has_lasted(clock: Clock) -> None:
-    clock.govern(deadlock)
+    clock.govern(mismatch)
     watch, now_s = DeadlockWatch(2, LONG_S), clock.monotonic()
     old, new = Wait(1, FLOUR, "flour", now_s - 2.0), Wait(1, BREAD, "bread", now_s - 1.0)
     assert watch.is_due(0, old, [new, old])

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from harness import reserved_addresses
 
-from hostopt.transport.greeting import greets, is_silent, listens
+from hostopt.transport.addresses import greets, is_silent, listens
 
 
 @pytest.fixture

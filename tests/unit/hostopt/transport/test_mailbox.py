@@ -10,10 +10,10 @@ import pytest
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import CollectiveTimeoutError, HostOptError, PeerLostError
 from hostopt.options import Options
-from hostopt.transport import event_loop, mailbox, wait
+from hostopt.transport import event_loop, mailbox, stall
 from hostopt.transport.mailbox import Listener, Mailbox
 from hostopt.transport.message import FINISH_CHANNEL, Tag
-from hostopt.transport.wait import Wait
+from hostopt.transport.stall import Wait
 
 CLUSTER = Cluster.from_dict({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)
 TAG = Tag(0, 5, signature=7)
@@ -151,7 +151,7 @@ def test_stalls_are_reported_at_doubled_intervals_and_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now_s=0.0)
-    for module in (mailbox, wait):
+    for module in (mailbox, stall):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     box, stalls = new_mailbox(stall_warning_s=1.0, collective_timeout_s=5.0)
     reports = []

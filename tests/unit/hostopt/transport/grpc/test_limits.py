@@ -16,7 +16,7 @@ from hostopt.options import Options
 from hostopt.process.descriptors import open_descriptors
 from hostopt.transport.grpc import limits, strangers
 from hostopt.transport.grpc import ring as grpc_ring
-from hostopt.transport.grpc.channel_options import server_options
+from hostopt.transport.grpc.server import server_options
 
 SECURITY = ROOT / "docs" / "security.md"
 

@@ -11,9 +11,9 @@ import pytest
 from rings import Spawn
 
 from hostopt.collectives.communicator import Communicator
+from hostopt.transport.frame import Stream
 from hostopt.transport.grpc.grpc_stream import GrpcStream
 from hostopt.transport.grpc.ring import Peers
-from hostopt.transport.stream import Stream
 from hostopt.transport.tcp.data_server import DataServer
 from hostopt.transport.tcp.socket_stream import SocketStream
 

@@ -9,7 +9,7 @@ import pytest
 from k8s_training import TRAINING
 
 from hostopt import cli
-from hostopt.adapters.manifests import Training, job, tfjob, trainjob
+from hostopt.commands.k8s import Training, job, tfjob, trainjob
 from hostopt.errors import AuthError, ConfigError, PeerLostError, ProtocolError
 from hostopt.launch import restarts
 

@@ -1,4 +1,10 @@
-"""Confinement of servers of other libraries, which listen on all interfaces, to loopback."""
+"""The sockets of servers of other libraries, such as gRPC, in this process: found by their port.
+
+A connection stays open as long as any process has its socket. While a forked child of a killed
+rank is alive, the peers would not detect the end of the rank, and its address would stay in use.
+So each child replaces these sockets by /dev/null after the fork. It does not close them, as gRPC
+in the child may still close them by number.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,7 @@ from hostopt.transport.addresses import is_loopback
 
 _LOOPBACK = b"lo\0"
 _MAX_DEVICE_BYTES = 16
+_ports: set[int] = set()  # ports of the servers of this process that children close
 
 
 def confine(port: int) -> None:
@@ -65,6 +72,45 @@ def _sockets_at(port: int) -> Iterator[socket.socket]:
             os.close(copy)
             continue
         with each:
-            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
-            if is_internet and each.type == socket.SOCK_STREAM and each.getsockname()[1] == port:
+            if _local_port(each) == port:
                 yield each
+
+
+def _local_port(end: socket.socket) -> int | None:
+    is_tcp = end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM
+    return int(end.getsockname()[1]) if is_tcp else None
+
+
+def keep_from_children(port: int) -> None:
+    """Makes forked children close the server at a port of this process, until `forget`."""
+    _ports.add(port)
+
+
+def forget(port: int) -> None:
+    """Reverts `keep_from_children`."""
+    _ports.discard(port)
+
+
+def _close_in_child() -> None:
+    if not _ports:
+        return
+    nothing = None
+    with contextlib.suppress(OSError):  # no descriptor is left, so sockets are closed below
+        nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in descriptors.open_descriptors():
+        with contextlib.suppress(OSError):  # it is not a socket, or is closed already
+            end = socket.socket(fileno=fd)
+            try:
+                if _local_port(end) not in _ports:
+                    continue
+            finally:
+                end.detach()
+            if nothing is None:
+                os.close(fd)
+            else:
+                os.dup2(nothing, fd, inheritable=False)
+    if nothing is not None:
+        os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
