@@ -2,15 +2,14 @@
 
 The graph of such an update, of which this rank makes elements i to j:
 
-    [U1] begin: a copy of variable[i:j], in memory that all ranks of the host share
-    [U2] the optimizer's own operation, on the copy, gradient[i:j], and slots[i:j]
-    [U3] end: when all ranks have updated, the whole variable, in that memory
+    [U1] a variable of ours takes variable[i:j]
+    [U2] the optimizer's own operation copies and updates it, by gradient[i:j] and slots[i:j]
+    [U3] the parts of all ranks are joined, in memory that those of one host share
     [U4] the variable takes that memory, without copying
 
 What has waited for the update waits for [U4]. Each step reads the variable itself, so whatever
-else changes it, such as a hook, counts. As long as a variable has shared memory, another one of
-ours has it too: TensorFlow then copies before it changes the variable in place, as other ranks
-read that memory.
+else changes it, such as a hook, counts. TensorFlow changes no memory of NumPy, so it copies the
+variable then: the other ranks read that memory.
 
 The slots of the program have no values while it trains, so that reading one is an error. Rank 0
 has all of them while it saves: a checkpoint is the same as without divided updates.
@@ -65,7 +64,7 @@ class _Slot(NamedTuple):
 
 
 class DividedSlots:
-    """The slots of divided updates, in one session."""
+    """The slots of divided updates, and this rank's parts, in one session."""
 
     def __init__(
         self, communicator: hostopt.Communicator, updates: Sequence[_Update] = ()
@@ -77,7 +76,7 @@ class DividedSlots:
         self._is_gathered = False
 
     def divide(self, session: tf.compat.v1.Session) -> None:
-        """Keeps this rank's parts, once the slots have the values of rank 0."""
+        """Keeps this rank's parts, once all variables have the values of rank 0."""
         for each in self._slots:  # one by one, so that no rank holds all slots twice
             session.run(each.divide)
             session.run(each.release)
@@ -126,7 +125,8 @@ def divide_updates(
     specs = {each.variable.op.name: str(_spec(each.variable)) for each in updates}
     communicator.check_same(specs, "the updates that the ranks divide")
     _log.info("the ranks divide the updates of %d variables: %s", len(specs), ", ".join(specs))
-    slots = DividedSlots(communicator, updates)
+    with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
+        slots = DividedSlots(communicator, updates)
     groups: dict[Any, list[_Update]] = {}
     for each in updates:
         groups.setdefault((each.level, each.variable.dtype), []).append(each)
@@ -172,37 +172,34 @@ def _can_divide(
 
 def _divide(group: Sequence[_Update], communicator: hostopt.Communicator) -> list[tf.Operation]:
     """Divides updates that do not wait for each other, and returns their ends."""
-    ops, handles = tf.raw_ops, [each.variable.handle for each in group]
-    dtypes = [each.variable.dtype.base_dtype for each in group]
     waiting = [control_outputs(each.op) for each in group]
     divided = DividedUpdate(communicator, [_spec(each.variable) for each in group])
     with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_updates"):
-        with tf.control_dependencies([each.op.inputs[_gradient(each.op)] for each in group]):
-            # now, as before that the ranks would wait for each other
-            old = [ops.ReadVariableOp(resource=h, dtype=d) for h, d in zip(handles, dtypes)]
-        call = abort_on_error(communicator, lambda *values: divided.begin(values))
-        parts = call_in_background(call, old, dtypes, "begin")  # [U1]
-        updated = [_use_part(*each, communicator) for each in zip(group, parts)]  # [U2]
-        call = abort_on_error(communicator, lambda *values: divided.end(values))
-        new = call_in_background(call, updated, dtypes, "end")  # [U3]
-        ends = []
-        for handle, update, value in zip(handles, group, new):
-            keep = ops.AssignVariableOp(resource=_own(update.variable, "keep"), value=value)
-            with tf.control_dependencies([keep]):
-                ends.append(ops.AssignVariableOp(resource=handle, value=value))  # [U4]
+        new = call_in_background(  # [U3]
+            abort_on_error(communicator, lambda *parts: divided.join(parts)),
+            [_use_part(each, communicator) for each in group],
+            [each.variable.dtype.base_dtype for each in group],
+            "join",
+        )
+        ends = [
+            tf.raw_ops.AssignVariableOp(resource=update.variable.handle, value=value)  # [U4]
+            for update, value in zip(group, new)
+        ]
     for end, after in zip(ends, waiting):
         for op in after:
             add_control_inputs(op, [end])
     return ends
 
 
-def _use_part(update: _Update, part: tf.Tensor, communicator: hostopt.Communicator) -> tf.Tensor:
-    """Makes an update change a part, and this rank's parts of the slots; returns its result."""
+def _use_part(update: _Update, communicator: hostopt.Communicator) -> tf.Tensor:
+    """Makes an update change this rank's part of the variable and slots; returns its result."""
     ops, op, variable = tf.raw_ops, update.op, update.variable
-    copy = _own(variable, "part", communicator)
-    add_control_inputs(op, [ops.AssignVariableOp(resource=copy, value=part)])
+    dtype = variable.dtype.base_dtype
+    copy = _part_variable(variable, communicator)
+    old = _part(ops.ReadVariableOp(resource=variable.handle, dtype=dtype), variable, communicator)
+    add_control_inputs(op, [ops.AssignVariableOp(resource=copy, value=old)])  # [U1]
     parts = {variable.handle.op: copy}
-    parts |= {each.handle.op: _own(each, "part", communicator) for each in update.slots}
+    parts |= {each.handle.op: _part_variable(each, communicator) for each in update.slots}
     for index, tensor in enumerate(op.inputs):
         if tensor.op in parts:
             replace_input(op, index, parts[tensor.op])
@@ -210,37 +207,31 @@ def _use_part(update: _Update, part: tf.Tensor, communicator: hostopt.Communicat
     gradient = _part(op.inputs[index], variable, communicator)
     # of unknown shape, as TensorFlow compares the shapes of inputs that replace each other
     replace_input(op, index, ops.PlaceholderWithDefault(input=gradient, shape=None))
-    with tf.control_dependencies([op]):
-        return ops.ReadVariableOp(resource=copy, dtype=variable.dtype.base_dtype)
+    with tf.control_dependencies([op]):  # [U2]
+        return ops.ReadVariableOp(resource=copy, dtype=dtype)
 
 
 def _slot(slot: tf.Variable, communicator: hostopt.Communicator) -> _Slot:
-    ops, dtype = tf.raw_ops, slot.dtype.base_dtype
-    with tf.device(HOST_DEVICE), tf.control_dependencies(None), tf.name_scope("divided_slots"):
-        part = _own(slot, "part", communicator)
-        whole = ops.ReadVariableOp(resource=slot.handle, dtype=dtype)
-        value = ops.DeepCopy(x=_part(whole, slot, communicator))  # a slice would keep the whole
-        return _Slot(
-            slot,
-            ops.VarIsInitializedOp(resource=slot.handle),
-            ops.ReadVariableOp(resource=part, dtype=dtype),
-            ops.AssignVariableOp(resource=part, value=value),
-            ops.DestroyResourceOp(resource=slot.handle, ignore_lookup_error=True),
-        )
+    ops, part = tf.raw_ops, _part_variable(slot, communicator)
+    dtype = slot.dtype.base_dtype
+    whole = ops.ReadVariableOp(resource=slot.handle, dtype=dtype)
+    value = ops.DeepCopy(x=_part(whole, slot, communicator))  # a slice would keep the whole
+    return _Slot(
+        slot,
+        ops.VarIsInitializedOp(resource=slot.handle),
+        ops.ReadVariableOp(resource=part, dtype=dtype),
+        ops.AssignVariableOp(resource=part, value=value),
+        ops.DestroyResourceOp(resource=slot.handle, ignore_lookup_error=True),
+    )
 
 
-def _own(
-    variable: tf.Variable, kind: str, communicator: hostopt.Communicator | None = None
-) -> tf.Tensor:
-    """Returns the handle of a variable of ours, for a whole variable or this rank's part."""
-    shape = variable.shape
-    if communicator is not None:
-        part = part_of(shape.num_elements(), communicator.rank, communicator.size)
-        shape = [part.stop - part.start]
+def _part_variable(variable: tf.Variable, communicator: hostopt.Communicator) -> tf.Tensor:
+    """Returns the handle of a variable of ours for this rank's part of another one."""
+    part = part_of(variable.shape.num_elements(), communicator.rank, communicator.size)
     return tf.raw_ops.VarHandleOp(
         dtype=variable.dtype.base_dtype,
-        shape=shape,
-        shared_name=f"divided_updates/{kind}/{variable.op.name}",
+        shape=[part.stop - part.start],
+        shared_name=f"divided_updates/{variable.op.name}",
     )
 
 

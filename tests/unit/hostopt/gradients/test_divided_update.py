@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rings import Spawn, failure
+from rings import Spawn
 
 from hostopt.collectives.communicator import Communicator
-from hostopt.errors import CollectiveMismatchError
 from hostopt.gradients.bucket import TensorSpec
 from hostopt.gradients.divided_update import DividedUpdate, part_of
 
@@ -31,18 +30,22 @@ def test_parts_cover_a_variable_once(size: int, count: int) -> None:
     assert max(lengths) - min(lengths) <= 2 * 64
 
 
+def parts_of(values: list[np.ndarray], communicator: Communicator) -> list[np.ndarray]:
+    where = [part_of(value.size, communicator.rank, communicator.size) for value in values]
+    return [value.reshape(-1)[part] for value, part in zip(values, where)]
+
+
 @pytest.mark.parametrize("transport", ["inproc", "shm", "hosts"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_ranks_get_what_each_updates(transport: str, size: int) -> None:
     def run(communicator: Communicator) -> list[list[np.ndarray]]:
         divided = DividedUpdate(communicator, [spec(i, s) for i, s in enumerate(SHAPES)])
-        values = [np.arange(np.prod(s), dtype=FLOAT).reshape(s) + 1 for s in SHAPES]
-        steps = [values]
+        steps = [[np.arange(np.prod(s), dtype=FLOAT).reshape(s) + 1 for s in SHAPES]]
         for _ in range(4):
-            parts = divided.begin(steps[-1])
-            for part in parts:
-                np.multiply(part, communicator.rank + 2, out=part)
-            steps.append(divided.end(parts))
+            parts = parts_of(steps[-1], communicator)
+            steps.append(
+                divided.join([part * FLOAT.type(communicator.rank + 2) for part in parts])
+            )
         return steps
 
     results = Spawn(transport)(size, run)
@@ -60,41 +63,25 @@ def test_all_ranks_get_what_each_updates(transport: str, size: int) -> None:
 def test_values_are_read_only_and_lie_in_memory_that_the_ranks_share() -> None:
     def run(communicator: Communicator) -> tuple[bool, bytes]:
         divided = DividedUpdate(communicator, [spec(0, (256,))])
-        values = divided.end(divided.begin([np.zeros(256, FLOAT)]))
-        with pytest.raises(ValueError, match="read-only"):
-            values[0][0] = 1
-        communicator.barrier("all have checked")
+        (value,) = divided.join([np.zeros(128, FLOAT)])
         if communicator.rank == 1:
-            values[0].base.view(FLOAT)[:3] = 5
+            value.base.view(FLOAT)[:3] = 5
         communicator.barrier("rank 1 has written")
-        return values[0].flags.writeable, values[0][:3].tobytes()
+        return value.flags.writeable, value[:3].tobytes()
 
-    results = Spawn("shm")(2, run)
-    assert results == [(False, np.full(3, 5, FLOAT).tobytes())] * 2
+    assert Spawn("shm")(2, run) == [(False, np.full(3, 5, FLOAT).tobytes())] * 2
 
 
 def test_memory_is_reused_when_no_rank_holds_old_values() -> None:
     def run(communicator: Communicator) -> int:
         divided = DividedUpdate(communicator, [spec(0, (256,))])
-        values = [np.zeros(256, FLOAT)]
         addresses = set()
         for _ in range(10):
-            values = divided.end(divided.begin(values))
+            values = divided.join([np.zeros(128, FLOAT)])  # while the ones before are held
             addresses.add(values[0].ctypes.data)
         return len(addresses)
 
     assert Spawn("shm")(2, run) == [2, 2]
-
-
-@pytest.mark.parametrize("transport", ["inproc", "shm"])
-def test_a_copy_of_a_part_is_accepted(transport: str) -> None:
-    def run(communicator: Communicator) -> np.ndarray:
-        divided = DividedUpdate(communicator, [spec(0, (256,))])
-        (part,) = divided.begin([np.zeros(256, FLOAT)])
-        return divided.end([part + 1])[0]
-
-    for result in Spawn(transport)(2, run):
-        np.testing.assert_array_equal(result, np.ones(256, FLOAT))
 
 
 def test_ranks_without_memory_to_share_use_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,20 +90,7 @@ def test_ranks_without_memory_to_share_use_the_network(monkeypatch: pytest.Monke
         memory = divided._communicator.memory
         assert memory is not None
         monkeypatch.setattr(memory, "is_declined", communicator.rank == 1)
-        (part,) = divided.begin([np.zeros(256, FLOAT)])
-        part += communicator.rank + 1
-        return divided.end([part])[0]
+        return divided.join([np.full(128, communicator.rank + 1, FLOAT)])[0]
 
     for result in Spawn("shm")(2, run):
         np.testing.assert_array_equal(result, np.repeat(np.array([1, 2], FLOAT), 128))
-
-
-def test_different_calls_are_an_error() -> None:
-    def run(communicator: Communicator) -> str:
-        divided = DividedUpdate(communicator, [spec(0, (256,))])
-        parts = divided.begin([np.zeros(256, FLOAT)])
-        if communicator.rank == 0:
-            return type(failure(communicator, lambda: divided.end(parts))).__name__
-        return type(failure(communicator, lambda: divided.begin(parts))).__name__
-
-    assert set(Spawn("shm")(2, run)) == {CollectiveMismatchError.__name__}
