@@ -77,6 +77,7 @@ from estimator_ext.local_steps.replica_building import build_replicas, check_out
 from estimator_ext.local_steps.replicas import Replicas
 from estimator_ext.pipelines.sharding import dividing, few_files_refused
 from estimator_ext.reduction.accumulation import Accumulation
+from estimator_ext.reduction.divided_updates import DividedSlots, divide_updates
 from estimator_ext.reduction.gradient_marks import MarkedGraph
 from estimator_ext.reduction.gradient_reduction import GradientReduction
 from estimator_ext.reduction.skipped_updates import HooksWithoutNan
@@ -157,9 +158,10 @@ class TrainingGraph:
         )
         graph.marks_gradients = False
         updates, suspects = self._reduce(data)
+        divided = self._divide_updates()
         replicas = build_replicas(self.strategy, self.spec, data)
         self.first_hooks = [
-            BroadcastVariablesHook(self._communicator),  # [K5]
+            BroadcastVariablesHook(self._communicator, divided),  # [K5]
             *inputs.hooks,  # [K6]
             *self._step_report(),  # [K7]
         ]
@@ -181,10 +183,11 @@ class TrainingGraph:
             self._add_training_hooks(progress)  # [K12]
         coordination: list[Any] = []
         if updates is not None or replicas is not None:
-            coordination = [self._coordinate(states, replicas, stamps.examples)]  # [K2]
+            coordination = [self._coordinate(states, divided, replicas, stamps.examples)]  # [K2]
         if updates is not None:
             self._communicator.check_same(updates.texts, "the updates of variables")
-            coordination += self._desync_checks(updates.mirrored, suspects)  # [K3]
+            whole = [v for v in updates.mirrored if v.op.name not in divided.names]
+            coordination += self._desync_checks(whole, suspects)  # [K3]
         self._order_first_hooks(guard, coordination)
         self._add_training_hooks(*copies)  # [K14]
 
@@ -220,6 +223,13 @@ class TrainingGraph:
         train_op = tf.group(self.spec.train_op, *last) if last else self.spec.train_op
         self.spec = stock_spec(self.spec, loss=loss, train_op=train_op)
         return updates, suspects
+
+    def _divide_updates(self) -> DividedSlots:
+        if self._communicator.size == 1 or not self.strategy.options.shard_optimizer:
+            return DividedSlots(self._communicator)
+        ends, slots = divide_updates(operations_of_step(self.spec), self._communicator)
+        self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, *ends))
+        return slots
 
     def _check_accumulation(self) -> None:
         accumulation = self.reduction.accumulation
@@ -294,7 +304,11 @@ class TrainingGraph:
         return [DesyncCheckHook(separate, mirrored, every_steps, steps_per_run, suspects)]
 
     def _coordinate(
-        self, states: InputStates, replicas: Replicas | None, examples: tf.Tensor
+        self,
+        states: InputStates,
+        divided: DividedSlots,
+        replicas: Replicas | None,
+        examples: tf.Tensor,
     ) -> BeginStopSaveHook | SyncHook:
         """Coordinates stops and saves: adds [K13] and returns [K2]."""
         communicator, hooks = self._communicator, self._all_hooks()
@@ -303,7 +317,7 @@ class TrainingGraph:
         stops = EndStopSaveHook(communicator, self.reduction.flags, hooks)
         self._add_training_hooks(stops)
         savers = find_savers(hooks)
-        coordinated = Coordinated(self.reduction.flags, sync_on_read, states, savers)
+        coordinated = Coordinated(self.reduction.flags, sync_on_read, divided, states, savers)
         if replicas is None:
             return BeginStopSaveHook(communicator, coordinated)
         local = (self.strategy, replicas, stops, examples, self.config, hooks)

@@ -75,7 +75,8 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     ) -> None:
         self._communicator = communicator
         self._options = strategy.local_steps
-        self._flags, self._sync_on_read, self._input_states, self._savers = coordinated
+        self._coordinated = coordinated
+        self._flags = coordinated.flags
         coordinated.coordinate_saves()
         self._schedule = SyncSchedule(communicator, self._options, self._flags, stops)
         self._replicas = replicas
@@ -111,8 +112,7 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         """Fetches the number of examples."""
         session = run_context.session
         self._begin(session)
-        self._sync_on_read.restore_local(session)
-        self._input_states.forget()
+        self._coordinated.resume(session)
         self._flags.set_total(0.0)
         if not self._steps:  # saves and evaluations do not count
             self._since_s = time.monotonic()
@@ -134,13 +134,12 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
     def end(self, session: tf.compat.v1.Session) -> None:
         """Synchronises until all ranks have ended, and collects on the chief what it saves."""
         self._begin(session)
-        self._sync_on_read.restore_local(session)
+        self._coordinated.resume(session)
         while not (self._is_due(session) and self._synchronise(session, has_ended=True)):
             self._flags.stop |= any(preemption.signum for preemption in self._preemptions)
         self._synchronisation.close()
         self._communicator.finish("the last step")
-        self._sync_on_read.aggregate_to_chief(session)
-        self._input_states.gather(session)
+        self._coordinated.collect(session)
 
     def _begin(self, session: tf.compat.v1.Session) -> None:
         if not self._schedule.has_begun:  # the hooks have broadcast the variables
@@ -164,7 +163,9 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         step, schedule = self._schedule.end_interval(), self._schedule
         self._finish_pending(session)  # if the interval is shorter than the delay
         latest = max(step, self._step)  # this rank may have no data left
-        self._flags.save = any(timer_of(saver).is_due(latest) for saver in self._savers)
+        self._flags.save = any(
+            timer_of(saver).is_due(latest) for saver in self._coordinated.savers
+        )
         is_warm_up = step <= self._options.sync_warmup_steps
         if self._options.sync_delay and not (is_warm_up or schedule.is_whole_next):
             self._start(session, has_ended)
@@ -185,21 +186,19 @@ class SyncHook(tf.compat.v1.train.SessionRunHook):
         self._note_speed(states)
         schedule.begin(step, self._step_s, is_last=is_last)
         if self._flags.ranks_saving:
-            self._sync_on_read.aggregate_to_chief(session)
-            self._input_states.gather(session, has_more=not all_ended)
+            self._coordinated.collect(session, has_more=not all_ended)
             if has_ended and not all_ended:
                 self._save_meanwhile(session)
         return all_ended
 
     def _save_meanwhile(self, session: tf.compat.v1.Session) -> None:
         """Saves on the chief if its data have ended and those of others have not."""
-        for saver in self._savers:
+        for saver in self._coordinated.savers:
             timer = timer_of(saver)
             if timer.is_due(self._step):
                 timer.update_last_triggered_step(self._step)
                 save(saver, session, self._step)
-        self._sync_on_read.restore_local(session)
-        self._input_states.forget()
+        self._coordinated.resume(session)
 
     def _state(self, has_ended: bool) -> RankState:
         fragment = self._replicas.fragments[self._next_fragment]

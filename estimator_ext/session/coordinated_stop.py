@@ -24,6 +24,7 @@ from estimator_ext._tf_private import (
     timer_of,
 )
 from estimator_ext.input.state import InputStates
+from estimator_ext.reduction.divided_updates import DividedSlots
 from estimator_ext.variables.sync_on_read import SyncOnRead
 from hostopt.tensorflow.ops import StopSaveFlags
 
@@ -35,6 +36,7 @@ class Coordinated(NamedTuple):
 
     flags: StopSaveFlags  # requests of the ranks; may travel with the loss
     sync_on_read: SyncOnRead  # variables that differ by rank
+    divided: DividedSlots  # of which each rank has a part
     input_states: InputStates  # of all ranks
     savers: Sequence[SaverHook]  # hooks of this rank that save checkpoints
 
@@ -42,6 +44,18 @@ class Coordinated(NamedTuple):
         """Makes the savers save only after steps that all ranks know of."""
         for saver in self.savers:
             set_timer(saver, CoordinatedTimer(timer_of(saver), self.flags))
+
+    def collect(self, session: tf.compat.v1.Session, *, has_more: bool = False) -> None:
+        """Collects on the chief what it is about to save. Collective: all ranks must call it."""
+        self.sync_on_read.aggregate_to_chief(session)
+        self.divided.gather(session)
+        self.input_states.gather(session, has_more=has_more)
+
+    def resume(self, session: tf.compat.v1.Session) -> None:
+        """Returns to the state of this rank, because a step follows."""
+        self.sync_on_read.restore_local(session)
+        self.divided.release(session)
+        self.input_states.forget()
 
 
 class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
@@ -55,9 +69,9 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
         self._flags_sum = None
         if not coordinated.flags.travel:
             self._flags_sum = communicator.open_scalar_sum("requests to stop or save")
-        self._flags, self._sync_on_read, self._input_states, savers = coordinated
+        self._coordinated, self._flags = coordinated, coordinated.flags
         coordinated.coordinate_saves()
-        self._timers = [timer_of(saver) for saver in savers]
+        self._timers = [timer_of(saver) for saver in coordinated.savers]
         self._step = 0
         self._increment = 0  # of global_step in a step, which need not be 1; 0 while unknown
 
@@ -68,8 +82,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
 
     def before_run(self, run_context: Any) -> None:
         """Sends the requests of this rank."""
-        self._sync_on_read.restore_local(run_context.session)
-        self._input_states.forget()
+        self._coordinated.resume(run_context.session)
         next_step = self._step + (self._increment or 1)
         self._flags.save = any(timer.is_due(next_step) for timer in self._timers)
         if self._flags_sum is not None:
@@ -82,8 +95,7 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
             self._flags.set_total(float(self._flags_sum.wait()[1]))
         self._count(run_context.session)
         if self._flags.ranks_saving:
-            self._sync_on_read.aggregate_to_chief(run_context.session)
-            self._input_states.gather(run_context.session)
+            self._coordinated.collect(run_context.session)
 
     def _count(self, session: tf.compat.v1.Session) -> None:
         """Updates the step; reads it only if needed, as that takes as long as a small step."""
@@ -96,9 +108,8 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
     def end(self, session: tf.compat.v1.Session) -> None:
         """Collects on the chief what it saves at the end."""
         self._communicator.finish("the last step")  # ranks that have more steps report an error
-        self._sync_on_read.restore_local(session)
-        self._sync_on_read.aggregate_to_chief(session)
-        self._input_states.gather(session)
+        self._coordinated.resume(session)
+        self._coordinated.collect(session)
 
 
 class EndStopSaveHook(tf.compat.v1.train.SessionRunHook):

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 import hostopt
+from estimator_ext.reduction.divided_updates import DividedSlots
 from estimator_ext.variables.sync_on_read import assign, in_parts, initial_local_value
 
 _log = tf.get_logger()
@@ -24,10 +25,12 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       communicator: the ring.
+      divided: slots, which are divided then.
     """
 
-    def __init__(self, communicator: hostopt.Communicator) -> None:
+    def __init__(self, communicator: hostopt.Communicator, divided: DividedSlots) -> None:
         self._communicator = communicator
+        self._divided = divided
         self._variables: list[tf.Variable] = []
 
     def begin(self) -> None:
@@ -50,6 +53,7 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
             _log.warning("%s holds no numbers and is not broadcast", variable.op.name)
         for part in in_parts(numbers):
             self._broadcast(session, part)
+        self._divided.divide(session)
 
     def _broadcast(self, session: tf.compat.v1.Session, part: Sequence[tf.Variable]) -> None:
         rank = self._communicator.rank

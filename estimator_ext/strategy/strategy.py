@@ -81,6 +81,11 @@ class HostOffloadStrategy(tf.compat.v1.distribute.Strategy):
         _check_flag("variables_on_host", variables_on_host)
         _check_flag("sparse_as_dense", sparse_as_dense)
         self.options = hostopt.Options(**options).with_environment()
+        if self.options.shard_optimizer and self.local_steps.is_used:
+            raise hostopt.ConfigError(
+                "shard_optimizer is True, and sync_every, sync_secs or outer_optimizer lets each "
+                "rank update its own variables. Leave one of them out"
+            )
         if tf_config.read_tf_config(os.environ) or not _names_cluster(cluster_resolver):
             set_tf_config(self.options)
         self.cluster = hostopt.Cluster.from_resolver(cluster_resolver)

@@ -302,6 +302,15 @@ class SharedMemoryChannel:
                 part[...] = staged
             self.counters.barrier(call, 2 * number + 1)
 
+    def barrier(self, call: CollectiveCall, nbytes: int) -> None:
+        """Waits until all ranks of this host have written what the others then read in place.
+
+        Collective: all ranks must call it.
+        """
+        self.counters.begin_call(call, nbytes)
+        self.counters.barrier(call, 0)
+        self.counters.check_signature(call)
+
     def all_gather_bytes(self, data: memoryview, call: CollectiveCall) -> list[bytes | memoryview]:
         """Gathers byte strings, whose lengths may differ, on every rank of this host.
 

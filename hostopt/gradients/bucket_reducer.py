@@ -13,7 +13,7 @@ from hostopt.collectives.call import Array, CollectiveCall
 from hostopt.collectives.communicator import Communicator
 from hostopt.collectives.finite import all_finite
 from hostopt.collectives.reduce_op import ReduceOp
-from hostopt.collectives.shared_memory import TensorListView
+from hostopt.collectives.shared_memory import SharedMemoryChannel, TensorListView
 from hostopt.collectives.wire_format import WireFormat
 from hostopt.gradients.bucket import Bucket, BufferPool, describe_bucket, free_buffers
 from hostopt.gradients.nonfinite import NonFiniteCheck, find_nonfinite
@@ -21,7 +21,7 @@ from hostopt.gradients.step_stats import StepStats, StepTimes
 from hostopt.telemetry.timeline import Track
 from hostopt.transport.message import Signature, signature_of
 
-_MAX_SLOTS = 64  # bits of the free mask of `SharedSums`
+_MAX_SLOTS = 64  # bits of the free mask of `SharedSlots`
 
 
 class BucketReducer(abc.ABC):
@@ -174,13 +174,12 @@ class InlineReducer(BucketReducer):
         self._shared.clear()
 
 
-class SharedSums:
-    """Reduces one bucket into memory that all ranks of one host share and read in place.
+class SharedSlots:
+    """Buffers of one bucket in memory that all ranks of one host share.
 
-    The sums lie in shared-memory slots. A rank may reuse a slot if it holds no view of it. Before
-    each reduction the ranks combine their masks of free slots with a bitwise AND, and use the
-    lowest slot that is free on all ranks. If there is none, they allocate another slot. A training
-    that holds no reduced gradients between steps needs a single slot.
+    A rank may reuse a slot if it holds no view of it. Before each use the ranks combine their
+    masks of free slots with a bitwise AND, and take the lowest slot that is free on all ranks. If
+    there is none, they allocate another slot.
     """
 
     def __init__(self, communicator: Communicator, bucket: Bucket) -> None:
@@ -190,27 +189,22 @@ class SharedSums:
         self._slots: list[Array] = []
         self._can_allocate = True
 
-    def reduce(self, source: TensorListView, call: CollectiveCall) -> tuple[Array, bool] | None:
-        """Sums the bucket over the ranks. Collective: all ranks must call it.
+    def channel(self) -> SharedMemoryChannel | None:
+        """Returns the channel of the ranks; None if no memory is left. Collective."""
+        return self._memory.channel_of_all(self._bucket.nbytes)
 
-        Returns:
-          The sums, a read-only array of shape [n], and True if they are finite. None if no slot
-          is free and no memory is left; nothing has been reduced then.
+    def take(self, channel: SharedMemoryChannel, call: CollectiveCall) -> Array | None:
+        """Returns the same free slot on all ranks, which hold old values; None if none is left.
+
+        Collective: all ranks must call it, and then reach a barrier.
         """
-        channel = self._memory.channel_of_all(self._bucket.nbytes)
-        if channel is None:
-            return None
         free_mask = sum(1 << index for index in free_buffers(self._slots))
         free_mask = channel.counters.all_reduce_band(free_mask, call)
         if not free_mask:
             if not self._allocate_slot():
                 return None
             free_mask = 1 << (len(self._slots) - 1)
-        slot = self._slots[(free_mask & -free_mask).bit_length() - 1]  # of the lowest set bit
-        is_finite = channel.reduce_scatter(slot, np.add, call, source)
-        sums = slot[:]
-        sums.flags.writeable = False
-        return sums, is_finite
+        return self._slots[(free_mask & -free_mask).bit_length() - 1]  # of the lowest set bit
 
     def _allocate_slot(self) -> bool:
         """Allocates a slot on all ranks. After a failure it is not tried again."""
@@ -222,3 +216,29 @@ class SharedSums:
                 self._slots.append(np.frombuffer(memory, np.uint8).view(self._bucket.dtype))
                 return True
         return False
+
+
+class SharedSums:
+    """Reduces one bucket into memory that all ranks of one host share and read in place.
+
+    A training that holds no reduced gradients between steps needs a single slot.
+    """
+
+    def __init__(self, communicator: Communicator, bucket: Bucket) -> None:
+        self._slots = SharedSlots(communicator, bucket)
+
+    def reduce(self, source: TensorListView, call: CollectiveCall) -> tuple[Array, bool] | None:
+        """Sums the bucket over the ranks. Collective: all ranks must call it.
+
+        Returns:
+          The sums, a read-only array of shape [n], and True if they are finite. None if no slot
+          is free and no memory is left; nothing has been reduced then.
+        """
+        channel = self._slots.channel()
+        slot = None if channel is None else self._slots.take(channel, call)
+        if channel is None or slot is None:
+            return None
+        is_finite = channel.reduce_scatter(slot, np.add, call, source)
+        sums = slot[:]
+        sums.flags.writeable = False
+        return sums, is_finite

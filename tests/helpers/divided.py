@@ -1,0 +1,58 @@
+"""Trainings of tests/programs/divided_updates.py, and what they save."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from ranks import Ranks
+
+# of the variables `first`, `second` and `last`, the last is too small
+ALL = ["first", "second"]
+DIVIDED = {
+    "slots": ["first"],  # a summary shows a slot of the second
+    "skipped": [],  # each update is in a branch
+    "keras_rmsprop": [],  # it has no kernel without momentum
+    "partitioned": ["first/part_0", "first/part_1", "second"],
+}
+
+
+def run(directory: Path, cases: list[str], size: int, shards: bool, steps: str = "4,10") -> str:
+    """Trains, and returns the output of rank 0."""
+    directory.mkdir(exist_ok=True)
+    environ = {"HOSTOPT_SHARD_OPTIMIZER": str(shards).lower()}
+    arguments = [str(directory), steps, *cases]
+    with Ranks(directory) as ranks:
+        started = ranks.run("divided_updates.py", size, arguments=arguments, environ=environ)
+        return started[0].output
+
+
+def arrays(model_dir: Path) -> dict[str, np.ndarray]:
+    """Returns what the last checkpoint holds."""
+    reader = tf.compat.v1.train.NewCheckpointReader(tf.train.latest_checkpoint(str(model_dir)))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+def check_same(model_dir: Path, other_dir: Path) -> None:
+    found, wanted = arrays(model_dir), arrays(other_dir)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=f"{model_dir.name}: {name}")
+
+
+def divided(output: str, case: str) -> list[str]:
+    text = output.split(f"CASE {case} to")[1]
+    found = re.search(r"divide the updates of (\d+) variables: (.*)", text)
+    assert found is not None, text
+    return [name for name in found[2].strip().split(", ") if name]
+
+
+def compare(directory: Path, cases: list[str]) -> None:
+    """Trains on two ranks with and without divided updates, which must save the same."""
+    run(directory / "whole", cases, 2, False)
+    output = run(directory / "divided", cases, 2, True)
+    for case in cases:
+        assert divided(output, case) == DIVIDED.get(case, ALL), case
+        check_same(directory / "divided" / case, directory / "whole" / case)

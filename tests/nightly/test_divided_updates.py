@@ -1,0 +1,59 @@
+"""Divided updates of all optimizers, on other numbers of ranks, and after a kill."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from divided import check_same, compare, run
+from harness import reserved_addresses
+from ranks import Ranks
+
+OPTIMIZERS = ["sgd", "momentum", "rmsprop", "centered", "adagrad", "ftrl", "adadelta"]
+OPTIMIZERS += ["keras_adam", "keras_adamax", "keras_rmsprop", "float64"]
+PROGRAMS = ["embedding", "clipped", "average", "in_place", "loaded", "no_slots", "partitioned"]
+PROGRAMS += ["accumulate", "skipped"]
+
+
+@pytest.mark.parametrize("cases", [OPTIMIZERS, PROGRAMS], ids=["optimizers", "programs"])
+def test_checkpoints_are_those_of_undivided_updates(tmp_path: Path, cases: list[str]) -> None:
+    compare(tmp_path, cases)
+
+
+def test_another_number_of_ranks_continues(tmp_path: Path) -> None:
+    for name, shards in (("whole", False), ("divided", True)):
+        for size, steps in ((3, "3"), (1, "6"), (2, "9")):
+            run(tmp_path / name, ["adam"], size, shards, steps)
+            # another number of ranks reads the data from the start
+            for file in (tmp_path / name / "adam").glob("*.input"):
+                file.unlink()
+    check_same(tmp_path / "divided" / "adam", tmp_path / "whole" / "adam")
+
+
+@pytest.mark.parametrize("communication", ["grpc+tcp", "shm"])
+def test_a_killed_training_resumes(tmp_path: Path, communication: str) -> None:
+    options = {"HOSTOPT_SHARD_OPTIMIZER": "true", "HOSTOPT_COMMUNICATION": communication}
+    run(tmp_path / "whole", ["adam"], 2, False, "12")
+    with Ranks(tmp_path) as ranks, reserved_addresses(2) as addresses:
+        arguments = [str(tmp_path / "divided"), "12", "steps"]
+        started = ranks.start(
+            "divided_updates.py", {"worker": addresses}, arguments=arguments, environ=options
+        )
+        started[1].wait_for_output("STEP 8")
+        started[1].signal(signal.SIGKILL)
+        started[0].wait()
+    run(tmp_path / "divided", ["steps"], 2, True, "12")
+    check_same(tmp_path / "divided" / "steps", tmp_path / "whole" / "adam")
+
+
+def test_a_slot_that_the_program_assigns_is_refused(tmp_path: Path) -> None:
+    with Ranks(tmp_path) as ranks:
+        started = ranks.run(
+            "divided_updates.py",
+            2,
+            codes=[78],
+            arguments=[str(tmp_path), "4", "assigned"],
+            environ={"HOSTOPT_SHARD_OPTIMIZER": "true"},
+        )
+    assert "slot 'first/Adam' was assigned during the training" in started[0].output

@@ -1,0 +1,198 @@
+"""Trains models of some kilobytes, each up to some steps, and keeps their checkpoints.
+
+Arguments: directory, the steps, separated by commas, and the names of cases. What the ranks divide
+is logged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import estimator_ext
+
+estimator_ext.install()
+tf.get_logger().setLevel("INFO")
+train, keras = tf.compat.v1.train, tf.keras.optimizers.legacy
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: train.GradientDescentOptimizer(0.1),
+    "momentum": lambda: train.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+    "adam": lambda: train.AdamOptimizer(0.01),
+    "rmsprop": lambda: train.RMSPropOptimizer(0.01, momentum=0.9),
+    "centered": lambda: train.RMSPropOptimizer(0.01, centered=True),
+    "adagrad": lambda: train.AdagradOptimizer(0.1),
+    "ftrl": lambda: train.FtrlOptimizer(0.1, l1_regularization_strength=0.001),
+    "adadelta": lambda: train.AdadeltaOptimizer(0.5),
+    "keras_adam": lambda: keras.Adam(0.01, amsgrad=True),
+    "keras_adamax": lambda: keras.Adamax(0.01),
+    "keras_rmsprop": lambda: keras.RMSprop(0.01),
+}
+DTYPES = {"float64": tf.float64}
+CONFIG = {"accumulate": {"accumulate_steps": 2}}
+
+
+class Loads(tf.estimator.SessionRunHook):
+    """Changes a variable after the third step, by a value or in place."""
+
+    def __init__(self, name: str, in_place: bool) -> None:
+        self.variable = next(v for v in tf.compat.v1.trainable_variables() if v.op.name == name)
+        with tf.control_dependencies(None):
+            self.change = self.variable.assign_sub(self.variable / 2, read_value=False)
+        self.in_place = in_place
+        self.steps = 0
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            session = run_context.session
+            if self.in_place:
+                session.run(self.change)
+            else:
+                self.variable.load(session.run(self.variable) / 2, session)
+
+
+class HasNoSlots(tf.estimator.SessionRunHook):
+    """Checks that only a save gives slots to a rank; the last step is saved."""
+
+    def begin(self) -> None:
+        names = ("first/Adam", "second/Adam_1")
+        slots = [v for v in tf.compat.v1.global_variables() if v.op.name in names]
+        self.have = [tf.compat.v1.is_variable_initialized(slot) for slot in slots]
+
+    def before_run(self, run_context: Any) -> None:
+        if self.have and run_context.session.run(self.have) != [False, False]:
+            step = run_context.session.run(train.get_global_step())
+            assert step % 3 == 0, f"the rank has slots before step {step}"
+
+
+class Prints(tf.estimator.SessionRunHook):
+    """Prints each step."""
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        print("STEP", run_context.session.run(train.get_global_step()), flush=True)
+
+
+class AssignsSlot(tf.estimator.SessionRunHook):
+    """Runs the initializer of a slot."""
+
+    def begin(self) -> None:
+        variables = tf.compat.v1.global_variables()
+        self.slot = next(v for v in variables if v.op.name == "first/Adam")
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        run_context.session.run(self.slot.initializer)
+
+
+class Holds(tf.estimator.SessionRunHook):
+    """Holds the values of all steps, which must stay as they were."""
+
+    def __init__(self) -> None:
+        self.variables = tf.compat.v1.trainable_variables()
+        self.held: list[Any] = []
+
+    def before_run(self, run_context: Any) -> Any:
+        return train.SessionRunArgs(self.variables)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        values = run_values.results + run_context.session.run(self.variables)
+        self.held.append((values, [np.array(value) for value in values]))
+
+    def end(self, session: Any) -> None:
+        for values, copies in self.held:
+            for value, copy in zip(values, copies):
+                np.testing.assert_array_equal(value, copy)
+
+
+def model_fn(features: Any, labels: Any, mode: str, params: Any) -> Any:
+    case = params["case"]
+    dtype = DTYPES.get(case, tf.float32)
+    x, y = tf.cast(features, dtype), tf.cast(labels, dtype)
+    partitioner = tf.compat.v1.fixed_size_partitioner(2) if case == "partitioned" else None
+
+    def weights(name: str, shape: list[int], seed: int) -> Any:
+        initial = tf.compat.v1.keras.initializers.glorot_uniform(seed=seed)
+        return tf.compat.v1.get_variable(
+            name, shape, dtype, initial, partitioner=partitioner if seed == 1 else None
+        )
+
+    first, second = weights("first", [130, 301], 1), weights("second", [301, 111], 2)
+    last = weights("last", [111, 1], 3)
+    if case == "embedding":
+        table = weights("table", [1000, 130], 4)
+        x = x + tf.nn.embedding_lookup(table, tf.cast(features[:, 0] * 999, tf.int64))
+    hidden = tf.tanh(tf.tanh(x @ first) @ second)
+    loss = tf.reduce_mean((tf.squeeze(hidden @ last, 1) - y) ** 2)
+    optimizer = OPTIMIZERS.get(case, OPTIMIZERS["adam"])()
+    step, hooks = train.get_global_step(), []
+    if case.startswith("keras"):
+        optimizer.iterations = step
+        train_op = tf.group(*optimizer.get_updates(loss, tf.compat.v1.trainable_variables()))
+    elif case == "clipped":
+        pairs = estimator_ext.reduce_gradients(optimizer.compute_gradients(loss))
+        clipped, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.1)
+        train_op = optimizer.apply_gradients(zip(clipped, [v for _, v in pairs]), step)
+    elif case == "two":
+        before = optimizer.minimize(loss, var_list=[first, last])
+        with tf.control_dependencies([before]):
+            other = train.MomentumOptimizer(0.1, 0.9)
+            loss_after = tf.reduce_mean(tf.abs(tf.tanh(x @ first) @ second))
+            train_op = other.minimize(loss_after, step, var_list=[second])
+    else:
+        train_op = optimizer.minimize(loss, step)
+    if case == "average":
+        with tf.control_dependencies([train_op]):
+            train_op = train.ExponentialMovingAverage(0.9).apply([first, second])
+    if case == "slots":
+        tf.compat.v1.summary.histogram("slot", optimizer.get_slot(second, "m"))
+        hooks.append(
+            train.SummarySaverHook(
+                1, output_dir=params["events"], summary_op=tf.compat.v1.summary.merge_all()
+            )
+        )
+    if case in ("loaded", "in_place"):
+        hooks.append(Loads("first", case == "in_place"))
+    if case == "held":
+        hooks.append(Holds())
+    if case == "steps":
+        hooks.append(Prints())
+    if case == "assigned":
+        hooks.append(AssignsSlot())
+    if case == "no_slots" and params["divides"]:
+        hooks.append(HasNoSlots())
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, training_hooks=hooks)
+
+
+def input_fn(input_context: Any) -> Any:
+    random = np.random.RandomState(0)
+    x = random.rand(16 * 12, 130).astype(np.float32)
+    y = (x.sum(1) / 10).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    data = data.shard(input_context.num_input_pipelines, input_context.input_pipeline_id)
+    return data.repeat().batch(8, drop_remainder=True)
+
+
+def main(directory: str, steps: str, *cases: str) -> None:
+    for case in cases:
+        options = {"nonfinite": "skip"} if case == "skipped" else {}
+        strategy = estimator_ext.HostOffloadStrategy(**options)
+        config = estimator_ext.RunConfig(
+            train_distribute=strategy, save_checkpoints_steps=3, **CONFIG.get(case, {})
+        )
+        params = {
+            "case": case,
+            "divides": strategy.options.shard_optimizer,
+            "events": f"{directory}/events-{case}-{strategy.cluster.rank}",
+        }
+        estimator = estimator_ext.Estimator(model_fn, f"{directory}/{case}", config, params)
+        for step in steps.split(","):
+            print(f"CASE {case} to {step}", flush=True)
+            estimator.train(input_fn, max_steps=int(step))
+        strategy.close()
+
+
+main(*sys.argv[1:])

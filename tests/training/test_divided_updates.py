@@ -1,0 +1,11 @@
+"""Ranks that divide the updates train as those that do not, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from divided import compare
+
+
+def test_checkpoints_are_those_of_undivided_updates(tmp_path: Path) -> None:
+    compare(tmp_path, ["adam", "two", "held", "slots"])
