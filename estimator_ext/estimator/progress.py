@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -437,18 +437,22 @@ def write_scalars(
     tf.compat.v1.summary.FileWriterCache.get(directory).add_summary(summary, step)
 
 
-def show_steps(spec: StockSpec, reducers: Sequence[AnyReducer], timeline: Timeline) -> StockSpec:
-    """Adds spans of backward and apply to the timeline of each step.
+def show_steps(
+    spec: StockSpec, stamps: StepTimestamps, reducers: Sequence[AnyReducer], timeline: Timeline
+) -> StockSpec:
+    """Adds spans of copy, backward and apply to the timeline of each step.
 
-    Backward is measured from the loss to the last launch, apply from the first return of a wait
-    to the end of train_op.
+    The copy of the variables to the accelerator is measured from the input on, backward from the
+    loss to the last launch, apply from the first return of a wait to the end of train_op.
     """
     spans = _StepSpans(reducers, timeline)
+    copies = [stamps.times[name] for name in ("input_s", "copies_s")]
     with tf.device(HOST_DEVICE), tf.name_scope("timeline"):
         with tf.control_dependencies([spec.loss]):
-            begin = _operation(spans.begin, "begin")
+            begin = tf.numpy_function(spans.begin, [], tf.int32, name="begin")
         with tf.control_dependencies([spec.train_op, begin]):
-            return stock_spec(spec, train_op=_operation(spans.end, "end"))
+            end = tf.numpy_function(spans.end, copies, tf.int32, name="end")
+    return stock_spec(spec, train_op=end.op)
 
 
 @dataclass
@@ -458,26 +462,22 @@ class _StepSpans:
     begin_s: float = 0.0
     shown_step: int = -1
 
-    def begin(self) -> None:
+    def begin(self) -> np.int32:
         self.begin_s = time.monotonic()
-
-    def end(self) -> None:
-        end_s = time.monotonic()
-        measured = [each.last_times for each in self.reducers if each.last_times]
-        if not measured or measured[0].step == self.shown_step:  # nothing was reduced
-            return
-        times = merge(measured)
-        self.shown_step = times.step
-        # a launch may precede `begin`, which only waits for the loss
-        begin_s = min(self.begin_s, times.last_launch_s)
-        step = times.step
-        self.timeline.span(Track.BACKWARD, "backward", begin_s, times.last_launch_s, step=step)
-        self.timeline.span(Track.APPLY, "apply", times.first_return_s, end_s, step=step)
-
-
-def _operation(function: Callable[[], None], name: str) -> tf.Operation:
-    def call() -> Any:
-        function()
         return np.int32(0)
 
-    return tf.numpy_function(call, [], tf.int32, name=name).op
+    def end(self, input_s: float, copies_s: float) -> np.int32:
+        end_s, to_wall_s = time.monotonic(), time.time() - time.monotonic()
+        measured = [each.last_times for each in self.reducers if each.last_times]
+        if not measured or measured[0].step == self.shown_step:  # nothing was reduced
+            return np.int32(0)
+        times = merge(measured)
+        self.shown_step = step = times.step
+        # a launch may precede `begin`, which only waits for the loss
+        begin_s = min(self.begin_s, times.last_launch_s)
+        copied_s = max(copies_s, input_s)  # copies that were renewed are there before
+        span = self.timeline.span
+        span(Track.COPY, "copy", input_s - to_wall_s, copied_s - to_wall_s, step=step)
+        span(Track.BACKWARD, "backward", begin_s, times.last_launch_s, step=step)
+        span(Track.APPLY, "apply", times.first_return_s, end_s, step=step)
+        return np.int32(0)

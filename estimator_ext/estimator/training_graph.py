@@ -160,13 +160,13 @@ class TrainingGraph:
         updates, suspects = self._reduce(data)
         divided = self._divide_updates()
         replicas = build_replicas(self.strategy, self.spec, data)
+        copies = self._copies()
+        stamps = StepTimestamps(self.spec, self.reduction.values.weights)
         self.first_hooks = [
             BroadcastVariablesHook(self._communicator, divided),  # [K5]
             *inputs.hooks,  # [K6]
-            *self._step_report(),  # [K7]
+            *self._step_report(stamps),  # [K7]
         ]
-        copies = self._copies()
-        stamps = StepTimestamps(self.spec, self.reduction.values.weights)
         progress = self._progress(stamps)
         if self.reduction.accumulation is not None:
             self._add_training_hooks(self.reduction.accumulation.hook())  # [K10]
@@ -249,14 +249,14 @@ class TrainingGraph:
         self.spec = stock_spec(self.spec, train_op=tf.group(self.spec.train_op, hook.renewed))
         return [hook]
 
-    def _step_report(self) -> list[StepReportHook]:
+    def _step_report(self, stamps: StepTimestamps) -> list[StepReportHook]:
         """Reports on the reducers; there are none with one rank, or without buckets."""
         reducers = tuple(self.reduction.reducers)  # a hook may add more, not run in each step
         timeline = self._communicator.transport.timeline
         if not reducers:
             return []
         if timeline is not None:
-            self.spec = show_steps(self.spec, reducers, timeline)
+            self.spec = show_steps(self.spec, stamps, reducers, timeline)
         communicator = self._communicator.duplicate("step reports")
         return [StepReportHook(communicator, reducers, self.config, self.model_dir)]
 

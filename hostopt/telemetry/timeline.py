@@ -34,12 +34,13 @@ Event = dict[str, Any]
 class Track(enum.IntEnum):
     """The rows of a rank in the viewer, from top to bottom."""
 
-    BACKWARD = 0
-    LAUNCH = 1
-    RING_SEND = 2
-    RING_RECEIVE = 3
-    WAIT = 4
-    APPLY = 5
+    COPY = 0
+    BACKWARD = 1
+    LAUNCH = 2
+    RING_SEND = 3
+    RING_RECEIVE = 4
+    WAIT = 5
+    APPLY = 6
 
     @property
     def title(self) -> str:

@@ -70,7 +70,7 @@ def test_a_training_of_two_ranks(tmp_path: Path, ranks: Ranks, spec: str, way: s
         launched = {s["args"]["bucket"] for s in spans if s["cat"] == "launch"}
         buckets = len(launched)
         assert buckets > 1
-        assert count["backward"] == count["apply"] == 7
+        assert count["copy"] == count["backward"] == count["apply"] == 7
         assert count["launch"] == count["wait"] == 7 * buckets
         if way == "grpc":
             assert count["ring send"] > 7 * buckets  # the loss and the first values, too

@@ -27,7 +27,7 @@ from hostopt.telemetry.timeline import Timeline, Track, path_of_rank
 from hostopt.transport.message import Tag
 
 JOBS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
-LANES = ["backward", "launch", "ring send", "ring receive", "wait", "apply"]
+LANES = ["copy", "backward", "launch", "ring send", "ring receive", "wait", "apply"]
 
 
 def timeline(tmp_path: Path, job: str = "chief", **options: Any) -> Timeline:
@@ -89,7 +89,7 @@ def test_trace_content(tmp_path: Path) -> None:
             "name": "l",
             "cat": "launch",
             "pid": 1,
-            "tid": 16,
+            "tid": 32,
             "ts": 1e6,
             "dur": 1.0,
             "args": {"step": 1, "bucket": 0, "bytes": 128},
@@ -99,7 +99,7 @@ def test_trace_content(tmp_path: Path) -> None:
             "name": "w",
             "cat": "wait",
             "pid": 1,
-            "tid": 64,
+            "tid": 80,
             "ts": 2e6,
             "dur": 5e5,
             "args": {"step": 1, "bucket": 0},
@@ -115,7 +115,7 @@ def test_overlapping_spans_have_separate_rows(tmp_path: Path) -> None:
     names = rows(recorder.path)
     result = {span["name"]: names[span["tid"]] for span in spans(recorder.path)}
     assert result == {"a": "launch", "b": "launch (2)", "c": "launch (2)", "d": "launch"}
-    assert list(names.values()) == [*LANES[:2], "launch (2)", *LANES[2:]]
+    assert list(names.values()) == [*LANES[:3], "launch (2)", *LANES[3:]]
 
 
 def test_many_overlapping_spans_stay_in_their_track(tmp_path: Path) -> None:
