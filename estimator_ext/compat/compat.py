@@ -117,7 +117,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _new_name(name: str) -> str | None:
-    """Returns the new name of a module, or None if it has not moved."""
     for old, new in _MOVED.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
@@ -170,7 +169,6 @@ ROOT = "tensorflow.contrib"
 
 
 def _add_contrib(packages: list[Any]) -> None:
-    """Adds the attribute `contrib` to TensorFlow."""
     if hasattr(tf, "contrib"):
         return
     root = _Root(ROOT, "Names of tf.contrib that still exist.")

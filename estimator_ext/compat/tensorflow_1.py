@@ -122,7 +122,6 @@ def _is_value_of_dimension(node: ast.AST) -> bool:
 
 
 def _is_only_in_tensorflow_1(name: str) -> bool:
-    """Returns True for a name that `tensorflow.compat.v1` has, and `tensorflow` has not."""
     found: object = tf
     for part in name.split(".") if name and not name.startswith("contrib") else []:
         if not isinstance(found, ModuleType):

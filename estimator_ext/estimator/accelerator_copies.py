@@ -78,7 +78,6 @@ class CopiesHook(tf.compat.v1.train.SessionRunHook):
     def _copy(
         self, variable: _Cached, changes: Sequence[tf.Operation], flags: _Flags
     ) -> tf.Operation:
-        """Builds the copy of one variable, and returns its renewal."""
         handle, dtype, read, _ = variable
         with tf.device(self._device):
             copy = tf.raw_ops.VarHandleOp(

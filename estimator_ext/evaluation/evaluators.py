@@ -254,7 +254,6 @@ def _check(metric: str, variable: tf.Variable, changed: set[str]) -> None:
 
 
 def _sources(operations: Iterable[tf.Operation]) -> dict[str, tf.Operation]:
-    """Returns operations and all those from which they get data, by name."""
     return {op.name: op for op in walk(operations, data_before)}
 
 

@@ -131,7 +131,6 @@ class BatchPosition:
         return lambda: call(*allowed.values())
 
     def _skip(self, read: Callable[[], Any], wanted: int) -> None:
-        """Skips batches for the time of a round."""
         until_s = time.monotonic() + self._round_s
         while self._counter.count < wanted and time.monotonic() < until_s:
             try:
