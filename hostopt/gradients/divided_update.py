@@ -81,7 +81,7 @@ class DividedUpdate:
 
     def _gather(self, parts: Sequence[Array]) -> list[Array]:
         values = self._variables.views(self._pool.take())
-        data = np.concatenate(parts).data
+        data = np.concatenate(parts).view(np.uint8).data  # bfloat16 has no buffer format
         for rank, gathered in enumerate(self._communicator.all_gather_bytes(data)):
             flat = np.frombuffer(gathered, self._variables.dtype)
             lengths = [part.stop - part.start for part in self._parts[rank]]

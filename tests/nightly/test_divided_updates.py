@@ -11,7 +11,7 @@ from harness import reserved_addresses
 from ranks import Ranks
 
 OPTIMIZERS = ["sgd", "momentum", "rmsprop", "centered", "adagrad", "ftrl", "adadelta"]
-OPTIMIZERS += ["keras_adam", "keras_adamax", "keras_rmsprop", "float64"]
+OPTIMIZERS += ["keras_adam", "keras_adamax", "keras_rmsprop", "float64", "float16", "bfloat16"]
 PROGRAMS = ["embedding", "clipped", "average", "in_place", "loaded", "no_slots", "partitioned"]
 PROGRAMS += ["accumulate", "skipped"]
 

@@ -28,11 +28,13 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adagrad": lambda: train.AdagradOptimizer(0.1),
     "ftrl": lambda: train.FtrlOptimizer(0.1, l1_regularization_strength=0.001),
     "adadelta": lambda: train.AdadeltaOptimizer(0.5),
+    "float16": lambda: train.MomentumOptimizer(0.001, 0.9),  # the epsilon of Adam would be 0
+    "bfloat16": lambda: train.MomentumOptimizer(0.001, 0.9),
     "keras_adam": lambda: keras.Adam(0.01, amsgrad=True),
     "keras_adamax": lambda: keras.Adamax(0.01),
     "keras_rmsprop": lambda: keras.RMSprop(0.01),
 }
-DTYPES = {"float64": tf.float64}
+DTYPES = {"float64": tf.float64, "bfloat16": tf.bfloat16, "float16": tf.float16}
 CONFIG = {"accumulate": {"accumulate_steps": 2}}
 
 

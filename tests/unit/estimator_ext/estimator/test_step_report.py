@@ -54,8 +54,10 @@ def test_reducers_that_a_hook_adds_are_not_reported(tmp_path: Path) -> None:
     chosen: Any = strategy()
     reduction: Any = SimpleNamespace(reducers=["of the step"])
     config: Any = SimpleNamespace(save_summary_steps=1)
+    stamps: Any = None  # only a timeline shows them
     with chosen.communicator:
-        (hook,) = TrainingGraph(chosen, reduction, config, str(tmp_path), [])._step_report()
+        training = TrainingGraph(chosen, reduction, config, str(tmp_path), [])
+        (hook,) = training._step_report(stamps)
         reduction.reducers.append("of a hook")
         assert list(hook._reducers) == ["of the step"]
 
