@@ -27,6 +27,7 @@ OF_THIS_RANK = re.compile(
 SEEDED = re.compile(r"(Eager)?PyFunc|StatefulUniform|.*(Random|Normal|Multinomial)")
 ADDING = ("AddV2", "Add", "AddN", "Sub")
 PRODUCTS = ("Mul", "MulNoNan")
+QUOTIENTS = ("RealDiv", "Div", "DivNoNan", "Xdivy")
 VARIABLES = ("VarHandleOp", "VariableV2", "Variable")
 # Have state or side effects, but their outputs depend only on their inputs.
 _PURE = re.compile(

@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from estimator_ext._tf_private import control_flow_context, outermost, replace_input
-from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, PRODUCTS
+from estimator_ext.graphs.operation_kinds import OF_THIS_RANK, PRODUCTS, QUOTIENTS
 from estimator_ext.graphs.walks import data_before, walk
 from estimator_ext.losses.reader import (
     CURE,
@@ -44,7 +44,6 @@ _CURE_OF_SMALLER = (
 )
 _NO_REDUCTION, SUM = "none", "sum"  # as Keras says it, too
 MEAN = tf.compat.v1.losses.Reduction.MEAN
-_DIVISIONS = ("RealDiv", "Div", "DivNoNan")
 _SMALLEST_WEIGHT = 0.5  # a smaller factor of a sum may be 1 / batch size
 
 
@@ -179,7 +178,7 @@ class LossFunctions:
             divided = [
                 op
                 for op in walk(operations, self._before_losses)
-                if op.type in _DIVISIONS or (op.type in PRODUCTS and not _has_factor_of_all(op))
+                if op.type in QUOTIENTS or (op.type in PRODUCTS and not _has_factor_of_all(op))
             ]
         averaged = {scope_of(op) for op in walk(divided, data_before)}
         scopes = {scope_of(op) for op in walk(operations, data_before)}

@@ -17,7 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 from estimator_ext._tf_private import constant_of
-from estimator_ext.graphs.operation_kinds import ADDING, OF_THIS_RANK, PRODUCTS, VARIABLES
+from estimator_ext.graphs.operation_kinds import (
+    ADDING,
+    OF_THIS_RANK,
+    PRODUCTS,
+    QUOTIENTS,
+    VARIABLES,
+)
 from estimator_ext.graphs.walks import data_before, original_functions, walk
 from estimator_ext.pipelines.batch_lengths import batch_sizes
 from hostopt.tensorflow.ops import is_same_on_all_ranks
@@ -26,11 +32,10 @@ from hostopt.tensorflow.reduced import outside
 _PASSING = ("Identity", "Cast", "StopGradient", "PreventGradient", "CheckNumerics", "Snapshot")
 _PASSING += ("PlaceholderWithDefault", "Neg", "EnsureShape", "Reshape", "Squeeze", "ExpandDims")
 _PASSING += ("Switch", "RefSwitch", "Abs", "Relu")
-_QUOTIENTS = ("RealDiv", "Div", "DivNoNan", "Xdivy")
 _REDUCTIONS = ("Sum", "Mean", "L2Loss")
 _JOINING = ("Pack", "ConcatV2", "Select", "SelectV2", "Merge")
 _CALLING = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf")
-_OF_TENSORS = (*_PASSING, *PRODUCTS, *_QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALLING)
+_OF_TENSORS = (*_PASSING, *PRODUCTS, *QUOTIENTS, *_REDUCTIONS, *_JOINING, *_CALLING)
 # followed in scalars only
 _LARGER = ("Maximum", "Minimum")
 _CURVES = ("Sqrt", "Rsqrt", "Square", "Log", "Log1p", "Exp", "Tanh", "Sigmoid", "Softplus", "Pow")
@@ -192,7 +197,7 @@ class LossReader:
     def _is_mean(self, op: tf.Operation) -> bool:
         """Returns True for the quotient in a loss function that returns a mean."""
         reduction = self.known.reductions.get(scope_of(op), "none")
-        return op.type in _QUOTIENTS and reduction not in ("none", "sum")
+        return op.type in QUOTIENTS and reduction not in ("none", "sum")
 
     # -- values -----------------------------------------------------------------------------
 
@@ -245,7 +250,7 @@ class LossReader:
         values = [self.value(each) for each in op.inputs]
         if kind in _REDUCTIONS:
             return self._reduced(op, values[0])
-        if kind in PRODUCTS or kind in _QUOTIENTS:
+        if kind in PRODUCTS or kind in QUOTIENTS:
             return self._product(op, values)
         if kind in _COUNTS:
             return self._count(op)
@@ -307,7 +312,7 @@ class LossReader:
 
     def _product(self, op: tf.Operation, values: Sequence[Value]) -> Value:
         first, second = values
-        sign = -1 if op.type in _QUOTIENTS else 1
+        sign = -1 if op.type in QUOTIENTS else 1
         problem = first.problem or second.problem
         sums: Collection[Sum] = first.sums or second.sums
         degree: float | None = None
