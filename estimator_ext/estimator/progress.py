@@ -446,12 +446,10 @@ def show_steps(
     loss to the last launch, apply from the first return of a wait to the end of train_op.
     """
     spans = _StepSpans(reducers, timeline)
-    copies = [stamps.times[name] for name in ("input_s", "copies_s")]
     with tf.device(HOST_DEVICE), tf.name_scope("timeline"):
-        with tf.control_dependencies([spec.loss]):
-            begin = tf.numpy_function(spans.begin, [], tf.int32, name="begin")
-        with tf.control_dependencies([spec.train_op, begin]):
-            end = tf.numpy_function(spans.end, copies, tf.int32, name="end")
+        times = [stamps.times["input_s"], stamps.times["copies_s"], _time_after([spec.loss])]
+        with tf.control_dependencies([spec.train_op]):
+            end = tf.numpy_function(spans.end, times, tf.int32, name="end")
     return stock_spec(spec, train_op=end.op)
 
 
@@ -459,25 +457,20 @@ def show_steps(
 class _StepSpans:
     reducers: Sequence[AnyReducer]
     timeline: Timeline
-    begin_s: float = 0.0
     shown_step: int = -1
 
-    def begin(self) -> np.int32:
-        self.begin_s = time.monotonic()
-        return np.int32(0)
-
-    def end(self, input_s: float, copies_s: float) -> np.int32:
+    def end(self, *since_epoch_s: float) -> np.int32:
         end_s, to_wall_s = time.monotonic(), time.time() - time.monotonic()
+        input_s, copies_s, loss_s = (each_s - to_wall_s for each_s in since_epoch_s)
         measured = [each.last_times for each in self.reducers if each.last_times]
         if not measured or measured[0].step == self.shown_step:  # nothing was reduced
             return np.int32(0)
         times = merge(measured)
         self.shown_step = step = times.step
-        # a launch may precede `begin`, which only waits for the loss
-        begin_s = min(self.begin_s, times.last_launch_s)
+        begin_s = min(loss_s, times.last_launch_s)  # a launch may precede the loss
         copied_s = max(copies_s, input_s)  # copies that were renewed are there before
         span = self.timeline.span
-        span(Track.COPY, "copy", input_s - to_wall_s, copied_s - to_wall_s, step=step)
+        span(Track.COPY, "copy", input_s, copied_s, step=step)
         span(Track.BACKWARD, "backward", begin_s, times.last_launch_s, step=step)
         span(Track.APPLY, "apply", times.first_return_s, end_s, step=step)
         return np.int32(0)

@@ -4,7 +4,7 @@ The graph of such an update, of which this rank makes elements i to j:
 
     [U1] a variable of ours takes variable[i:j]
     [U2] the optimizer's own operation copies and updates it, by gradient[i:j] and slots[i:j]
-    [U3] the parts of all ranks are joined, in memory that those of one host share
+    [U3] the parts of all ranks are joined, in memory that the ranks of one host share
     [U4] the variable takes that memory, without copying
 
 What has waited for the update waits for [U4]. Each step reads the variable itself, so whatever
@@ -59,7 +59,7 @@ class _Slot(NamedTuple):
     whole: tf.Variable  # of the program
     has_value: tf.Tensor  # True if the whole has one
     part: tf.Tensor  # value of this rank's part
-    divide: tf.Operation  # sets the part to that of the whole
+    divide: tf.Operation  # copies the part from the whole
     release: tf.Operation  # frees the whole
 
 

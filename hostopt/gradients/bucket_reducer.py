@@ -189,22 +189,22 @@ class SharedSlots:
         self._slots: list[Array] = []
         self._can_allocate = True
 
-    def channel(self) -> SharedMemoryChannel | None:
-        """Returns the channel of the ranks; None if no memory is left. Collective."""
-        return self._memory.channel_of_all(self._bucket.nbytes)
+    def take(self, call: CollectiveCall) -> tuple[SharedMemoryChannel, Array] | None:
+        """Returns the channel of the ranks, and a slot that is free on all; it holds old values.
 
-    def take(self, channel: SharedMemoryChannel, call: CollectiveCall) -> Array | None:
-        """Returns the same free slot on all ranks, which hold old values; None if none is left.
-
-        Collective: all ranks must call it, and then reach a barrier.
+        Collective: all ranks must call it. Then they must reach a barrier, unless it returns None:
+        no memory is left.
         """
+        channel = self._memory.channel_of_all(self._bucket.nbytes)
+        if channel is None:
+            return None
         free_mask = sum(1 << index for index in free_buffers(self._slots))
         free_mask = channel.counters.all_reduce_band(free_mask, call)
         if not free_mask:
             if not self._allocate_slot():
                 return None
             free_mask = 1 << (len(self._slots) - 1)
-        return self._slots[(free_mask & -free_mask).bit_length() - 1]  # of the lowest set bit
+        return channel, self._slots[(free_mask & -free_mask).bit_length() - 1]  # lowest set bit
 
     def _allocate_slot(self) -> bool:
         """Allocates a slot on all ranks. After a failure it is not tried again."""
@@ -234,10 +234,10 @@ class SharedSums:
           The sums, a read-only array of shape [n], and True if they are finite. None if no slot
           is free and no memory is left; nothing has been reduced then.
         """
-        channel = self._slots.channel()
-        slot = None if channel is None else self._slots.take(channel, call)
-        if channel is None or slot is None:
+        taken = self._slots.take(call)
+        if taken is None:
             return None
+        channel, slot = taken
         is_finite = channel.reduce_scatter(slot, np.add, call, source)
         sums = slot[:]
         sums.flags.writeable = False

@@ -70,10 +70,10 @@ class DividedUpdate:
         if self._slots is None:
             return None
         call = self._communicator.begin_call("divided_update")
-        channel = self._slots.channel()
-        slot = None if channel is None else self._slots.take(channel, call)
-        if channel is None or slot is None:
+        taken = self._slots.take(call)
+        if taken is None:
             return None
+        channel, slot = taken
         values = self._variables.views(slot)
         self._write(values, self._communicator.rank, parts)
         channel.barrier(call, self._variables.nbytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -77,7 +76,7 @@ def shares_of_cores(size: int, sysfs: Path = Path("/sys")) -> list[list[int]]:
     ends = [rank * len(cores) // size for rank in range(size + 1)]
     shares = (cores[begin:end] for begin, end in zip(ends, ends[1:]))
     # the memory of a node and the bus to its GPUs are slower for cores of other nodes
-    nodes = [*_nodes_of_gpus(sysfs)[:size], *itertools.repeat(0, size)][:size]
+    nodes = (_nodes_of_gpus(sysfs) + [0] * size)[:size]
     ranks = sorted(range(size), key=nodes.__getitem__)
     return [share for _, share in sorted(zip(ranks, shares))]
 
