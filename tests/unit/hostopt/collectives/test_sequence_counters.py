@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import reduce
+from typing import Any
 
 import pytest
 from rings import Spawn
@@ -67,6 +70,36 @@ def test_a_thread_does_not_spin_while_another_one_does(
 
     with sequence_counters._spinning, pytest.raises(PeerLostError, match="waited for the bread"):
         spawn_inproc(2, work)
+
+
+def test_a_rank_may_leave_once_it_has_passed_a_barrier(
+    spawn_inproc: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_counters = shared_counters(2)
+    monkeypatch.setattr(sequence_counters, "_SPINS", 1)
+    waits, has_left = threading.Event(), threading.Event()
+
+    def work(communicator: Communicator) -> None:
+        counters = open_counters(communicator)
+        if communicator.rank == 1:
+            assert waits.wait(20)
+            counters.barrier(call(0), 0)
+            communicator.transport.close()
+            has_left.set()
+            return
+        mailbox = communicator.transport.mailbox
+        waiting = mailbox.waiting
+
+        @contextlib.contextmanager
+        def look_late(*args: Any) -> Iterator[Callable[[], float]]:
+            with waiting(*args) as check:
+                waits.set()  # the counter was read before rank 1 arrives
+                yield lambda: has_left.wait(20) and check()
+
+        monkeypatch.setattr(mailbox, "waiting", look_late)
+        counters.barrier(call(0), 0)
+
+    spawn_inproc(2, work)
 
 
 def test_the_error_names_the_missing_rank(spawn_inproc: Spawn) -> None:
