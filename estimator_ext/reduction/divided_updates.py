@@ -12,11 +12,13 @@ else changes it, such as a hook, counts. TensorFlow changes no memory of NumPy, 
 variable then: the other ranks read that memory.
 
 The slots of the program have no values while it trains, so that reading one is an error. Rank 0
-has all of them while it saves: a checkpoint is the same as without divided updates.
+has all of them while it saves: a checkpoint is the same as without divided updates. The other
+ranks never have more than their parts.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ _log = tf.get_logger()
 _MIN_BYTES = 64 << 10  # of a variable; to divide a smaller one would take longer than its update
 # TensorFlow's updates with dense gradients; each element depends on those at its own position only
 _KERNELS = "ResourceApply"
+_EMPTY = (0,)  # shape of a slot that has only been initialized
 
 
 class _Update(NamedTuple):
@@ -57,9 +60,12 @@ class _Slot(NamedTuple):
     """A slot of which each rank has a part."""
 
     whole: tf.Variable  # of the program
+    value: tf.Tensor  # of the whole
+    initial: tf.Tensor | None  # of the whole, which begins empty; None if it begins with it
     has_value: tf.Tensor  # True if the whole has one
     part: tf.Tensor  # value of this rank's part
-    divide: tf.Operation  # copies the part from the whole
+    new_part: tf.Tensor  # to be fed
+    set_part: tf.Operation
     release: tf.Operation  # frees the whole
 
 
@@ -70,16 +76,36 @@ class DividedSlots:
         self, communicator: hostopt.Communicator, updates: Sequence[_Update] = ()
     ) -> None:
         self._communicator = communicator
+        self._variables = [update.variable for update in updates]
         whole = [each for update in updates for each in update.slots]
         self.names = {each.op.name for each in whole}
         self._slots = [_slot(each, communicator) for each in whole]
         self._is_gathered = False
 
+    def initialize(self, session: tf.compat.v1.Session) -> None:
+        """Gives rank 0 the whole slots that no checkpoint has, before hooks may save them."""
+        for each in self._slots if self._communicator.rank == 0 else ():
+            if each.initial is not None and session.run(each.value).shape == _EMPTY:
+                value = tf.get_static_value(each.initial)  # a session would keep a constant
+                if value is None:
+                    value = session.run(each.initial)
+                _assign(session, each.whole, value)
+
     def divide(self, session: tf.compat.v1.Session) -> None:
-        """Keeps this rank's parts, once all variables have the values of rank 0."""
-        for each in self._slots:  # one by one, so that no rank holds all slots twice
-            session.run(each.divide)
+        """Gives each rank its parts of the slots of rank 0. Collective: all ranks must call it."""
+        for each in self._slots:  # one by one, so that no rank has all slots twice
+            parts = []
+            if self._communicator.rank == 0:
+                flat = session.run(each.value).reshape(-1)
+                size = self._communicator.size
+                where = [part_of(flat.size, rank, size) for rank in range(size)]
+                parts = [flat[part].tobytes() for part in where]
+            data = self._communicator.scatter_bytes(parts, f"slot {each.whole.op.name!r}")
+            dtype = each.new_part.dtype.as_numpy_dtype
+            session.run(each.set_part, {each.new_part: np.frombuffer(data, dtype)})
             session.run(each.release)
+        for variable in self._variables:  # TensorFlow uses what they leave for the gradients
+            _assign(session, variable, session.run(variable))
 
     def gather(self, session: tf.compat.v1.Session) -> None:
         """Gives rank 0 the whole slots, to be saved. Collective: all ranks must call it.
@@ -99,8 +125,7 @@ class DividedSlots:
                 )
             parts = self._communicator.gather_bytes(part.tobytes(), f"slot {name!r}")
             if parts:
-                value = np.frombuffer(b"".join(parts), part.dtype).reshape(each.whole.shape)
-                assign(session, [each.whole], [value])
+                _assign(session, each.whole, np.frombuffer(b"".join(parts), part.dtype))
                 self._is_gathered = True
 
     def release(self, session: tf.compat.v1.Session) -> None:
@@ -213,18 +238,43 @@ def _use_part(update: _Update, communicator: hostopt.Communicator) -> tf.Tensor:
         return ops.ReadVariableOp(resource=copy, dtype=dtype)
 
 
+def _assign(session: tf.compat.v1.Session, variable: tf.Variable, value: np.ndarray) -> None:
+    """Assigns a value in memory that the system gets back when it is freed.
+
+    TensorFlow's allocator never returns memory, and that of C often does not.
+    """
+    memory = np.frombuffer(mmap.mmap(-1, value.nbytes), value.dtype).reshape(variable.shape)
+    np.copyto(memory, value.reshape(variable.shape))
+    assign(session, [variable], [memory])
+
+
 def _slot(slot: tf.Variable, communicator: hostopt.Communicator) -> _Slot:
-    ops, part = tf.raw_ops, _part_variable(slot, communicator)
+    ops, handle = tf.raw_ops, _part_variable(slot, communicator)
     dtype = slot.dtype.base_dtype
-    whole = ops.ReadVariableOp(resource=slot.handle, dtype=dtype)
-    value = ops.DeepCopy(x=_part(whole, slot, communicator))  # a slice would keep the whole
+    part = ops.ReadVariableOp(resource=handle, dtype=dtype)
+    new_part = tf.compat.v1.placeholder(dtype, part.shape)
     return _Slot(
         slot,
+        ops.ReadVariableOp(resource=slot.handle, dtype=dtype),
+        _begin_empty(slot),
         ops.VarIsInitializedOp(resource=slot.handle),
-        ops.ReadVariableOp(resource=part, dtype=dtype),
-        ops.AssignVariableOp(resource=part, value=value),
+        part,
+        new_part,
+        ops.AssignVariableOp(resource=handle, value=ops.DeepCopy(x=new_part)),
         ops.DestroyResourceOp(resource=slot.handle, ignore_lookup_error=True),
     )
+
+
+def _begin_empty(slot: tf.Variable) -> tf.Tensor | None:
+    """Makes the initializer of a slot assign a value without elements; returns the real one."""
+    initializer = slot.initializer
+    if initializer.type != "AssignVariableOp":
+        return None
+    initial = initializer.inputs[1]
+    empty = tf.zeros(_EMPTY, slot.dtype.base_dtype)
+    # of unknown shape: it may be fed with a whole slot
+    replace_input(initializer, 1, tf.raw_ops.PlaceholderWithDefault(input=empty, shape=None))
+    return initial
 
 
 def _part_variable(variable: tf.Variable, communicator: hostopt.Communicator) -> tf.Tensor:

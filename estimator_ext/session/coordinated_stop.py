@@ -76,8 +76,9 @@ class BeginStopSaveHook(tf.compat.v1.train.SessionRunHook):
         self._increment = 0  # of global_step in a step, which need not be 1; 0 while unknown
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Stores the first step."""
+        """Stores the first step, and prepares what the chief saves before it."""
         del coord
+        self._coordinated.divided.initialize(session)
         self._step = int(session.run(tf.compat.v1.train.get_global_step()))
 
     def before_run(self, run_context: Any) -> None:

@@ -25,7 +25,7 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
       communicator: the ring.
-      divided: slots, which are divided then.
+      divided: slots, of which each rank gets its parts instead.
     """
 
     def __init__(self, communicator: hostopt.Communicator, divided: DividedSlots) -> None:
@@ -51,7 +51,7 @@ class BroadcastVariablesHook(tf.compat.v1.train.SessionRunHook):
         numbers = [v for v in self._variables if v.dtype.base_dtype not in _NO_NUMBERS]
         for variable in set(self._variables).difference(numbers):
             _log.warning("%s holds no numbers and is not broadcast", variable.op.name)
-        for part in in_parts(numbers):
+        for part in in_parts([v for v in numbers if v.op.name not in self._divided.names]):
             self._broadcast(session, part)
         self._divided.divide(session)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -57,3 +58,21 @@ def test_a_slot_that_the_program_assigns_is_refused(tmp_path: Path) -> None:
             environ={"HOSTOPT_SHARD_OPTIMIZER": "true"},
         )
     assert "slot 'first/Adam' was assigned during the training" in started[0].output
+
+
+def test_a_rank_has_memory_for_its_part_of_the_slots(tmp_path: Path) -> None:
+    size, nbytes = 4, 96 << 20
+
+    def private_bytes(shards: str) -> list[int]:
+        with Ranks(tmp_path) as ranks:
+            started = ranks.run(
+                "divided_memory.py",
+                size,
+                arguments=[str(nbytes >> 20)],
+                environ={"HOSTOPT_SHARD_OPTIMIZER": shards},
+            )
+        return [int(re.findall(r"PRIVATE (\d+)", each.output)[-1]) for each in started]
+
+    saved = 2 * nbytes * (size - 1) / size  # Adam has two slots
+    for whole, divided in zip(private_bytes("false"), private_bytes("true")):
+        assert whole - divided > saved
