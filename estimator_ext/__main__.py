@@ -104,11 +104,9 @@ def _run(options: argparse.Namespace) -> None:
 def _refusal(error: Exception) -> hostopt.ConfigError | None:
     """Returns the error to show in one line, or None for any other error of the program."""
     original = original_of(error)
-    return original if isinstance(original, hostopt.ConfigError) else _unsupported(error)
-
-
-def _unsupported(error: Exception) -> UnsupportedError | None:
-    """Returns the error to show if the program uses what TensorFlow removed, or else None."""
+    if isinstance(original, hostopt.ConfigError):
+        return original
+    # or else the program may use what TensorFlow removed
     if isinstance(error, ImportError):
         name = _missing_from_contrib(error)
         return missing(name) if name else None

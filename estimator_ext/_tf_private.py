@@ -91,29 +91,26 @@ def saved_partitions(meta_graph: bytes) -> Counter[str]:
     return Counter(part.full_name for part in parts if part.full_name)
 
 
-def is_open_to_write(file: FileIO) -> bool:
-    """Returns True if a file is open to write, as it is from its first write on."""
-    return bool(file._writable_file)
+def redirect_writes(redirect: Callable[[FileIO, Callable[[str], None]], None]) -> None:
+    """Lets a function choose where a file writes, whenever one is opened to write.
 
-
-def open_to_write(file: FileIO, path: str, mode: str) -> None:
-    """Lets a file write to another path than its own."""
-    opened = file_io._pywrap_file_io.WritableFile(
-        tf.compat.as_bytes(path), tf.compat.as_bytes(mode)
-    )
-    file._writable_file = opened
-
-
-def call_before_writes(call: Callable[[FileIO], None]) -> None:
-    """Makes every file call a function before each write, and before it is opened to write."""
+    Args:
+      redirect: gets the file, and a function that opens another path in place of its own.
+    """
     check = FileIO._prewrite_check
 
     @functools.wraps(check)
-    def call_and_check(self: FileIO) -> None:
-        call(self)
+    def redirect_and_check(self: FileIO) -> None:
+        def open_at(path: str) -> None:
+            self._writable_file = file_io._pywrap_file_io.WritableFile(
+                tf.compat.as_bytes(path), tf.compat.as_bytes(self.mode)
+            )
+
+        if not self._writable_file:
+            redirect(self, open_at)
         check(self)
 
-    FileIO._prewrite_check = call_and_check
+    FileIO._prewrite_check = redirect_and_check
 
 
 # -- hooks that save or stop ---------------------------------------------------------------
@@ -169,21 +166,19 @@ def add_first_listener(hook: SaverHook, listener: Any) -> None:
     hook._listeners.insert(0, listener)
 
 
-def wrap_saver(hook: SaverHook, wrap: Callable[[Any], Any]) -> None:
-    """Replaces the saver, which a hook finds when it saves, by `wrap(saver)`."""
-    get_saver = hook._get_saver
+@contextlib.contextmanager
+def wrapped_saver(hook: SaverHook, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Scope in which a hook saves with `wrap(saver)`, of the saver that it finds when it saves.
+
+    Its timer and its listeners may be replaced in the scope: at the end they are as before.
+    """
+    get_saver, timer, listeners = hook._get_saver, hook._timer, list(hook._listeners)
 
     def get_wrapped() -> Any:
         saver = get_saver()
         return saver and wrap(saver)
 
     hook._get_saver = get_wrapped
-
-
-@contextlib.contextmanager
-def restored_at_end(hook: SaverHook) -> Iterator[None]:
-    """Scope in which saver, timer and listeners of a hook may be replaced."""
-    get_saver, timer, listeners = hook._get_saver, hook._timer, list(hook._listeners)
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ HostOffloadStrategy.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -103,7 +104,6 @@ class RunConfig(run_config.RunConfig):
         super().__init__(**fields)
         if cluster is not None:
             raise UnsupportedError(_NO_TPU)
-        del evaluation_master, master
         self._tpu_config = tpu_config or TPUConfig()
 
 
@@ -212,7 +212,6 @@ class TPUEstimator(estimator.Estimator):
         embedding_config_spec: Any = None,
         export_saved_model_api_version: Any = None,
     ) -> None:
-        del batch_axis, eval_on_tpu, export_to_tpu, export_to_cpu, export_saved_model_api_version
         if use_tpu or embedding_config_spec is not None:
             raise UnsupportedError(_NO_TPU)
         super().__init__(
@@ -259,27 +258,17 @@ class CrossShardOptimizer(tf.compat.v1.train.Optimizer):
         super().__init__(False, name)
         self._opt = opt
 
-    def compute_gradients(self, loss: Any, var_list: Any = None, **options: Any) -> Any:
-        """Calls the wrapped optimizer."""
-        return self._opt.compute_gradients(loss, var_list=var_list, **options)
 
-    def apply_gradients(
-        self, grads_and_vars: Any, global_step: Any = None, name: Any = None
-    ) -> Any:
-        """Calls the wrapped optimizer."""
-        return self._opt.apply_gradients(grads_and_vars, global_step, name)
+def _of_wrapped(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(tf.compat.v1.train.Optimizer, name))
+    def call(self: CrossShardOptimizer, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._opt, name)(*arguments, **options)
 
-    def get_slot(self, *arguments: Any, **options: Any) -> Any:
-        """Calls the wrapped optimizer."""
-        return self._opt.get_slot(*arguments, **options)
+    return call
 
-    def get_slot_names(self) -> Any:
-        """Calls the wrapped optimizer."""
-        return self._opt.get_slot_names()
 
-    def variables(self) -> Any:
-        """Calls the wrapped optimizer."""
-        return self._opt.variables()
+for _name in ("compute_gradients", "apply_gradients", "get_slot", "get_slot_names", "variables"):
+    setattr(CrossShardOptimizer, _name, _of_wrapped(_name))
 
 
 class _HostCallHook(tf.compat.v1.train.SessionRunHook):

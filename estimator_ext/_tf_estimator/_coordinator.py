@@ -70,7 +70,6 @@ def _warn_of_lonely_workers(cluster: dict[str, Any]) -> None:
 
 
 def _refuse(estimator: Any, *arguments: Any) -> NoReturn:
-    del arguments
     strategy = estimator.config.train_distribute or estimator.config.eval_distribute
     raise UnsupportedError(
         f"tf.estimator.Estimator cannot work with {type(strategy).__name__} on a cluster: "

@@ -30,7 +30,7 @@ DIVIDE_LOSSES = {
     ("tensorflow_estimator.python.estimator.canned.baseline", "train_op_fn"),
     ("tensorflow_estimator.python.estimator.canned.dnn_linear_combined", "_train_op_fn"),
 }
-# the modules of the API that contain only TPU classes
+# the modules of the API that contain only TPU classes, whose basis TensorFlow 2.16 removed
 _TPU = (
     "tensorflow_estimator._api.v1.estimator.tpu",
     "tensorflow_estimator.python.estimator.api._v1.estimator.tpu",
@@ -65,7 +65,7 @@ def _load_with_stand_ins() -> None:
     # program imports them later.
     sys.modules[_EXPORT] = _export_module()
     for name in _TPU:
-        sys.modules[name] = _TpuModule(name)
+        sys.modules[name] = stand_in(name, _refuse_tpu)
     # This one is in TensorFlow's namespace. It is removed when all its importers are loaded.
     sys.modules[_COORDINATOR] = _coordinator
     try:
@@ -165,28 +165,26 @@ def _export_module() -> types.ModuleType:
     The decorator adds symbols to tables of TensorFlow, which have no entry for Estimator any more.
     """
     module = types.ModuleType(_EXPORT, "Decorator of public symbols, which does nothing.")
-    module.estimator_export = _Export
+    module.estimator_export = lambda *names, v1=None: lambda symbol: symbol
     return module
 
 
-class _Export:
-    def __init__(self, *names: str, v1: Any = None) -> None:
-        del names, v1
+def stand_in(name: str, find: Callable[[str], Any]) -> types.ModuleType:
+    """Returns a module for which a function finds attributes, once each, or raises an error."""
+    module = types.ModuleType(name)
 
-    def __call__(self, symbol: Callable[..., Any]) -> Callable[..., Any]:
-        return symbol
+    def find_once(attribute: str) -> Any:
+        if attribute.startswith("__"):  # attributes that Python itself reads
+            raise AttributeError(attribute)
+        value = vars(module)[attribute] = find(attribute)
+        return value
 
-    def export_constant(self, module_name: str, name: str) -> None:
-        del module_name, name
+    vars(module)["__getattr__"] = find_once
+    return module
 
 
-class _TpuModule(types.ModuleType):
-    """Stand-in for the TPU modules of the API, whose basis TensorFlow 2.16 removed."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # attributes that Python itself reads
-            raise AttributeError(name)
-        raise AttributeError(
-            f"tf.compat.v1.estimator.tpu.{name} does not exist on TensorFlow {tf.__version__}, "
-            "which no longer has the TPU embeddings below it; it needs TensorFlow 2.15"
-        )
+def _refuse_tpu(name: str) -> NoReturn:
+    raise AttributeError(
+        f"tf.compat.v1.estimator.tpu.{name} does not exist on TensorFlow {tf.__version__}, "
+        "which no longer has the TPU embeddings below it; it needs TensorFlow 2.15"
+    )

@@ -116,52 +116,47 @@ def is_training(model_dir: str) -> bool:
 def _acquire(path: str, until_s: float) -> bool:
     """True if this process holds the lock, or locks are not supported; False to retry."""
     model_dir = os.path.dirname(path)
+    unchecked = f"cannot check if another run trains in model_dir {model_dir}"
     if not is_local(path):
-        _warn_once(model_dir, "it is not a local path")
+        _warn_once(f"{unchecked}: it is not a local path. Make sure that none does")
         return True
     try:
         os.makedirs(model_dir, exist_ok=True)
         if lock_file.acquire(path):
             return True
     except OSError as error:
-        if error.errno in lock_file.NO_LOCKS:
-            _warn_once(
-                model_dir, f"its file system cannot lock {lock_file.TRAINING} ({error.strerror})"
-            )
-            return True
-        raise cannot_save(path, error, lock_file.MAX_BYTES) from error
+        if error.errno not in lock_file.NO_LOCKS:
+            raise cannot_save(path, error, lock_file.MAX_BYTES) from error
+        reason = f"its file system cannot lock {lock_file.TRAINING} ({error.strerror})"
+        _warn_once(f"{unchecked}: {reason}. Make sure that none does")
+        return True
     holder = lock_file.last_holder(path)
     if holder is not None and holder.is_elsewhere and time.monotonic() < until_s:
-        _log_waiting(model_dir, holder)
+        _warn_once(
+            f"model_dir {model_dir} is locked by {_name(holder)}. Waiting for up to "
+            f"{_LEASE_S:.0f} s, as NFS keeps the lock of a crashed host for so long"
+        )
         return False
     raise _in_use(model_dir, holder)
 
 
 def _in_use(model_dir: str, holder: lock_file.Holder | None) -> hostopt.ConfigError:
-    name = "another process"
-    if holder is not None:
-        name = f"process {holder.pid} on host {holder.host}, since {holder.start},"
+    name = "another process" if holder is None else f"{_name(holder)},"
     return hostopt.ConfigError(
         f"model_dir {model_dir} is in use: {name} trains there. Wait until it has ended, or end "
         "it, or give this run another model_dir"
     )
 
 
+def _name(holder: lock_file.Holder) -> str:
+    return f"process {holder.pid} on host {holder.host}, since {holder.start}"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
+
+
 def _path(model_dir: str) -> str:
     directory = os.path.realpath(model_dir) if is_local(model_dir) else model_dir
     return os.path.join(directory, lock_file.TRAINING)
-
-
-@functools.cache
-def _warn_once(model_dir: str, reason: str) -> None:
-    text = "cannot check if another run trains in model_dir %s: %s. Make sure that none does"
-    _log.warning(text, model_dir, reason)
-
-
-@functools.cache
-def _log_waiting(model_dir: str, holder: lock_file.Holder) -> None:
-    _log.warning(
-        "model_dir %s is locked by process %d on host %s, since %s. Waiting for up to %.0f s, as "
-        "NFS keeps the lock of a crashed host for so long",
-        *(model_dir, holder.pid, holder.host, holder.start, _LEASE_S),
-    )

@@ -255,16 +255,10 @@ def _can_resume_from(path: str) -> bool:
 
 def _list(model_dir: str, like: str | None = None) -> list[str]:
     """Checkpoints in a directory, damaged or not, newest first; only those named like `like`."""
-    if not tf.io.gfile.isdir(model_dir):
-        return []
-    files = [name for name in tf.io.gfile.listdir(model_dir) if re.search(r"-\d+\.index$", name)]
-    names = sorted((name[: -len(".index")] for name in files), key=_step, reverse=True)
-    paths = [os.path.join(model_dir, name) for name in names]
-    return [path for path in paths if like is None or _base_name(path) == _base_name(like)]
-
-
-def _base_name(path: str) -> str:
-    return os.path.basename(path).rpartition("-")[0]
+    name = ".*" if like is None else re.escape(os.path.basename(like).rpartition("-")[0])
+    files = tf.io.gfile.listdir(model_dir) if tf.io.gfile.isdir(model_dir) else []
+    found = [m[1] for m in map(re.compile(rf"({name}-\d+)\.index").fullmatch, files) if m]
+    return [os.path.join(model_dir, each) for each in sorted(found, key=_step, reverse=True)]
 
 
 def _step(path: str) -> int:

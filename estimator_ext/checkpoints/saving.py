@@ -12,13 +12,7 @@ import tensorflow as tf
 
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
-from estimator_ext._tf_private import (
-    SaverHook,
-    add_first_listener,
-    restored_at_end,
-    save_path,
-    wrap_saver,
-)
+from estimator_ext._tf_private import SaverHook, add_first_listener, save_path, wrapped_saver
 from estimator_ext.checkpoints.file_errors import cannot_save, remove
 from estimator_ext.checkpoints.model_dir_lock import LockCheckListener
 from estimator_ext.checkpoints.reading import is_intact, newest
@@ -75,8 +69,7 @@ def checked_saver(hook: SaverHook, restored: str | None) -> Iterator[None]:
     """
     path = save_path(hook)
     _remove_leftovers(path)
-    with restored_at_end(hook):
-        wrap_saver(hook, lambda saver: _CheckedSaver(saver, restored))
+    with wrapped_saver(hook, lambda saver: _CheckedSaver(saver, restored)):
         add_first_listener(hook, LockCheckListener(os.path.dirname(path)))
         yield
 

@@ -118,7 +118,6 @@ def _replace_strategies(ranks: Ranks) -> None:
     """Replaces strategies for several workers in a cluster, and refuses parameter servers."""
 
     def refuse(self: Any, *arguments: Any, **options: Any) -> None:
-        del self, arguments, options
         raise UnsupportedError(
             "the program creates a ParameterServerStrategy, but there are no parameter servers. "
             "Remove it: the ranks have a HostOffloadStrategy, and each holds all variables"
@@ -238,27 +237,24 @@ class _MetricsWhenRead(Mapping):
     """The metrics of the last checkpoint, which are computed when the program reads one."""
 
     def __init__(self, estimator: Any, spec: Any) -> None:
-        self._metrics: dict[str, Any] | None = None
-        self._evaluate = functools.partial(
-            estimator.evaluate, spec.input_fn, spec.steps, spec.hooks, name=spec.name
-        )
+        self._estimator, self._spec = estimator, spec
 
-    def _read(self) -> dict[str, Any]:
-        if self._metrics is None:
-            self._metrics = self._evaluate()
-        return self._metrics
+    @functools.cached_property
+    def _metrics(self) -> dict[str, Any]:
+        spec = self._spec
+        return self._estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, name=spec.name)
 
     def __getitem__(self, name: str) -> Any:
-        return self._read()[name]
+        return self._metrics[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
+        return iter(self._metrics)
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self._metrics)
 
     def __repr__(self) -> str:
-        return "{not evaluated on this rank}" if self._metrics is None else repr(self._metrics)
+        return repr(self._metrics) if "_metrics" in vars(self) else "{not evaluated on this rank}"
 
 
 # -- children of multiprocessing -------------------------------------------------------------
@@ -268,15 +264,11 @@ class _MetricsWhenRead(Mapping):
 # is a part of the description, and happens when the child reads it.
 
 
-class _Call:
-    """An object that calls a function where it is unpickled."""
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._function = function
-        self._arguments = arguments
+class _Call(functools.partial):
+    """A call that is made where it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._function, self._arguments
+        return self.func, self.args
 
 
 def call_in_children(function: Callable[..., Any], *arguments: Any) -> None:
@@ -285,7 +277,7 @@ def call_in_children(function: Callable[..., Any], *arguments: Any) -> None:
     They must be able to import the function and to unpickle its arguments.
     """
     describe = spawn.get_preparation_data
-    call = _Call(function, arguments)
+    call = _Call(function, *arguments)
 
     @functools.wraps(describe)
     def describe_with_call(name: str) -> dict[str, Any]:

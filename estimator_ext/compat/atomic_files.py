@@ -19,16 +19,12 @@ import os
 import shutil
 import socket
 import stat
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from estimator_ext._tf_private import (
-    FileIO,
-    call_before_writes,
-    is_open_to_write,
-    open_to_write,
-)
+from estimator_ext._tf_private import FileIO, redirect_writes
 
 _REPLACING_MODES = ("w", "wb")
 _MAX_NAME_BYTES = 255  # of file systems
@@ -135,19 +131,17 @@ def _flush(file: Any, flush: Any) -> None:
 
 
 def _replace_text_files(rank: int) -> None:
-    def open_draft(file: Any) -> None:
-        if is_open_to_write(file):
-            return
+    def open_draft(file: FileIO, open_at: Callable[[str], None]) -> None:
         if file.mode in _REPLACING_MODES:
             draft = _draft(file.name)
             if draft is not None:
-                open_to_write(file, draft.name, "w")
+                open_at(draft.name)
                 file._draft = draft
         elif rank > 0 and "a" in file.mode:
-            open_to_write(file, _path_of_rank(file.name, rank), file.mode)
+            open_at(_path_of_rank(file.name, rank))
 
+    redirect_writes(open_draft)
     flush, close = FileIO.flush, FileIO.close
-    call_before_writes(open_draft)
     FileIO.flush = functools.wraps(flush)(lambda self: _flush(self, flush))
     FileIO.close = functools.wraps(close)(lambda self: _close(self, close))
     FileIO.__del__ = FileIO.close

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
-import operator
+import pkgutil
 import sys
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from estimator_ext import tpu
 from estimator_ext._tf_estimator import estimator_v1, estimator_v2
-from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator
+from estimator_ext._tf_estimator._loading import PACKAGES, check_keras, knows_estimator, stand_in
 from estimator_ext.errors import UnsupportedError
 
 # The compat packages are also attributes of each other.
@@ -32,29 +33,20 @@ _MOVED = {
     "tensorflow.python.trackable.graph_view": "tensorflow.python.checkpoint.graph_view",
     "tf_keras.legacy_tf_layers": "tf_keras.src.legacy_tf_layers",
 }
-# For each module, the names that it had, and the module and attribute that have them now.
+_TF, _V1 = "tensorflow.python", "tensorflow.compat.v1"
+# Names that modules had, and the modules and attributes that they are now.
 _MOVED_NAMES = {
-    "tensorflow.python.feature_column.feature_column_lib": {
-        "DenseFeatures": "tensorflow.compat.v1:keras.layers.DenseFeatures",
-    },
-    "tensorflow.python.framework.ops": {
-        "IndexedSlices": "tensorflow.python.framework.indexed_slices:IndexedSlices",
-        "Tensor": "tensorflow.python.framework.tensor:Tensor",
-    },
-    "tensorflow.python.ops.array_ops": {
-        "stack": "tensorflow.python.ops.array_ops_stack:stack",
-        "unstack": "tensorflow.python.ops.array_ops_stack:unstack",
-    },
-    "tensorflow.python.ops.control_flow_ops": {
-        "Assert": "tensorflow.python.ops.control_flow_assert:Assert",
-        "case": "tensorflow.python.ops.control_flow_case:case",
-        "cond": "tensorflow.python.ops.cond:cond",
-        "while_loop": "tensorflow.python.ops.while_loop:while_loop",
-    },
-    "tensorflow.python.ops.variable_scope": {
-        "variable": "tensorflow.python.ops.variable_v1:VariableV1",
-    },
-    "tensorflow.python.util.nest": {"is_sequence": "tensorflow.python.util.nest:is_nested"},
+    f"{_TF}.feature_column.feature_column_lib:DenseFeatures": f"{_V1}:keras.layers.DenseFeatures",
+    f"{_TF}.framework.ops:IndexedSlices": f"{_TF}.framework.indexed_slices:IndexedSlices",
+    f"{_TF}.framework.ops:Tensor": f"{_TF}.framework.tensor:Tensor",
+    f"{_TF}.ops.array_ops:stack": f"{_TF}.ops.array_ops_stack:stack",
+    f"{_TF}.ops.array_ops:unstack": f"{_TF}.ops.array_ops_stack:unstack",
+    f"{_TF}.ops.control_flow_ops:Assert": f"{_TF}.ops.control_flow_assert:Assert",
+    f"{_TF}.ops.control_flow_ops:case": f"{_TF}.ops.control_flow_case:case",
+    f"{_TF}.ops.control_flow_ops:cond": f"{_TF}.ops.cond:cond",
+    f"{_TF}.ops.control_flow_ops:while_loop": f"{_TF}.ops.while_loop:while_loop",
+    f"{_TF}.ops.variable_scope:variable": f"{_TF}.ops.variable_v1:VariableV1",
+    f"{_TF}.util.nest:is_sequence": f"{_TF}.util.nest:is_nested",
 }
 
 
@@ -128,40 +120,39 @@ def _add_moved_modules() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())  # first, so that it precedes the search in packages
-    for name, sources in _MOVED_NAMES.items():
-        vars(importlib.import_module(name))["__getattr__"] = _lookup(name, sources)
+    for module in {name.partition(":")[0] for name in _MOVED_NAMES}:
+        vars(importlib.import_module(module))["__getattr__"] = _lookup(module)
 
 
-def _lookup(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
+def _lookup(module: str) -> Callable[[str], Any]:
     """Returns a module-level `__getattr__` that looks names up in their new modules."""
 
     def getattr_(name: str) -> Any:
-        if name not in sources:
+        place = _MOVED_NAMES.get(f"{module}:{name}")
+        if place is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        source, _, attributes = sources[name].partition(":")
-        return operator.attrgetter(attributes)(importlib.import_module(source))
+        return pkgutil.resolve_name(place)
 
     return getattr_
 
 
 # -- tf.contrib: names that TensorFlow or tf-slim still has -----------------------------------
 
-_V1 = "tensorflow.compat.v1"
-# For each module of tf.contrib, where its names are today: a module, or a module and an attribute
-# separated by a colon. The first one that has a name is used, and imported only then.
+# For each module of tf.contrib, where its names are today: a module, a colon, and an attribute of
+# it that has them. The first one that has a name is used, and imported only then.
 _SOURCES: dict[str, tuple[str, ...]] = {
     "cluster_resolver": (f"{_V1}:distribute.cluster_resolver",),
     "data": (f"{_V1}:data.experimental",),
     "distribute": (f"{_V1}:distribute",),
     "estimator": (f"{_V1}:estimator.experimental", f"{_V1}:estimator"),
-    "framework": ("tf_slim.ops", "tf_slim", f"{_V1}:train", _V1),
-    "layers": ("tf_slim.layers", "tf_slim"),
-    "lookup": (f"{_V1}:lookup", "tensorflow.python.ops.lookup_ops"),
-    "metrics": ("tf_slim.metrics",),
+    "framework": ("tf_slim.ops:", "tf_slim:", f"{_V1}:train", f"{_V1}:"),
+    "layers": ("tf_slim.layers:", "tf_slim:"),
+    "lookup": (f"{_V1}:lookup", f"{_TF}.ops.lookup_ops:"),
+    "metrics": ("tf_slim.metrics:",),
     "rnn": (f"{_V1}:nn.rnn_cell", f"{_V1}:nn"),
-    "slim": ("tf_slim",),
-    "tpu": ("estimator_ext.tpu", f"{_V1}:tpu"),
-    "training": ("estimator_ext.compat.hparams", "tf_slim.training", f"{_V1}:train"),
+    "slim": ("tf_slim:",),
+    "tpu": ("estimator_ext.tpu:", f"{_V1}:tpu"),
+    "training": ("estimator_ext.compat.hparams:", "tf_slim.training:", f"{_V1}:train"),
 }
 _SLIM = "tf_slim"
 _ADVICE = "Replace it in the program, or remove the code that needs it"
@@ -171,13 +162,11 @@ ROOT = "tensorflow.contrib"
 def _add_contrib(packages: list[Any]) -> None:
     if hasattr(tf, "contrib"):
         return
-    root = _Root(ROOT, "Names of tf.contrib that still exist.")
+    root = sys.modules[ROOT] = stand_in(ROOT, _refuse)
     root.__path__ = []  # a package
-    sys.modules[ROOT] = root
-    for name in _SOURCES:
-        module = _Module(f"{ROOT}.{name}")
-        sys.modules[module.__name__] = module
-        vars(root)[name] = module
+    for part in _SOURCES:
+        module = stand_in(f"{ROOT}.{part}", functools.partial(_find, part))
+        vars(root)[part] = sys.modules[module.__name__] = module
     for package in packages:
         package.contrib = root
 
@@ -190,39 +179,21 @@ def missing(name: str) -> UnsupportedError:
     )
 
 
-class _Root(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise missing(name)
+def _refuse(name: str) -> NoReturn:
+    raise missing(name)
 
 
-class _Module(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        part = self.__name__.rpartition(".")[2]
-        needs_slim = False
-        for source in _SOURCES[part]:
-            module, _, attributes = source.partition(":")
-            try:
-                owner: Any = importlib.import_module(module)
-            except ModuleNotFoundError as error:
-                if error.name != _SLIM:
-                    raise
-                needs_slim = True
-                continue
-            for attribute in filter(None, attributes.split(".")):
-                owner = getattr(owner, attribute)
-            try:
-                value = getattr(owner, name)
-            except AttributeError:
-                continue
-            vars(self)[name] = value
-            return value
-        advice = _ADVICE
-        if needs_slim:
+def _find(part: str, name: str) -> Any:
+    advice = _ADVICE
+    for source in _SOURCES[part]:
+        try:
+            return getattr(pkgutil.resolve_name(source), name)
+        except AttributeError:
+            continue
+        except ModuleNotFoundError as error:
+            if error.name != _SLIM:
+                raise
             advice = "Run pip install tf-slim, which has most of these names"
-        raise UnsupportedError(
-            f"the program uses tf.contrib.{part}.{name}, which TensorFlow removed. {advice}"
-        )
+    raise UnsupportedError(
+        f"the program uses tf.contrib.{part}.{name}, which TensorFlow removed. {advice}"
+    )

@@ -25,22 +25,14 @@ class HParams:
             self.add_hparam(name, value)
 
     def add_hparam(self, name: str, value: Any) -> None:
-        """Adds a hyperparameter.
-
-        Raises:
-          ValueError: there is already an attribute of this name.
-        """
+        """Adds a hyperparameter."""
         if hasattr(self, name):
             raise ValueError(f"Hyperparameter name is reserved: {name}")
         self._names.append(name)
         setattr(self, name, value)
 
     def set_hparam(self, name: str, value: Any) -> None:
-        """Sets a hyperparameter.
-
-        Raises:
-          ValueError: the hyperparameter does not exist, or the value has another type.
-        """
+        """Sets a hyperparameter, to a value of the same type."""
         if name not in self._names:
             raise ValueError(f"Unknown hyperparameter: {name}")
         before = getattr(self, name)
@@ -58,35 +50,20 @@ class HParams:
         return {name: getattr(self, name) for name in self._names}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns a hyperparameter.
-
-        Args:
-          default: value to return if it does not exist.
-        """
+        """Returns a hyperparameter, or a default if it does not exist."""
         return getattr(self, name) if name in self._names else default
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def override_from_dict(self, values: Mapping[str, Any]) -> HParams:
-        """Sets hyperparameters from a dict.
-
-        Raises:
-          ValueError: see `set_hparam`.
-        """
+        """Sets hyperparameters from a dict."""
         for name, value in values.items():
             self.set_hparam(name, value)
         return self
 
     def parse(self, text: str) -> HParams:
-        """Sets hyperparameters from a text.
-
-        Args:
-          text: assignments, such as "rate=0.1,layers=[64,32],name=adam".
-
-        Raises:
-          ValueError: the text cannot be parsed; see also `set_hparam`.
-        """
+        """Sets hyperparameters from assignments, such as "rate=0.1,layers=[64,32],name=adam"."""
         end = 0
         while end < len(text):
             match = _ASSIGNMENT.match(text, end)
@@ -110,11 +87,7 @@ class HParams:
         return json.dumps(self.values(), **options)
 
     def parse_json(self, text: str) -> HParams:
-        """Sets hyperparameters from JSON.
-
-        Raises:
-          ValueError: the text is not JSON; see also `set_hparam`.
-        """
+        """Sets hyperparameters from JSON."""
         return self.override_from_dict(json.loads(text))
 
 

@@ -31,7 +31,8 @@ def use_of_tensorflow_1(path: str) -> str:
         return ""
     nodes = list(ast.walk(tree))
     modules = _imported(nodes, "tensorflow").difference(*map(_changed, nodes))
-    for node in _Run(tree).nodes(tree.body):
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in _nodes_that_run(tree.body, functions):
         name = _name(node, modules)
         if _is_only_in_tensorflow_1(name):
             return f"tf.{name}"
@@ -63,35 +64,35 @@ def file_of_module(name: str) -> str:
     return (spec.origin if spec else None) or ""
 
 
-class _Run:
-    """The statements that run when a module does."""
+def _nodes_that_run(
+    body: Iterable[ast.AST], functions: dict[str, ast.FunctionDef]
+) -> Iterator[ast.AST]:
+    """Yields the statements and expressions of a body that are evaluated in any case.
 
-    def __init__(self, tree: ast.Module) -> None:
-        self._functions = {e.name: e for e in tree.body if isinstance(e, ast.FunctionDef)}
-
-    def nodes(self, body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-        """Yields the statements and expressions that are evaluated in any case."""
-        for node in body:
-            yield from self._nodes_of(node)
-            if isinstance(node, (ast.Return, ast.Raise)):
-                return
-
-    def _nodes_of(self, node: ast.AST) -> Iterator[ast.AST]:
+    Args:
+      functions: by name; those that the body calls are removed.
+    """
+    for node in body:
         yield node
-        if isinstance(node, _LATER):
-            return
-        if isinstance(node, (ast.If, ast.While)):
-            is_main = ast.unparse(node.test) == "__name__ == '__main__'"
-            yield from self.nodes([node.test, *(node.body if is_main else [])])
-            return
-        if isinstance(node, ast.FunctionDef):
-            yield from self.nodes([*node.decorator_list, node.args])
-            return
-        yield from self.nodes(ast.iter_child_nodes(node))
+        yield from _nodes_that_run(_parts(node), functions)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            called = self._functions.pop(node.func.id, None)
+            called = functions.pop(node.func.id, None)
             if called is not None:
-                yield from self.nodes(called.body)
+                yield from _nodes_that_run(called.body, functions)
+        if isinstance(node, (ast.Return, ast.Raise)):
+            return
+
+
+def _parts(node: ast.AST) -> Iterable[ast.AST]:
+    """Returns the parts of a node that are evaluated whenever it is."""
+    if isinstance(node, _LATER):
+        return []
+    if isinstance(node, (ast.If, ast.While)):
+        is_main = ast.unparse(node.test) == "__name__ == '__main__'"
+        return [node.test, *(node.body if is_main else [])]
+    if isinstance(node, ast.FunctionDef):
+        return [*node.decorator_list, node.args]
+    return ast.iter_child_nodes(node)
 
 
 def _changed(node: ast.AST) -> set[str]:
@@ -112,9 +113,8 @@ def _imported(nodes: Iterable[ast.AST], name: str) -> set[str]:
 
 def _is_value_of_dimension(node: ast.AST) -> bool:
     """Returns True for `x.shape[0].value` and `x.get_shape()[0].value`."""
-    if not (isinstance(node, ast.Attribute) and node.attr == "value"):
-        return False
-    if not isinstance(node.value, ast.Subscript):
+    is_of_element = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Subscript)
+    if not is_of_element or node.attr != "value":
         return False
     shape = node.value.value
     shape = shape.func if isinstance(shape, ast.Call) else shape

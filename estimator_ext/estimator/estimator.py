@@ -13,7 +13,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,7 @@ from estimator_ext.data_workers.worker import check_is_no_data_worker, serve_if_
 from estimator_ext.errors import UnsupportedError
 from estimator_ext.estimator import training_graph
 from estimator_ext.estimator.host_call import run_on_host
-from estimator_ext.estimator.loop import (
-    check_limits,
-    check_whole_loops,
-    in_loop,
-    whole_loops,
-)
+from estimator_ext.estimator.loop import check_limits, check_whole_loops, in_loop, whole_loops
 from estimator_ext.estimator.progress import write_evaluation
 from estimator_ext.estimator.run_config import (
     RunConfig,
@@ -79,15 +73,27 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
 
     @property
     def config(self) -> Any:
-        return _config_for(sys._getframe(1), super().config)
+        """A copy of the configuration.
 
-    def _join_cluster(
-        self,
-        train_batch_size: int | None = None,
-        eval_batch_size: int | None = None,
-        predict_batch_size: int | None = None,
-    ) -> None:
-        """Takes the role of this process from the cluster of the strategy."""
+        For TensorFlow's `make_early_stopping_hook`, which creates all hooks of early stopping, it
+        is that of a process that trains alone. With a strategy that function refuses
+        run_every_secs, or the strategy itself, because of a generator expression that is always
+        true. But any rank may request a stop at any time, and all ranks stop after the same step:
+        the hook for a single process is right on every rank.
+        """
+        config = super().config
+        is_on_ranks = isinstance(config.train_distribute, HostOffloadStrategy)
+        if is_on_ranks and sys._getframe(1).f_code is _MAKES_HOOK:
+            config._train_distribute = None
+            config._is_chief = True
+        return config
+
+    def _join_cluster(self, *batch_sizes: int | None) -> None:
+        """Takes the role of this process from the cluster of the strategy.
+
+        Args:
+          *batch_sizes: global ones, of training, evaluation and prediction.
+        """
         if isinstance(self._eval_distribution, HostOffloadStrategy):
             raise hostopt.ConfigError(
                 "RunConfig.eval_distribute is a HostOffloadStrategy, wanted None: one process "
@@ -100,10 +106,7 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             self._session_config = self._config.session_config
         if isinstance(self._config, RunConfig):
             self._config.check_loop()  # RunConfig.replace does not check it
-        workers = number_of_workers(strategy)
-        self._batch_sizes = BatchSizes(
-            train_batch_size, eval_batch_size, predict_batch_size, workers, self._params
-        )
+        self._batch_sizes = BatchSizes(batch_sizes, number_of_workers(strategy), self._params)
         if self._is_strict:
             check_params(self._params)
 
@@ -153,7 +156,9 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             if max_steps is not None and first_step(communicator, self._model_dir) >= max_steps:
                 _log.info("no training: step %d is reached already", max_steps)
                 return self
-            trainer = self if strategy.cluster.is_chief else _without_files(self)
+            trainer = self
+            if not strategy.cluster.is_chief:  # which alone restores and writes files
+                trainer = _changed(self, _model_dir=None, _warm_start_settings=None)
             trainer._is_on_ranks = False
             arguments = (input_fn, hooks, steps, max_steps, saving_listeners)
             _tf_estimator.Estimator.train(trainer, *arguments)
@@ -199,19 +204,17 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
         check_is_on_ranks(self)
         trainer = self
         if self._model_dir is None:  # a rank without files: its session restores and saves nothing
-            trainer = copy.copy(self)
-            trainer._config = self._config.replace(
-                save_checkpoints_steps=None, save_checkpoints_secs=None
-            )
-            trainer._config._is_chief = True
+            config = self._config.replace(save_checkpoints_steps=None, save_checkpoints_secs=None)
+            config._is_chief = True
+            trainer = _changed(self, _config=config)
             estimator_spec = stock_spec(estimator_spec, training_chief_hooks=())
             saving_listeners = ()
         if self._iterations > 1:
             estimator_spec = add_saver(estimator_spec, hooks, self._config, self._model_dir)
             estimator_spec = in_loop(estimator_spec, self._config, hooks)
-            trainer = copy.copy(self)
             # the hooks of the loop report in place of those of the stock class
-            trainer._config = self._config.replace(save_summary_steps=0, log_step_count_steps=None)
+            config = self._config.replace(save_summary_steps=0, log_step_count_steps=None)
+            trainer = _changed(self, _config=config)
         all_hooks = [*hooks, *estimator_spec.training_hooks]
         if _needs_global_step(self._train_distribution, all_hooks):
             check = GlobalStepCheckHook(global_step_tensor)  # [K15] of `training_graph`
@@ -300,16 +303,19 @@ class HostOffloadEstimator(_tf_estimator.Estimator):
             input_context = self._evaluators.input_context
         # a process that reads all data is the only input pipeline
         context = input_context or tf.distribute.InputContext(1, 0, 1)
-        estimator = _in_mode(self, mode)
-        data = _tf_estimator.Estimator._call_input_fn(estimator, input_fn, mode, context)
+        params = self._batch_sizes.add_to(self._params, mode)
+        data = _tf_estimator.Estimator._call_input_fn(
+            _changed(self, _params=params), input_fn, mode, context
+        )
         if self._is_strict:
             check_data(data)
         depth = getattr(self._config, "prefetch_depth", None)
         return prefetched(data, depth) if mode == ModeKeys.TRAIN and depth else data
 
     def _call_model_fn(self, features: Any, labels: Any, mode: str, config: Any) -> Any:
+        params = self._batch_sizes.add_to(self._params, mode)
         spec = _tf_estimator.Estimator._call_model_fn(
-            _in_mode(self, mode), features, labels, mode, config
+            _changed(self, _params=params), features, labels, mode, config
         )
         if self._is_strict:
             check_spec(spec, mode)
@@ -380,24 +386,17 @@ def adopt(estimator: Any) -> Any:
       UnsupportedError: the class overrides `train`, and there are several ranks.
     """
     kind = type(estimator)
-    if not issubclass(kind, HostOffloadEstimator):
-        _check_trains_as_stock(estimator)
-        estimator.__class__ = _adopted(kind)
-        estimator._join_cluster()
-    return estimator
-
-
-def _check_trains_as_stock(estimator: Any) -> None:
-    kind, strategy = type(estimator), estimator._train_distribution
-    if (
-        kind.train is not _tf_estimator.estimator_v1.Estimator.train
-        and strategy.num_replicas_in_sync > 1
-    ):
+    if issubclass(kind, HostOffloadEstimator):
+        return estimator
+    size = number_of_workers(estimator._train_distribution)
+    if kind.train is not _tf_estimator.estimator_v1.Estimator.train and size > 1:
         raise UnsupportedError(
             f"{kind.__module__}.{kind.__qualname__} overrides the method `train`, which does not "
-            f"support ranks, and there are {strategy.num_replicas_in_sync}. Train it in one "
-            "process, without `hostopt run`"
+            f"support ranks, and there are {size}. Train it in one process, without `hostopt run`"
         )
+    estimator.__class__ = _adopted(kind)
+    estimator._join_cluster()
+    return estimator
 
 
 @functools.cache
@@ -409,33 +408,11 @@ def _adopted(kind: type) -> type:
     return type(kind.__name__, (*bases, HostOffloadEstimator), members)
 
 
-def _config_for(caller: FrameType, config: Any) -> Any:
-    """Changes the copy of the configuration that a caller of `Estimator.config` gets.
-
-    For TensorFlow's `make_early_stopping_hook`, which creates all hooks of early stopping, it is
-    that of a process that trains alone. With a strategy that function refuses run_every_secs, or
-    the strategy itself, because of a generator expression that is always true. But any rank may
-    request a stop at any time, and all ranks stop after the same step: the hook for a single
-    process is right on every rank.
-    """
-    if caller.f_code is _MAKES_HOOK and isinstance(config.train_distribute, HostOffloadStrategy):
-        config._train_distribute = None
-        config._is_chief = True
-    return config
-
-
-def _in_mode(estimator: HostOffloadEstimator, mode: str) -> HostOffloadEstimator:
+def _changed(estimator: HostOffloadEstimator, **attributes: Any) -> HostOffloadEstimator:
+    """Returns a copy of an estimator with other values of attributes."""
     result = copy.copy(estimator)
-    result._params = estimator._batch_sizes.add_to(estimator._params, mode)
+    vars(result).update(attributes)
     return result
-
-
-def _without_files(estimator: HostOffloadEstimator) -> HostOffloadEstimator:
-    """Returns a copy that neither restores nor writes files, for all ranks but rank 0."""
-    trainer = copy.copy(estimator)
-    trainer._model_dir = None
-    trainer._warm_start_settings = None
-    return trainer
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import tensorflow as tf
 import hostopt
 from estimator_ext._tf_estimator import EstimatorSpec as StockSpec
 from estimator_ext._tf_private import last_steps
+from estimator_ext.estimator.progress import read_global_step
 from estimator_ext.estimator.run_config import RunConfig
 from estimator_ext.graphs.walks import runs_before, walk
 from estimator_ext.input.outside_reads import forbid_reads
@@ -80,7 +81,7 @@ def in_loop(spec: StockSpec, config: RunConfig, hooks: Sequence[Any]) -> StockSp
         )
         mean = total / iterations
         summaries[:] = [tf.identity(text) for text in texts]
-    step.forbid()
+    forbid_reads(step.operations.values(), _FORBIDDEN)  # which would consume another batch
     chief_hooks = [*spec.training_chief_hooks, *_reports(mean, config, spec.scaffold)]
     end = _LoopEndHook([*hooks, *spec.training_hooks, *chief_hooks], iterations)
     return stock_spec(
@@ -97,12 +98,12 @@ class _Step:
 
     def __init__(self, results: Sequence[tf.Tensor]) -> None:
         self._results = list(results)
-        self._operations: dict[str, tf.Operation] = {}
+        self.operations: dict[str, tf.Operation] = {}
         self._outside: dict[str, tf.Operation] = {}
         targets = [tensor.op for tensor in results]
         for op in walk(targets, lambda op: [] if _stays_outside(op) else runs_before(op)):
             _check_variable(op)
-            group = self._outside if _stays_outside(op) else self._operations
+            group = self._outside if _stays_outside(op) else self.operations
             group[op.name] = op
         self._definition = self._define()
 
@@ -110,7 +111,7 @@ class _Step:
         whole = self._results[0].graph.as_graph_def()
         part = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
         for node in whole.node:
-            if node.name in self._operations:
+            if node.name in self.operations:
                 part.node.append(node)
                 self._cut(part.node[-1])
         return part
@@ -120,7 +121,7 @@ class _Step:
         kept = [name for name in node.input if name[1:] not in self._outside or name[0] != "^"]
         node.input[:] = kept
         colocated = node.attr["_class"].list.s
-        colocated[:] = [c for c in colocated if c[len(b"loc:@") :].decode() in self._operations]
+        colocated[:] = [c for c in colocated if c[len(b"loc:@") :].decode() in self.operations]
         if not colocated:
             del node.attr["_class"]
 
@@ -134,10 +135,6 @@ class _Step:
             name="step",
         )
         return [tf.reshape(copy, []) for copy in copies]  # their shapes may be unknown
-
-    def forbid(self) -> None:
-        """Makes the original step fail with an error, as it would consume another batch."""
-        forbid_reads(self._operations.values(), _FORBIDDEN)
 
 
 def _stays_outside(op: tf.Operation) -> bool:
@@ -181,11 +178,7 @@ class _SummaryHook(tf.compat.v1.train.SummarySaverHook):
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         super().after_run(run_context, run_values)
-        self._next_step = _global_step(run_context) + self._iterations
-
-
-def _global_step(run_context: Any) -> int:
-    return int(run_context.session.run(tf.compat.v1.train.get_global_step()))
+        self._next_step = read_global_step(run_context.session) + self._iterations
 
 
 class _LoopEndHook(tf.compat.v1.train.SessionRunHook):
@@ -198,7 +191,6 @@ class _LoopEndHook(tf.compat.v1.train.SessionRunHook):
                 hook._set_steps_per_run(iterations)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        del run_values
         ends = last_steps(self._hooks)
-        if ends and _global_step(run_context) >= min(ends):
+        if ends and read_global_step(run_context.session) >= min(ends):
             run_context.request_stop()

@@ -185,12 +185,10 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Reads the first step."""
-        del coord
-        self._first_step = self._summary_step = _global_step(session)
+        self._first_step = self._summary_step = read_global_step(session)
 
     def before_run(self, run_context: Any) -> Any:
         """Fetches the times of this step if they are due."""
-        del run_context
         now_s = time.monotonic()
         self._finish_sample(now_s)
         if not self._runs:
@@ -230,7 +228,7 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values[name] - self._to_wall_s
             for name in ("input_s", "copies_s", "gradients_s", "end_s")
         )
-        times = self._times_of_run()
+        times = _last_times(self._reducers, self._run_begin_s)
         computed_s = times.last_launch_s if times else gradients_s
         exposed_ms = times.exposed_ms if times else 0.0
         begin_s = max(input_s, copies_s)
@@ -255,14 +253,8 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
         parts = sample.parts._replace(between_steps=between_ms)
         self._samples.append(sample._replace(parts=parts))
 
-    def _times_of_run(self) -> StepTimes | None:
-        """Returns the communication times of the last run; None if it left out reductions."""
-        times = [each.last_times for each in self._reducers]
-        measured = [each for each in times if each and each.last_launch_s >= self._run_begin_s]
-        return merge(measured) if measured and len(measured) == len(times) else None
-
     def _write(self, session: Any, is_ended: bool = False) -> None:
-        step, now_s = _global_step(session), time.monotonic()
+        step, now_s = read_global_step(session), time.monotonic()
         self._recent.append((now_s, self._runs, step))
         since_s, runs, first = self._recent[0]
         examples = statistics.fmean(self._examples or [0]) * self._batches
@@ -285,10 +277,6 @@ class ProgressHook(tf.compat.v1.train.SessionRunHook):
             values["loss"] = self._loss
         if self._report is not None:
             values.update(self._report.totals)
-            if self._report.timeline_path is not None:
-                values["timeline"] = str(self._report.timeline_path.absolute())
-            if self._report.stragglers is not None:
-                values["slowest_rank"] = self._report.stragglers.slowest_rank
         if self.saves.last_step is not None:
             values["checkpoint_step"] = self.saves.last_step
             values["checkpoint_time_s"] = self.saves.last_s
@@ -333,7 +321,15 @@ def write_evaluation(metrics: dict[str, Any], name: str | None) -> dict[str, Any
     return metrics
 
 
-def _global_step(session: Any) -> int:
+def _last_times(reducers: Sequence[AnyReducer], since_s: float = 0.0) -> StepTimes | None:
+    """Returns the times of the last communication; None if a reducer has none since a time."""
+    times = [each.last_times for each in reducers]
+    measured = [each for each in times if each and each.last_launch_s >= since_s]
+    return merge(measured) if measured and len(measured) == len(times) else None
+
+
+def read_global_step(session: tf.compat.v1.Session) -> int:
+    """Returns the global step now."""
     return int(session.run(tf.compat.v1.train.get_global_step()))
 
 
@@ -367,23 +363,24 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
         self._reports = StragglerReports(communicator)
         self._step = 0
         self._sent: tuple[int, StepTimes] | None = None
-        self.stragglers: Stragglers | None = None  # of the last report, on rank 0
-        timeline = communicator.transport.timeline
-        self.timeline_path = None if timeline is None else timeline.path
+        self._stragglers: Stragglers | None = None  # of the last report, on rank 0
+        self._timeline = communicator.transport.timeline
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Bytes that this rank has sent, and seconds that each rank has waited, on rank 0."""
+        """Bytes that this rank has sent; on rank 0 also the seconds that each rank has waited."""
         totals: dict[str, Any] = {"sent_bytes": self._communicator.transport.traffic.payload_bytes}
-        if self.stragglers is not None:
+        if self._timeline is not None:
+            totals["timeline"] = str(self._timeline.path.absolute())
+        if self._stragglers is not None:
             totals["waited_s"] = self._reports.waited_s
+            totals["slowest_rank"] = self._stragglers.slowest_rank
         return totals
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """Broadcasts the first step and the interval of reports from rank 0."""
-        del coord
         # later steps are counted by the hook: reading global_step during an update is racy
-        local = np.array([session.run(tf.compat.v1.train.get_global_step()), self._every_steps])
+        local = np.array([read_global_step(session), self._every_steps])
         numbers = self._communicator.broadcast(local, name="the interval of step reports")
         self._step, self._every_steps = (int(number) for number in numbers)
         self._communicator.transport.training_step = self._step
@@ -393,30 +390,26 @@ class StepReportHook(tf.compat.v1.train.SessionRunHook):
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Receives the times of the previous report; sends those of this step if it is due."""
-        del run_context, run_values
         self._collect()
         before, every = self._step, self._every_steps
         self._step += self._steps_per_run
         self._communicator.transport.training_step = self._step
         if not every or self._step // every == before // every:
             return
-        times = [reducer.last_times for reducer in self._reducers]
-        measured = [each for each in times if each is not None]
-        if len(measured) < len(times):  # the same on all ranks: nothing has been reduced yet
-            return
-        self._sent = self._step, merge(measured)
-        self._reports.send(*self._sent)
+        times = _last_times(self._reducers)
+        if times is not None:  # the same on all ranks: None if nothing has been reduced yet
+            self._sent = self._step, times
+            self._reports.send(*self._sent)
 
     def end(self, session: tf.compat.v1.Session) -> None:
         """Receives the times of the last report."""
-        del session
         self._collect()
 
     def _collect(self) -> None:
         stragglers = self._reports.collect()
         if stragglers is None or self._sent is None:
             return
-        self.stragglers = stragglers
+        self._stragglers = stragglers
         step, times = self._sent
         scalars = {
             "communication_ms": times.communication_ms,

@@ -103,7 +103,13 @@ class RunConfig(_StockRunConfig):
             if timeline is not None:
                 self.train_distribute.record_timeline(timeline)
             adopt_cluster(self, self.train_distribute)
-            self._check_resume(mode_of(self, self.train_distribute.cluster))
+            mode = mode_of(self, self.train_distribute.cluster)
+            if mode != OFF and resume_data == KINDS[1]:
+                raise hostopt.ConfigError(
+                    "resume_data is 'skip' in a cluster with data workers, which prepare the "
+                    "batches in an order that differs each time. Leave it out, or set "
+                    "data_service='off'"
+                )
         else:
             self._check_without_ranks()
 
@@ -117,13 +123,6 @@ class RunConfig(_StockRunConfig):
             value = getattr(self, name)
             if value not in allowed:
                 raise hostopt.ConfigError(f"{name} is {value!r}, wanted {allowed[0]}: only {only}")
-
-    def _check_resume(self, mode: str) -> None:
-        if mode != OFF and self._resume_data == KINDS[1]:
-            raise hostopt.ConfigError(
-                "resume_data is 'skip' in a cluster with data workers, which prepare the batches "
-                "in an order that differs each time. Leave it out, or set data_service='off'"
-            )
 
     def check_loop(self) -> None:
         """Checks `iterations_per_loop` against the other options."""

@@ -7,7 +7,7 @@ with `RunConfig(strict=True)`, with iterations_per_loop above 1, and with a batc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -102,22 +102,17 @@ class BatchSizes:
     """Batch sizes of this process by mode.
 
     Args:
-      train: global batch size, in examples; evaluation and prediction have one worker.
+      sizes: global batch sizes of training, evaluation and prediction, in examples; evaluation and
+        prediction have one worker.
       workers: number of workers that train, each with one replica.
     """
 
     def __init__(
-        self,
-        train: int | None,
-        evaluation: int | None,
-        prediction: int | None,
-        workers: int,
-        params: dict[str, Any] | None,
+        self, sizes: Sequence[int | None], workers: int, params: dict[str, Any] | None
     ) -> None:
-        sizes = {ModeKeys.TRAIN: train, ModeKeys.EVAL: evaluation, ModeKeys.PREDICT: prediction}
         self._local = {
-            mode: positive_integer(_ARGUMENTS[mode], size)
-            for mode, size in sizes.items()
+            mode: positive_integer(name, size)
+            for (mode, name), size in zip(_ARGUMENTS.items(), sizes)
             if size is not None
         }
         if self._local and "batch_size" in (params or {}):
@@ -127,6 +122,7 @@ class BatchSizes:
                 "wanted one of the two. Leave 'batch_size' out of params; the Estimator puts it "
                 "there"
             )
+        train = self._local.get(ModeKeys.TRAIN)
         if train is not None:
             if train % workers:
                 raise ValueError(

@@ -89,15 +89,14 @@ def recall_best(estimator: Estimator, eval_spec: EvalSpec) -> None:
         is_best = isinstance(exporter, BestExporter) and exporter._event_file_pattern
         if not is_best or exporter._model_dir == estimator.model_dir:
             continue
-        exports = os.path.join(estimator.model_dir, "export", exporter.name)
-        has_exports = tf.io.gfile.isdir(exports) and any(
-            name.rstrip("/").isdigit() for name in tf.io.gfile.listdir(exports)
+        exports = tf.io.gfile.glob(
+            os.path.join(estimator.model_dir, "export", exporter.name, "[0-9]*")
         )
         pattern = os.path.join(estimator.model_dir, exporter._event_file_pattern)
         if exporter._event_file_pattern == _EVENTS_OF_EVAL:  # but an EvalSpec may have a name
             pattern = os.path.join(estimator.eval_dir(eval_spec.name), "*.tfevents.*")
         best = _best_result(exporter._compare_fn, tf.io.gfile.glob(pattern))
-        if has_exports and best is not None:
+        if exports and best is not None:
             exporter._model_dir = estimator.model_dir
             exporter._best_eval_result, exporter._has_exported = best, True
 
@@ -194,15 +193,14 @@ def evaluate_until_end(
     estimator: Estimator,
     train_spec: TrainSpec,
     eval_spec: EvalSpec,
-    beat: Callable[[], None] = lambda: None,
+    beat: Callable[[], Any] = lambda: None,
 ) -> tuple[Any, Any]:
     """Evaluates new checkpoints until training has ended, then the last one.
 
     Between evaluations it calls `beat` at least twice a second.
     """
     evaluation = CheckpointEvaluation(estimator, train_spec, eval_spec)
-    chief = ChiefLiveness(estimator.model_dir, estimator.config.train_distribute.options)
-    watch = _EndWatch(EndMarker(estimator.model_dir), chief, beat)
+    watch = _EndWatch(estimator, beat)
     pause_s = eval_spec.start_delay_secs
     while not watch.ends_within(pause_s):
         started_s = time.monotonic()
@@ -235,11 +233,12 @@ class _EndWatch:
     ranks have exited with code 0: a program may exit before it trains, or without a marker.
     """
 
-    def __init__(self, marker: EndMarker, chief: ChiefLiveness, beat: Callable[[], None]) -> None:
-        self._marker = marker
-        self._chief = chief
+    def __init__(self, estimator: Estimator, beat: Callable[[], Any]) -> None:
+        options = estimator.config.train_distribute.options
+        self._chief = ChiefLiveness(estimator.model_dir, options)
         self._beat = beat
-        self._old = marker.read()
+        self._marker = EndMarker(estimator.model_dir)
+        self._old = self._marker.read()
         self._trusted_from_s = time.monotonic() + _OLD_MARKER_S
         self._ring_ended = os.environ.get(RING_ENDED, "")
 

@@ -19,6 +19,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ import hostopt
 from estimator_ext._tf_private import is_reference
 from estimator_ext.checkpoints.file_errors import io_error
 from estimator_ext.checkpoints.reading import is_intact
+from estimator_ext.graphs.operation_kinds import READS
 from estimator_ext.graphs.walks import data_before, walk
 from estimator_ext.variables.sync_on_read import assign
 from hostopt.collectives.reduce_op import DTYPES
@@ -65,20 +67,18 @@ class Evaluators:
             )
         return steps // size + (self.index < steps % size)
 
-    def announce(self, **message: Any) -> None:
-        """[E1] Announces checkpoint=NAME, ended=True or, as a sign of life, nothing."""
-        self._exchange(message)
-
     def wait_for_checkpoint(self) -> str | None:
         """[E1] Waits, except on evaluator 0, for the next checkpoint's name; None at the end."""
         message: dict[str, Any] = {}
-        while "checkpoint" not in message:
-            message = self._exchange({})
-            if "ended" in message:
-                return None
-        return str(message["checkpoint"])
+        while not message:
+            message = self.announce()
+        return message.get("checkpoint")
 
-    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+    def announce(self, **message: Any) -> dict[str, Any]:
+        """[E1] Announces checkpoint=NAME, ended=True or, as a sign of life, nothing.
+
+        Returns what evaluator 0 has announced.
+        """
         encoded = json.dumps(message).encode()
         messages = self.communicator.all_gather_bytes(encoded, "the next evaluation")
         return dict(json.loads(messages[0]))
@@ -162,21 +162,7 @@ def with_evaluators(estimator: Any, evaluators: Evaluators) -> Iterator[Any]:
 
 # -- the sums of metrics ---------------------------------------------------------------------
 
-_ADD = {
-    "AssignAdd",
-    "AssignAddVariableOp",
-    "ResourceScatterAdd",
-    "ResourceScatterNdAdd",
-    "ScatterAdd",
-    "ScatterNdAdd",
-}
-_READ = {
-    "ReadVariableOp",
-    "ResourceGather",
-    "ResourceGatherNd",
-    "VarIsInitializedOp",
-    "VariableShape",
-}
+_ADD = re.compile(r"AssignAdd(VariableOp)?|(Resource)?Scatter(Nd)?Add")
 _PYTHON = {"EagerPyFunc", "PyFunc"}
 
 
@@ -194,7 +180,6 @@ class SumMetricsHook(tf.compat.v1.train.SessionRunHook):
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
         """[E2] Checks that all evaluators restored the checkpoint and have the same metrics."""
-        del coord
         self._evaluators.confirm_restored()
         descriptions = {v.op.name: f"{v.shape} {v.dtype.base_dtype.name}" for v in self._variables}
         self._evaluators.communicator.check_same(descriptions, "the variables of metrics")
@@ -238,7 +223,7 @@ def _changes(variable: tf.Variable) -> Iterator[tf.Operation]:
     for op in handle.consumers():
         # an operation that changes a reference variable returns the reference
         reads = is_reference(handle) and not any(map(is_reference, op.outputs))
-        if not reads and op.type not in _READ and op.name != variable.initializer.name:
+        if not reads and op.type not in READS and op.name != variable.initializer.name:
             yield op
 
 
@@ -247,7 +232,7 @@ def _check(metric: str, variable: tf.Variable, changed: set[str]) -> None:
     if dtype not in DTYPES:
         raise _not_summable(metric, f"{text} is of dtype {dtype}")
     for op in _changes(variable):
-        if op.type not in _ADD:
+        if not _ADD.fullmatch(op.type):
             raise _not_summable(metric, f"{text} changes by {op.type} ({op.name})")
         if changed & set(_sources(tensor.op for tensor in op.inputs[1:])):
             raise _not_summable(metric, f"{text} grows by the values of variables ({op.name})")
