@@ -89,7 +89,7 @@ def _bench(options: argparse.Namespace) -> int:
         rank = communicator.rank
     if rank == 0:
         if options.json is not None:
-            _kind(options).save(options.json, results)
+            bench.save(options.json, results)
         if not options.quiet:
             _print_results(options, results)
     return 0
@@ -106,18 +106,17 @@ def _bench_here(options: argparse.Namespace) -> int:
             command += ["--sizes", *map(str, options.sizes)]
         code = launch(command, RunOptions(size=options.np))
         if code == 0 and not options.quiet:
-            _print_results(options, _kind(options).load(path))
+            kind = tuning.Trial if options.suggest else bench.Timing
+            _print_results(options, bench.load(path, kind))
         return code
 
 
-def _kind(options: argparse.Namespace) -> Any:
-    return tuning if options.suggest else bench
-
-
 def _print_results(options: argparse.Namespace, results: Sequence[Any]) -> None:
-    print(_kind(options).format_table(results))
     if options.suggest:
-        print(f"\n{tuning.format_variables(tuning.fastest(results))}")
+        choice = tuning.format_variables(tuning.fastest(results))
+        print(f"{tuning.format_table(results)}\n\n{choice}")
+    else:
+        print(bench.format_table(results))
 
 
 def _size(text: str) -> int:

@@ -30,24 +30,21 @@ _MAX_SIZE_BYTES = 64 << 30
 
 
 class Group(Protocol):
-    """Ranks whose all-reduce can be timed, with their own type of buffer."""
+    """Ranks whose all-reduce can be timed, with their own type of buffer: arrays by default."""
 
-    @property
-    def rank(self) -> int:
-        """This rank, 0..size-1."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
+    rank: int  # 0..size-1
+    size: int
 
     def load(self, array: Array) -> Any:
         """Converts a float32 array of shape [n] to a buffer."""
+        return array
 
     def all_reduce(self, buffer: Any) -> Any:
         """Sums over the ranks, in place if possible, and returns the buffer."""
 
     def read(self, buffer: Any) -> Array:
         """Converts a buffer to an array of shape [n]."""
+        return np.asarray(buffer)
 
     def gather(self, values: Array) -> Array:
         """Gathers float64 values of shape [n] from all ranks, as [size, n]."""
@@ -56,7 +53,7 @@ class Group(Protocol):
         """Waits for all ranks; returns on all of them at nearly the same time."""
 
 
-class CommunicatorGroup:
+class CommunicatorGroup(Group):
     """Ranks of a communicator."""
 
     def __init__(self, communicator: Communicator) -> None:
@@ -65,18 +62,10 @@ class CommunicatorGroup:
         self.rank = communicator.rank
         self.size = communicator.size
 
-    def load(self, array: Array) -> Array:
-        """Returns the array itself."""
-        return array
-
     def all_reduce(self, buffer: Array) -> Array:
         """Sums in place."""
         call = self._communicator.next_call("the benchmark")
         self._communicator.all_reduce_in_place(buffer, ReduceOp.SUM, call, self._wire_format)
-        return buffer
-
-    def read(self, buffer: Array) -> Array:
-        """Returns the array itself."""
         return buffer
 
     def gather(self, values: Array) -> Array:
@@ -173,25 +162,22 @@ def format_table(timings: Sequence[Timing]) -> str:
     return "\n".join(lines)
 
 
-def save(path: Path, timings: Sequence[Timing]) -> None:
-    """Writes timings to a JSON file, which is overwritten; raises ConfigError on failure."""
-    write_json(path, [asdict(timing) for timing in timings])
-
-
-def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows to a JSON file; raises ConfigError if that fails."""
+def save(path: Path, results: Sequence[Any]) -> None:
+    """Writes timings or trials to a JSON file, which is overwritten; ConfigError on failure."""
     try:
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        path.write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
             f"the times cannot be written to {path}: {error}. Give another file as --json"
         ) from None
 
 
-def load(path: Path) -> list[Timing]:
-    """Reads timings from a file that `save` has written."""
-    rows = json.loads(path.read_text())
-    return [Timing(**{**row, "seconds": tuple(row["seconds"])}) for row in rows]
+def load(path: Path, kind: type[Any] = Timing) -> list[Any]:
+    """Reads timings, or results of another kind, from a file that `save` has written."""
+    return [
+        kind(**{key: tuple(x) if isinstance(x, list) else x for key, x in row.items()})
+        for row in json.loads(path.read_text())
+    ]
 
 
 def parse_size(text: str) -> int:

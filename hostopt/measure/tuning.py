@@ -7,12 +7,10 @@ never chosen, as it changes the sums.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Callable
 
 from hostopt.collectives.communicator import Communicator
@@ -112,19 +110,6 @@ def format_table(trials: Sequence[Trial]) -> str:
         cells += ["-"] * (len(header) - len(cells))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def save(path: Path, trials: Sequence[Trial]) -> None:
-    """Writes trials to a JSON file, which is overwritten; raises ConfigError on failure."""
-    bench.write_json(path, [asdict(trial) for trial in trials])
-
-
-def load(path: Path) -> list[Trial]:
-    """Reads trials from a file that `save` has written."""
-    rows = json.loads(path.read_text())
-    for row in rows:
-        row.update(bucket_bytes=tuple(row["bucket_bytes"]), seconds=tuple(row["seconds"]))
-    return [Trial(**row) for row in rows]
 
 
 def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:
