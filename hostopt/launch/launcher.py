@@ -174,7 +174,7 @@ class _Run:
         self._others = (*self._evaluators, *self._data_workers)
         self._groups: tuple[Group, ...] = (self._ring, *self._others)
         self._lost: DataWorker | None = None  # the first that has failed for good before the ring
-        self._failed: list[Group] = []  # in the order in which they failed for good
+        self._failed: Evaluator | None = None  # the first that has failed for good
         self._is_announced = False  # to the others: all ranks have succeeded
         self._is_interrupted = False
 
@@ -189,7 +189,7 @@ class _Run:
                 key.data()
             self._advance()
             self._monitor.advance()
-        root = self._lost or (self._ring if self._ring.code else next(iter(self._failed), None))
+        root = self._lost or (self._ring if self._ring.code else self._failed)
         if root is None:
             self._monitor.finish(0)
             return 0
@@ -213,11 +213,8 @@ class _Run:
         if self._lost is None and lost is not None and self._ring.code is None:
             self._lost = lost
             self._ring.forward(signal.SIGTERM)  # the ranks end with a checkpoint
-        self._failed += [
-            group
-            for group in (self._ring, *self._evaluators)
-            if group.code and group not in self._failed
-        ]
+        if self._failed is None:
+            self._failed = next((each for each in self._evaluators if each.code), None)
 
     def _announce_success(self) -> None:
         self._is_announced = True
