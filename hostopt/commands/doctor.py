@@ -14,7 +14,7 @@ from typing import Any
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import EVALUATOR
 from hostopt.doctor import machine, network
-from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
+from hostopt.doctor.checking import WRONG, Finding, note, outcomes, run, wrong
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import MIN_TIMEOUT_S, YEAR_S, Options
 
@@ -79,7 +79,7 @@ def examine(
     if isinstance(outcome, Exception):
         is_ours = isinstance(outcome, HostOptError)
         text = str(outcome) if is_ours else f"TF_CONFIG cannot be used: {outcome!r}"
-        yield Finding(WRONG, text)
+        yield wrong(text)
         return
     cluster, ring = outcome
     yield from run(network.task, cluster, timeout_s=_CHECK_TIMEOUT_S)
@@ -114,7 +114,7 @@ def _examine_ring(
         healthy = healthy and not any(finding.verdict == WRONG for finding in findings)
         yield from findings
     if not healthy:
-        yield Finding(NOTE, "skipped the checks between ranks: correct what is WRONG here first")
+        yield note("skipped the checks between ranks: correct what is WRONG here first")
         return
     most_s = 2 * timeout_s + _CONNECTED_TIMEOUT_S
     yield from run(network.other_ranks, ring, options, model_dir, timeout_s, timeout_s=most_s)
