@@ -184,7 +184,10 @@ def parse_size(text: str) -> int:
     """Parses a size such as 4096, 64KiB, 1MiB or 2GiB; raises ConfigError for others."""
     digits = text.strip().rstrip("KMGiBkmgb")
     unit = text.strip()[len(digits) :].upper() or "B"
-    size_bytes = float(digits) * _UNITS[unit] if _is_number(digits) and unit in _UNITS else 0.0
+    try:
+        size_bytes = float(digits) * _UNITS[unit]
+    except (KeyError, ValueError):
+        size_bytes = 0.0
     if not 0 < size_bytes <= _MAX_SIZE_BYTES or size_bytes % 4:
         raise ConfigError(
             f"size is {shown(text)}, wanted a multiple of 4 bytes up to 64GiB. Give one such as "
@@ -228,10 +231,3 @@ def _time_calls(group: Group, buffer: Any, calls: int) -> tuple[float, float]:
     processor_s = time.process_time() - processor_started_s
     longest = group.gather(np.array([seconds, processor_s])).max(axis=0)
     return float(longest[0]), float(longest[1])
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False

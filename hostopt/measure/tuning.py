@@ -67,16 +67,14 @@ def tune(connect: Callable[[Options], Communicator], options: Options) -> list[T
     A `communication` other than "auto" is kept.
     """
     options = replace(options, timeline=None)
-    alternatives = _ALTERNATIVES if options.communication == "auto" else ()
-    trials = [_try(connect, options)]
-    for communication in alternatives:
-        trials.append(_try(connect, replace(options, communication=communication)))
+    own = options.communication
+    communications = (own, *_ALTERNATIVES) if own == "auto" else (own,)
+    trials = [_try(connect, replace(options, communication=each)) for each in communications]
     best = fastest(trials)
     if best.has_segments:
-        for segment_bytes in _SEGMENTS_BYTES:
-            if segment_bytes != options.segment_bytes:
-                segmented = replace(options, segment_bytes=segment_bytes)
-                trials.append(_try(connect, replace(segmented, communication=best.communication)))
+        options = replace(options, communication=best.communication)
+        segments = [each for each in _SEGMENTS_BYTES if each != options.segment_bytes]
+        trials += [_try(connect, replace(options, segment_bytes=each)) for each in segments]
     return trials
 
 
