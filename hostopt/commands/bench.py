@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.commands.arguments import MAX_TASKS, MAX_TIMES, integer
+from hostopt.commands.arguments import MAX_TIMES, add_size, number
 from hostopt.connect import connect, connect_ring
 from hostopt.errors import ConfigError
 from hostopt.launch.launcher import RunOptions, launch
@@ -33,9 +33,7 @@ def add(commands: Any) -> None:
         "arguments. Rank 0 prints a table.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "-np", type=integer(1, MAX_TASKS), metavar="N", help="number of ranks on this machine"
-    )
+    add_size(parser, "number of ranks on this machine", required=False)
     parser.add_argument(
         "--sizes",
         type=_size,
@@ -45,7 +43,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--repetitions",
-        type=integer(1, MAX_TIMES),
+        type=number(1, MAX_TIMES),
         metavar="K",
         help=f"number of runs; the table shows their median (default: {_REPETITIONS})",
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import EVALUATOR
+from hostopt.commands.arguments import number
 from hostopt.doctor import machine, network
 from hostopt.doctor.checking import WRONG, Finding, note, outcomes, run, wrong
 from hostopt.errors import ConfigError, HostOptError
@@ -37,7 +38,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--model-dir", metavar="DIR", help="model_dir of the training")
     parser.add_argument(
         "--timeout-s",
-        type=_seconds,
+        type=number(MIN_TIMEOUT_S, YEAR_S, float),
         default=10.0,
         metavar="S",
         help="seconds to wait for the other ranks (default: 10)",
@@ -51,13 +52,6 @@ def _doctor(options: argparse.Namespace) -> int:
         print(finding, flush=True)
         healthy = healthy and finding.verdict != WRONG
     return 0 if healthy else ConfigError.exit_code
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not MIN_TIMEOUT_S <= value <= YEAR_S:
-        raise argparse.ArgumentTypeError(f"{text} is not from {MIN_TIMEOUT_S} to {YEAR_S:.0f} s")
-    return value
 
 
 def examine(

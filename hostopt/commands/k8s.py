@@ -19,10 +19,10 @@ from hostopt.adapters.place import PORT
 from hostopt.commands.arguments import (
     MAX_TIMES,
     add_command,
-    add_evaluators,
+    add_count,
     add_size,
     command_of,
-    integer,
+    number,
 )
 from hostopt.launch import restarts
 from hostopt.options import SIZE
@@ -47,10 +47,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--name", type=_name, default="hostopt", help="name of the objects (default: hostopt)"
     )
-    add_evaluators(parser, "number of evaluators")
+    add_count(parser, "--evaluators", "number of evaluators")
     parser.add_argument(
         "--max-restarts",
-        type=integer(0, MAX_TIMES),
+        type=number(0, MAX_TIMES),
         default=5,
         metavar="R",
         help="restarts of each pod after a failure that may be temporary; not limited in a TFJob "
