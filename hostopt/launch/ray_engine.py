@@ -24,6 +24,7 @@ from typing import Any
 from hostopt.errors import ConfigError, ResourceError
 from hostopt.launch.engine import Place, Poll
 from hostopt.launch.ray_task import Job, Opened, RelayedSupervisor, TaskActor, describe
+from hostopt.transport.addresses import host_and_port
 from hostopt.versions import VERSION
 
 _CPU = "CPU"
@@ -67,7 +68,6 @@ def _connected(address: str) -> Iterator[Any]:
 
 def _check_address(address: str) -> None:
     """Raises ConfigError if nothing listens at an address; Ray would wait for minutes."""
-    host, _, port = address.rpartition(":")
     if "://" in address:
         raise ConfigError(
             f"{address!r} is an address for clients of Ray, which cannot hold the processes of a "
@@ -76,7 +76,7 @@ def _check_address(address: str) -> None:
     if address == "auto":
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+        socket.create_connection(host_and_port(address), _CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError, OverflowError) as error:
         raise _no_connection(address, error) from error
 
@@ -373,10 +373,8 @@ class RayEngine:
         reservation = RayReservation(
             self._ray, self._bundles, slots, least, self._timeout_s, self._missing_s
         )
-        try:
+        with contextlib.closing(reservation):
             yield reservation.poll
-        finally:
-            reservation.close()
 
     def start(
         self,
