@@ -190,14 +190,14 @@ def _resources(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, _, amount = part.partition("=")
         try:
-            resources[name.strip()] = float(amount)
+            value = float(amount)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER") from None
-        value = resources[name.strip()]
+            value = 0.0
         if not name.strip() or not (0 < value < 1 or (value >= 1 and value.is_integer())):
             raise argparse.ArgumentTypeError(
                 f"{part!r} is not NAME=NUMBER with a whole number, or one between 0 and 1"
             )
+        resources[name.strip()] = value
     return resources
 
 
