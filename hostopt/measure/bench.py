@@ -1,4 +1,4 @@
-"""Benchmark of float32 all-reduces, over hostopt or any other implementation of `Group`."""
+"""Benchmark of float32 all-reduces, whose loop also times other implementations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,32 +29,11 @@ _COMPRESSED_TOLERANCE = 2.0**-7
 _MAX_SIZE_BYTES = 64 << 30
 
 
-class Group(Protocol):
-    """Ranks whose all-reduce can be timed, with their own type of buffer: arrays by default."""
+class CommunicatorGroup:
+    """Ranks of a communicator, whose buffers are arrays.
 
-    rank: int  # 0..size-1
-    size: int
-
-    def load(self, array: Array) -> Any:
-        """Converts a float32 array of shape [n] to a buffer."""
-        return array
-
-    def all_reduce(self, buffer: Any) -> Any:
-        """Sums over the ranks, in place if possible, and returns the buffer."""
-
-    def read(self, buffer: Any) -> Array:
-        """Converts a buffer to an array of shape [n]."""
-        return np.asarray(buffer)
-
-    def gather(self, values: Array) -> Array:
-        """Gathers float64 values of shape [n] from all ranks, as [size, n]."""
-
-    def barrier(self) -> None:
-        """Waits for all ranks; returns on all of them at nearly the same time."""
-
-
-class CommunicatorGroup(Group):
-    """Ranks of a communicator."""
+    What else is timed in the same way has these methods, and its own type of buffer.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -62,18 +41,26 @@ class CommunicatorGroup(Group):
         self.rank = communicator.rank
         self.size = communicator.size
 
-    def all_reduce(self, buffer: Array) -> Array:
-        """Sums in place."""
+    def load(self, array: Array) -> Any:
+        """Converts a float32 array of shape [n] to a buffer."""
+        return array
+
+    def all_reduce(self, buffer: Any) -> Any:
+        """Sums over the ranks, in place if possible, and returns the buffer."""
         call = self._communicator.next_call("the benchmark")
         self._communicator.all_reduce_in_place(buffer, ReduceOp.SUM, call, self._wire_format)
         return buffer
 
+    def read(self, buffer: Any) -> Array:
+        """Converts a buffer to an array of shape [n]."""
+        return np.asarray(buffer)
+
     def gather(self, values: Array) -> Array:
-        """Gathers the values of all ranks."""
+        """Gathers float64 values of shape [n] from all ranks, as [size, n]."""
         return self._communicator.all_gather(values, "the times of the benchmark")
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Waits for all ranks; returns on all of them at nearly the same time."""
         self._communicator.barrier("a barrier of the benchmark")
 
 
@@ -108,7 +95,9 @@ def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> l
     return timings
 
 
-def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[float, ...], float]:
+def measure(
+    group: CommunicatorGroup, size_bytes: int, repetitions: int
+) -> tuple[tuple[float, ...], float]:
     """Times all-reduces of one size, after a warm-up. Collective: all ranks must call it.
 
     Returns:
@@ -124,7 +113,7 @@ def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[floa
     return tuple(seconds), statistics.median(processor_s)
 
 
-def check_sums(group: Group, size_bytes: int, *, exact: bool = True) -> None:
+def check_sums(group: CommunicatorGroup, size_bytes: int, *, exact: bool = True) -> None:
     """Reduces known values once, and checks the sums. Collective: all ranks must call it.
 
     Unless they must be exact, the rounding of compressed values is allowed.
@@ -221,7 +210,7 @@ def _count_sent(communicator: Communicator, group: CommunicatorGroup, size_bytes
     return float(group.gather(sent).max())
 
 
-def _time_calls(group: Group, buffer: Any, calls: int) -> tuple[float, float]:
+def _time_calls(group: CommunicatorGroup, buffer: Any, calls: int) -> tuple[float, float]:
     """Returns seconds and processor seconds of `calls` all-reduces, each the largest of a rank."""
     group.barrier()  # all ranks start together
     started_s, processor_started_s = time.perf_counter(), time.process_time()
