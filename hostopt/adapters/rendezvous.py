@@ -136,6 +136,7 @@ class Peer:
         """Returns the next message, if all of it arrives in time; logs progress meanwhile."""
         end_s = min(time.monotonic() + timeout_s, self._deadline_s + _GRACE_S)
         while b"\n" not in self._received:
+            self._progress.log(self._missing)
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 raise ConnectionError("no message in time")
@@ -145,7 +146,6 @@ class Peer:
                 if not data or len(self._received) > MAX_LINE_BYTES:
                     raise ConnectionError("the connection has ended")
                 self._received += data
-            self._progress.log(self._missing)
         first, _, self._received = self._received.partition(b"\n")
         return parsed(first)
 
