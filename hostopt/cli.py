@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     descriptors.open_closed_descriptors()
     options = _parser().parse_args(argv)
-    stream = output.LogStream(output.ERR)
-    logging.basicConfig(stream=stream, level=logging.INFO, format="hostopt: %(message)s")
+    format_ = "hostopt: %(message)s"
+    logging.basicConfig(stream=output.LogStream(), level=logging.INFO, format=format_)
     try:
         return int(options.run(options) or 0)
     except HostOptError as error:

@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, required=True)
     parser.add_argument("--store", help="file in which ranks of Gloo meet")
     args = parser.parse_args()
-    group: bench.Group
+    group: Any
     if args.peer == "gloo":
         group = Gloo(args.store)
     else:

@@ -73,6 +73,7 @@ class Peer:
     def __post_init__(self) -> None:
         self._progress = Progress(self._place)
         self._missing = [0]
+        self._received = b""  # of the next message
         self._refusal = ""  # of a process without the right proof
 
     def exchange(self) -> list[str]:
@@ -107,9 +108,8 @@ class Peer:
 
     def _register(self, connection: socket.socket) -> list[str]:
         """Registers, and returns the addresses; raises OSError if the other end is not rank 0."""
-        lines = _LineReader(connection)
-        self._missing = [0]
-        nonce, own_nonce = self._read(lines, _CONNECT_TIMEOUT_S).get("nonce"), _new_nonce()
+        self._received, self._missing = b"", [0]
+        nonce, own_nonce = self._read(connection, _CONNECT_TIMEOUT_S).get("nonce"), _new_nonce()
         if not isinstance(nonce, str):
             raise ConnectionError("not rank 0")
         place = self._place
@@ -117,7 +117,7 @@ class Peer:
         fields = [place.run_id, place.rank, place.size, address, own_nonce]
         connection.sendall(line(fields=fields, proof=proof(self._token, nonce, *fields)))
         while True:
-            answer = self._read(lines, _SILENCE_S)
+            answer = self._read(connection, _SILENCE_S)
             kind, value = answer.get("kind"), answer.get("value")
             is_proven = is_proof(answer.get("proof"), self._token, own_nonce, kind, value)
             if self._token is not None and not is_proven:
@@ -132,41 +132,25 @@ class Peer:
             else:
                 raise ConnectionError("not rank 0")
 
-    def _read(self, lines: _LineReader, timeout_s: float) -> dict[str, Any]:
-        """Reads a message; logs progress meanwhile."""
+    def _read(self, connection: socket.socket, timeout_s: float) -> dict[str, Any]:
+        """Returns the next message, if all of it arrives in time; logs progress meanwhile."""
         end_s = min(time.monotonic() + timeout_s, self._deadline_s + _GRACE_S)
-        while True:
-            try:
-                return lines.read(min(end_s, time.monotonic() + PROGRESS_S))
-            except socket.timeout:  # another class before Python 3.10
-                if time.monotonic() >= end_s:
-                    raise
+        while b"\n" not in self._received:
             self._progress.log(self._missing)
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise ConnectionError("no message in time")
+            connection.settimeout(min(left_s, PROGRESS_S))
+            with contextlib.suppress(socket.timeout):  # another class before Python 3.10
+                data = connection.recv(1 << 16)
+                if not data or len(self._received) > MAX_LINE_BYTES:
+                    raise ConnectionError("the connection has ended")
+                self._received += data
+        first, _, self._received = self._received.partition(b"\n")
+        return parsed(first)
 
     def _are_valid(self, addresses: list[Any]) -> bool:
         return len(addresses) == self._place.size and all(map(tf_config.is_address, addresses))
-
-
-class _LineReader:
-    """Reads messages from a connection."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._received = b""
-
-    def read(self, deadline_s: float) -> dict[str, Any]:
-        """Returns the next message, if all of it arrives by the deadline."""
-        while b"\n" not in self._received:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise socket.timeout("no message in time")
-            self._connection.settimeout(left_s)
-            data = self._connection.recv(1 << 16)
-            if not data or len(self._received) > MAX_LINE_BYTES:
-                raise ConnectionError("the connection has ended")
-            self._received += data
-        first, _, self._received = self._received.partition(b"\n")
-        return parsed(first)
 
 
 def _listen(place: Place) -> socket.socket:

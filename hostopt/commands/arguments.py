@@ -11,34 +11,29 @@ MAX_PORT = 65_535
 USAGE_ERROR = 2
 
 
-def integer(least: int, most: int) -> Callable[[str], int]:
+def number(least: float, most: float, kind: type[float] = int) -> Callable[[str], float]:
     """Returns the type of an argument that is a number from `least` to `most`."""
 
-    def integer(text: str) -> int:
-        value = int(text)
+    def number(text: str) -> float:
+        value = kind(text)
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{value} is not from {least} to {most}")
         return value
 
-    return integer
+    return number
 
 
-def add_size(parser: argparse.ArgumentParser, meaning: str) -> None:
+def add_size(parser: argparse.ArgumentParser, meaning: str, required: bool = True) -> None:
     """Adds the argument -np."""
     parser.add_argument(
-        "-np", type=integer(1, MAX_TASKS), required=True, metavar="N", help=meaning
+        "-np", type=number(1, MAX_TASKS), required=required, metavar="N", help=meaning
     )
 
 
-def add_evaluators(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Adds the argument --evaluators."""
-    parser.add_argument(
-        "--evaluators",
-        type=integer(0, MAX_TASKS),
-        default=0,
-        metavar="K",
-        help=f"{meaning} (default: 0)",
-    )
+def add_count(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:
+    """Adds an argument that is the number of tasks of a kind besides the ranks."""
+    meaning = f"{meaning} (default: 0)"
+    parser.add_argument(name, type=number(0, MAX_TASKS), default=0, metavar="K", help=meaning)
 
 
 def add_command(parser: argparse.ArgumentParser, meaning: str) -> None:

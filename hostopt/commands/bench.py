@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.commands.arguments import MAX_TASKS, MAX_TIMES, integer
+from hostopt.commands.arguments import MAX_TIMES, add_size, number
 from hostopt.connect import connect, connect_ring
 from hostopt.errors import ConfigError
 from hostopt.launch.launcher import RunOptions, launch
@@ -33,9 +33,7 @@ def add(commands: Any) -> None:
         "arguments. Rank 0 prints a table.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "-np", type=integer(1, MAX_TASKS), metavar="N", help="number of ranks on this machine"
-    )
+    add_size(parser, "number of ranks on this machine", required=False)
     parser.add_argument(
         "--sizes",
         type=_size,
@@ -45,7 +43,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--repetitions",
-        type=integer(1, MAX_TIMES),
+        type=number(1, MAX_TIMES),
         metavar="K",
         help=f"number of runs; the table shows their median (default: {_REPETITIONS})",
     )
@@ -89,7 +87,7 @@ def _bench(options: argparse.Namespace) -> int:
         rank = communicator.rank
     if rank == 0:
         if options.json is not None:
-            _kind(options).save(options.json, results)
+            bench.save(options.json, results)
         if not options.quiet:
             _print_results(options, results)
     return 0
@@ -106,18 +104,17 @@ def _bench_here(options: argparse.Namespace) -> int:
             command += ["--sizes", *map(str, options.sizes)]
         code = launch(command, RunOptions(size=options.np))
         if code == 0 and not options.quiet:
-            _print_results(options, _kind(options).load(path))
+            kind = tuning.Trial if options.suggest else bench.Timing
+            _print_results(options, bench.load(path, kind))
         return code
 
 
-def _kind(options: argparse.Namespace) -> Any:
-    return tuning if options.suggest else bench
-
-
 def _print_results(options: argparse.Namespace, results: Sequence[Any]) -> None:
-    print(_kind(options).format_table(results))
     if options.suggest:
-        print(f"\n{tuning.format_variables(tuning.fastest(results))}")
+        choice = tuning.format_variables(tuning.fastest(results))
+        print(f"{tuning.format_table(results)}\n\n{choice}")
+    else:
+        print(bench.format_table(results))
 
 
 def _size(text: str) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.cluster.tf_config import EVALUATOR
+from hostopt.commands.arguments import number
 from hostopt.doctor import machine, network
-from hostopt.doctor.checking import NOTE, WRONG, Finding, outcomes, run
+from hostopt.doctor.checking import WRONG, Finding, note, outcomes, run, wrong
 from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import MIN_TIMEOUT_S, YEAR_S, Options
 
@@ -37,7 +38,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--model-dir", metavar="DIR", help="model_dir of the training")
     parser.add_argument(
         "--timeout-s",
-        type=_seconds,
+        type=number(MIN_TIMEOUT_S, YEAR_S, float),
         default=10.0,
         metavar="S",
         help="seconds to wait for the other ranks (default: 10)",
@@ -51,13 +52,6 @@ def _doctor(options: argparse.Namespace) -> int:
         print(finding, flush=True)
         healthy = healthy and finding.verdict != WRONG
     return 0 if healthy else ConfigError.exit_code
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not MIN_TIMEOUT_S <= value <= YEAR_S:
-        raise argparse.ArgumentTypeError(f"{text} is not from {MIN_TIMEOUT_S} to {YEAR_S:.0f} s")
-    return value
 
 
 def examine(
@@ -79,7 +73,7 @@ def examine(
     if isinstance(outcome, Exception):
         is_ours = isinstance(outcome, HostOptError)
         text = str(outcome) if is_ours else f"TF_CONFIG cannot be used: {outcome!r}"
-        yield Finding(WRONG, text)
+        yield wrong(text)
         return
     cluster, ring = outcome
     yield from run(network.task, cluster, timeout_s=_CHECK_TIMEOUT_S)
@@ -114,7 +108,7 @@ def _examine_ring(
         healthy = healthy and not any(finding.verdict == WRONG for finding in findings)
         yield from findings
     if not healthy:
-        yield Finding(NOTE, "skipped the checks between ranks: correct what is WRONG here first")
+        yield note("skipped the checks between ranks: correct what is WRONG here first")
         return
     most_s = 2 * timeout_s + _CONNECTED_TIMEOUT_S
     yield from run(network.other_ranks, ring, options, model_dir, timeout_s, timeout_s=most_s)

@@ -19,10 +19,10 @@ from hostopt.adapters.place import PORT
 from hostopt.commands.arguments import (
     MAX_TIMES,
     add_command,
-    add_evaluators,
+    add_count,
     add_size,
     command_of,
-    integer,
+    number,
 )
 from hostopt.launch import restarts
 from hostopt.options import SIZE
@@ -47,10 +47,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--name", type=_name, default="hostopt", help="name of the objects (default: hostopt)"
     )
-    add_evaluators(parser, "number of evaluators")
+    add_count(parser, "--evaluators", "number of evaluators")
     parser.add_argument(
         "--max-restarts",
-        type=integer(0, MAX_TIMES),
+        type=number(0, MAX_TIMES),
         default=5,
         metavar="R",
         help="restarts of each pod after a failure that may be temporary; not limited in a TFJob "
@@ -137,6 +137,11 @@ class Training:
         """Number of pods."""
         return self.size + self.evaluators
 
+    @property
+    def secret(self) -> str:
+        """Name of the secret with the token."""
+        return f"{self.name}-token"
+
 
 def job(training: Training) -> list[Manifest]:
     """Returns an Indexed Job, with the service by which its pods reach each other.
@@ -154,11 +159,7 @@ def job(training: Training) -> list[Manifest]:
         "publishNotReadyAddresses": True,  # ranks look for each other when they start
         "selector": {"batch.kubernetes.io/job-name": training.name},
     }
-    return [
-        _secret(training),
-        _object("v1", "Service", training.name, spec=service),
-        _object("batch/v1", "Job", training.name, spec=specification),
-    ]
+    return _manifests(training, ("v1", "Service", service), ("batch/v1", "Job", specification))
 
 
 def tfjob(training: Training) -> list[Manifest]:
@@ -183,10 +184,7 @@ def tfjob(training: Training) -> list[Manifest]:
         },
         "tfReplicaSpecs": replicas,
     }
-    return [
-        _secret(training),
-        _object("kubeflow.org/v1", "TFJob", training.name, spec=specification),
-    ]
+    return _manifests(training, ("kubeflow.org/v1", "TFJob", specification))
 
 
 def trainjob(training: Training) -> list[Manifest]:
@@ -202,19 +200,14 @@ def trainjob(training: Training) -> list[Manifest]:
         "mlPolicy": {"numNodes": training.count},
         "template": {"spec": {"replicatedJobs": [node_job]}},
     }
-    reference = {
-        "apiGroup": "trainer.kubeflow.org",
-        "kind": "TrainingRuntime",
-        "name": training.name,
-    }
-    return [
-        _secret(training),
-        _object(_TRAINER, "TrainingRuntime", training.name, spec=runtime),
-        _object(_TRAINER, "TrainJob", training.name, spec={"runtimeRef": reference}),
-    ]
+    group, kind = "trainer.kubeflow.org", "TrainingRuntime"
+    reference = {"apiGroup": group, "kind": kind, "name": training.name}
+    version = f"{group}/v1alpha1"
+    return _manifests(
+        training, (version, kind, runtime), (version, "TrainJob", {"runtimeRef": reference})
+    )
 
 
-_TRAINER = "trainer.kubeflow.org/v1alpha1"
 KINDS = {"job": job, "tfjob": tfjob, "trainjob": trainjob}
 
 
@@ -224,17 +217,17 @@ def to_json(manifests: Sequence[Manifest]) -> str:
     return json.dumps(manifest_list, indent=2, ensure_ascii=False) + "\n"
 
 
-def _object(version: str, kind: str, name: str, **content: Any) -> Manifest:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **content}
+def _manifests(training: Training, *objects: tuple[str, str, Manifest]) -> list[Manifest]:
+    """Returns a secret with a new token, and objects of versions, kinds and specifications."""
 
+    def manifest(version: str, kind: str, name: str, **content: Any) -> Manifest:
+        return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **content}
 
-def _secret(training: Training) -> Manifest:
-    content = {_TOKEN: secrets.token_hex(32)}
-    return _object("v1", "Secret", _secret_name(training), stringData=content)
-
-
-def _secret_name(training: Training) -> str:
-    return f"{training.name}-token"
+    token = {_TOKEN: secrets.token_hex(32)}
+    return [
+        manifest("v1", "Secret", training.secret, stringData=token),
+        *(manifest(version, kind, training.name, spec=spec) for version, kind, spec in objects),
+    ]
 
 
 def _pods(training: Training, container: str, **more: str) -> Manifest:
@@ -257,7 +250,7 @@ def _pods(training: Training, container: str, **more: str) -> Manifest:
 def _pod(
     training: Training, container: str, command: Sequence[str], variables: dict[str, str]
 ) -> Manifest:
-    key = {"secretKeyRef": {"name": _secret_name(training), "key": _TOKEN}}
+    key = {"secretKeyRef": {"name": training.secret, "key": _TOKEN}}
     environment: list[Manifest] = [{"name": "HOSTOPT_TOKEN", "valueFrom": key}]
     environment += [{"name": name, "value": value} for name, value in variables.items()]
     main: Manifest = {

@@ -14,10 +14,10 @@ from hostopt.commands.arguments import (
     MAX_TIMES,
     USAGE_ERROR,
     add_command,
-    add_evaluators,
+    add_count,
     add_size,
     command_of,
-    integer,
+    number,
 )
 from hostopt.errors import ConfigError
 from hostopt.launch import output
@@ -49,25 +49,19 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     add_size(run, "number of ranks: 1 chief, N-1 workers")
-    add_evaluators(run, "number of evaluators")
-    run.add_argument(
-        "--data-workers",
-        type=integer(0, MAX_TASKS),
-        default=0,
-        metavar="K",
-        help="number of processes that prepare the data of all ranks (default: 0, each rank its "
-        "own)",
-    )
+    add_count(run, "--evaluators", "number of evaluators")
+    meaning = "number of processes that prepare the data of all ranks, instead of each its own"
+    add_count(run, "--data-workers", meaning)
     run.add_argument(
         "--max-restarts",
-        type=integer(0, MAX_TIMES),
+        type=number(0, MAX_TIMES),
         default=0,
         metavar="R",
         help="restart the ranks up to R times after a failure that may be temporary (default: 0)",
     )
     run.add_argument(
         "--min-np",
-        type=integer(1, MAX_TASKS),
+        type=number(1, MAX_TASKS),
         metavar="M",
         help="restart without ranks that fail twice in a row, with at least M ranks (default: N)",
     )
@@ -97,7 +91,7 @@ def add(commands: Any) -> None:
     )
     run.add_argument(
         "--metrics-port",
-        type=integer(0, MAX_PORT),
+        type=number(0, MAX_PORT),
         metavar="PORT",
         help="loopback port at which Prometheus can read metrics of the run, 0 for any free one; "
         "needs pip install 'hostopt[metrics]' (default: none)",
@@ -196,14 +190,14 @@ def _resources(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, _, amount = part.partition("=")
         try:
-            resources[name.strip()] = float(amount)
+            value = float(amount)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER") from None
-        value = resources[name.strip()]
+            value = 0.0
         if not name.strip() or not (0 < value < 1 or (value >= 1 and value.is_integer())):
             raise argparse.ArgumentTypeError(
                 f"{part!r} is not NAME=NUMBER with a whole number, or one between 0 and 1"
             )
+        resources[name.strip()] = value
     return resources
 
 
@@ -225,7 +219,8 @@ def add_exec(commands: Any) -> None:
         "ends in .py is run with this Python.",
         allow_abbrev=False,
     )
-    add_evaluators(parser, "number of processes, the last ones, that are evaluators")
+    meaning = "number of processes, the last ones, that are evaluators"
+    add_count(parser, "--evaluators", meaning)
     add_command(parser, "the command to run")
     parser.set_defaults(run=_exec, parser=parser)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostopt.commands.arguments import integer
+from hostopt.commands.arguments import number
 from hostopt.options import MAX_COUNT
 from hostopt.telemetry.trace_files import draw, merge
 
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     drawing.add_argument("-o", "--output", required=True, metavar="FILE", help="the image file")
     drawing.add_argument(
         "--step",
-        type=integer(0, MAX_COUNT),
+        type=number(0, MAX_COUNT),
         metavar="N",
         help="number of the step, from 0 (default: the last)",
     )

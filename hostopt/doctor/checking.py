@@ -6,6 +6,7 @@ finding, too.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,9 @@ class Finding(NamedTuple):
         return f"{self.verdict:<5} {self.text}"
 
 
+ok, note, wrong = (functools.partial(Finding, verdict) for verdict in (OK, NOTE, WRONG))
+
+
 def run(check: Callable[..., Iterable[Finding]], *args: Any, timeout_s: float) -> list[Finding]:
     """Runs a check."""
     findings: list[Finding] = []
@@ -39,7 +43,7 @@ def run(check: Callable[..., Iterable[Finding]], *args: Any, timeout_s: float) -
         text = f"the check of {name} did not finish within {timeout_s:g} s: what it accesses hangs"
     else:
         text = f"the check of {name} failed: {outcome!r}"
-    return [*findings, Finding(WRONG, text)]
+    return [*findings, wrong(text)]
 
 
 def outcomes(function: Callable[[Any], Any], items: Sequence[Any], timeout_s: float) -> list[Any]:

@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import re
-import resource
 import secrets
 import shutil
 import subprocess
@@ -22,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from hostopt.collectives import shared_file
-from hostopt.doctor.checking import NOTE, OK, WRONG, Finding
+from hostopt.doctor.checking import Finding, note, ok, wrong
 from hostopt.options import MIB, PREFIX, VARIABLES, Options
+from hostopt.process import descriptors
 from hostopt.versions import has_keras_3
 
 _TRIAL_PREFIX = ".hostopt-doctor-"
@@ -41,14 +41,12 @@ def shared_memory(directory: str = shared_file.DIRECTORY) -> Iterator[Finding]:
     try:
         stats = os.statvfs(directory)
     except OSError as error:
-        yield Finding(NOTE, f"{directory} cannot be used ({error.strerror}): {remedy}")
+        yield note(f"{directory} cannot be used ({error.strerror}): {remedy}")
         return
     size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     text = f"{directory} has {free // MIB} MiB free of {size // MIB} MiB"
-    if min(size - 1, free) < _DOCKER_SHM_BYTES:  # Docker's default is exactly this size
-        yield Finding(NOTE, f"{text}: {remedy}")
-    else:
-        yield Finding(OK, text)
+    has_little = min(size - 1, free) < _DOCKER_SHM_BYTES  # Docker's default is exactly this size
+    yield note(f"{text}: {remedy}") if has_little else ok(text)
     with os.scandir(directory) as entries:
         buffers = [entry for entry in entries if entry.name.startswith(shared_file.PREFIX)]
     stale = 0
@@ -56,30 +54,26 @@ def shared_memory(directory: str = shared_file.DIRECTORY) -> Iterator[Finding]:
         with contextlib.suppress(FileNotFoundError):
             stale += time.time() - entry.stat().st_mtime >= shared_file.STALE_AFTER_S
     if stale:
-        yield Finding(
-            NOTE,
+        yield note(
             f"{stale} files {directory}/{shared_file.PREFIX}* remain of ranks that were killed: "
-            "the next run of the same user removes them",
+            "the next run of the same user removes them"
         )
 
 
 def open_files() -> Iterator[Finding]:
     """Checks the limit of open files and sockets."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
-        text = f"{limit} open files are allowed, which may be too few: run ulimit -n 1024"
-        yield Finding(NOTE, text)
-    else:
-        yield Finding(OK, f"{limit} open files are allowed")
+    text = f"{descriptors.limit()} open files are allowed"
+    is_low = descriptors.limit() < _FEW_FILES
+    yield note(f"{text}, which may be too few: run ulimit -n 1024") if is_low else ok(text)
 
 
 def model_dir(path: str | None) -> Iterator[Finding]:
     """Checks that checkpoints can be written, and names the newest one."""
     if path is None:
-        yield Finding(NOTE, "model_dir was not checked: name it with --model-dir")
+        yield note("model_dir was not checked: name it with --model-dir")
         return
     if "://" in path:
-        yield Finding(NOTE, f"model_dir {path} is not a local path, so it was not checked")
+        yield note(f"model_dir {path} is not a local path, so it was not checked")
         return
     directory = existing(path)
     name = f"model_dir {path}"
@@ -90,17 +84,14 @@ def model_dir(path: str | None) -> Iterator[Finding]:
             pass
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        yield Finding(
-            WRONG,
+        yield wrong(
             f"{name} cannot be written to ({error.strerror or error}): use another directory, or "
-            "correct its owner, mode or disk",
+            "correct its owner, mode or disk"
         )
         return
     text = f"{name} can be written to, {free // MIB} MiB are free"
-    if free < _LITTLE_DISK_BYTES:
-        yield Finding(NOTE, f"{text}, which may be too little for checkpoints")
-    else:
-        yield Finding(OK, text)
+    has_little = free < _LITTLE_DISK_BYTES
+    yield note(f"{text}, which may be too little for checkpoints") if has_little else ok(text)
     yield from _newest_checkpoint(Path(path))
 
 
@@ -138,29 +129,25 @@ def _newest_checkpoint(directory: Path) -> Iterator[Finding]:
     try:
         state = (directory / "checkpoint").read_text(errors="replace")
     except FileNotFoundError:
-        yield Finding(NOTE, "model_dir has no checkpoint: a training starts at step 0")
+        yield note("model_dir has no checkpoint: a training starts at step 0")
         return
     except OSError as error:
         reason = error.strerror or error
-        yield Finding(
-            WRONG, f"{directory / 'checkpoint'} cannot be read ({reason}): correct or remove it"
-        )
+        yield wrong(f"{directory / 'checkpoint'} cannot be read ({reason}): correct or remove it")
         return
     match = re.search(r'^model_checkpoint_path: "([^"\0]+)"$', state, re.MULTILINE)
     if not match:
-        text = f"{directory / 'checkpoint'} names no checkpoint: correct or remove it"
-        yield Finding(WRONG, text)
+        yield wrong(f"{directory / 'checkpoint'} names no checkpoint: correct or remove it")
         return
     prefix = directory / match[1]  # which may be absolute
     shards = glob.glob(f"{glob.escape(str(prefix))}.data-{_DIGITS}-of-{_DIGITS}")
     if not Path(f"{prefix}.index").exists() or not shards or len(shards) != int(shards[0][-5:]):
-        yield Finding(
-            WRONG,
+        yield wrong(
             f"{directory / 'checkpoint'} names {prefix}, of which files are missing: set "
-            "HOSTOPT_RESTORE_PREVIOUS=true to resume from the newest intact checkpoint",
+            "HOSTOPT_RESTORE_PREVIOUS=true to resume from the newest intact checkpoint"
         )
     else:
-        yield Finding(NOTE, f"a training resumes from {prefix}")
+        yield note(f"a training resumes from {prefix}")
 
 
 _ARRAY_BYTES = 16 << 20  # of each thread, twice: more than its share of most caches
@@ -176,17 +163,16 @@ def speeds(gpus: str = "/dev/nvidia[0-9]*") -> Iterator[Finding]:
     """Measures host memory and, if there is a GPU, the bus; says what a step needs at least."""
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     memory = _memory_bytes_per_s(threads)
-    yield Finding(OK, f"{threads} threads move {memory / 1e9:.3g} GB/s through host memory")
+    yield ok(f"{threads} threads move {memory / 1e9:.3g} GB/s through host memory")
     if not glob.glob(gpus):
         return
     bus = _bus()
     if not bus:
-        text = "the bus to the GPU could not be measured: TensorFlow finds no GPU, or fails"
-        yield Finding(NOTE, text)
+        yield note("the bus to the GPU could not be measured: TensorFlow finds no GPU, or fails")
         return
     ways = ", ".join(f"{name} the GPU {value / 1e9:.3g}" for name, value in bus.items())
-    yield Finding(OK, f"the bus to the GPU, in GB/s: {ways}")
-    yield Finding(OK, least_step(memory, bus))
+    yield ok(f"the bus to the GPU, in GB/s: {ways}")
+    yield ok(least_step(memory, bus))
 
 
 def least_step(memory: float, bus: Mapping[str, float]) -> str:
@@ -241,17 +227,17 @@ def versions() -> Iterator[Finding]:
     """Checks the requirements of hostopt, and those of the packages that it requires."""
     packages = installed()
     if "hostopt" not in packages:
-        yield Finding(WRONG, "hostopt is not installed: run pip install in its repository")
+        yield wrong("hostopt is not installed: run pip install in its repository")
         return
-    wrong = sorted(set(_unmet()))
-    yield from (Finding(WRONG, text) for text in wrong)
+    unmet = sorted(set(_unmet()))
+    yield from map(wrong, unmet)
     if sys.version_info[:2] > _TESTED_PYTHON:
         newest = ".".join(map(str, _TESTED_PYTHON))
-        yield Finding(
-            NOTE, f"Python {packages['Python']} is newer than {newest}, the newest tested version"
+        yield note(
+            f"Python {packages['Python']} is newer than {newest}, the newest tested version"
         )
-    if not wrong:
-        yield Finding(OK, ", ".join(f"{name} {version}" for name, version in packages.items()))
+    if not unmet:
+        yield ok(", ".join(f"{name} {version}" for name, version in packages.items()))
 
 
 def _unmet() -> Iterator[str]:
@@ -296,20 +282,18 @@ def keras(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Checks that `tf.keras` is Keras 2, which Estimator needs."""
     value = environ.get(_LEGACY_KERAS)
     if not has_keras_3():
-        yield Finding(OK, "tf.keras is Keras 2, included in TensorFlow")
+        yield ok("tf.keras is Keras 2, included in TensorFlow")
     elif value is None:
-        yield Finding(
-            NOTE,
+        yield note(
             f"{_LEGACY_KERAS} is not set: a program that uses tf.keras before it imports "
-            f"estimator_ext gets Keras 3. Set {_LEGACY_KERAS}=1, as `hostopt run` does",
+            f"estimator_ext gets Keras 3. Set {_LEGACY_KERAS}=1, as `hostopt run` does"
         )
     elif value in ("1", "true", "True"):
-        yield Finding(OK, f"{_LEGACY_KERAS} is {value}: tf.keras is Keras 2")
+        yield ok(f"{_LEGACY_KERAS} is {value}: tf.keras is Keras 2")
     else:
-        yield Finding(
-            WRONG,
+        yield wrong(
             f"{_LEGACY_KERAS} is {value!r}, so tf.keras is Keras 3, which does not support "
-            "Estimator: set it to 1",
+            "Estimator: set it to 1"
         )
 
 
@@ -319,16 +303,13 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     names = sorted(name for name in environ if name.startswith(PREFIX))
     unknown = [name for name in names if name not in VARIABLES]
     for name in unknown:
-        yield Finding(NOTE, f"hostopt does not read {name}")
+        yield note(f"hostopt does not read {name}")
     if not unknown:
-        yield Finding(OK, f"HOSTOPT_* variables: {', '.join(names) or 'none is set'}")
+        yield ok(f"HOSTOPT_* variables: {', '.join(names) or 'none is set'}")
 
 
 def proxies(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Notes the proxies in the environment."""
     names = sorted(name for name in environ if name.lower() in _PROXIES)
-    if names:
-        text = f"{', '.join(names)}: ignored, as ranks connect to each other directly"
-        yield Finding(NOTE, text)
-    else:
-        yield Finding(OK, "no proxies")
+    text = f"{', '.join(names)}: ignored, as ranks connect to each other directly"
+    yield note(text) if names else ok("no proxies")

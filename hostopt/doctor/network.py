@@ -23,7 +23,7 @@ from hostopt.cluster.cluster import Cluster, Task
 from hostopt.cluster.tf_config import DATA
 from hostopt.collectives.communicator import Communicator
 from hostopt.connect import connect_ring
-from hostopt.doctor.checking import NOTE, OK, WRONG, Finding, outcomes
+from hostopt.doctor.checking import Finding, note, ok, outcomes, wrong
 from hostopt.doctor.machine import existing, installed, trial_file
 from hostopt.errors import RendezvousTimeoutError
 from hostopt.measure.clock import measure_offset
@@ -47,12 +47,12 @@ _SLOW_BYTES_PER_S = 100e6  # about what 1 Gbit/s carries
 def task(cluster: Cluster) -> Iterator[Finding]:
     """Reports this task and its rank."""
     if cluster.task is None:
-        yield Finding(NOTE, "TF_CONFIG names no cluster: a training here has one rank")
+        yield note("TF_CONFIG names no cluster: a training here has one rank")
     elif cluster.rank is None:
         does = "prepares data" if cluster.role == DATA else "evaluates"
-        yield Finding(OK, f"TF_CONFIG: {cluster.task} {does} for {cluster.size} ranks")
+        yield ok(f"TF_CONFIG: {cluster.task} {does} for {cluster.size} ranks")
     else:
-        yield Finding(OK, f"TF_CONFIG: {cluster.task} is rank {cluster.rank} of {cluster.size}")
+        yield ok(f"TF_CONFIG: {cluster.task} is rank {cluster.rank} of {cluster.size}")
 
 
 def names(ring: Cluster) -> Iterator[Finding]:
@@ -65,13 +65,12 @@ def names(ring: Cluster) -> Iterator[Finding]:
     }
     for host, error in unknown.items():
         tasks = ", ".join(name for name, named in host_of.items() if named == host)
-        yield Finding(
-            WRONG,
+        yield wrong(
             f"the host {host!r} of {tasks} does not resolve ({error}): correct it in TF_CONFIG, "
-            "or add it to DNS or /etc/hosts",
+            "or add it to DNS or /etc/hosts"
         )
     if not unknown:
-        yield Finding(OK, f"names resolve: {', '.join(hosts)}")
+        yield ok(f"names resolve: {', '.join(hosts)}")
 
 
 def local_address(task: Task) -> Iterator[Finding]:
@@ -82,59 +81,56 @@ def local_address(task: Task) -> Iterator[Finding]:
     if refused is not None:
         in_use = refused.errno == errno.EADDRINUSE
         problem = "is in use" if in_use else f"cannot be bound ({refused})"
-        yield Finding(
-            WRONG,
+        yield wrong(
             f"port {port} of this task ({task}) {problem}{_listeners(port)}: stop that "
-            "process, or choose another port in TF_CONFIG on all ranks",
+            "process, or choose another port in TF_CONFIG on all ranks"
         )
         return
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = sorted({str(info[4][0]) for info in infos})
     if all(_refusal(address, 0) is not None for address in addresses):
-        yield Finding(
-            NOTE,
+        yield note(
             f"{', '.join(addresses)}, the address of this task ({task}), does not belong to "
-            "this machine: that is correct behind NAT, otherwise correct it in TF_CONFIG",
+            "this machine: that is correct behind NAT, otherwise correct it in TF_CONFIG"
         )
     else:
-        yield Finding(OK, f"port {port} of this task ({task}) is free")
+        yield ok(f"port {port} of this task ({task}) is free")
 
 
 def security(ring: Cluster, options: Options, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Checks the token and the certificate of this rank."""
     credentials = Security(ring, options, environ)
     if credentials.has_token:
-        yield Finding(OK, "the ranks authenticate with a token")
+        yield ok("the ranks authenticate with a token")
     if options.tls_dir is not None and ring.task is not None:
         expires = check_tls_dir(options.tls_dir, host_and_port(ring.task.address)[0])
         text = f"the certificate of this rank is valid until {expires:%Y-%m-%d %H:%M} UTC"
-        if expires - datetime.now(timezone.utc) < _EXPIRES_SOON:
-            yield Finding(NOTE, f"{text}: replace it before that, see docs/security.md")
-        else:
-            yield Finding(OK, text)
+        is_soon = expires - datetime.now(timezone.utc) < _EXPIRES_SOON
+        yield (
+            note(f"{text}: replace it before that, see docs/security.md") if is_soon else ok(text)
+        )
     elif not credentials.has_token and options.insecure:
-        text = "no token and no certificates: any process that reaches these addresses can join"
-        yield Finding(NOTE, text)
+        yield note(
+            "no token and no certificates: any process that reaches these addresses can join"
+        )
     elif not credentials.has_token:
-        yield Finding(OK, "all addresses are loopback addresses, which need no token")
+        yield ok("all addresses are loopback addresses, which need no token")
 
 
 def calls(tasks: Sequence[Task]) -> Iterator[Finding]:
     """Checks whether missing tasks can be called; yields one finding for each."""
-    results = outcomes(_call, tasks, 2 * _CONNECT_TIMEOUT_S)
+
+    def call(task: Task) -> None:
+        socket.create_connection(host_and_port(task.address), _CONNECT_TIMEOUT_S).close()
+
+    results = outcomes(call, tasks, 2 * _CONNECT_TIMEOUT_S)
     for task, error in zip(tasks, results):
         if error is None:
-            yield Finding(NOTE, f"{task}: the port is open, but no doctor of this ring answers")
+            yield note(f"{task}: the port is open, but no doctor of this ring answers")
         elif isinstance(error, ConnectionRefusedError):
-            yield Finding(
-                NOTE, f"{task}: its machine answers, but nothing listens at the port yet"
-            )
+            yield note(f"{task}: its machine answers, but nothing listens at the port yet")
         else:
-            yield Finding(WRONG, f"{task} cannot be reached ({error}): check firewalls and routes")
-
-
-def _call(task: Task) -> None:
-    socket.create_connection(host_and_port(task.address), _CONNECT_TIMEOUT_S).close()
+            yield wrong(f"{task} cannot be reached ({error}): check firewalls and routes")
 
 
 def _refusal(host: str, port: int) -> OSError | None:
@@ -187,17 +183,16 @@ def other_ranks(
         communicator = connect_ring(ring, options, service="hostopt.Doctor")
     except RendezvousTimeoutError as error:
         missing = error.root_cause or ""
-        yield Finding(
-            NOTE,
+        yield note(
             f"skipped the checks between ranks, {missing}: start `hostopt doctor` on all ranks at "
-            "the same time",
+            "the same time"
         )
         yield from calls(
             [each for each in ring.ring if f"{each.name} ({each.address})" in missing]
         )
         return
     with communicator:
-        yield Finding(OK, f"all {communicator.size} ranks are connected, with the same options")
+        yield ok(f"all {communicator.size} ranks are connected, with the same options")
         for check in (_memory, _versions, clocks, links):
             yield from check(communicator)
         yield from _shared_dir(communicator, model_dir)
@@ -209,7 +204,7 @@ def _memory(communicator: Communicator) -> Iterator[Finding]:
     shared = [group for group in groups if len(group) > 1]
     if shared:
         text = "; ".join(", ".join(map(str, group)) for group in shared)
-        yield Finding(OK, f"ranks that share memory: {text}")
+        yield ok(f"ranks that share memory: {text}")
 
 
 def _versions(communicator: Communicator) -> Iterator[Finding]:
@@ -219,11 +214,11 @@ def _versions(communicator: Communicator) -> Iterator[Finding]:
     for name in different:
         text = ", ".join(f"rank {rank} {table.get(name)}" for rank, table in enumerate(tables))
         if name in _MUST_BE_SAME:
-            yield Finding(WRONG, f"{name} differs: {text}. Install the same version on all ranks")
+            yield wrong(f"{name} differs: {text}. Install the same version on all ranks")
         else:
-            yield Finding(NOTE, f"{name} differs: {text}")
+            yield note(f"{name} differs: {text}")
     if not different:
-        yield Finding(OK, "all ranks have the same versions")
+        yield ok("all ranks have the same versions")
 
 
 def clocks(communicator: Communicator, now: Callable[[], float] = time.time) -> Iterator[Finding]:
@@ -234,17 +229,15 @@ def clocks(communicator: Communicator, now: Callable[[], float] = time.time) -> 
     late_s = abs(offset.offset_s)
     if late_s - offset.round_trip_s > _CLOCKS_DIFFER_S:
         side = "behind" if offset.offset_s > 0 else "ahead of"
-        yield Finding(
-            WRONG,
+        yield wrong(
             f"this clock is {late_s:.1f} s {side} rank 0's: synchronise both with NTP. Times of "
-            "files and certificates are compared with it",
+            "files and certificates are compared with it"
         )
     else:
         most_s = late_s + offset.round_trip_s / 2
-        yield Finding(
-            OK,
+        yield ok(
             f"this clock agrees with rank 0's to within {most_s * 1e3:.2f} ms; a round trip "
-            f"takes {offset.round_trip_s * 1e3:.2f} ms",
+            f"takes {offset.round_trip_s * 1e3:.2f} ms"
         )
 
 
@@ -256,9 +249,9 @@ def links(communicator: Communicator) -> Iterator[Finding]:
     text = f"rank {sender} sends this rank {bytes_per_s / 1e6:.0f} MB/s"
     if bytes_per_s < _SLOW_BYTES_PER_S:
         step_s = 100e6 / bytes_per_s
-        yield Finding(NOTE, f"{text}: 100 MB of gradients take more than {step_s:.1f} s per step")
+        yield note(f"{text}: 100 MB of gradients take more than {step_s:.1f} s per step")
     else:
-        yield Finding(OK, text)
+        yield ok(text)
 
 
 async def _stream(communicator: Communicator, sender: int) -> float:
@@ -280,11 +273,7 @@ async def _stream(communicator: Communicator, sender: int) -> float:
             count += 1
         return count * _MESSAGE_BYTES / (time.monotonic() - begin_s)
 
-    sending = asyncio.ensure_future(send())
-    try:
-        bytes_per_s = await receive()
-    finally:
-        await sending
+    bytes_per_s, _ = await asyncio.gather(receive(), send())
     return bytes_per_s
 
 
@@ -302,13 +291,12 @@ def _shared_dir(communicator: Communicator, model_dir: str | None) -> Iterator[F
         return
     blind = [f"rank {rank}" for rank, sees in enumerate(all_see) if sees is False]
     if blind:
-        yield Finding(
-            NOTE,
+        yield note(
             f"model_dir is not shared: {', '.join(blind)} cannot see rank 0's. Only evaluators "
-            "need to: rank 0 alone writes there",
+            "need to: rank 0 alone writes there"
         )
     elif None not in all_see:
-        yield Finding(OK, "model_dir is shared by all ranks")
+        yield ok("model_dir is shared by all ranks")
 
 
 def _gather(communicator: Communicator, value: Any, name: str) -> list[Any]:

@@ -107,7 +107,7 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
         stack.callback(output.flush)
         try:
             stack.enter_context(engine.open(options.size, options.evaluators, options.least_size))
-            cluster, evaluators, data_workers = _reserve(engine, options, stack)
+            cluster, polls = _reserve(engine, options, stack)
         except KeyboardInterrupt:
             _LOG.warning("interrupted before any task has started")
             return 128 + signal.SIGINT
@@ -123,12 +123,12 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
         ring_ended = os.path.join(directory, "ring-ended")
         settings = {RING_ENDED: ring_ended}
         evaluator_groups = [
-            Evaluator(*shared, (EVALUATOR, i), evaluators, settings)
+            Evaluator(*shared, (EVALUATOR, i), polls[EVALUATOR], settings)
             for i in range(options.evaluators)
         ]
         data_dirs = [os.path.join(directory, f"data-{i}") for i in range(options.data_workers)]
         data_groups = [
-            DataWorker(*shared, (DATA, i), data_workers, {**settings, DATA_DIR: data_dir})
+            DataWorker(*shared, (DATA, i), polls[DATA], {**settings, DATA_DIR: data_dir})
             for i, data_dir in enumerate(data_dirs)
         ]
         for group in (ring, *evaluator_groups, *data_groups):
@@ -139,24 +139,24 @@ def launch(command: Sequence[str], options: RunOptions, engine: Engine | None = 
 
 def _reserve(
     engine: Engine, options: RunOptions, stack: contextlib.ExitStack
-) -> tuple[dict[str, list[str]], Poll, Poll]:
+) -> tuple[dict[str, list[str]], dict[str, Poll]]:
     """Waits for the places of evaluators and of data workers, which outlive an attempt.
 
     Returns:
-      Their addresses by job, and the polls of the evaluators' and of the data workers' places.
+      Their addresses, and the polls of their places, by job.
     """
     cluster: dict[str, list[str]] = {}
-    polls, begin = [], options.size
+    polls: dict[str, Poll] = {}
+    begin = options.size
     for job, count in ((EVALUATOR, options.evaluators), (DATA, options.data_workers)):
-        reserved = engine.reserve(range(begin, begin + count), count)
-        polls.append(stack.enter_context(reserved))
+        slots = range(begin, begin + count)
+        polls[job] = stack.enter_context(engine.reserve(slots, count))
         begin += count
         if count:
-            while (places := polls[-1]()) is None:
+            while (places := polls[job]()) is None:
                 time.sleep(_POLL_S)
             cluster[job] = [place.address for place in places]
-    evaluators, data_workers = polls
-    return cluster, evaluators, data_workers
+    return cluster, polls
 
 
 @dataclass
@@ -174,7 +174,7 @@ class _Run:
         self._others = (*self._evaluators, *self._data_workers)
         self._groups: tuple[Group, ...] = (self._ring, *self._others)
         self._lost: DataWorker | None = None  # the first that has failed for good before the ring
-        self._failed: list[Group] = []  # in the order in which they failed for good
+        self._failed: Evaluator | None = None  # the first that has failed for good
         self._is_announced = False  # to the others: all ranks have succeeded
         self._is_interrupted = False
 
@@ -189,7 +189,7 @@ class _Run:
                 key.data()
             self._advance()
             self._monitor.advance()
-        root = self._lost or (self._ring if self._ring.code else next(iter(self._failed), None))
+        root = self._lost or (self._ring if self._ring.code else self._failed)
         if root is None:
             self._monitor.finish(0)
             return 0
@@ -213,11 +213,8 @@ class _Run:
         if self._lost is None and lost is not None and self._ring.code is None:
             self._lost = lost
             self._ring.forward(signal.SIGTERM)  # the ranks end with a checkpoint
-        self._failed += [
-            group
-            for group in (self._ring, *self._evaluators)
-            if group.code and group not in self._failed
-        ]
+        if self._failed is None:
+            self._failed = next((each for each in self._evaluators if each.code), None)
 
     def _announce_success(self) -> None:
         self._is_announced = True

@@ -8,7 +8,6 @@ full. If the reader then makes no progress for `READER_TIMEOUT_S`, lines are dro
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import select
 import threading
@@ -104,19 +103,16 @@ class QueuedWriter:
                 self._progress_s = time.monotonic()
 
 
-class LogStream(io.TextIOBase):
-    """A text stream for `logging` that writes to a `QueuedWriter`."""
-
-    def __init__(self, writer: QueuedWriter) -> None:
-        self._writer = writer
-
-    def write(self, text: str) -> int:
-        """Queues a text, and returns its length."""
-        self._writer.write(text.encode(errors="backslashreplace"))
-        return len(text)
-
-
 OUT, ERR = QueuedWriter(1), QueuedWriter(2)
+
+
+class LogStream:
+    """Standard error, for `logging`."""
+
+    @staticmethod
+    def write(text: str) -> None:
+        """Queues a text."""
+        ERR.write(text.encode(errors="backslashreplace"))
 
 
 def flush() -> None:
@@ -127,4 +123,4 @@ def flush() -> None:
 
 def print_error(error: Exception) -> None:
     """Prints an error on standard error."""
-    ERR.write(f"hostopt: {error}\n".encode(errors="backslashreplace"))
+    LogStream.write(f"hostopt: {error}\n")

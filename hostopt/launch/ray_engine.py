@@ -24,6 +24,7 @@ from typing import Any
 from hostopt.errors import ConfigError, ResourceError
 from hostopt.launch.engine import Place, Poll
 from hostopt.launch.ray_task import Job, Opened, RelayedSupervisor, TaskActor, describe
+from hostopt.transport.addresses import host_and_port
 from hostopt.versions import VERSION
 
 _CPU = "CPU"
@@ -58,7 +59,13 @@ def _connected(address: str) -> Iterator[Any]:
             "'hostopt[ray]'` here and on all nodes"
         ) from error
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
-        _init(ray, address)
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise _no_connection(address, error) from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)
         try:
             yield ray
         finally:
@@ -67,7 +74,6 @@ def _connected(address: str) -> Iterator[Any]:
 
 def _check_address(address: str) -> None:
     """Raises ConfigError if nothing listens at an address; Ray would wait for minutes."""
-    host, _, port = address.rpartition(":")
     if "://" in address:
         raise ConfigError(
             f"{address!r} is an address for clients of Ray, which cannot hold the processes of a "
@@ -76,7 +82,7 @@ def _check_address(address: str) -> None:
     if address == "auto":
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+        socket.create_connection(host_and_port(address), _CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError, OverflowError) as error:
         raise _no_connection(address, error) from error
 
@@ -87,16 +93,6 @@ def _no_connection(address: str, error: Exception) -> ConfigError:
         f"no connection to a cluster of Ray at {address!r}: {text}. Start one with `ray start "
         "--head`, or pass the --address of one"
     )
-
-
-def _init(ray: Any, address: str) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _no_connection(address, error) from error
-    finally:
-        signal.signal(signal.SIGTERM, handler)
 
 
 class Bundles:
@@ -229,8 +225,7 @@ class RayReservation:
     _missing_s: dict[int, float]
 
     def __post_init__(self) -> None:
-        self._actors: dict[int, Any] = {}
-        self._opening: dict[int, Any] = {}  # calls that open the places
+        self._actors: dict[int, tuple[Any, Any]] = {}  # each with the call that opens its place
         self._places: dict[int, RayPlace] = {}
         self._retry_s: dict[int, float] = {}  # when the next actor of a slot may be created
         self._begin_s = self._log_s = time.monotonic()
@@ -245,7 +240,7 @@ class RayReservation:
         for slot in self._slots:
             if slot not in self._actors and now_s >= self._retry_s.get(slot, now_s):
                 self._create(slot)
-            if slot in self._opening:
+            if slot in self._actors and slot not in self._places:
                 self._look(slot)
         missing = [slot for slot in self._slots if slot not in self._places]
         if any(self._waits_for(slot, now_s) for slot in missing):
@@ -272,12 +267,12 @@ class RayReservation:
 
     def _create(self, slot: int) -> None:
         options = {"max_restarts": 0, "max_concurrency": _THREADS, **self._bundles.options(slot)}
-        self._actors[slot] = self._ray.remote(TaskActor).options(**options).remote()
-        self._opening[slot] = self._actors[slot].open.remote()
+        actor = self._ray.remote(TaskActor).options(**options).remote()
+        self._actors[slot] = actor, actor.open.remote()
 
     def _look(self, slot: int) -> None:
         """Makes a place of an actor that has started; drops one that could not."""
-        call = self._opening[slot]
+        actor, call = self._actors[slot]
         if not self._ray.wait([call], timeout=0)[0]:
             return
         try:
@@ -298,11 +293,10 @@ class RayReservation:
                 f"node {opened.node} has hostopt {opened.version}, and the launcher {VERSION}. "
                 "Install the same version on all nodes"
             )
-        del self._opening[slot]
         self._missing_s.pop(slot, None)
         threads = max(1, int(self._bundles.wanted[slot].get(_CPU, 1)))
         self._places[slot] = RayPlace(
-            slot, opened.address, opened.node, actor=self._actors[slot], threads=threads
+            slot, opened.address, opened.node, actor=actor, threads=threads
         )
 
     def _waits_for(self, slot: int, now_s: float) -> bool:
@@ -327,9 +321,8 @@ class RayReservation:
         return ", ".join(map(self._bundles.name_of, slots))
 
     def _drop(self, slot: int) -> None:
-        self._opening.pop(slot, None)
         self._places.pop(slot, None)
-        actor = self._actors.pop(slot, None)
+        actor, _ = self._actors.pop(slot, (None, None))
         if actor is not None:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
@@ -373,10 +366,8 @@ class RayEngine:
         reservation = RayReservation(
             self._ray, self._bundles, slots, least, self._timeout_s, self._missing_s
         )
-        try:
+        with contextlib.closing(reservation):
             yield reservation.poll
-        finally:
-            reservation.close()
 
     def start(
         self,

@@ -387,26 +387,22 @@ class RelayedSupervisor:
 
     def _forward(self) -> None:
         """Forwards signals, and the end of the ring to an evaluator."""
-        with contextlib.suppress(self._ray.exceptions.RayError):  # `_follow` sees it, too
-            self._forward_to_actor()
-
-    def _forward_to_actor(self) -> None:
         ring_ended = self._job.settings.get(RING_ENDED)
-        while True:
-            try:
-                signums = self._end.recv(64)
-            except socket.timeout:
-                if ring_ended is not None and os.path.exists(ring_ended):
-                    self._actor.end_ring.remote()
-                    ring_ended = None
-                continue
-            except OSError:  # the launcher has closed its end
-                signums = b""
-            # the end of the lifeline kills the task, as on one machine
-            self._actor.signal.remote(self._job.number, list(signums) or [signal.SIGKILL])
-            if not signums:
-                self._end.close()
-                return
+        signums = None
+        with contextlib.suppress(self._ray.exceptions.RayError):  # `_follow` sees it, too
+            while signums != b"":
+                try:
+                    signums = self._end.recv(64)
+                except socket.timeout:
+                    if ring_ended is not None and os.path.exists(ring_ended):
+                        self._actor.end_ring.remote()
+                        ring_ended = None
+                    continue
+                except OSError:  # the launcher has closed its end
+                    signums = b""
+                # the end of the lifeline kills the task, as on one machine
+                self._actor.signal.remote(self._job.number, list(signums) or [signal.SIGKILL])
+            self._end.close()
 
 
 def describe(error: Exception) -> str:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hostopt.cluster.tf_config import CHIEF, EVALUATOR, WORKER
+from hostopt.cluster.tf_config import CHIEF, WORKER
 from hostopt.errors import ConfigError, HostOptError, ResourceError
 from hostopt.launch import restarts, task_process
 from hostopt.launch.engine import Engine, Place, Poll
@@ -93,11 +93,8 @@ class Group:
             self._next_start_s = None
             self._started_s = time.monotonic()
             try:
-                places = self._find_places()
-                if places is None:
+                if not self._start():
                     self._next_start_s = time.monotonic() + _POLL_S
-                else:
-                    self._start(places)
             except OSError as error:
                 self._fail_to_start(start_error(error))
             except ResourceError as error:
@@ -132,12 +129,8 @@ class Group:
         """Kills what still runs, and frees the resources of the attempt."""
         self._attempt.close()
 
-    def _find_places(self) -> Sequence[Place] | None:
-        """Returns places for the tasks of an attempt; None if they are not ready yet."""
-        raise NotImplementedError
-
-    def _start(self, places: Sequence[Place]) -> None:
-        """Starts the tasks at their places."""
+    def _start(self) -> bool:
+        """Starts the tasks of an attempt; returns False if their places are not ready yet."""
         raise NotImplementedError
 
     def _fail_to_start(self, failure: HostOptError) -> None:
@@ -155,7 +148,11 @@ class Group:
         raise NotImplementedError
 
     def _start_task(
-        self, task: tuple[str, int], place: Place, settings: Mapping[str, str]
+        self,
+        task: tuple[str, int],
+        place: Place,
+        settings: Mapping[str, str],
+        slot: int | None = None,
     ) -> None:
         directory = self._attempt.enter_context(tempfile.TemporaryDirectory(prefix="hostopt-run-"))
         report = os.path.join(directory, "error.txt")
@@ -169,7 +166,7 @@ class Group:
         log_file = self._monitor.log_file(task, attempt)
         started = self._engine.start(place, self._command, task, settings)
         process = task_process.attend(task, *started, log_file, self._monitor.new_filter())
-        process.report = report
+        process.report, process.slot = report, slot
         self._attempt.callback(process.close)
         self._processes.append(process)
         self._selector.register(
@@ -188,7 +185,14 @@ class Group:
             self._finish_attempt()
 
     def _exit_of(self, process: TaskProcess) -> TaskExit:
-        return task_exit(process, process.name, None)
+        """Returns the exit of a process, with the error that it reported."""
+        name, slot = process.name, process.slot
+        if slot not in (None, self._processes.index(process)):  # which is the rank
+            name = f"{name} (slot {slot})"
+        report = error_report.read_report(process.report)
+        if process.forced and report.code:  # it had failed by itself, and was slow to exit
+            return TaskExit(name, slot, report.code, False, report.cause)
+        return TaskExit(name, slot, process.code or 0, process.forced, report.cause)
 
     def _finish_attempt(self) -> None:
         decision = restarts.classify_exits(self._exits)
@@ -233,14 +237,6 @@ class Group:
             self._deadlines = [(now_s + after_s, signum) for after_s, signum in grace_period]
 
 
-def task_exit(process: TaskProcess, name: str, slot: int | None) -> TaskExit:
-    """Returns the exit of a process, with the error that it reported."""
-    report = error_report.read_report(process.report)
-    if process.forced and report.code:  # it had failed by itself, and was slow to exit
-        return TaskExit(name, slot, report.code, False, report.cause)
-    return TaskExit(name, slot, process.code or 0, process.forced, report.cause)
-
-
 @dataclass(eq=False)
 class Ring(Group):
     """The group of all ranks."""
@@ -248,27 +244,22 @@ class Ring(Group):
     _slots: Slots
     _poll: Poll | None = None  # of the attempt
 
-    def _find_places(self) -> Sequence[Place] | None:
+    def _start(self) -> bool:
         if self._poll is None:
             least = min(self._slots.min_size, len(self._slots.in_use))
             reserved = self._engine.reserve(self._slots.in_use, least)
             self._poll = self._attempt.enter_context(reserved)
             self._attempt.callback(setattr, self, "_poll", None)
-        return self._poll()
-
-    def _start(self, places: Sequence[Place]) -> None:
+        places = self._poll()
+        if places is None:
+            return False
         self._slots.use({place.slot: place.node for place in places})
         tasks = [(CHIEF, 0), *((WORKER, index) for index in range(len(places) - 1))]
         addresses = [place.address for place in places]
         self._cluster.update({CHIEF: addresses[:1], WORKER: addresses[1:]})
         for task, place in zip(tasks, places):
-            self._start_task(task, place, {"HOSTOPT_SLOT": str(place.slot)})
-
-    def _exit_of(self, process: TaskProcess) -> TaskExit:
-        rank = self._processes.index(process)
-        slot = self._slots.in_use[rank]
-        name = process.name if rank == slot else f"{process.name} (slot {slot})"
-        return task_exit(process, name, slot)
+            self._start_task(task, place, {"HOSTOPT_SLOT": str(place.slot)}, place.slot)
+        return True
 
     def _on_first_failure(self, first: TaskExit) -> None:
         if self._is_last_attempt:
@@ -302,20 +293,19 @@ class _Companion(Group):
     _poll: Poll
     _settings: Mapping[str, str]
 
-    def _find_places(self) -> Sequence[Place] | None:
+    def _start(self) -> bool:
         are_ranks_placed = CHIEF in self._cluster  # their addresses are in TF_CONFIG
-        return self._poll() if are_ranks_placed else None
-
-    def _start(self, places: Sequence[Place]) -> None:
-        self._start_task(self._task, places[self._task[1]], self._settings)
+        places = self._poll() if are_ranks_placed else None
+        if places is None:
+            return False
+        job, index = self._task
+        self._cluster[job] = [place.address for place in places]  # one may have moved
+        self._start_task(self._task, places[index], self._settings)
+        return True
 
 
 class Evaluator(_Companion):
     """The group of one evaluator."""
-
-    def _start(self, places: Sequence[Place]) -> None:
-        self._cluster[EVALUATOR] = [place.address for place in places]  # one may have moved
-        super()._start(places)
 
     def _log_decision(self, decision: RestartDecision, delay_s: float | None) -> None:
         then = "training continues without it"

@@ -34,6 +34,7 @@ class TaskProcess:
     lifeline: socket.socket
     pumps: list[threading.Thread]
     report: str = ""  # path of the file for the error that ends the command
+    slot: int | None = None  # of a rank
     group: int | None = None
     code: int | None = None
     forced: bool = False  # the launcher signalled it because its grace period was over

@@ -1,4 +1,4 @@
-"""Benchmark of float32 all-reduces, over hostopt or any other implementation of `Group`."""
+"""Benchmark of float32 all-reduces, whose loop also times other implementations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,35 +29,11 @@ _COMPRESSED_TOLERANCE = 2.0**-7
 _MAX_SIZE_BYTES = 64 << 30
 
 
-class Group(Protocol):
-    """Ranks whose all-reduce can be timed, with their own type of buffer."""
-
-    @property
-    def rank(self) -> int:
-        """This rank, 0..size-1."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    def load(self, array: Array) -> Any:
-        """Converts a float32 array of shape [n] to a buffer."""
-
-    def all_reduce(self, buffer: Any) -> Any:
-        """Sums over the ranks, in place if possible, and returns the buffer."""
-
-    def read(self, buffer: Any) -> Array:
-        """Converts a buffer to an array of shape [n]."""
-
-    def gather(self, values: Array) -> Array:
-        """Gathers float64 values of shape [n] from all ranks, as [size, n]."""
-
-    def barrier(self) -> None:
-        """Waits for all ranks; returns on all of them at nearly the same time."""
-
-
 class CommunicatorGroup:
-    """Ranks of a communicator."""
+    """Ranks of a communicator, whose buffers are arrays.
+
+    What else is timed in the same way has these methods, and its own type of buffer.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -65,26 +41,26 @@ class CommunicatorGroup:
         self.rank = communicator.rank
         self.size = communicator.size
 
-    def load(self, array: Array) -> Array:
-        """Returns the array itself."""
+    def load(self, array: Array) -> Any:
+        """Converts a float32 array of shape [n] to a buffer."""
         return array
 
-    def all_reduce(self, buffer: Array) -> Array:
-        """Sums in place."""
+    def all_reduce(self, buffer: Any) -> Any:
+        """Sums over the ranks, in place if possible, and returns the buffer."""
         call = self._communicator.next_call("the benchmark")
         self._communicator.all_reduce_in_place(buffer, ReduceOp.SUM, call, self._wire_format)
         return buffer
 
-    def read(self, buffer: Array) -> Array:
-        """Returns the array itself."""
-        return buffer
+    def read(self, buffer: Any) -> Array:
+        """Converts a buffer to an array of shape [n]."""
+        return np.asarray(buffer)
 
     def gather(self, values: Array) -> Array:
-        """Gathers the values of all ranks."""
+        """Gathers float64 values of shape [n] from all ranks, as [size, n]."""
         return self._communicator.all_gather(values, "the times of the benchmark")
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Waits for all ranks; returns on all of them at nearly the same time."""
         self._communicator.barrier("a barrier of the benchmark")
 
 
@@ -119,7 +95,9 @@ def run(communicator: Communicator, sizes: Sequence[int], repetitions: int) -> l
     return timings
 
 
-def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[float, ...], float]:
+def measure(
+    group: CommunicatorGroup, size_bytes: int, repetitions: int
+) -> tuple[tuple[float, ...], float]:
     """Times all-reduces of one size, after a warm-up. Collective: all ranks must call it.
 
     Returns:
@@ -135,7 +113,7 @@ def measure(group: Group, size_bytes: int, repetitions: int) -> tuple[tuple[floa
     return tuple(seconds), statistics.median(processor_s)
 
 
-def check_sums(group: Group, size_bytes: int, *, exact: bool = True) -> None:
+def check_sums(group: CommunicatorGroup, size_bytes: int, *, exact: bool = True) -> None:
     """Reduces known values once, and checks the sums. Collective: all ranks must call it.
 
     Unless they must be exact, the rounding of compressed values is allowed.
@@ -173,32 +151,32 @@ def format_table(timings: Sequence[Timing]) -> str:
     return "\n".join(lines)
 
 
-def save(path: Path, timings: Sequence[Timing]) -> None:
-    """Writes timings to a JSON file, which is overwritten; raises ConfigError on failure."""
-    write_json(path, [asdict(timing) for timing in timings])
-
-
-def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows to a JSON file; raises ConfigError if that fails."""
+def save(path: Path, results: Sequence[Any]) -> None:
+    """Writes timings or trials to a JSON file, which is overwritten; ConfigError on failure."""
     try:
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        path.write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
             f"the times cannot be written to {path}: {error}. Give another file as --json"
         ) from None
 
 
-def load(path: Path) -> list[Timing]:
-    """Reads timings from a file that `save` has written."""
-    rows = json.loads(path.read_text())
-    return [Timing(**{**row, "seconds": tuple(row["seconds"])}) for row in rows]
+def load(path: Path, kind: type[Any] = Timing) -> list[Any]:
+    """Reads timings, or results of another kind, from a file that `save` has written."""
+    return [
+        kind(**{key: tuple(x) if isinstance(x, list) else x for key, x in row.items()})
+        for row in json.loads(path.read_text())
+    ]
 
 
 def parse_size(text: str) -> int:
     """Parses a size such as 4096, 64KiB, 1MiB or 2GiB; raises ConfigError for others."""
     digits = text.strip().rstrip("KMGiBkmgb")
     unit = text.strip()[len(digits) :].upper() or "B"
-    size_bytes = float(digits) * _UNITS[unit] if _is_number(digits) and unit in _UNITS else 0.0
+    try:
+        size_bytes = float(digits) * _UNITS[unit]
+    except (KeyError, ValueError):
+        size_bytes = 0.0
     if not 0 < size_bytes <= _MAX_SIZE_BYTES or size_bytes % 4:
         raise ConfigError(
             f"size is {shown(text)}, wanted a multiple of 4 bytes up to 64GiB. Give one such as "
@@ -232,7 +210,7 @@ def _count_sent(communicator: Communicator, group: CommunicatorGroup, size_bytes
     return float(group.gather(sent).max())
 
 
-def _time_calls(group: Group, buffer: Any, calls: int) -> tuple[float, float]:
+def _time_calls(group: CommunicatorGroup, buffer: Any, calls: int) -> tuple[float, float]:
     """Returns seconds and processor seconds of `calls` all-reduces, each the largest of a rank."""
     group.barrier()  # all ranks start together
     started_s, processor_started_s = time.perf_counter(), time.process_time()
@@ -242,10 +220,3 @@ def _time_calls(group: Group, buffer: Any, calls: int) -> tuple[float, float]:
     processor_s = time.process_time() - processor_started_s
     longest = group.gather(np.array([seconds, processor_s])).max(axis=0)
     return float(longest[0]), float(longest[1])
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False

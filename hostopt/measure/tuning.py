@@ -7,12 +7,10 @@ never chosen, as it changes the sums.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Callable
 
 from hostopt.collectives.communicator import Communicator
@@ -69,16 +67,14 @@ def tune(connect: Callable[[Options], Communicator], options: Options) -> list[T
     A `communication` other than "auto" is kept.
     """
     options = replace(options, timeline=None)
-    alternatives = _ALTERNATIVES if options.communication == "auto" else ()
-    trials = [_try(connect, options)]
-    for communication in alternatives:
-        trials.append(_try(connect, replace(options, communication=communication)))
+    own = options.communication
+    communications = (own, *_ALTERNATIVES) if own == "auto" else (own,)
+    trials = [_try(connect, replace(options, communication=each)) for each in communications]
     best = fastest(trials)
     if best.has_segments:
-        for segment_bytes in _SEGMENTS_BYTES:
-            if segment_bytes != options.segment_bytes:
-                segmented = replace(options, segment_bytes=segment_bytes)
-                trials.append(_try(connect, replace(segmented, communication=best.communication)))
+        options = replace(options, communication=best.communication)
+        segments = [each for each in _SEGMENTS_BYTES if each != options.segment_bytes]
+        trials += [_try(connect, replace(options, segment_bytes=each)) for each in segments]
     return trials
 
 
@@ -112,19 +108,6 @@ def format_table(trials: Sequence[Trial]) -> str:
         cells += ["-"] * (len(header) - len(cells))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def save(path: Path, trials: Sequence[Trial]) -> None:
-    """Writes trials to a JSON file, which is overwritten; raises ConfigError on failure."""
-    bench.write_json(path, [asdict(trial) for trial in trials])
-
-
-def load(path: Path) -> list[Trial]:
-    """Reads trials from a file that `save` has written."""
-    rows = json.loads(path.read_text())
-    for row in rows:
-        row.update(bucket_bytes=tuple(row["bucket_bytes"]), seconds=tuple(row["seconds"]))
-    return [Trial(**row) for row in rows]
 
 
 def _try(connect: Callable[[Options], Communicator], options: Options) -> Trial:

@@ -22,12 +22,24 @@ _CAPACITY = 256  # events
 _DUMP_TIMEOUT_S = 1.0
 
 
-class EventTag(Protocol):
-    """Identifies the message or the call of an event: a tuple of numbers."""
+class MessageTag(Protocol):
+    """Identifies a message, or the call of an event: a tuple of numbers."""
+
+    @property
+    def channel(self) -> int:
+        """Number of the communicator."""
 
     @property
     def step(self) -> int:
         """Sequence number of the collective on its channel."""
+
+    @property
+    def bucket(self) -> int:
+        """Index of the gradient bucket."""
+
+    @property
+    def round(self) -> int:
+        """Round of the ring schedule."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers by name."""
@@ -45,7 +57,7 @@ class Event(NamedTuple):
     kind: str
     peer: int
     name: str
-    tag: Any  # an EventTag that is a tuple
+    tag: Any  # a MessageTag that is a tuple
     nbytes: int
     time_s: float
 
@@ -75,7 +87,7 @@ class FlightRecorder:
         """The newest event; None if there is none."""
         return self._events[-1] if self._events else None
 
-    def record(self, kind: str, peer: int, name: str, tag: EventTag, nbytes: int = 0) -> None:
+    def record(self, kind: str, peer: int, name: str, tag: MessageTag, nbytes: int = 0) -> None:
         """Records an event; the arguments are those of `Event`."""
         self._events.append(Event(kind, peer, name, tag, nbytes, time.monotonic()))
 

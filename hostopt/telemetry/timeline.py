@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hostopt.cluster.cluster import Cluster
 from hostopt.errors import ConfigError
 from hostopt.process import descriptors
 from hostopt.process.child_process import call_at_exit, cancel_at_exit
+from hostopt.telemetry.flight_recorder import MessageTag
 
 _log = logging.getLogger(__name__)
 
@@ -46,26 +47,6 @@ class Track(enum.IntEnum):
     def title(self) -> str:
         """The name of the row in the viewer, such as "ring send"."""
         return self.name.lower().replace("_", " ")
-
-
-class MessageTag(Protocol):
-    """The numbers of a message that a timeline shows."""
-
-    @property
-    def channel(self) -> int:
-        """Number of the communicator."""
-
-    @property
-    def step(self) -> int:
-        """Sequence number of the collective on its channel."""
-
-    @property
-    def bucket(self) -> int:
-        """Index of the gradient bucket."""
-
-    @property
-    def round(self) -> int:
-        """Round of the ring schedule."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness import run_python
 
-from hostopt.measure import tuning
+from hostopt.measure import bench, tuning
 from hostopt.options import Options
 
 BENCH = ("-m", "hostopt.cli", "bench", "-np", "2", "--suggest")
@@ -19,7 +19,7 @@ def test_bench_suggests_options_that_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "trials.json"
     run = run_python(*BENCH, "--communication", "grpc", "--json", path)
     *table, _, variables = run.stdout.splitlines()
-    trials = tuning.load(path)
+    trials = bench.load(path, tuning.Trial)
     assert "\n".join(table) == tuning.format_table(trials)
     assert [each.communication for each in trials] == ["grpc"] * 4
     assert len({each.segment_bytes for each in trials}) == 4
@@ -30,7 +30,7 @@ def test_bench_suggests_options_that_can_be_set(tmp_path: Path) -> None:
 def test_shared_memory_has_no_segments_to_try(tmp_path: Path) -> None:
     path = tmp_path / "trials.json"
     run = run_python(*BENCH, "--communication", "shm", "--json", path)
-    assert [each.communication for each in tuning.load(path)] == ["shm"]
+    assert [each.communication for each in bench.load(path, tuning.Trial)] == ["shm"]
     assert run.stderr.count("hostopt: trial of ") == 1  # by one rank only
 
 

@@ -9,7 +9,7 @@ from trials import trial
 
 from hostopt import cli
 from hostopt.errors import ConfigError
-from hostopt.measure import tuning
+from hostopt.measure import bench, tuning
 from hostopt.options import MIB, Options
 
 
@@ -70,4 +70,4 @@ def test_suggest_refuses_what_it_chooses_itself(
 
 def test_trials_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Give another file as --json"):
-        tuning.save(tmp_path / "no" / "trials.json", [trial("auto", 1.0)])
+        bench.save(tmp_path / "no" / "trials.json", [trial("auto", 1.0)])
