@@ -39,10 +39,9 @@ from hostopt.transport.grpc.rendezvous import HelloMessages
 from hostopt.transport.grpc.ring import Peers
 from hostopt.transport.mailbox import Mailbox
 from hostopt.transport.message import Tag
-from hostopt.transport.security import Security
+from hostopt.transport.security import Identity, Security
 from hostopt.transport.stall import Culprit, find_culprit
 from hostopt.transport.tcp import handshake
-from hostopt.transport.tcp.handshake import Identity
 from hostopt.transport.tcp.socket_stream import receive_frames
 
 pytestmark = pytest.mark.timeout(1200)

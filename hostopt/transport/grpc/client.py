@@ -10,7 +10,7 @@ from hostopt.transport.grpc import limits
 from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.ring import INCARNATION, Ring, Timing
 from hostopt.transport.grpc.runtime import grpc
-from hostopt.transport.security import Tls
+from hostopt.transport.security import Identity, Tls
 
 # Minimum time for an attempt to connect with TLS, whose handshake takes several round trips. gRPC
 # uses the first of two equal options.
@@ -84,7 +84,7 @@ class RpcClient:
         self._ring = ring
         self._peers = ring.peers
         self._service = service
-        self.authenticator = Authenticator(ring.peers, ring.security)
+        self.authenticator = Authenticator(ring.peers.local, ring.security)
         self.channels: dict[int, grpc.aio.Channel] = {}  # for calls to each peer
 
     def open(self) -> None:
@@ -114,13 +114,15 @@ class RpcClient:
         stub = self.channels[peer].unary_unary(f"/{self._service}/{method}")
 
         async def call(incarnation: str) -> bytes:
-            metadata = self.authenticator.call_metadata(peer, incarnation, method, request)
+            called = Identity(peer, incarnation)
+            metadata = self.authenticator.call_metadata(called, method, request)
             times = {"timeout": timeout_s, "wait_for_ready": wait_for_ready}
             answering = stub(request, metadata=metadata, **times)
             answer: bytes = await answering
             trailing = await answering.trailing_metadata()
-            self.authenticator.check_answer(peer, incarnation, method, answer, trailing)
-            return answer
+            if self.authenticator.is_answer(called, method, answer, trailing):
+                return answer
+            raise self._ring.auth_error(peer, "answers without knowing the token of this rank")
 
         try:
             return await call_until_known(call, self._peers.incarnations.get(peer, ""))
@@ -128,13 +130,13 @@ class RpcClient:
             if error.code() is not grpc.StatusCode.PERMISSION_DENIED:
                 raise
             reason = (error.details() or "")[: limits.SHOWN_CHARACTERS]
-        raise self.authenticator.auth_error(peer, f"refuses this rank: {reason}")
+        raise self._ring.auth_error(peer, f"refuses this rank: {reason}")
 
     def open_stream(self, peer: int) -> tuple[grpc.aio.Channel, Any]:
         """Starts a stream of frames to a peer; returns its own connection, and the call."""
         channel = self._open_channel(peer, message_options)
-        incarnation = self._peers.incarnations.get(peer, "")
-        metadata = self.authenticator.call_metadata(peer, incarnation, "Stream")
+        called = Identity(peer, self._peers.incarnations.get(peer, ""))
+        metadata = self.authenticator.call_metadata(called, "Stream")
         stub = channel.stream_unary(f"/{self._service}/Stream")
         # a first attempt to connect may fail on a busy machine
         return channel, stub(metadata=metadata, wait_for_ready=True)

@@ -15,7 +15,7 @@ from hostopt.transport import event_loop
 from hostopt.transport.addresses import listens
 from hostopt.transport.grpc import limits
 from hostopt.transport.grpc import ring as ring_
-from hostopt.transport.grpc.authentication import ObserverProofs
+from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.client import (
     HANDSHAKE_TIME,
     RpcClient,
@@ -28,7 +28,7 @@ from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc, keep_aio_running
 from hostopt.transport.grpc.server import OBSERVE
 from hostopt.transport.overview import Details, printable
-from hostopt.transport.security import Security, probe
+from hostopt.transport.security import Identity, Security, probe
 
 _MAX_RANKS = 4096
 # Time to wait for the answer; longer than the rank waits for its peers.
@@ -69,14 +69,16 @@ async def _observe(
 
 
 async def _call(channel: Any, address: str, security: Security, service: str) -> bytes:
-    proofs = ObserverProofs(security, OBSERVE, secrets.token_hex(8))
+    authenticator = Authenticator(Identity(-1, secrets.token_hex(8)), security, True)
     stub, request = channel.unary_unary(f"/{service}/{OBSERVE}"), b""
 
     async def call(incarnation: str) -> bytes:
-        metadata = proofs.call_metadata(incarnation, request)
+        called = Identity(-1, incarnation)
+        metadata = authenticator.call_metadata(called, OBSERVE, request)
         answering = stub(request, metadata=metadata, timeout=ANSWER_S)
         answer: bytes = await answering
-        if proofs.is_answer(incarnation, answer, await answering.trailing_metadata()):
+        trailing = await answering.trailing_metadata()
+        if authenticator.is_answer(called, OBSERVE, answer, trailing):
             return answer
         raise AuthError(f"{address} answers without knowing the token of this command. {_ADVICE}")
 

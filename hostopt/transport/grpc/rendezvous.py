@@ -143,9 +143,9 @@ class Rendezvous:
             fault = await probe(peers.cluster.ring[peer].address, self._ring.security.tls)
         if self._ring.security.local_fault is not None and (has_answered or fault):
             local_fault = f"is refused by others: {self._ring.security.local_fault}"
-            raise self._client.authenticator.auth_error(peers.rank, local_fault)
+            raise self._ring.auth_error(peers.rank, local_fault)
         if fault is not None:
-            raise self._client.authenticator.auth_error(peer, fault)
+            raise self._ring.auth_error(peer, fault)
 
 
 class HelloMessages:

@@ -19,7 +19,6 @@ from hostopt.transport.grpc.authentication import (
     MAX_RANK_DIGITS,
     Authenticator,
     Caller,
-    ObserverAuthenticator,
     claim_of,
     read_metadata,
 )
@@ -57,14 +56,14 @@ class RpcServer:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._peers = ring.peers
-        self._authenticator = Authenticator(ring.peers, ring.security)
-        self._observers = ObserverAuthenticator(ring.peers, ring.security)
+        self._authenticator = Authenticator(ring.peers.local, ring.security)
+        self._observers = Authenticator(ring.peers.local, ring.security, True)
         self._refused_hosts: set[str] = set()
         self._unknown: asyncio.Semaphore | None = None
         self._server: grpc.aio.Server | None = None
         self._port = 0
         self._guard: asyncio.Future[None] | None = None
-        self.strangers = Strangers(ring.peers.cluster.size, self._authenticator.is_peer)
+        self.strangers = Strangers(ring.peers.cluster.size, ring.is_peer)
 
     async def start(
         self, service: str, on_stream: Any, on_observe: Handler, **handlers: Handler
@@ -187,7 +186,7 @@ class RpcServer:
 
     def _memory_limit(self, caller: Caller) -> AbstractAsyncContextManager[Any]:
         """Scope of a read; few callers that may be strangers are in it at the same time."""
-        if self._authenticator.is_peer(claim_of(caller)) or self._unknown is None:
+        if self._ring.is_peer(claim_of(caller)) or self._unknown is None:
             return contextlib.AsyncExitStack()
         return self._unknown
 
