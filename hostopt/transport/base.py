@@ -142,7 +142,7 @@ class Transport(abc.ABC):
         elif len({call["checksum"] for call in made}) == 2:
             await self.abort_on_mismatch(wait.peer, wait.tag)
         elif self._deadlocks.is_due(self.rank, wait, self.mailbox.waits()):
-            error = await self._deadlocks.look(self.cluster, wait.tag, self._request_any_status)
+            error = await self._deadlocks.look(self.cluster, wait.tag, self.request_status)
             if error is not None:
                 self.abort(error)
 
@@ -163,16 +163,9 @@ class Transport(abc.ABC):
         sent = self.recorder.has_sent(waiting, tag)
         return {**self.status(), "sent": sent, **self.call_log.about(tag), "busy_s": busy_s()}
 
-    async def _request_any_status(
-        self, rank: int, waiting: int, tag: Sequence[int]
-    ) -> Status | None:
-        if rank == self.rank:
-            return self.status_for(waiting, tag)
-        return await self.request_status(rank, waiting, tag)
-
     @abc.abstractmethod
     async def request_status(self, peer: int, waiting: int, tag: Sequence[int]) -> Status | None:
-        """Returns `status_for` these arguments on a peer; None if it does not answer soon."""
+        """Returns `status_for` these arguments on a rank; None if it does not answer soon."""
 
     async def _report_stall(self, wait: Wait, has_timed_out: bool) -> None:
         """Names the rank that keeps this one waiting, in a warning or the aborting error."""

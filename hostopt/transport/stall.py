@@ -104,15 +104,15 @@ def build_status(
 ) -> Status:
     """Describes what a rank is doing, in types that JSON supports, the longest waits first."""
     now_s = time.monotonic()
-    received = [
-        {"peer": peer, "what": name, "tag": list(tag), "for_s": now_s - since_s}
-        for peer, tag, name, since_s in waits
-    ]
-    sends = [{"peer": peer, "for_s": now_s - since_s} for peer, since_s in blocked_sends.items()]
+    longest_first = sorted(waits, key=lambda wait: wait.since_s)
+    sends = sorted(blocked_sends.items(), key=lambda send: send[1])
     return {
         "error": error and error_to_dict(error),
-        "waits": sorted(received, key=_longest_first),
-        "sends": sorted(sends, key=_longest_first),
+        "waits": [
+            {"peer": peer, "what": name, "tag": list(tag), "for_s": now_s - since_s}
+            for peer, tag, name, since_s in longest_first
+        ],
+        "sends": [{"peer": peer, "for_s": now_s - since_s} for peer, since_s in sends],
         "last": last and {"what": last.name, "step": last.tag.step, "ago_s": now_s - last.time_s},
     }
 
@@ -153,10 +153,6 @@ async def find_culprit(
             return Culprit(peer, f"{text}: they wait for each other, {places}")
         text += ", "
         peer = next_peer
-
-
-def _longest_first(entry: dict[str, Any]) -> float:
-    return -float(entry["for_s"])
 
 
 def _last_event(status: Status) -> str:

@@ -29,11 +29,12 @@ from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.transport import mismatch
 from hostopt.transport.frame import HEADER_BYTES, FrameReader, Origin
 from hostopt.transport.grpc.notes import (
+    STATUS_REQUEST,
     read_details,
     read_leave,
+    read_note,
     read_overview,
     read_status,
-    read_status_request,
 )
 from hostopt.transport.grpc.rendezvous import HelloMessages
 from hostopt.transport.grpc.ring import Peers
@@ -119,7 +120,7 @@ def test_status_request_is_read_or_refused(data: bytes) -> None:
     recorder = FlightRecorder(0, None)
     recorder.record("sent", 1, "bucket", Tag(*TAG))
     with contextlib.suppress(ValueError):
-        question = read_status_request(data, MOST_BYTES)
+        question = read_note(data, MOST_BYTES, STATUS_REQUEST)
         assert recorder.has_sent(question["waiting"], question["tag"]) in (True, False)
         assert {}.get(question["tag"][0]) is None
 

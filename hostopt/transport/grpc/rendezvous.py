@@ -20,7 +20,7 @@ from hostopt.transport.grpc.client import RpcClient
 from hostopt.transport.grpc.data_streams import OutgoingStreams
 from hostopt.transport.grpc.limits import SHOWN_CHARACTERS, SHOWN_DIFFERENCES
 from hostopt.transport.grpc.liveness import Liveness
-from hostopt.transport.grpc.notes import read_note
+from hostopt.transport.grpc.notes import HELLO, read_note
 from hostopt.transport.grpc.ring import INCARNATION, Peers, Ring
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.security import probe
@@ -174,11 +174,9 @@ class HelloMessages:
 
     def read(self, data: bytes) -> dict[str, Any]:
         """Reads the Hello message of a peer; only `check` compares its fields with this rank's."""
-        hello = read_note(data, self._peers.most_note_bytes)
-        if not has_shape(hello, {"rank": int, "incarnation": str}):
-            raise ValueError("a Hello message without rank and incarnation")
+        hello = read_note(data, self._peers.most_note_bytes, HELLO)
         port = hello.setdefault("data_port", 0)  # `check` names an older version of hostopt
-        if not has_shape(hello, {"data_port": int}) or not 0 <= port <= _MAX_PORT:
+        if not has_shape(port, int) or not 0 <= port <= _MAX_PORT:
             raise ValueError("a Hello message with a data port that does not exist")
         if hello["rank"] not in self._peers or not INCARNATION.fullmatch(hello["incarnation"]):
             raise ValueError("a Hello message that does not identify a peer")
