@@ -21,7 +21,6 @@ from hostopt.transport.grpc.grpc_stream import ACCEPTED, END_OF_STREAM, GrpcStre
 from hostopt.transport.grpc.ring import Ring
 from hostopt.transport.grpc.runtime import grpc
 from hostopt.transport.grpc.server import RpcServer
-from hostopt.transport.security import Identity
 from hostopt.transport.tcp import data_server, handshake
 from hostopt.transport.tcp.data_server import DataServer
 from hostopt.transport.tcp.data_socket import DataSocket
@@ -111,9 +110,8 @@ class OutgoingStreams:
 
     async def _connect(self, peer: int, address: str) -> DataSocket:
         peers, options = self._peers, self._ring.options
-        called = Identity(peer, peers.incarnations[peer])
         connecting = data_server.connect(
-            address, peers.local, called, self._ring.security, self._context
+            address, peers.local, peers.identity(peer), self._ring.security, self._context
         )
         shortest_s = min(options.collective_timeout_s, options.rendezvous_timeout_s)
         return await asyncio.wait_for(connecting, min(limits.HANDSHAKE_S, shortest_s / 2))

@@ -19,7 +19,7 @@ from hostopt.transport.grpc.authentication import Authenticator
 from hostopt.transport.grpc.client import (
     HANDSHAKE_TIME,
     RpcClient,
-    call_until_known,
+    call_signed,
     message_options,
     open_channel,
 )
@@ -55,7 +55,13 @@ async def _observe(
     arguments += message_options(options, ring_.DEFAULT)
     channel = open_channel(address, arguments, security.tls)
     try:
-        answer = await _call(channel, address, security, service)
+        stub = channel.unary_unary(f"/{service}/{OBSERVE}")
+        signer = Authenticator(Identity(-1, secrets.token_hex(8)), security, True)
+        rank = Identity(-1, "")  # unknown, so it will be asked for
+        answer = await call_signed(stub, signer, rank, OBSERVE, b"", timeout=ANSWER_S)
+        if answer is None:
+            fault = "answers without knowing the token of this command"
+            raise AuthError(f"{address} {fault}. {_ADVICE}")
         return read_overview(answer, most_bytes)
     except grpc.aio.AioRpcError as error:
         raise await _error_of(address, error, security) from None
@@ -66,23 +72,6 @@ async def _observe(
         ) from None
     finally:
         await channel.close()
-
-
-async def _call(channel: Any, address: str, security: Security, service: str) -> bytes:
-    authenticator = Authenticator(Identity(-1, secrets.token_hex(8)), security, True)
-    stub, request = channel.unary_unary(f"/{service}/{OBSERVE}"), b""
-
-    async def call(incarnation: str) -> bytes:
-        called = Identity(-1, incarnation)
-        metadata = authenticator.call_metadata(called, OBSERVE, request)
-        answering = stub(request, metadata=metadata, timeout=ANSWER_S)
-        answer: bytes = await answering
-        trailing = await answering.trailing_metadata()
-        if authenticator.is_answer(called, OBSERVE, answer, trailing):
-            return answer
-        raise AuthError(f"{address} answers without knowing the token of this command. {_ADVICE}")
-
-    return await call_until_known(call, "")
 
 
 async def _error_of(address: str, error: grpc.aio.AioRpcError, security: Security) -> HostOptError:

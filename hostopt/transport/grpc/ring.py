@@ -72,6 +72,10 @@ class Peers:
         incarnation = self.incarnation if rank == self.rank else self.incarnations[rank]
         return Origin(zlib.crc32(ring.encode()), int(incarnation, 16))
 
+    def identity(self, peer: int) -> Identity:
+        """Returns the identity of a peer; its incarnation is empty if it is not connected."""
+        return Identity(peer, self.incarnations.get(peer, ""))
+
     def add(self, peer: int, hello: dict[str, Any]) -> None:
         """Notes the incarnation and the data port of a peer."""
         self.incarnations[peer] = hello["incarnation"]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Callable
 
 from hostopt.errors import ConfigError
@@ -179,16 +178,12 @@ class RpcServer:
         return bytes(request)
 
     async def _read_all(self, caller: Caller, context: grpc.aio.ServicerContext) -> Any:
-        async with self._memory_limit(caller):
+        async with contextlib.AsyncExitStack() as scope:
+            if self._unknown is not None and not self._ring.is_peer(claim_of(caller)):
+                await scope.enter_async_context(self._unknown)  # few strangers at the same time
             request = await context.read()
             # The call counts as open until its end is read, and the caller may soon call again.
             return request if await context.read() is grpc.aio.EOF else None
-
-    def _memory_limit(self, caller: Caller) -> AbstractAsyncContextManager[Any]:
-        """Scope of a read; few callers that may be strangers are in it at the same time."""
-        if self._ring.is_peer(claim_of(caller)) or self._unknown is None:
-            return contextlib.AsyncExitStack()
-        return self._unknown
 
     async def _refuse(
         self, context: grpc.aio.ServicerContext, caller: Caller, reason: str
