@@ -74,7 +74,7 @@ class Rendezvous:
         return json.dumps(self.messages.build(to=peer)).encode()
 
     async def run(self) -> None:
-        """Sends Hello messages until all peers are connected."""
+        """Sends Hello messages until all peers are connected, which are watched from then on."""
         started = time.monotonic()
         report_at_s = self._ring.timing.progress_every_s
         missing, rank = self._peers.missing, self._peers.rank
@@ -95,6 +95,7 @@ class Rendezvous:
         if self._ring.mailbox.error is not None:
             raise self._ring.mailbox.error
         self._peers.connected = True
+        self._liveness.start()
 
     async def _greet(self, peer: int) -> None:
         peers = self._peers

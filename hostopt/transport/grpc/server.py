@@ -78,9 +78,9 @@ class RpcServer:
         self._server = grpc.aio.server(
             options=server_options(self._ring.options, self._ring.timing, cluster.size)
         )
-        authenticator, observers = self._authenticator, self._observers
-        methods = {name: self._method(name, authenticator, h) for name, h in handlers.items()}
-        methods[OBSERVE] = self._method(OBSERVE, observers, on_observe)
+        ranks = self._authenticator
+        methods = {name: self._method(name, ranks, each) for name, each in handlers.items()}
+        methods[OBSERVE] = self._method(OBSERVE, self._observers, on_observe)
         methods["Stream"] = grpc.stream_unary_rpc_method_handler(on_stream)
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(service, methods)]

@@ -77,7 +77,7 @@ class GrpcTransport(Transport):
         event_loop.run(self._serve(service))
         call_at_exit(self.close)
         try:
-            event_loop.run(self._connect())
+            event_loop.run(self._rendezvous.run())
         except BaseException as error:
             self.abort(error)
             if isinstance(error, AuthError):
@@ -104,10 +104,6 @@ class GrpcTransport(Transport):
 
     async def _on_broken(self, peer: int, reason: str) -> None:
         await self._liveness.stream_broken(peer, reason)
-
-    async def _connect(self) -> None:
-        await self._rendezvous.run()
-        self._liveness.start()
 
     # -- sending ---------------------------------------------------------------------------
 

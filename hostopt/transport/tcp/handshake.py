@@ -68,8 +68,7 @@ async def identify(
     if magic != _MAGIC or version != WIRE_VERSION:
         raise HandshakeError("another program calls")
     incarnation = incarnation_of(rank)
-    is_current = incarnation is not None and int(incarnation, 16) == from_
-    if incarnation is None or not is_current or int(called.incarnation, 16) != to:
+    if incarnation is None or (int(incarnation, 16), int(called.incarnation, 16)) != (from_, to):
         raise HandshakeError(f"the caller claims to be rank {rank} of another ring")
     caller = Identity(rank, incarnation)
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
