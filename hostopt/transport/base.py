@@ -126,8 +126,7 @@ class Transport(abc.ABC):
 
     async def abort_on_mismatch(self, peer: int, tag: Tag) -> HostOptError:
         """Aborts the ring as a peer makes another call; returns the error of all ranks."""
-        local_call = self.call_log.last(tag.channel)
-        error = await find_mismatch(self.cluster, peer, tag, local_call, self.request_status)
+        error = await find_mismatch(self.cluster, peer, tag, self.request_status)
         self.abort(error)
         return self.error or error
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple, Optional
 
 from hostopt.cluster.cluster import Cluster
@@ -40,25 +41,20 @@ class Wait(NamedTuple):
     since_s: float  # on the monotonic clock
 
 
+@dataclass(eq=False)
 class Schedule:
     """Times at which a wait is due for a comparison of calls, a warning or its end."""
 
-    def __init__(
-        self,
-        wait: Wait,
-        options: Options,
-        on_stall: Callable[[Wait, bool], object],
-        on_long_wait: Callable[[Wait], object],
-        grace_s: float = 0.0,
-    ) -> None:
-        self._wait = wait
-        self._on_stall = on_stall
-        self._on_long_wait = on_long_wait
-        self._warn_after_s = options.stall_warning_s
+    _wait: Wait
+    _options: Options
+    _on_stall: Callable[[Wait, bool], object]
+    _on_long_wait: Callable[[Wait], object]
+    _grace_s: float
+
+    def __post_init__(self) -> None:
+        self._warn_after_s = self._options.stall_warning_s
         self._compare_after_s = _COMPARE_AFTER_S
-        self._timeout_s = options.collective_timeout_s
         self._has_timed_out = False
-        self._grace_s = grace_s
         self._grace_end_s: float | None = None
 
     def is_in_grace(self) -> bool:
@@ -71,13 +67,14 @@ class Schedule:
     def next_s(self) -> float | None:
         """Does what is due; returns the seconds until its next call, None at the wait's end."""
         waited_s = time.monotonic() - self._wait.since_s
-        if waited_s >= self._timeout_s + _DIAGNOSIS_S:
+        timeout_s = self._options.collective_timeout_s
+        if waited_s >= timeout_s + _DIAGNOSIS_S:
             return None
-        if waited_s >= self._timeout_s:
+        if waited_s >= timeout_s:
             if not self._has_timed_out:
                 self._has_timed_out = True
                 self._on_stall(self._wait, True)
-            return self._timeout_s + _DIAGNOSIS_S - waited_s
+            return timeout_s + _DIAGNOSIS_S - waited_s
         if waited_s >= self._warn_after_s:
             self._on_stall(self._wait, False)
             while waited_s >= self._warn_after_s:
@@ -86,7 +83,7 @@ class Schedule:
             self._on_long_wait(self._wait)
             while waited_s >= self._compare_after_s:
                 self._compare_after_s *= 2
-        return min(self._warn_after_s, self._compare_after_s, self._timeout_s) - waited_s
+        return min(self._warn_after_s, self._compare_after_s, timeout_s) - waited_s
 
 
 class Culprit(NamedTuple):

@@ -134,7 +134,6 @@ def test_status_is_read_or_refused(data: bytes) -> None:
         except ValueError:
             return None
 
-    local_call = {**STATUS["call"], "checksum": 1}
     mismatch._RETRY_AFTER_S = 0
     try:
         culprit = asyncio.run(find_culprit(CLUSTER, 1, TAG, request_status))
@@ -142,7 +141,7 @@ def test_status_is_read_or_refused(data: bytes) -> None:
         culprit.text.encode()
     except HostOptError as error:
         assert_can_be_shown(error)
-    result = mismatch.find_mismatch(CLUSTER, 1, TAG, local_call, request_status)
+    result = mismatch.find_mismatch(CLUSTER, 1, TAG, request_status)
     assert_can_be_shown(asyncio.run(result))
 
 
