@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 
 from hostopt.cluster.cluster import Cluster
-from hostopt.errors import ConfigError, HostOptError, error_to_dict
+from hostopt.errors import ConfigError, HostOptError
 from hostopt.options import Options
 from hostopt.telemetry.flight_recorder import FlightRecorder
 from hostopt.telemetry.timeline import Timeline
@@ -57,7 +57,7 @@ class Transport(abc.ABC):
         )
         self.recorder = FlightRecorder(self.rank, options.debug_dir)
         if self.size > 1:
-            self.mailbox.on_failure(self._start_dump)
+            self.mailbox.on_failure(lambda _: self.recorder.start_dump(self.status()))
         self.timeline: Timeline | None = None  # records messages, if set
         self.training_step: int | None = None  # global_step of an Estimator, for observers
         self._channels: dict[int, str] = {}  # name and duplicate by channel number
@@ -197,9 +197,6 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Leaves the ring in good order: messages that were sent before are still delivered."""
-
-    def _start_dump(self, error: HostOptError) -> None:
-        self.recorder.start_dump({**self.status(), "error": error_to_dict(error)})
 
     def _wait_for_dump(self) -> None:
         if self.size > 1 and self.error is not None:
