@@ -75,7 +75,7 @@ def check_tls_dir(path: str, host: str | None = None) -> datetime:
 class Identity(NamedTuple):
     """One side of a call or of a data connection."""
 
-    rank: int
+    rank: int  # -1 if it is an observer, or names none
     incarnation: str
 
 

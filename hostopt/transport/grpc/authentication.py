@@ -30,7 +30,8 @@ class Authenticator:
     """Signs and checks the calls and answers of one side.
 
     Args:
-      for_observers: True for the calls of observers, whose proofs no rank accepts from a rank.
+      for_observers: True for calls of observers. Their proofs are of another kind than those of
+        ranks, so neither is accepted in place of the other.
     """
 
     _local: Identity
